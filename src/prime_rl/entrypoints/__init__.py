@@ -1,0 +1,1 @@
+"""The commands: each parses its configuration and calls one function."""

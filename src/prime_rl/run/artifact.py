@@ -1,0 +1,87 @@
+"""I4 whole or absent: an artifact is a directory that appears complete, by one rename, or not at all.
+
+Files are written under a temporary name beside the target, fsynced, described by `manifest.json`, and renamed into
+place; the parent is fsynced last. The rename commits, the manifest proves.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_rl.errors import RunError
+
+MANIFEST = "manifest.json"
+
+
+class ArtifactError(RunError):
+    """An artifact that is incomplete or does not say what it should; the message names the file."""
+
+
+def publish(target: Path, write: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+    """Write an artifact and commit it by rename.
+
+    Args:
+        target: the directory to appear. It must not exist yet.
+        write: writes the files into the temporary directory that it is given and returns the manifest's fields.
+
+    Returns:
+        The manifest as written: the fields of `write` and `files`, name -> size in bytes.
+
+    Raises:
+        ArtifactError: the target exists already.
+        OSError: the disk is full, the directory not writable ...; nothing is left behind.
+    """
+    if target.exists():
+        raise ArtifactError(f"{target} exists already; an artifact is never written twice")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.parent / f".tmp-{target.name}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        fields = write(temporary)
+        manifest = {**fields, "files": {p.name: p.stat().st_size for p in sorted(temporary.iterdir())}}
+        (temporary / MANIFEST).write_text(json.dumps(manifest))
+        for path in temporary.iterdir():
+            path.chmod(0o644)  # safetensors writes 0600, which another user's server could not read
+            _fsync(path)
+        _fsync(temporary)
+        temporary.rename(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _fsync(target.parent)
+    return manifest
+
+
+def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:
+    """Read and check the manifest of the artifact at `path`.
+
+    Raises:
+        ArtifactError: no manifest, not the expected format, or a file is missing or has another size.
+    """
+    file = path / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ArtifactError(f"{file} is missing: {path} is not a published artifact") from None
+    except ValueError as error:
+        raise ArtifactError(f"{file} is not JSON: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != expected_format:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise ArtifactError(f"{file} has format {found!r}, expected {expected_format!r}")
+    for name, size in manifest["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            raise ArtifactError(f"{path / name} has {found} bytes, its manifest says {size}")
+    return manifest
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

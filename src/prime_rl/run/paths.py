@@ -1,0 +1,83 @@
+"""Every path of a run, built from its root. No other module joins these names."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """The layout of one run directory (docs/architecture.md shows it as a tree)."""
+
+    root: Path
+
+    @property
+    def rollouts_dir(self) -> Path:
+        """Batches, orchestrator -> trainer."""
+        return self.root / "rollouts"
+
+    @property
+    def weights_dir(self) -> Path:
+        """Published policy versions, trainer -> inference."""
+        return self.root / "weights"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Checkpoints of the whole run."""
+        return self.root / "checkpoints"
+
+    @property
+    def logs_dir(self) -> Path:
+        """One log file a process."""
+        return self.root / "logs"
+
+    @property
+    def run_toml(self) -> Path:
+        """The resolved configuration of this run."""
+        return self.root / "run.toml"
+
+    @property
+    def lock(self) -> Path:
+        """Held (flock) by the run that owns the directory."""
+        return self.root / "lock"
+
+    def rollouts(self, step: int) -> Path:
+        """Batch `step`."""
+        return self.rollouts_dir / f"step_{step}"
+
+    def weights(self, step: int) -> Path:
+        """Policy version `step`."""
+        return self.weights_dir / f"step_{step}"
+
+    def checkpoint(self, step: int) -> Path:
+        """Checkpoint after `step` steps."""
+        return self.checkpoints_dir / f"step_{step}"
+
+    def metrics(self, role: str) -> Path:
+        """One JSON object a step, written by `role`."""
+        return self.root / "metrics" / f"{role}.jsonl"
+
+    def samples(self, step: int) -> Path:
+        """The rollouts of batch `step` as text, one JSON object a rollout."""
+        return self.root / "samples" / f"step_{step}.jsonl"
+
+    def log(self, role: str) -> Path:
+        """Log file of `role`."""
+        return self.logs_dir / f"{role}.log"
+
+    @property
+    def torchrun_logs(self) -> Path:
+        """torchrun's own folder: stdout and stderr of each rank."""
+        return self.logs_dir / "torchrun"
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Return the steps of the complete `step_N` folders in `directory`, ascending; [] where it does not exist.
+
+    Temporary folders carry another name, so whatever matches was committed by its rename.
+    """
+    if not directory.is_dir():
+        return []
+    return sorted(int(match[1]) for entry in directory.iterdir() if (match := _STEP.fullmatch(entry.name)))

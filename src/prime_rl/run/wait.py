@@ -1,0 +1,59 @@
+"""Waiting for an artifact to appear. Every wait has an owner and a deadline (I7).
+
+A watcher is a hint and `stat` is the truth: network file systems send no events, so the path is checked again at
+every event and at least four times a second.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from watchfiles import awatch, watch
+
+from prime_rl.errors import RunError
+
+_RECHECK_MS = 250
+_DEBOUNCE_MS = 5
+
+
+class DeadlineError(RunError):
+    """What was waited for did not come in time; the message names it and who should have made it."""
+
+
+def wait_for(path: Path, timeout_s: float, owner: str) -> None:
+    """Block until `path` exists.
+
+    Args:
+        path: what to wait for; its parent is made if missing, so that it can be watched.
+        timeout_s: seconds until the wait is given up.
+        owner: who makes the path and where its log is, for the error.
+
+    Raises:
+        DeadlineError: `timeout_s` passed.
+    """
+    deadline = time.monotonic() + timeout_s
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return
+    stop = threading.Event()
+    for _ in watch(
+        path.parent, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS, rust_timeout=_RECHECK_MS,
+        yield_on_timeout=True, recursive=False, raise_interrupt=True,
+    ):  # fmt: skip
+        if path.exists():
+            return
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"waited {timeout_s:.0f} s for {path}, which {owner} should have written")
+
+
+async def changes(directory: Path, stop: asyncio.Event) -> AsyncIterator[None]:
+    """Yield whenever `directory` may have changed: at once, at each event, and four times a second."""
+    directory.mkdir(parents=True, exist_ok=True)
+    yield
+    async for _ in awatch(
+        directory, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS, rust_timeout=_RECHECK_MS,
+        yield_on_timeout=True, recursive=False,
+    ):  # fmt: skip
+        yield
