@@ -1,0 +1,108 @@
+"""Tiny random models in Hugging Face layout, and their publication as policy versions, for tests of every process."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_rl.run.artifact import publish
+from prime_rl.run.paths import RunPaths
+from prime_rl.run.tensors import content_hash, hash_tensors
+
+WEIGHTS_FORMAT = "prime_rl.weights/1"
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ROLES = ("system", "user", "assistant")
+CHARACTERS = ("\n", *map(chr, range(32, 127)))
+VOCAB_SIZE = 128
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tiny_model(path: Path, tie_word_embeddings: bool = True, seed: int = 0, std: float = 0.2) -> Path:
+    """Write a random Qwen3 model (hidden 64, 2 layers, head_dim 16, vocabulary 128, fp32) with its tokenizer.
+
+    Args:
+        path: the directory to write; made if missing.
+        tie_word_embeddings: the output head shares the embedding's storage.
+        seed: another seed gives a clearly different policy: logits have a standard deviation of about 8 * std.
+        std: standard deviation of the initial weights.
+
+    Returns:
+        `path`.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tie_word_embeddings,
+        initializer_range=std,
+        bos_token_id=None,
+        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
+        pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def make_tokenizer() -> Any:
+    """Make the tokenizer: one token per printable ASCII character, per role word and per chat marker (103 in all)."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *ROLES, *CHARACTERS, "<unk>"))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_tokens([AddedToken(role, normalized=False, special=False) for role in ROLES])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def publish_weights(run_dir: Path, model_dir: Path, step: int, branch: int = 0, **overrides: Any) -> Path:
+    """Publish the model in `model_dir` as version (branch, step) of the run at `run_dir`.
+
+    Args:
+        run_dir: the run's output directory.
+        model_dir: what to copy; a Hugging Face directory.
+        step: the version's step; names the folder.
+        branch: the version's branch.
+        overrides: manifest fields to replace, for manifests that lie.
+
+    Returns:
+        The published directory, `weights/step_{step}`.
+    """
+    target = RunPaths(run_dir).weights(step)
+
+    def write(temporary: Path) -> Mapping[str, Any]:
+        shutil.copytree(model_dir, temporary, dirs_exist_ok=True)
+        tensors = hash_tensors(temporary)
+        manifest = {"format": WEIGHTS_FORMAT, "branch": branch, "step": step, "tensors": tensors}
+        return {**manifest, "hash": content_hash(tensors), **overrides}
+
+    publish(target, write)
+    return target
