@@ -1,0 +1,203 @@
+"""Keys of `uv run orchestrator`."""
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.base import BaseConfig, RootConfig, later
+from prime_rl.configs.shared import (
+    DEFAULT_OUTPUT_DIR,
+    CkptConfig,
+    ClientConfig,
+    EnvConfig,
+    HeartbeatConfig,
+    LogConfig,
+    Monitored,
+    NameConfig,
+    SamplingConfig,
+    TokenizerConfig,
+    WandbConfig,
+)
+
+
+class GRPOAdvantageConfig(BaseConfig):
+    """GRPO: reward minus the mean of its group."""
+
+    type: Literal["grpo"] = "grpo"
+    """Kind of advantage."""
+
+    std: bool = False
+    """Also divide by the standard deviation of the group."""
+
+
+class BufferConfig(BaseConfig):
+    """Which examples are drawn."""
+
+    type: Literal["simple", "difficulty-pool", "online-difficulty"] = "simple"
+    """How examples are chosen."""
+
+    seed: int | None = None
+    """Seed of the choice; None takes the orchestrator's."""
+
+
+class OnlineEvalConfig(BaseConfig):
+    """Evaluation during the run."""
+
+    env: list[EnvConfig] = [EnvConfig()]
+    """Environments to evaluate in."""
+
+    benchmarks: list[str] = []
+    """Named benchmarks, such as math500."""
+
+    rollouts_per_example: int = Field(1, ge=1)
+    """Rollouts of each example."""
+
+    rollouts_per_prompt: list[int] = []
+    """Rollouts of each prompt, one number per benchmark."""
+
+    num_examples: int = Field(-1, ge=-1)
+    """Examples per environment; -1 takes all."""
+
+    interval: int = Field(100, ge=1)
+    """Steps between two evaluations."""
+
+    eval_base_model: bool = True
+    """Also evaluate version 0."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """How completions are sampled."""
+
+
+class ValConfig(BaseConfig):
+    """Validation on held-out examples of the training environment."""
+
+    num_examples: int = Field(16, ge=1)
+    """Examples."""
+
+    rollouts_per_example: int = Field(1, ge=1)
+    """Rollouts of each example."""
+
+    interval: int = Field(10, ge=1)
+    """Steps between two validations."""
+
+
+class OrchestratorConfig(RootConfig):
+    """The orchestrator: samples rollouts, scores them, ships batch n, switches inference to v_n."""
+
+    command: ClassVar[str] = "orchestrator"
+    aliases: ClassVar[dict[str, str]] = {
+        **Monitored,
+        "environment": "env",
+        "rollouts_per_prompt": "rollouts_per_example",
+    }
+
+    client: ClientConfig = ClientConfig()
+    """Where inference is."""
+
+    model: NameConfig = NameConfig()
+    """The model that inference serves; its tokenizer renders the prompts."""
+
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The tokenizer that renders the prompts."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """How training rollouts are sampled."""
+
+    env: list[EnvConfig] = Field([EnvConfig()], min_length=1)
+    """Environments to train in; one table is a list of one."""
+
+    batch_size: int = Field(128, ge=1)
+    """Rollouts in a batch (one step); a multiple of rollouts_per_example."""
+
+    rollouts_per_example: int = Field(1, ge=1)
+    """Rollouts G of one example; they form a group, whose mean reward is the baseline."""
+
+    seq_len: int = Field(2048, ge=2)
+    """Longest sample, prompt and completion, and length of a packed row, tokens."""
+
+    advantage: Annotated[GRPOAdvantageConfig, Field()] = GRPOAdvantageConfig()
+    """How rewards become advantages."""
+
+    async_level: int = Field(2, ge=0)
+    """Bound k on staleness, steps: a token of batch n is sampled by version n - k or newer. 0 is on-policy."""
+
+    max_off_policy_steps: int | None = later(None, ge=0)
+    """Bound on staleness where it shall be wider than async_level for long rollouts, steps; None is async_level."""
+
+    oversampling_factor: float = later(1.0, ge=1)
+    """Groups in flight beyond a batch, as a factor, to make up for expected drops."""
+
+    max_concurrent: int | None = Field(None, ge=1)
+    """Most rollouts in flight at once; None is bounded by admission alone."""
+
+    max_steps: int | None = Field(None, ge=1)
+    """Batches to ship; None goes on for ever."""
+
+    seed: int = 42
+    """Seed of the stream of examples."""
+
+    run_id: str | None = None
+    """Name under which the inference server is leased; None makes one from the output directory."""
+
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """The run directory."""
+
+    exp_id: str | None = None
+    """Name of the experiment; the run directory becomes output_dir/exp_id."""
+
+    wait_timeout_seconds: float = Field(1800, gt=0)
+    """Longest wait for the trainer's next version or for inference to start, seconds."""
+
+    ckpt: CkptConfig | None = later(None)
+    """Checkpoints; None writes none."""
+
+    eval: OnlineEvalConfig | None = later(None)
+    """Evaluation during the run."""
+
+    val: ValConfig | None = later(None)
+    """Validation during the run."""
+
+    buffer: BufferConfig | None = later(None)
+    """Which examples are drawn; None takes them in shuffled order."""
+
+    workers_per_env: int = later(1, ge=1)
+    """Processes that run each environment."""
+
+    trajectory_strategy: Literal["interleaved", "branching"] = later("interleaved")
+    """How multi-turn rollouts become samples: one growing sequence, or one per turn."""
+
+    mask_truncated_completions: bool = later(False)
+    """Do not train on completions that were cut by max_tokens."""
+
+    zero_truncated_completions: bool = later(False)
+    """Give completions that were cut by max_tokens a reward of 0."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases; None writes only metrics/orchestrator.jsonl."""
+
+    log: LogConfig = LogConfig()
+    """The log."""
+
+    bench: bool = later(False)
+    """Benchmark inference: a few batches without a trainer."""
+
+    heartbeat: HeartbeatConfig | None = later(None)
+    """How a dead process on another node is noticed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "OrchestratorConfig":
+        if self.batch_size % self.rollouts_per_example:
+            raise ValueError(
+                f"batch_size = {self.batch_size} is not a multiple of "
+                f"rollouts_per_example = {self.rollouts_per_example}; a batch is made of whole groups"
+            )
+        sampling = self.sampling
+        if sampling.temperature == 0:
+            raise ValueError("sampling.temperature = 0 gives every rollout of a group the same reward; set it above 0")
+        if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+            raise ValueError(
+                "sampling.top_p < 1, top_k > 0 and min_p > 0 cut the distribution that the trainer differentiates; "
+                "there is no correction for it yet, so leave them at 1, -1 and 0"
+            )
+        return self

@@ -1,0 +1,110 @@
+"""Keys of `uv run rl`, which owns the values that the three processes share."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.base import RootConfig, later
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.shared import (
+    DEFAULT_OUTPUT_DIR,
+    CkptConfig,
+    HeartbeatConfig,
+    IntList,
+    LogConfig,
+    Monitored,
+    NameConfig,
+    WandbConfig,
+)
+from prime_rl.configs.trainer import TrainerConfig
+
+
+class RLConfig(RootConfig):
+    """A whole run on one node: starts inference (if configured), the orchestrator and the trainer."""
+
+    command: ClassVar[str] = "rl"
+    aliases: ClassVar[dict[str, str]] = Monitored
+
+    model: NameConfig = NameConfig()
+    """The model, for all three."""
+
+    max_steps: int | None = Field(None, ge=1)
+    """Steps of the run, for trainer and orchestrator; None goes on for ever."""
+
+    async_level: int = Field(2, ge=0)
+    """Bound k on staleness, steps, for trainer and orchestrator."""
+
+    seq_len: int | None = Field(None, ge=2)
+    """Sequence length, tokens, for trainer and orchestrator; None leaves it to each (2048)."""
+
+    max_model_len: int | None = Field(None, ge=1)
+    """Longest prompt and completion that inference takes, tokens; None is the orchestrator's seq_len."""
+
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Share of GPU memory for inference; None leaves it to inference (0.9)."""
+
+    seed: int | None = None
+    """Seed of trainer and orchestrator; None leaves it to each (42)."""
+
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """The run directory, for all."""
+
+    exp_id: str | None = None
+    """Name of the experiment; the run directory becomes output_dir/exp_id."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """The trainer; all keys of `uv run trainer`."""
+
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    """The orchestrator; all keys of `uv run orchestrator`."""
+
+    inference: InferenceConfig | None = None
+    """The inference server; all keys of `uv run inference`. None uses a server that runs already."""
+
+    inference_gpu_ids: IntList = [0]
+    """GPUs of inference, counted within CUDA_VISIBLE_DEVICES; not used on a machine without a GPU."""
+
+    trainer_gpu_ids: IntList = [1]
+    """GPUs of the trainer, one rank each, counted within CUDA_VISIBLE_DEVICES; not used without a GPU."""
+
+    inference_gpus: int | None = Field(None, ge=1)
+    """How many GPUs inference gets: the first ones; another way to say inference_gpu_ids."""
+
+    trainer_gpus: int | None = Field(None, ge=1)
+    """How many GPUs the trainer gets: those after inference's; another way to say trainer_gpu_ids."""
+
+    trainer_ranks: int | None = Field(None, ge=1)
+    """Trainer processes; None is one per GPU of the trainer. Use it for several ranks on a CPU."""
+
+    ckpt: CkptConfig | None = later(None)
+    """Checkpoints, for trainer and orchestrator; None writes none."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases, for trainer and orchestrator: runs NAME-trainer and NAME-orchestrator."""
+
+    log: LogConfig = LogConfig()
+    """The log, for all three."""
+
+    clean: bool = True
+    """Remove what an earlier run left in the run directory; false refuses to start there."""
+
+    bench: bool = later(False)
+    """Benchmark: a few steps, then a table."""
+
+    heartbeat: HeartbeatConfig | None = later(None)
+    """How a dead process on another node is noticed."""
+
+    @classmethod
+    def prepare(cls, state: Any) -> None:
+        """Hand the shared values to the three."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RLConfig":
+        if self.trainer.model.seq_len < self.orchestrator.seq_len:
+            raise ValueError(
+                f"trainer.model.seq_len = {self.trainer.model.seq_len} is shorter than "
+                f"orchestrator.seq_len = {self.orchestrator.seq_len}; the trainer must hold whole rows"
+            )
+        return self

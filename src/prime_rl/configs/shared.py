@@ -1,0 +1,335 @@
+"""Blocks that several entry points share."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from prime_rl.configs.base import BaseConfig, later
+
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+DEFAULT_OUTPUT_DIR = Path("outputs")
+DEFAULT_PORT = 8000
+API_KEY_VAR = "INFERENCE_SERVER_API_KEY"
+
+
+def split_commas(value: object) -> object:
+    """Read `a,b` as a list of two, so that lists can be typed without brackets."""
+    return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+
+
+StrList = Annotated[list[str], BeforeValidator(split_commas)]
+IntList = Annotated[list[int], BeforeValidator(split_commas)]
+
+
+class NameConfig(BaseConfig):
+    """Which model."""
+
+    name: str = DEFAULT_MODEL
+    """Hugging Face id or local directory of the base model, policy version 0."""
+
+
+class TokenizerConfig(BaseConfig):
+    """Which tokenizer."""
+
+    name: str | None = None
+    """Hugging Face id or local directory of the tokenizer; None takes the model's own."""
+
+    trust_remote_code: bool = False
+    """Run Python code that the tokenizer's repository brings along."""
+
+
+class LogConfig(BaseConfig):
+    """What is written to the log."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe message that is written."""
+
+    utc: bool = False
+    """Write times in UTC instead of local time."""
+
+
+class LogExtrasConfig(BaseConfig):
+    """Tables beside the scalar metrics."""
+
+    samples: bool = True
+    """Log a table of rollouts: prompt, completion, reward, advantage."""
+
+    distributions: bool = True
+    """Log histograms of per-rollout and per-token values."""
+
+    interval: int = Field(10, ge=1)
+    """Steps between two tables."""
+
+
+class WandbConfig(BaseConfig):
+    """Weights & Biases. Off unless this block is given. `rl` makes two runs, NAME-trainer and NAME-orchestrator."""
+
+    project: str = "prime-rl"
+    """Project that the run is filed under."""
+
+    name: str | None = None
+    """Name of the run; None lets W&B choose one."""
+
+    id: str | None = None
+    """Id of an earlier run to go on with; None starts a new one. Trainer and orchestrator have one each."""
+
+    entity: str | None = None
+    """User or team that owns the project; None takes the account's default."""
+
+    group: str | None = None
+    """Group that runs are shown under; `rl` puts its two runs into one."""
+
+    tags: StrList = []
+    """Labels of the run."""
+
+    offline: bool = False
+    """Write to the run directory only; `wandb sync` uploads later. No account is needed."""
+
+    log_extras: LogExtrasConfig | None = None
+    """Tables of samples and distributions; None logs scalars only."""
+
+
+class CkptConfig(BaseConfig):
+    """Checkpoints of the whole run. Off unless this block is given."""
+
+    path: Path = Path("checkpoints")
+    """Folder of the checkpoints, inside output_dir."""
+
+    interval: int = Field(50, ge=1)
+    """Steps between two checkpoints; the last step is always one."""
+
+    save_async: bool = False
+    """Go on training while a checkpoint is written."""
+
+    resume_step: int | None = Field(None, ge=-1)
+    """Checkpoint to resume from; -1 is the newest complete one, None starts anew."""
+
+    keep_last: int | None = Field(None, ge=1)
+    """How many checkpoints to keep; None keeps all."""
+
+    keep_interval: int | None = Field(None, ge=1)
+    """Checkpoints at multiples of this many steps are kept for good."""
+
+
+class ClientConfig(BaseConfig):
+    """Where the inference server is."""
+
+    host: str = "localhost"
+    """Host name or address of the server; not used with base_url."""
+
+    port: int = Field(DEFAULT_PORT, ge=1, le=65535)
+    """Port of the server; not used with base_url."""
+
+    base_url: StrList | None = None
+    """Full addresses such as http://localhost:8000/v1, several separated by commas; None means host and port."""
+
+    api_key_var: str = API_KEY_VAR
+    """Name of the environment variable that holds the server's key; no key is sent where it is unset."""
+
+    timeout: float = Field(1200, gt=0)
+    """Longest time for one request, seconds."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Roots of the servers, without a trailing `/` or `/v1`."""
+        given = self.base_url or [f"http://{self.host}:{self.port}"]
+        return [url.rstrip("/").removesuffix("/v1") for url in given]
+
+
+class SamplingConfig(BaseConfig):
+    """How completions are sampled."""
+
+    temperature: float = Field(1.0, ge=0)
+    """Divides the logits before sampling; the trainer applies the same. 0 is greedy (not for training)."""
+
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the likeliest tokens up to this probability mass; 1 keeps all."""
+
+    top_k: int = Field(-1, ge=-1)
+    """Keep this many of the likeliest tokens; -1 keeps all."""
+
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest completion of one turn, tokens; None fills the sequence length."""
+
+    min_tokens: int = Field(0, ge=0)
+    """Shortest completion of one turn, tokens."""
+
+    repetition_penalty: float = later(1.0, gt=0)
+    """Divides the logits of tokens seen already; 1 changes nothing."""
+
+    seed: int | None = None
+    """Seed of the sampler; None draws freshly. Each request derives its own from it."""
+
+
+class EnvConfig(BaseConfig):
+    """One verifiers environment."""
+
+    id: str = "reverse_text"
+    """Name of the installed environment package (`-` and `_` are the same)."""
+
+    args: dict[str, object] = {}
+    """Arguments of the environment's load_environment()."""
+
+    name: str | None = None
+    """Name in metrics; None takes the id."""
+
+    weight: float = later(1.0, gt=0)
+    """Share of the examples drawn from this environment, relative to the others."""
+
+    @property
+    def label(self) -> str:
+        """Name of the environment in metrics and messages."""
+        return self.name or self.id
+
+
+class AdamWConfig(BaseConfig):
+    """AdamW."""
+
+    type: Literal["adamw"] = "adamw"
+    """Kind of optimizer."""
+
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate."""
+
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+
+    betas1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the running mean of the gradient."""
+
+    betas2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the running mean of the squared gradient."""
+
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm is clipped to this; None does not clip."""
+
+
+class SGDConfig(BaseConfig):
+    """Stochastic gradient descent."""
+
+    type: Literal["sgd"] = "sgd"
+    """Kind of optimizer."""
+
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate."""
+
+    weight_decay: float = Field(0.01, ge=0)
+    """Weight decay, added to the gradient."""
+
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Decay of the running mean of the gradient."""
+
+    nesterov: bool = True
+    """Nesterov momentum."""
+
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm is clipped to this; None does not clip."""
+
+
+class MuonConfig(BaseConfig):
+    """Muon for matrices, AdamW for the rest."""
+
+    type: Literal["muon"] = "muon"
+    """Kind of optimizer."""
+
+    lr: float = Field(1e-6, ge=0)
+    """Peak learning rate."""
+
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay."""
+
+    mu: float = Field(0.95, ge=0, lt=1)
+    """Momentum of the matrices."""
+
+    betas1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the running mean of the gradient."""
+
+    betas2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's decay of the running mean of the squared gradient."""
+
+    max_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm is clipped to this; None does not clip."""
+
+
+OptimConfig = Annotated[AdamWConfig | SGDConfig | MuonConfig, Field(discriminator="type")]
+
+
+class ConstantSchedulerConfig(BaseConfig):
+    """Constant learning rate after an optional warm-up."""
+
+    type: Literal["constant"] = "constant"
+    """Kind of schedule."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the rate rises linearly to its peak."""
+
+
+class LinearSchedulerConfig(ConstantSchedulerConfig):
+    """Linear decay."""
+
+    type: Literal["linear"] = "linear"  # type: ignore[assignment]
+    """Kind of schedule."""
+
+    decay_steps: int | None = Field(None, ge=1)
+    """Steps over which the rate falls, at the end of the run; None means all after the warm-up."""
+
+    min_lr: float = Field(0.0, ge=0)
+    """Rate at the end."""
+
+
+class CosineSchedulerConfig(LinearSchedulerConfig):
+    """Cosine decay."""
+
+    type: Literal["cosine"] = "cosine"  # type: ignore[assignment]
+    """Kind of schedule."""
+
+
+SchedulerConfig = Annotated[
+    ConstantSchedulerConfig | LinearSchedulerConfig | CosineSchedulerConfig, Field(discriminator="type")
+]
+
+
+class HeartbeatConfig(BaseConfig):
+    """How a stuck or dead process is noticed."""
+
+    timeout: float = Field(60, gt=0)
+    """Seconds without a beat after which a process on another node counts as dead."""
+
+
+class FileBroadcastConfig(BaseConfig):
+    """Weights travel through the run directory."""
+
+    type: Literal["filesystem"] = "filesystem"
+    """Way from trainer to inference."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of the published weights; auto is bfloat16 on CUDA and float32 on CPU."""
+
+
+class NCCLBroadcastConfig(BaseConfig):
+    """Weights travel over NCCL."""
+
+    type: Literal["nccl"] = "nccl"
+    """Way from trainer to inference."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Precision of the published weights."""
+
+    host: str = "localhost"
+    """Rendezvous host."""
+
+    port: int = Field(29501, ge=1, le=65535)
+    """Rendezvous port."""
+
+    timeout: float = Field(1200, gt=0)
+    """Longest wait for the other side, seconds."""
+
+
+BroadcastConfig = Annotated[FileBroadcastConfig | NCCLBroadcastConfig, Field(discriminator="type")]
+
+Monitored: dict[str, str] = {"monitor.wandb": "wandb"}
+"""Aliases of every entry point that logs to W&B (the older spelling of the key)."""

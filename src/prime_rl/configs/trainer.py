@@ -1,0 +1,262 @@
+"""Keys of `uv run trainer`."""
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.base import BaseConfig, RootConfig, later
+from prime_rl.configs.shared import (
+    DEFAULT_MODEL,
+    DEFAULT_OUTPUT_DIR,
+    AdamWConfig,
+    BroadcastConfig,
+    CkptConfig,
+    ConstantSchedulerConfig,
+    FileBroadcastConfig,
+    HeartbeatConfig,
+    LogConfig,
+    Monitored,
+    OptimConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    WandbConfig,
+)
+
+
+class CompileConfig(BaseConfig):
+    """torch.compile of each transformer block."""
+
+    fullgraph: bool = False
+    """Fail where a block does not compile as one graph."""
+
+
+class ActivationCheckpointConfig(BaseConfig):
+    """Recompute activations in the backward pass instead of keeping them."""
+
+    freq: int = Field(1, ge=1)
+    """Recompute every freq-th block; 1 saves most memory."""
+
+
+class ActivationOffloadConfig(BaseConfig):
+    """Keep activations in host memory until the backward pass."""
+
+    pin_memory: bool = True
+    """Use page-locked host memory."""
+
+    max_inflight_activations: int = Field(5, ge=1)
+    """How many may be on their way at once."""
+
+
+class ContextParallelConfig(BaseConfig):
+    """Split each sequence over several ranks."""
+
+    shorthand: ClassVar[str | None] = "degree"
+
+    degree: int = Field(2, ge=1)
+    """Ranks that share one sequence."""
+
+
+class LoRAConfig(BaseConfig):
+    """Train a low-rank adapter instead of all weights."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of the adapter."""
+
+    alpha: float = Field(32.0, gt=0)
+    """Scale; the update is multiplied by alpha / rank."""
+
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before the adapter."""
+
+    target_modules: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    """Names of the linear layers that get an adapter."""
+
+
+class DebugModelConfig(BaseConfig):
+    """Changes to the model that make a quick test."""
+
+    num_layers: int | None = Field(None, ge=1)
+    """Keep only the first layers; None keeps all."""
+
+    random_init: bool = False
+    """Draw random weights instead of loading them; only config and tokenizer are read."""
+
+
+class TrainerModelConfig(BaseConfig):
+    """The model as it is trained."""
+
+    name: str = DEFAULT_MODEL
+    """Hugging Face id or local directory of the base model."""
+
+    seq_len: int = Field(2048, ge=1)
+    """Longest packed row, tokens; at least the orchestrator's seq_len."""
+
+    impl: Literal["auto", "hf", "liger_kernel", "custom"] = "auto"
+    """Implementation of the model; auto takes the best there is."""
+
+    attn: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention kernel; auto takes the fastest that keeps packed segments apart exactly."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of forward and backward; auto is bfloat16 on CUDA and float32 on CPU."""
+
+    reduce_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Precision in which gradients are summed over ranks."""
+
+    compile: CompileConfig | None = later(None)
+    """torch.compile; None runs eagerly."""
+
+    ac: ActivationCheckpointConfig | None = None
+    """Activation checkpointing; None keeps all activations."""
+
+    ac_offloading: ActivationOffloadConfig | None = later(None)
+    """Offload activations to host memory."""
+
+    fsdp_cpu_offload: bool = later(False)
+    """Keep parameters and optimizer state in host memory."""
+
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass; less memory, one more gather."""
+
+    trust_remote_code: bool = False
+    """Run Python code that the model's repository brings along."""
+
+    logprob_chunk_size: int = Field(1024, ge=1)
+    """Tokens of a row whose logits exist at the same time; smaller saves memory."""
+
+    dp_replicate: int = later(1, ge=1)
+    """Copies of the sharded model (hybrid sharding)."""
+
+    tp: int = later(1, ge=1)
+    """Ranks that share each matrix."""
+
+    ep: int = later(1, ge=1)
+    """Ranks that share the experts."""
+
+    cp: ContextParallelConfig | None = later(None)
+    """Context parallelism; experimental."""
+
+    lora: LoRAConfig | None = later(None)
+    """Train a LoRA adapter; None trains all weights."""
+
+    debug: DebugModelConfig = DebugModelConfig()
+    """Shrink or randomise the model for a quick test."""
+
+
+class AIPOLossConfig(BaseConfig):
+    """AIPO: token-level importance sampling with the ratio clipped from above."""
+
+    type: Literal["aipo"] = "aipo"
+    """Kind of loss."""
+
+    ratio_clip: float = Field(8.0, gt=0)
+    """Upper bound delta of the importance ratio trainer / sampler."""
+
+
+class FakeDataConfig(BaseConfig):
+    """Random batches instead of the orchestrator's, for tests and benchmarks."""
+
+    batch_size: int = Field(8, ge=1)
+    """Rollouts in a batch."""
+
+    seq_len: int = Field(128, ge=2)
+    """Tokens of a rollout."""
+
+    micro_batch_size: int = Field(8, ge=1)
+    """Rollouts packed into one row; a row holds at most model.seq_len tokens."""
+
+    generate_samples: bool = False
+    """Draw rollouts of different lengths instead of full ones."""
+
+
+class TrainerDataConfig(BaseConfig):
+    """Where batches come from."""
+
+    fake: FakeDataConfig | None = None
+    """Random batches; None waits for the orchestrator's."""
+
+
+class TrainerConfig(RootConfig):
+    """The trainer: waits for batch n, trains v_n on it, publishes v_{n+1}."""
+
+    command: ClassVar[str] = "trainer"
+    aliases: ClassVar[dict[str, str]] = Monitored
+
+    model: TrainerModelConfig = TrainerModelConfig()
+    """The model."""
+
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """The tokenizer that is published with the weights."""
+
+    optim: OptimConfig = AdamWConfig()
+    """The optimizer."""
+
+    scheduler: SchedulerConfig = ConstantSchedulerConfig()
+    """Learning rate over the steps."""
+
+    loss: Annotated[AIPOLossConfig, Field()] = AIPOLossConfig()
+    """The loss."""
+
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per batch, all against the sampler's logprobs; published after the last."""
+
+    data: TrainerDataConfig = TrainerDataConfig()
+    """Where batches come from."""
+
+    weight_broadcast: BroadcastConfig = FileBroadcastConfig()
+    """How weights reach inference."""
+
+    ckpt: CkptConfig | None = later(None)
+    """Checkpoints; None writes none."""
+
+    max_steps: int | None = Field(None, ge=1)
+    """Steps to train; None goes on for ever."""
+
+    async_level: int = Field(2, ge=0)
+    """Bound k on staleness, steps; the same as the orchestrator's."""
+
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """The run directory."""
+
+    exp_id: str | None = None
+    """Name of the experiment; the run directory becomes output_dir/exp_id."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto is cuda where there is one."""
+
+    seed: int = 42
+    """Seed of random weights and fake data."""
+
+    wait_timeout_seconds: float = Field(1800, gt=0)
+    """Longest wait for a batch, seconds."""
+
+    dist_timeout_seconds: float = Field(600, gt=0)
+    """Longest wait of one rank for another, seconds."""
+
+    wandb: WandbConfig | None = None
+    """Weights & Biases; None writes only metrics/trainer.jsonl."""
+
+    log: LogConfig = LogConfig()
+    """The log."""
+
+    bench: bool = later(False)
+    """Benchmark: a few steps on fake data, then a table."""
+
+    memory_profiler_path: Path | None = later(None)
+    """Write a CUDA memory snapshot here."""
+
+    trace_path: Path | None = later(None)
+    """Write a profiler trace here."""
+
+    heartbeat: HeartbeatConfig | None = later(None)
+    """How a dead process on another node is noticed."""
+
+    max_concurrent_runs: int = later(1, ge=1)
+    """Runs that share this trainer, one LoRA adapter each."""
+
+    @model_validator(mode="after")
+    def _nccl_is_later(self) -> "TrainerConfig":
+        if self.weight_broadcast.type != "filesystem":
+            raise ValueError("weight_broadcast.type 'nccl' is not there yet; use 'filesystem'")
+        return self
