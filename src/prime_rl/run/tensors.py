@@ -1,10 +1,10 @@
 """I5: content hashes of safetensors files, read without torch so that any process can check them."""
 
 import json
-import mmap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from prime_rl.run.artifact import ArtifactError
@@ -34,24 +34,19 @@ def content_hash(tensors: Mapping[str, str]) -> str:
 
 
 def _hash_file(file: Path) -> Iterator[tuple[str, str]]:
-    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        view = memoryview(data)
-        try:
-            length = int.from_bytes(view[:8], "little")
-            header = json.loads(bytes(view[8 : 8 + length]))
-            body = view[8 + length :]
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                begin, end = entry["data_offsets"]
-                if end > len(body):
-                    raise ArtifactError(f"{file} is truncated: tensor {name} ends at byte {end} of {len(body)}")
-                digest = xxhash.xxh3_128(f"{name}|{entry['dtype']}|{entry['shape']}|".encode())
-                with body[begin:end] as block:
-                    digest.update(block)
-                yield name, digest.hexdigest()
-            body.release()
-        except ValueError as error:
-            raise ArtifactError(f"{file} is not a safetensors file: {error}") from None
-        finally:
-            view.release()
+    data = np.memmap(file, np.uint8, mode="r") if file.stat().st_size else np.empty(0, np.uint8)
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    try:
+        header = json.loads(data[8 : 8 + length].tobytes())
+    except ValueError as error:
+        raise ArtifactError(f"{file} is not a safetensors file: {error}") from None
+    body = data[8 + length :]
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        if end > len(body):
+            raise ArtifactError(f"{file} is truncated: tensor {name} ends at byte {end} of {len(body)}")
+        digest = xxhash.xxh3_128(f"{name}|{entry['dtype']}|{entry['shape']}|".encode())
+        digest.update(body[begin:end])
+        yield name, digest.hexdigest()

@@ -1,0 +1,170 @@
+"""The batch: what the orchestrator ships and the trainer trains on, as flat arrays over packed rows.
+
+It does not know the trainer's world size. Every rank reads the whole batch and takes its rows by `assign_rows`, a pure
+function that all ranks call with the same arguments.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from prime_rl.run.artifact import ArtifactError, publish, read_manifest
+from prime_rl.run.tensors import content_hash, hash_tensors
+
+FORMAT = "prime_rl.batch/1"
+ROWS_FILE = "rows.safetensors"
+PADDING_ROW = -1
+"""Row index that `assign_rows` gives where a rank gets a fully masked row to even the counts out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packed rows, concatenated; T tokens in R rows and S samples.
+
+    Entry t describes token t: the trainer's log-probability at t is that of `tokens[t]` given the tokens before it in
+    the same segment. The first token of a segment has none and is masked.
+
+    Attributes:
+        tokens: int32 [T].
+        loss_mask: uint8 [T], 1 where the token is trained on.
+        logprobs: float32 [T], the sampler's processed log-probability (temperature applied).
+        advantages: float32 [T].
+        versions: int32 [T], step of the policy version that sampled the token, -1 where none did.
+        temperature: float32 [T], the sampler's temperature.
+        segment_ids: int32 [T], index of the token's sample within its row.
+        row_offsets: int64 [R + 1], row r is tokens row_offsets[r] to row_offsets[r + 1].
+        row_cost: float32 [R], estimated cost of the row, in any unit.
+        seq_lens: int32 [S], lengths of the samples in the order of the tokens.
+        sample_group: int64 [S], stream position (group_id) of each sample.
+        sample_rollout: int32 [S], rollout of that group.
+    """
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    temperature: NDArray[np.float32]
+    segment_ids: NDArray[np.int32]
+    row_offsets: NDArray[np.int64]
+    row_cost: NDArray[np.float32]
+    seq_lens: NDArray[np.int32]
+    sample_group: NDArray[np.int64]
+    sample_rollout: NDArray[np.int32]
+
+    @property
+    def rows(self) -> int:
+        """Number of packed rows R."""
+        return len(self.row_offsets) - 1
+
+    @property
+    def loss_tokens(self) -> int:
+        """Number of tokens trained on, before any loss-specific mask."""
+        return int(self.loss_mask.sum())
+
+    def row(self, index: int) -> slice:
+        """Return where the tokens of row `index` lie."""
+        return slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
+
+    def validate(self) -> None:
+        """Raise ValueError, naming the field, where an array has another type, length or meaning than documented."""
+        for field, dtype in _DTYPES.items():
+            if getattr(self, field).dtype != dtype:
+                raise ValueError(f"{field} is {getattr(self, field).dtype}, not {dtype}")
+        tokens, samples = len(self.tokens), len(self.seq_lens)
+        lengths = dict.fromkeys(_PER_TOKEN, tokens) | {"sample_group": samples, "sample_rollout": samples}
+        for name, length in (lengths | {"row_cost": self.rows}).items():
+            if getattr(self, name).shape != (length,):
+                raise ValueError(f"{name} has shape {getattr(self, name).shape}, not ({length},)")
+        if self.row_offsets[0] != 0 or self.row_offsets[-1] != tokens or (np.diff(self.row_offsets) <= 0).any():
+            raise ValueError("row_offsets do not cut the tokens into non-empty rows")
+        if self.seq_lens.sum() != tokens or not np.isin(self.row_offsets[1:], np.cumsum(self.seq_lens)).all():
+            raise ValueError("seq_lens do not cut the rows into samples")
+        starts = np.cumsum(self.seq_lens) - self.seq_lens
+        if self.loss_mask[starts].any():
+            raise ValueError("loss_mask is set on the first token of a segment, which has no log-probability")
+
+
+_PER_TOKEN = ("tokens", "loss_mask", "logprobs", "advantages", "versions", "temperature", "segment_ids")
+_DTYPES = {
+    "tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "advantages": np.float32,
+    "versions": np.int32, "temperature": np.float32, "segment_ids": np.int32, "row_offsets": np.int64,
+    "row_cost": np.float32, "seq_lens": np.int32, "sample_group": np.int64, "sample_rollout": np.int32,
+}  # fmt: skip
+
+
+def write_batch(path: Path, batch: Batch, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Publish `batch` as the artifact `path`; returns its manifest.
+
+    Args:
+        path: `rollouts/step_n`.
+        batch: what to train on; checked first (ValueError).
+        fields: branch, step, async_level and whatever else the manifest shall say.
+    """
+    batch.validate()
+
+    def write(directory: Path) -> dict[str, Any]:
+        save_file({f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}, directory / ROWS_FILE)
+        sampled = batch.versions[batch.versions >= 0]
+        return {
+            "format": FORMAT,
+            **fields,
+            "group_ids": [int(group) for group in np.unique(batch.sample_group)],
+            "min_version": int(sampled.min()) if len(sampled) else None,
+            "max_version": int(sampled.max()) if len(sampled) else None,
+            "loss_tokens": batch.loss_tokens,
+            "sequences": len(batch.seq_lens),
+            "hash": content_hash(hash_tensors(directory)),
+        }
+
+    return publish(path, write)
+
+
+def read_batch(path: Path, step: int | None = None) -> tuple[Batch, dict[str, Any]]:
+    """Read a batch and its manifest.
+
+    Args:
+        path: `rollouts/step_n`.
+        step: the step that the manifest must tell; None takes any.
+
+    Raises:
+        ArtifactError: the artifact is incomplete, of another step, or its arrays are not as `Batch` says.
+    """
+    manifest = read_manifest(path, FORMAT)
+    if step is not None and manifest["step"] != step:
+        raise ArtifactError(f"{path} holds step {manifest['step']}, not {step}")
+    try:
+        batch = Batch(**load_file(path / ROWS_FILE))
+        batch.validate()
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(f"{path / ROWS_FILE} is not a batch: {error}") from None
+    return batch, manifest
+
+
+def assign_rows(costs: Sequence[float] | NDArray[np.floating[Any]], world: int) -> list[list[int]]:
+    """Deal rows to ranks: equal counts, balanced cost (longest processing time first, Graham 1969).
+
+    Deterministic, so that every rank computes the same result.
+
+    Args:
+        costs: [R], cost of each row.
+        world: number of ranks.
+
+    Returns:
+        For each rank its row indices, ascending; shorter lists are filled up with `PADDING_ROW`. Every row is given
+        to exactly one rank.
+    """
+    count = -(-len(costs) // world)
+    dealt: list[list[int]] = [[] for _ in range(world)]
+    loads = [0.0] * world
+    for row in sorted(range(len(costs)), key=lambda r: (-float(costs[r]), r)):
+        rank = min((r for r in range(world) if len(dealt[r]) < count), key=lambda r: (loads[r], r))
+        dealt[rank].append(row)
+        loads[rank] += float(costs[row])
+    return [sorted(rows) + [PADDING_ROW] * (count - len(rows)) for rows in dealt]

@@ -1,0 +1,96 @@
+"""I4 whole or absent, and the hashes that prove content."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from prime_rl.run.artifact import ArtifactError, publish, read_manifest
+from prime_rl.run.tensors import content_hash, hash_tensors
+
+
+def write_text(text):
+    def write(directory):
+        (directory / "a.txt").write_text(text)
+        return {"format": "test/1", "step": 3}
+
+    return write
+
+
+def test_published_artifact_carries_sizes_and_is_readable_by_others(tmp_path):
+    publish(tmp_path / "step_3", write_text("hello"))
+    assert read_manifest(tmp_path / "step_3", "test/1") == {"format": "test/1", "step": 3, "files": {"a.txt": 5}}
+    assert (tmp_path / "step_3" / "a.txt").stat().st_mode & 0o044 == 0o044
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path):
+    def write(directory):
+        (directory / "a.txt").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        publish(tmp_path / "step_3", write)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_artifact_is_never_written_twice(tmp_path):
+    publish(tmp_path / "step_3", write_text("one"))
+    with pytest.raises(ArtifactError, match="exists already"):
+        publish(tmp_path / "step_3", write_text("two"))
+    assert (tmp_path / "step_3" / "a.txt").read_text() == "one"
+
+
+def test_whole_or_absent_when_the_writer_is_killed(tmp_path):
+    """I4: SIGKILL in the middle of writing; the target must not exist."""
+    code = (
+        "import os, signal, sys; from pathlib import Path; from prime_rl.run.artifact import publish\n"
+        "def write(d):\n (d / 'a').write_text('x'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "publish(Path(sys.argv[1]) / 'step_1', write)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=dict(os.environ), timeout=60)
+    assert result.returncode == -9
+    assert not (tmp_path / "step_1").exists()
+    assert [p.name[:4] for p in tmp_path.iterdir()] == [".tmp"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "a.txt").write_text("hell"), "has 4 bytes, its manifest says 5"),
+        (lambda d: (d / "a.txt").unlink(), "has None bytes"),
+        (lambda d: (d / "manifest.json").unlink(), "is missing"),
+        (lambda d: (d / "manifest.json").write_text("{"), "is not JSON"),
+        (lambda d: (d / "manifest.json").write_text(json.dumps({"format": "x"})), "expected 'test/1'"),
+    ],
+)
+def test_damage_is_named(tmp_path, damage, message):
+    publish(tmp_path / "step_3", write_text("hello"))
+    damage(tmp_path / "step_3")
+    with pytest.raises(ArtifactError, match=message):
+        read_manifest(tmp_path / "step_3", "test/1")
+
+
+def test_content_hash_is_independent_of_files_but_not_of_bytes(tmp_path):
+    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.int32)}
+    for name in ("one", "two", "three", "four"):
+        (tmp_path / name).mkdir()
+    save_file(tensors, tmp_path / "one" / "model.safetensors")
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / "two" / f"model-{name}.safetensors")
+    save_file(tensors | {"b": np.array([1, 1, 1, 2], np.int32)}, tmp_path / "three" / "model.safetensors")
+    save_file(tensors | {"a": tensors["a"].reshape(3, 2)}, tmp_path / "four" / "model.safetensors")
+    hashes = [content_hash(hash_tensors(tmp_path / name)) for name in ("one", "two", "three", "four")]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 3
+
+
+def test_truncated_safetensors_is_named(tmp_path):
+    save_file({"a": np.arange(100, dtype=np.float32)}, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:-10])
+    with pytest.raises(ArtifactError, match=r"model\.safetensors is truncated"):
+        hash_tensors(tmp_path)
