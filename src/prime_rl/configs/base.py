@@ -4,17 +4,23 @@ Models are plain data: frozen, closed to unknown keys, each field documented whe
 through the loader, which merges all sources before anything is constructed; so no validator here changes a value.
 """
 
+import re
 import sys
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from prime_rl.errors import ConfigError
+
 NO_EFFECT_YET = "no_effect_yet"
+DEFAULT_OUTPUT_DIR = Path("outputs")
+_EXP_ID = re.compile(r"[\w-][\w.-]*")
 
 
-def later(default: Any = None, **kwargs: Any) -> Any:
-    """Declare a field of later work: it is in the schema, and the loader says so when it is set."""
-    return Field(default, json_schema_extra={NO_EFFECT_YET: True}, **kwargs)
+def later(default: Any = None, because: str = "has no effect yet", **kwargs: Any) -> Any:
+    """Declare a field that nothing reads yet: it is in the schema, and the loader says so when it is set."""
+    return Field(default, json_schema_extra={NO_EFFECT_YET: because}, **kwargs)
 
 
 class BaseConfig(BaseModel):
@@ -40,6 +46,12 @@ class RootConfig(BaseConfig):
 
     command: ClassVar[str]
 
+    output_dir: Path = DEFAULT_OUTPUT_DIR
+    """The run directory."""
+
+    exp_id: str | None = None
+    """Name of the experiment: output_dir becomes output_dir/NAME, and W&B runs are called NAME."""
+
     @classmethod
     def load(cls, argv: list[str] | None = None) -> Self:
         """Read the configuration from command line, TOML files, environment and defaults.
@@ -55,9 +67,13 @@ class RootConfig(BaseConfig):
 
         return load_config(cls, sys.argv[1:] if argv is None else argv)
 
+    def dry_run_path(self) -> Path:
+        """Where `--dry-run` writes; `rl` writes run.toml, the parts of a run a file of their own beside it."""
+        return self.output_dir / "configs" / f"{self.command}.toml"
+
     @classmethod
     def prepare(cls, state: Any) -> None:
-        """Complete the merged values before construction (`rl` hands shared values to the three here).
+        """Complete the merged values before construction; `rl` also hands shared values to the three here.
 
         Args:
             state: `prime_rl.configs.loader.State`, changed in place.
@@ -65,3 +81,25 @@ class RootConfig(BaseConfig):
         Raises:
             ConfigError: two places contradict each other.
         """
+        move_to_experiment(state)
+
+
+def move_to_experiment(state: Any) -> None:
+    """Apply `exp_id`: `output_dir` becomes `output_dir/exp_id`, once, so that the resolved values load to the same.
+
+    Args:
+        state: `prime_rl.configs.loader.State`, changed in place.
+
+    Raises:
+        ConfigError: the name could not be one folder.
+    """
+    name, origin = state.get("exp_id"), state.origin("exp_id")
+    if not isinstance(name, str):
+        return
+    if not _EXP_ID.fullmatch(name):
+        raise ConfigError(f"{state.describe('exp_id')} is not a name; use letters, digits, '-', '_' and '.'")
+    base = state.get("output_dir") if state.is_set("output_dir") else DEFAULT_OUTPUT_DIR
+    state.put("output_dir", str(Path(str(base)) / name), origin)
+    state.put("exp_id", None, origin)
+    if isinstance(state.get("wandb"), dict) and not state.is_set("wandb.name"):
+        state.put("wandb.name", name, origin)

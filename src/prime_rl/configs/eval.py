@@ -5,9 +5,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from prime_rl.configs.base import RootConfig, later
+from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, RootConfig, later
 from prime_rl.configs.shared import (
-    DEFAULT_OUTPUT_DIR,
     ClientConfig,
     EnvConfig,
     LogConfig,
@@ -38,10 +37,10 @@ class EvalConfig(RootConfig):
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled."""
 
-    env: list[EnvConfig] = []
+    env: list[EnvConfig] = Field([])
     """Environments to evaluate in; one table is a list of one."""
 
-    benchmarks: StrList = []
+    benchmarks: StrList = Field([])
     """Named benchmarks, such as math500,aime24,aime25."""
 
     num_examples: int = Field(-1, ge=-1)
@@ -67,9 +66,6 @@ class EvalConfig(RootConfig):
 
     output_dir: Path = DEFAULT_OUTPUT_DIR
     """Where results are written."""
-
-    exp_id: str | None = None
-    """Name of the experiment; the run directory becomes output_dir/exp_id."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases; None writes only the results file."""

@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig, RootConfig
-from prime_rl.configs.shared import API_KEY_VAR, DEFAULT_MODEL, DEFAULT_OUTPUT_DIR, DEFAULT_PORT, LogConfig
+from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, BaseConfig, RootConfig
+from prime_rl.configs.shared import API_KEY_VAR, DEFAULT_MODEL, DEFAULT_PORT, LogConfig
 
 
 class ServerConfig(BaseConfig):
@@ -75,7 +75,7 @@ class InferenceConfig(RootConfig):
     lease_seconds: float = Field(30, gt=0)
     """Seconds after its last admin call until a run loses its lease of the server."""
 
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, Any] = Field({})
     """Any further argument of vLLM's server, such as `vllm.max_num_seqs`."""
 
     output_dir: Path = DEFAULT_OUTPUT_DIR

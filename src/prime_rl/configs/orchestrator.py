@@ -1,13 +1,11 @@
 """Keys of `uv run orchestrator`."""
 
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig, RootConfig, later
 from prime_rl.configs.shared import (
-    DEFAULT_OUTPUT_DIR,
     CkptConfig,
     ClientConfig,
     EnvConfig,
@@ -44,16 +42,16 @@ class BufferConfig(BaseConfig):
 class OnlineEvalConfig(BaseConfig):
     """Evaluation during the run."""
 
-    env: list[EnvConfig] = [EnvConfig()]
+    env: list[EnvConfig] = Field([EnvConfig()])
     """Environments to evaluate in."""
 
-    benchmarks: list[str] = []
+    benchmarks: list[str] = Field([])
     """Named benchmarks, such as math500."""
 
     rollouts_per_example: int = Field(1, ge=1)
     """Rollouts of each example."""
 
-    rollouts_per_prompt: list[int] = []
+    rollouts_per_prompt: list[int] = Field([])
     """Rollouts of each prompt, one number per benchmark."""
 
     num_examples: int = Field(-1, ge=-1)
@@ -139,12 +137,6 @@ class OrchestratorConfig(RootConfig):
 
     run_id: str | None = None
     """Name under which the inference server is leased; None makes one from the output directory."""
-
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """The run directory."""
-
-    exp_id: str | None = None
-    """Name of the experiment; the run directory becomes output_dir/exp_id."""
 
     wait_timeout_seconds: float = Field(1800, gt=0)
     """Longest wait for the trainer's next version or for inference to start, seconds."""

@@ -6,10 +6,19 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import RootConfig, later
+from prime_rl.configs.handing import (
+    ENDPOINT,
+    MODEL_LEN,
+    VALUES,
+    assign_gpus,
+    hand_over,
+    move_run,
+    name_wandb_runs,
+    switch_blocks,
+)
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import (
-    DEFAULT_OUTPUT_DIR,
     CkptConfig,
     HeartbeatConfig,
     IntList,
@@ -19,6 +28,7 @@ from prime_rl.configs.shared import (
     WandbConfig,
 )
 from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.run.paths import RunPaths
 
 
 class RLConfig(RootConfig):
@@ -48,12 +58,6 @@ class RLConfig(RootConfig):
     seed: int | None = None
     """Seed of trainer and orchestrator; None leaves it to each (42)."""
 
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """The run directory, for all."""
-
-    exp_id: str | None = None
-    """Name of the experiment; the run directory becomes output_dir/exp_id."""
-
     trainer: TrainerConfig = TrainerConfig()
     """The trainer; all keys of `uv run trainer`."""
 
@@ -63,10 +67,10 @@ class RLConfig(RootConfig):
     inference: InferenceConfig | None = None
     """The inference server; all keys of `uv run inference`. None uses a server that runs already."""
 
-    inference_gpu_ids: IntList = [0]
+    inference_gpu_ids: IntList = Field([0])
     """GPUs of inference, counted within CUDA_VISIBLE_DEVICES; not used on a machine without a GPU."""
 
-    trainer_gpu_ids: IntList = [1]
+    trainer_gpu_ids: IntList = Field([1])
     """GPUs of the trainer, one rank each, counted within CUDA_VISIBLE_DEVICES; not used without a GPU."""
 
     inference_gpus: int | None = Field(None, ge=1)
@@ -98,7 +102,25 @@ class RLConfig(RootConfig):
 
     @classmethod
     def prepare(cls, state: Any) -> None:
-        """Hand the shared values to the three."""
+        """Hand the shared values to the three; see `prime_rl.configs.handing`."""
+        switch_blocks(state, "ckpt", ("trainer.ckpt", "orchestrator.ckpt"), together=True)
+        switch_blocks(state, "wandb", ("trainer.wandb", "orchestrator.wandb"), together=False)
+        move_run(state)
+        hand_over(state, VALUES)
+        hand_over(state, MODEL_LEN)
+        if not state.is_set("orchestrator.client.base_url"):
+            hand_over(state, ENDPOINT)
+        name_wandb_runs(state)
+        assign_gpus(state)
+
+    def dry_run_path(self) -> Path:
+        """The record of the run."""
+        return RunPaths(self.output_dir).run_toml
+
+    @property
+    def ranks(self) -> int:
+        """Trainer processes."""
+        return self.trainer_ranks or len(self.trainer_gpu_ids)
 
     @model_validator(mode="after")
     def _check(self) -> "RLConfig":

@@ -5,9 +5,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig, RootConfig, later
+from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, BaseConfig, RootConfig, later
 from prime_rl.configs.shared import (
-    DEFAULT_OUTPUT_DIR,
     AdamWConfig,
     CkptConfig,
     ConstantSchedulerConfig,
@@ -126,9 +125,6 @@ class SFTConfig(RootConfig):
 
     output_dir: Path = DEFAULT_OUTPUT_DIR
     """The run directory; the result is its newest weights/step_N."""
-
-    exp_id: str | None = None
-    """Name of the experiment; the run directory becomes output_dir/exp_id."""
 
     weights_interval: int | None = Field(None, ge=1)
     """Steps between two publications of weights; None publishes the last only."""

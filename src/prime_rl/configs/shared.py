@@ -1,14 +1,13 @@
 """Blocks that several entry points share."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from prime_rl.configs.base import BaseConfig, later
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-DEFAULT_OUTPUT_DIR = Path("outputs")
 DEFAULT_PORT = 8000
 API_KEY_VAR = "INFERENCE_SERVER_API_KEY"
 
@@ -80,7 +79,7 @@ class WandbConfig(BaseConfig):
     group: str | None = None
     """Group that runs are shown under; `rl` puts its two runs into one."""
 
-    tags: StrList = []
+    tags: StrList = Field([])
     """Labels of the run."""
 
     offline: bool = False
@@ -168,10 +167,12 @@ class SamplingConfig(BaseConfig):
 class EnvConfig(BaseConfig):
     """One verifiers environment."""
 
+    shorthand: ClassVar[str | None] = "id"
+
     id: str = "reverse_text"
     """Name of the installed environment package (`-` and `_` are the same)."""
 
-    args: dict[str, object] = {}
+    args: dict[str, object] = Field({})
     """Arguments of the environment's load_environment()."""
 
     name: str | None = None

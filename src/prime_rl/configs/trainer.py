@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from prime_rl.configs.base import BaseConfig, RootConfig, later
 from prime_rl.configs.shared import (
     DEFAULT_MODEL,
-    DEFAULT_OUTPUT_DIR,
     AdamWConfig,
     BroadcastConfig,
     CkptConfig,
@@ -69,7 +68,7 @@ class LoRAConfig(BaseConfig):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapter."""
 
-    target_modules: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    target_modules: list[str] = Field(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     """Names of the linear layers that get an adapter."""
 
 
@@ -177,6 +176,22 @@ class TrainerDataConfig(BaseConfig):
     """Random batches; None waits for the orchestrator's."""
 
 
+class PeerWandbConfig(BaseConfig):
+    """The orchestrator's W&B run."""
+
+    id: str | None = None
+    """Id of the orchestrator's run."""
+
+
+class PeerConfig(BaseConfig):
+    """Keys of the orchestrator."""
+
+    aliases: ClassVar[dict[str, str]] = Monitored
+
+    wandb: PeerWandbConfig | None = None
+    """The orchestrator's W&B run."""
+
+
 class TrainerConfig(RootConfig):
     """The trainer: waits for batch n, trains v_n on it, publishes v_{n+1}."""
 
@@ -216,12 +231,6 @@ class TrainerConfig(RootConfig):
     async_level: int = Field(2, ge=0)
     """Bound k on staleness, steps; the same as the orchestrator's."""
 
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """The run directory."""
-
-    exp_id: str | None = None
-    """Name of the experiment; the run directory becomes output_dir/exp_id."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto is cuda where there is one."""
 
@@ -239,6 +248,9 @@ class TrainerConfig(RootConfig):
 
     log: LogConfig = LogConfig()
     """The log."""
+
+    orchestrator: PeerConfig | None = later(None, because="has no effect on the trainer; give it to the orchestrator")
+    """Accepted so that the flags of a resumed W&B run can be typed in one line; the trainer reads nothing of it."""
 
     bench: bool = later(False)
     """Benchmark: a few steps on fake data, then a table."""
