@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_model(path: Path, tie_word_embeddings: bool = True, seed: int = 0, std: float = 0.2) -> Path:
-    """Write a random Qwen3 model (hidden 64, 2 layers, head_dim 16, vocabulary 128, fp32) with its tokenizer.
+    """Write a random Qwen3 model (hidden 64, 2 layers, head_dim 32, vocabulary 128, fp32) with its tokenizer.
 
     Args:
         path: the directory to write; made if missing.
@@ -44,7 +44,7 @@ def make_tiny_model(path: Path, tie_word_embeddings: bool = True, seed: int = 0,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # the least that vLLM attends with on a CPU
         max_position_embeddings=2048,
         tie_word_embeddings=tie_word_embeddings,
         initializer_range=std,
