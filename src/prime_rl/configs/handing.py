@@ -22,11 +22,13 @@ class Shared:
         home: its key at the top of `rl`; None if it has none.
         places: its keys in the three.
         equal: the places must agree; otherwise they may differ on purpose and are only filled where left out.
+        mutual: what is given at one place fills the others too; otherwise only the home does.
     """
 
     home: str | None
     places: tuple[str, ...]
     equal: bool = True
+    mutual: bool = True
 
 
 def _both(key: str) -> tuple[str, str]:
@@ -45,20 +47,23 @@ VALUES = (
     Shared("bench", _both("bench")),
     *(Shared(f"ckpt.{key}", _both(f"ckpt.{key}")) for key in _CKPT_KEYS),
     Shared("wandb.id", ("trainer.wandb.id",)),
-    Shared("seed", _both("seed"), equal=False),
+    Shared("seed", _both("seed"), equal=False, mutual=False),
     Shared("seq_len", ("orchestrator.seq_len", "trainer.model.seq_len"), equal=False),
     Shared("max_model_len", ("inference.model.max_model_len",)),
     Shared("gpu_memory_utilization", ("inference.gpu_memory_utilization",)),
     Shared(None, _both("tokenizer.name")),
-    *(Shared(f"wandb.{key}", _both(f"wandb.{key}"), equal=False) for key in _WANDB_KEYS),
-    *(Shared(f"log.{key}", (*_both(f"log.{key}"), "inference.log.{key}"), equal=False) for key in ("level", "utc")),
+    *(Shared(f"wandb.{key}", _both(f"wandb.{key}"), equal=False, mutual=False) for key in _WANDB_KEYS),
+    *(
+        Shared(f"log.{key}", (*_both(f"log.{key}"), f"inference.log.{key}"), equal=False, mutual=False)
+        for key in ("level", "utc")
+    ),
 )
 
 ENDPOINT = (
     Shared(None, ("inference.server.port", "orchestrator.client.port")),
     Shared(None, ("inference.server.api_key_var", "orchestrator.client.api_key_var")),
 )
-MODEL_LEN = (Shared(None, ("orchestrator.seq_len", "inference.model.max_model_len"), equal=False),)
+MODEL_LEN = (Shared("orchestrator.seq_len", ("inference.model.max_model_len",), equal=False, mutual=False),)
 
 
 def hand_over(state: State, shared: Sequence[Shared]) -> None:
@@ -73,14 +78,17 @@ def hand_over(state: State, shared: Sequence[Shared]) -> None:
         places = tuple(p for p in value.places if _reachable(state, p))
         home = value.home if value.home and _reachable(state, value.home) else None
         _override(state, home, places, value.equal)
-        keys = [key for key in (home, *places) if key]
-        given = [key for key in keys if state.is_set(key) and not (key == home and state.get(key) is None)]
+        says_none = home is not None and state.get(home) is None
+        keys = [key for key in (home, *places) if key and (value.mutual or key == home)]
+        given = [key for key in keys if state.is_set(key) and not (key == home and says_none)]
         if not given:
             continue
         if value.equal:
             _require_equal(state, value.home, given)
-        for key in keys:
-            if key not in given:
+        # A home that stands for one place, or for places that may differ, says no more than was typed there.
+        fill = places if home is None or not value.equal or len(value.places) == 1 else (home, *places)
+        for key in fill:
+            if not state.is_set(key) or (key == home and says_none):
                 state.put(key, state.get(given[0]), state.origin(given[0]))
 
 

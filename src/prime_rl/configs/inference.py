@@ -55,7 +55,13 @@ class InferenceConfig(RootConfig):
     """The inference server: vLLM's OpenAI server with routes to switch the policy."""
 
     command: ClassVar[str] = "inference"
-    aliases: ClassVar[dict[str, str]] = {"max_model_len": "model.max_model_len"}
+    aliases: ClassVar[dict[str, str]] = {
+        "max_model_len": "model.max_model_len",
+        # What a person types on each node of a server that spans several.
+        "data_parallel_address": "vllm.data_parallel_address",
+        "data_parallel_rpc_port": "vllm.data_parallel_rpc_port",
+        "data_parallel_start_rank": "vllm.data_parallel_start_rank",
+    }
 
     server: ServerConfig = ServerConfig()
     """Where the server listens."""

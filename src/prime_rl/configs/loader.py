@@ -96,6 +96,9 @@ def _explain(error: ValidationError, state: State) -> str:
     """The first problem in one line: the key, its value, where it was given, what is wrong."""
     first, *others = error.errors()
     path = _known_part(first["loc"], state)
+    if first["type"].startswith("union_tag"):
+        path = (*path, "type")
+        first["input"] = state.get(path)
     message = first["msg"].removeprefix("Value error, ")
     value = state.get(path) if path else MISSING
     if first["type"] == "value_error" and not path:

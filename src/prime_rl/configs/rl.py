@@ -50,7 +50,8 @@ class RLConfig(RootConfig):
     """Sequence length, tokens, for trainer and orchestrator; None leaves it to each (2048)."""
 
     max_model_len: int | None = Field(None, ge=1)
-    """Longest prompt and completion that inference takes, tokens; None is the orchestrator's seq_len."""
+    """Longest prompt and completion that inference takes, tokens; None is seq_len, where
+    one is given, else the model's own."""
 
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of GPU memory for inference; None leaves it to inference (0.9)."""

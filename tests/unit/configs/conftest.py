@@ -1,0 +1,20 @@
+"""A folder with the files that the documents' command lines name, and a clean environment."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    """An empty working directory with the repository's configs/; no PRIME_ variable is set."""
+    for name in list(os.environ):
+        if name.startswith("PRIME_"):
+            monkeypatch.delenv(name)
+    shutil.copytree(REPOSITORY / "configs", tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

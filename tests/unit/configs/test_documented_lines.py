@@ -1,0 +1,287 @@
+"""Every command line and TOML block of the user's documents, verbatim, and what it must mean."""
+
+import shlex
+import tomllib
+
+import pytest
+
+from prime_rl.configs import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
+
+COMMANDS = {
+    config.command: config
+    for config in (EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig)
+}
+
+SINGLE_GPU = """
+inference_gpu_ids = [0]
+trainer_gpu_ids = [0]
+
+[inference]
+gpu_memory_utilization = 0.50  # Leave room for trainer!
+
+[trainer.model.ac]
+freq = 1  # Activation checkpointing
+
+[orchestrator]
+batch_size = 8
+rollouts_per_example = 2
+
+[orchestrator.sampling]
+max_tokens = 2000  # Must fit within max_model_len - input_tokens
+"""
+
+FILES = {
+    "config.toml": SINGLE_GPU,
+    "eval_config.toml": '[[env]]\nid = "reverse_text"\n',
+    "path/to/train.toml": "max_steps = 40\n",
+    "path/to/orch.toml": "max_steps = 40\n",
+    "path/to/infer.toml": "",
+    "path/to/config.toml": '[model]\nname = "Qwen/Qwen3-8B"\n',
+    "qwen8b.toml": '[model]\nname = "Qwen/Qwen3-8B"\n',
+    "qwen14b.toml": '[model]\nname = "Qwen/Qwen-14B"\n',
+}
+
+# `...` stands for further arguments in the documents and is left out; so are `VAR=value` and `export`, which the
+# precedence tests set. A dict of dotted keys says what the line must have set.
+LINES = [
+    # The scraped documentation.
+    (
+        "uv run rl --trainer @ path/to/train.toml --orchestrator @ path/to/orch.toml --inference @ path/to/infer.toml",
+        {"trainer.max_steps": 40, "max_steps": 40},
+    ),
+    ("uv run sft ...", {"data.type": "sft"}),
+    ("uv run eval @ configs/debug/eval/single_env.toml", {"env.0.id": "reverse_text"}),
+    ("uv run eval @ configs/debug/eval/multi_env.toml", {"env.1.name": "reverse_text_b"}),
+    (
+        "uv run eval @ configs/debug/eval/local_model.toml --client.base-url http://localhost:8000/v1",
+        {"client.base_url": ["http://localhost:8000/v1"], "client.urls": ["http://localhost:8000"]},
+    ),
+    ("uv run inference @ path/to/config.toml", {"model.name": "Qwen/Qwen3-8B"}),
+    (
+        "uv run inference @ qwen8b.toml @ qwen14b.toml --model.name Qwen/Qwen3-32B",
+        {"model.name": "Qwen/Qwen3-32B"},
+    ),
+    ("uv run sft ... --max-steps 20 --ckpt", {"max_steps": 20, "ckpt.interval": 50}),
+    ("uv run sft ... --max-steps 40 --ckpt.resume-step 20", {"max_steps": 40, "ckpt.resume_step": 20}),
+    ("uv run inference ...", {"server.port": 8000}),
+    (
+        "uv run rl --trainer @ path/to/train.toml --orchestrator @ path/to/orch.toml --max-steps 10 --ckpt",
+        {"trainer.max_steps": 10, "orchestrator.max_steps": 10, "trainer.ckpt.interval": 50, "inference": None},
+    ),
+    (
+        "uv run rl --trainer @ path/to/train.toml --orchestrator @ path/to/orch.toml --max-steps 20 "
+        "--ckpt.resume-step 10",
+        {"orchestrator.ckpt.resume_step": 10, "trainer.ckpt.resume_step": 10, "trainer.max_steps": 20},
+    ),
+    ("uv run sft ... --wandb", {"wandb.project": "prime-rl"}),
+    (
+        "uv run sft ... --wandb.project my-project --wandb.name my-run",
+        {"wandb.project": "my-project", "wandb.name": "my-run"},
+    ),
+    ("uv run rl ... --wandb", {"trainer.wandb.project": "prime-rl", "orchestrator.wandb.project": "prime-rl"}),
+    (
+        "uv run rl ... --no-trainer.wandb.log-extras.distributions --orchestrator.wandb.log-extras.interval 50",
+        {"trainer.wandb.log_extras.distributions": False, "orchestrator.wandb.log_extras.interval": 50},
+    ),
+    ("uv run sft ... --data.type fake --bench", {"data.type": "fake", "bench": True}),
+    (
+        "uv run sft ... --data.seq-len 4096 --data.batch-size 64 --data.micro-batch-size 2 --bench",
+        {"data.seq_len": 4096, "data.batch_size": 64, "data.micro_batch_size": 2, "data.type": "sft"},
+    ),
+    (
+        "uv run rl --trainer @ path/to/train.toml --orchestrator @ path/to/orch.toml --inference @ path/to/infer.toml "
+        "--bench",
+        {"trainer.bench": True, "orchestrator.bench": True},
+    ),
+    ("uv run rl ... --inference --gpu-memory-utilization 0.5", {"inference.gpu_memory_utilization": 0.5}),
+    ("uv run inference ... --gpu-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
+    (
+        "uv run rl ... --inference-gpu-ids 0,1,2,3,4,5 --trainer-gpu-ids 6,7",
+        {"inference_gpu_ids": [0, 1, 2, 3, 4, 5], "trainer_gpu_ids": [6, 7], "ranks": 2},
+    ),
+    ("uv run inference ... --data-parallel-start-rank 2", {"vllm.data_parallel_start_rank": 2}),
+    ("uv run trainer ... --model.ac", {"model.ac.freq": 1}),
+    ("uv run sft ... --data.micro-batch-size 1", {"data.micro_batch_size": 1}),
+    ("uv run sft ... --data.seq-len 64", {"data.seq_len": 64}),
+    ("uv run trainer ... --model.cp", {"model.cp.degree": 2}),
+    ("uv run rl @ config.toml --wandb", {"wandb.project": "prime-rl"}),
+    (
+        "uv run rl @ config.toml --ckpt --ckpt.interval 10 --ckpt.keep-last 3",
+        {"ckpt.interval": 10, "trainer.ckpt.keep_last": 3, "orchestrator.ckpt.keep_last": 3},
+    ),
+    ("uv run rl @ config.toml --ckpt.resume-step 50 --max-steps 100", {"ckpt.resume_step": 50, "max_steps": 100}),
+    ("uv run sft ... --ckpt.save-async", {"ckpt.save_async": True}),
+    ("uv run sft ... --ckpt.keep-interval 5", {"ckpt.keep_interval": 5}),
+    ("uv run eval @ eval_config.toml", {"env.0.id": "reverse_text"}),
+    ("uv run rl @ config.toml --ckpt --ckpt.interval 5 --ckpt.keep-last 3", {"ckpt.interval": 5}),
+    # The saved repository page.
+    ("uv run trainer @ configs/trainer/debug.toml", {"data.fake.batch_size": 8, "model.debug.random_init": True}),
+    ("uv run inference @ configs/inference/debug.toml", {"model.name": "configs/reverse_text/model"}),
+    ("uv run orchestrator @ configs/orchestrator/debug.toml", {"model.name": "configs/reverse_text/model"}),
+    (
+        "uv run rl --trainer @ configs/trainer/reverse_text.toml "
+        "--orchestrator @ configs/orchestrator/reverse_text.toml "
+        "--inference @ configs/inference/reverse_text.toml",
+        {
+            "model.name": "willcb/Qwen2.5-0.5B-Reverse-SFT",
+            "max_steps": 30,
+            "trainer.optim.lr": 3e-6,
+            "orchestrator.batch_size": 128,
+            "orchestrator.rollouts_per_example": 16,
+            "trainer.model.seq_len": 128,
+        },
+    ),
+    (
+        "uv run rl --trainer @ configs/trainer/hendrycks_math/1b.toml "
+        "--orchestrator @ configs/orchestrator/hendrycks_math/1b.toml "
+        "--inference @ configs/inference/hendrycks_math/1b.toml --trainer-gpus 2 --inference-gpus 6",
+        {"inference_gpu_ids": [0, 1, 2, 3, 4, 5], "trainer_gpu_ids": [6, 7], "inference.parallel.dp": 6, "ranks": 2},
+    ),
+    (
+        "uv run rl --trainer @ configs/trainer/intellect_math/1b.toml "
+        "--orchestrator @ configs/orchestrator/intellect_math/1b.toml "
+        "--inference @ configs/inference/intellect_math/1b.toml --trainer-gpus 2 --inference-gpus 6",
+        {"orchestrator.batch_size": 2048, "orchestrator.seq_len": 8192, "max_steps": 1000},
+    ),
+    (
+        "uv run rl --trainer @ configs/trainer/reverse_text.toml "
+        "--orchestrator @ configs/orchestrator/reverse_text.toml "
+        "--inference @ configs/inference/reverse_text.toml --exp-id exp-1",
+        {
+            "output_dir": "outputs/exp-1",
+            "trainer.output_dir": "outputs/exp-1",
+            "orchestrator.output_dir": "outputs/exp-1",
+        },
+    ),
+    (
+        "uv run rl --trainer @ configs/trainer/reverse_text.toml "
+        "--orchestrator @ configs/orchestrator/reverse_text.toml "
+        "--inference @ configs/inference/reverse_text.toml --inference.server.port 8001 "
+        "--orchestrator.client.port 8001 --exp-id exp-2",
+        {"inference.server.port": 8001, "orchestrator.client.urls": ["http://localhost:8001"]},
+    ),
+    (
+        "uv run inference --model.name Qwen/Qwen3-0.6B --max-model-len 2048",
+        {"model.max_model_len": 2048, "max_model_len": 2048},
+    ),
+    (
+        "uv run eval --model.name Qwen/Qwen3-0.6B --benchmarks math500,aime24,aime25",
+        {"benchmarks": ["math500", "aime24", "aime25"]},
+    ),
+    (
+        "uv run inference @qwen8b.toml @qwen14b.toml --model.name Qwen/Qwen3-32B",
+        {"model.name": "Qwen/Qwen3-32B"},
+    ),
+    ("uv run inference @ configs/inference/reverse_text.toml", {"model.name": "willcb/Qwen2.5-0.5B-Reverse-SFT"}),
+    (
+        "uv run rl --trainer @ configs/trainer/reverse_text.toml "
+        "--orchestrator @ configs/orchestrator/reverse_text.toml",
+        {"inference": None, "orchestrator.client.port": 8000},
+    ),
+    ("uv run trainer @ configs/trainer/reverse_text.toml --ckpt.interval 10", {"ckpt.interval": 10}),
+    ("uv run trainer @ configs/trainer/reverse_text.toml --ckpt.resume_step 10", {"ckpt.resume_step": 10}),
+    (
+        "uv run trainer @ configs/trainer/reverse_text.toml --monitor.wandb.project '<project>' --ckpt.resume-step 10 "
+        "--monitor.wandb.id '<trainer-run-id>' --orchestrator.monitor.wandb.id '<orchestrator-run-id>'",
+        {
+            "wandb.project": "<project>",
+            "wandb.id": "<trainer-run-id>",
+            "orchestrator.wandb.id": "<orchestrator-run-id>",
+        },
+    ),
+    (
+        "uv run rl --monitor.wandb.id t --orchestrator.monitor.wandb.id o",
+        {"trainer.wandb.id": "t", "orchestrator.wandb.id": "o"},
+    ),
+    ("uv run orchestrator @ configs/orchestrator/reverse_text.toml --bench", {"bench": True}),
+    (
+        "uv run trainer @ configs/trainer/reverse_text.toml --bench "
+        "--data.fake \"{'micro_batch_size': 8, 'batch_size': 128, 'seq_len': 128}\"",
+        {"data.fake.micro_batch_size": 8, "data.fake.batch_size": 128, "data.fake.seq_len": 128},
+    ),
+    ("uv run rl --trainer.optim.lr 1e-5 --ckpt.path elsewhere", {"trainer.optim.lr": 1e-5}),
+]
+
+
+def look_up(config, key):
+    for part in key.split("."):
+        config = (
+            config[int(part)] if part.isdigit() else config[part] if isinstance(config, dict) else getattr(config, part)
+        )
+    return config
+
+
+def load(line):
+    words = [word for word in shlex.split(line) if word != "..."]
+    assert words[:2] == ["uv", "run"]
+    return COMMANDS[words[2]].load(words[3:])
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES, ids=[line for line, _ in LINES])
+def test_command_line_means_what_the_documents_say(workdir, line, expected):
+    for name, text in FILES.items():
+        (workdir / name).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / name).write_text(text)
+    config = load(line)
+    for key, value in expected.items():
+        found = look_up(config, key)
+        assert (found if isinstance(found, (list, bool, int, float, type(None))) else str(found)) == value, key
+
+
+def test_single_gpu_block_is_complete_as_it_stands(workdir):
+    (workdir / "config.toml").write_text(SINGLE_GPU)
+    config = RLConfig.load(["@", "config.toml", "--ckpt", "--ckpt.interval", "5", "--ckpt.keep-last", "3"])
+    assert config.model.name == config.trainer.model.name == config.inference.model.name == "Qwen/Qwen3-0.6B"
+    assert config.inference.gpu_memory_utilization == 0.5
+    assert config.inference_gpu_ids == config.trainer_gpu_ids == [0]
+    assert config.inference.parallel.dp == config.ranks == 1
+    assert config.trainer.model.ac.freq == 1
+    assert (config.orchestrator.batch_size, config.orchestrator.rollouts_per_example) == (8, 2)
+    assert config.orchestrator.sampling.max_tokens == 2000
+    assert [env.id for env in config.orchestrator.env] == ["reverse_text"]
+    assert config.inference.model.max_model_len is None
+
+
+def test_documented_defaults(workdir):
+    config = RLConfig.load(["--inference"])
+    assert config.model.name == "Qwen/Qwen3-0.6B"
+    assert str(config.output_dir) == "outputs"
+    assert config.inference.server.port == config.orchestrator.client.port == 8000
+    assert config.async_level == config.trainer.async_level == config.orchestrator.async_level == 2
+    assert config.ckpt is config.trainer.ckpt is config.orchestrator.ckpt is config.wandb is None
+    assert config.trainer.optim.type == "adamw"
+    assert config.trainer.optim.lr == 1e-6
+    assert config.orchestrator.batch_size == 128
+    assert RLConfig.load(["--ckpt"]).orchestrator.ckpt.interval == 50
+
+
+DOCUMENTED_PATHS = [
+    *(f"configs/{role}/{name}.toml" for role in ("trainer", "orchestrator", "inference")
+      for name in ("debug", "reverse_text", "hendrycks_math/1b", "intellect_math/1b")),
+    *(f"configs/debug/eval/{name}.toml" for name in ("single_env", "multi_env", "local_model")),
+    "configs/reverse_text/cpu.toml",
+    "configs/reverse_text/gpu.toml",
+    "configs/reverse_text/sft_cpu.toml",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", DOCUMENTED_PATHS)
+def test_documented_config_passes_dry_run_without_a_warning(workdir, path, capsys):
+    kind = path.split("/")[1]
+    command = {"debug": "eval", "reverse_text": "sft" if "sft" in path else "rl"}.get(kind, kind)
+    with pytest.raises(SystemExit) as exit_info:
+        COMMANDS[command].load(["@", path, "--dry-run", "--output-dir", str(workdir / "out")])
+    assert exit_info.value.code == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    (written,) = (workdir / "out").rglob("*.toml")
+    assert str(written) in out
+    assert tomllib.loads(written.read_text())["output_dir"] == str(workdir / "out")
+
+
+def test_gpu_recipe_is_the_documented_one(workdir):
+    config = RLConfig.load(["@", "configs/reverse_text/gpu.toml"])
+    assert config.model.name == "willcb/Qwen2.5-0.5B-Reverse-SFT"
+    assert (config.max_steps, config.trainer.optim.lr) == (30, 3e-6)
+    assert (config.orchestrator.batch_size, config.orchestrator.rollouts_per_example) == (128, 16)
+    assert config.orchestrator.seq_len == config.trainer.model.seq_len == 128

@@ -1,0 +1,375 @@
+"""Sources and their order, the forms of a flag, what rl hands to the three, and every one-line error."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from prime_rl.configs import InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
+from prime_rl.configs.dump import to_toml
+from prime_rl.configs.schema import walk
+from prime_rl.errors import ConfigError
+
+ROOTS = (InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig)
+
+
+@pytest.fixture(autouse=True)
+def _in_workdir(workdir):
+    """Every test runs in an empty folder."""
+
+
+def write(name, text):
+    with open(name, "w") as file:
+        file.write(text)
+    return name
+
+
+def message(root, *argv):
+    with pytest.raises(ConfigError) as caught:
+        root.load(list(argv))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# --- precedence -------------------------------------------------------------------------------------------------
+
+
+def test_precedence_of_the_documented_example(monkeypatch):
+    write("qwen8b.toml", '[model]\nname = "Qwen/Qwen3-8B"\n')
+    write("qwen14b.toml", '[model]\nname = "Qwen/Qwen-14B"\n')
+    files = ["@", "qwen8b.toml", "@", "qwen14b.toml"]
+    assert InferenceConfig.load([]).model.name == "Qwen/Qwen3-0.6B"
+    write(".env", "PRIME_MODEL__NAME=Qwen/Qwen3-1.7B\n")
+    assert InferenceConfig.load([]).model.name == "Qwen/Qwen3-1.7B"
+    monkeypatch.setenv("PRIME_MODEL__NAME", "Qwen/Qwen3-4B")
+    assert InferenceConfig.load([]).model.name == "Qwen/Qwen3-4B"
+    assert InferenceConfig.load(files[:2]).model.name == "Qwen/Qwen3-8B"
+    assert InferenceConfig.load(files).model.name == "Qwen/Qwen-14B"
+    assert InferenceConfig.load(files[2:] + files[:2]).model.name == "Qwen/Qwen3-8B"
+    assert InferenceConfig.load([*files, "--model.name", "Qwen/Qwen3-32B"]).model.name == "Qwen/Qwen3-32B"
+
+
+def test_files_merge_deeply():
+    write("a.toml", "max_steps = 3\n[optim]\nlr = 1.0\nweight_decay = 0.5\n")
+    write("b.toml", "[optim]\nlr = 2.0\n")
+    config = TrainerConfig.load(["@", "a.toml", "@", "b.toml"])
+    assert (config.max_steps, config.optim.lr, config.optim.weight_decay) == (3, 2.0, 0.5)
+
+
+def test_environment_reaches_every_kind_of_key(monkeypatch):
+    for name, value in {
+        "PRIME_TRAINER__OPTIM__LR": "1e-3",
+        "PRIME_TRAINER__DATA__FAKE": "{'batch_size': 4}",
+        "PRIME_ORCHESTRATOR__ENV__ID": "other",
+        "PRIME_INFERENCE__VLLM__MAX_NUM_SEQS": "4",
+        "PRIME_INFERENCE_GPU_IDS": "0",
+        "PRIME_WANDB__OFFLINE": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    config = RLConfig.load([])
+    assert config.trainer.optim.lr == 1e-3
+    assert config.trainer.data.fake.batch_size == 4
+    assert config.orchestrator.env[0].id == "other"
+    assert config.inference.vllm == {"max_num_seqs": 4}
+    assert config.wandb.offline is config.trainer.wandb.offline is True
+
+
+def test_variables_of_other_programs_are_never_configuration(monkeypatch):
+    for name in ("PRIME_INTELLECT_MODEL", "PRIME_API_KEY", "PRIME_RL_SUPERVISED", "PRIME_TEAM_ID"):
+        monkeypatch.setenv(name, "secret")
+    assert RLConfig.load([]) == RLConfig()
+
+
+# --- flags ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spelling", ["--ckpt.resume-step", "--ckpt.resume_step"])
+def test_kebab_and_snake(spelling):
+    assert TrainerConfig.load([spelling, "7"]).ckpt.resume_step == 7
+    assert TrainerConfig.load([f"{spelling}=7"]).ckpt.resume_step == 7
+
+
+def test_switches():
+    assert TrainerConfig.load(["--ckpt.save-async"]).ckpt.save_async is True
+    assert TrainerConfig.load(["--no-model.reshard-after-forward"]).model.reshard_after_forward is False
+    assert TrainerConfig.load(["--model.reshard-after-forward", "false"]).model.reshard_after_forward is False
+    extras = TrainerConfig.load(["--no-wandb.log-extras.distributions"]).wandb.log_extras
+    assert (extras.samples, extras.distributions) == (True, False)
+
+
+def test_optional_blocks_switch_on_and_off():
+    file = write("t.toml", "[ckpt]\ninterval = 7\n[model.ac]\nfreq = 2\n")
+    assert TrainerConfig.load(["--ckpt"]).ckpt.interval == 50
+    assert TrainerConfig.load(["@", file, "--ckpt"]).ckpt.interval == 7
+    assert TrainerConfig.load(["@", file, "--no-ckpt"]).ckpt is None
+    assert TrainerConfig.load(["@", file, "--ckpt", "None"]).ckpt is None
+    assert TrainerConfig.load(["@", file, "--no-ckpt", "--ckpt.interval", "9"]).ckpt.interval == 9
+    assert TrainerConfig.load(["@", file, "--no-model.ac"]).model.ac is None
+    assert TrainerConfig.load(["--model.cp", "4"]).model.cp.degree == 4
+    assert TrainerConfig.load(["@", write("n.toml", 'ckpt = "None"\n')]).ckpt is None
+
+
+def test_none_and_dicts():
+    file = write("t.toml", "max_steps = 5\n")
+    assert TrainerConfig.load(["@", file, "--max-steps", "None"]).max_steps is None
+    for text in ("{'batch_size': 128}", '{"batch_size": 128}'):
+        assert TrainerConfig.load(["--data.fake", text]).data.fake.batch_size == 128
+
+
+def test_lists_in_every_form():
+    for argv in (["--inference-gpu-ids", "0,1"], ["--inference-gpu-ids", "[0, 1]"], ["--inference-gpu-ids", "0", "1"]):
+        assert RLConfig.load(argv).inference_gpu_ids == [0, 1]
+
+
+def test_union_keeps_its_variant_and_forgets_the_keys_of_another():
+    assert TrainerConfig.load(["--optim.lr", "1"]).optim.type == "adamw"
+    assert SFTConfig.load(["--optim.weight-decay", "0"]).optim.lr == SFTConfig().optim.lr != TrainerConfig().optim.lr
+    file = write("t.toml", '[optim]\nbetas1 = 0.5\n[scheduler]\ntype = "cosine"\n')
+    config = TrainerConfig.load(
+        ["@", file, "--optim.momentum", "0.3", "--optim.type", "sgd", "--scheduler.min-lr", "1"]
+    )
+    assert (config.optim.type, config.optim.momentum) == ("sgd", 0.3)
+    assert (config.scheduler.type, config.scheduler.min_lr) == ("cosine", 1.0)
+
+
+def test_environments_of_the_orchestrator_in_every_form():
+    def ids(*argv):
+        return [env.id for env in OrchestratorConfig.load(list(argv)).env]
+
+    table = write("table.toml", '[env]\nid = "a"\n[env.args]\nn = 3\n')
+    assert ids("@", table) == ["a"]
+    assert ids("@", write("old.toml", '[environment]\nid = "a"\nargs = {n = 3}\n')) == ["a"]
+    two = write("two.toml", '[[env]]\nid = "a"\n[[env]]\nid = "b"\n')
+    assert ids("@", two) == ["a", "b"]
+    assert ids("--env.id", "x") == ids("--env", "x") == ids("--environment.id", "x") == ["x"]
+    assert ids("--env", "[{'id': 'x'}, {'id': 'y'}]") == ids("--env", "x,y") == ["x", "y"]
+    assert ids("@", two, "--env.1.id", "c") == ["a", "c"]
+    assert "env has 2 entries" in message(OrchestratorConfig, "@", two, "--env.id", "c")
+    args = OrchestratorConfig.load(["@", table, "--env.args.min-words", "4", "--env.args.split", "test"]).env[0].args
+    assert args == {"n": 3, "min_words": 4, "split": "test"}
+
+
+def test_file_for_a_block_and_glued_file():
+    write("o.toml", "batch_size = 8\n")
+    write("p.toml", "rollouts_per_example = 4\n")
+    config = RLConfig.load(["--orchestrator", "@", "o.toml", "@", "p.toml", "--max-steps", "3"])
+    assert (config.orchestrator.batch_size, config.orchestrator.rollouts_per_example, config.max_steps) == (8, 4, 3)
+    assert OrchestratorConfig.load(["@o.toml"]).batch_size == 8
+    assert (
+        OrchestratorConfig.load(["--sampling", "@", write("s.toml", "temperature = 0.5\n")]).sampling.temperature == 0.5
+    )
+
+
+# --- what rl hands to the three ---------------------------------------------------------------------------------
+
+
+def test_shared_values_reach_the_three():
+    config = RLConfig.load(
+        ["--inference", "--model.name", "m", "--max-steps", "3", "--async-level", "1", "--seq-len", "64", "--seed", "5",
+         "--output-dir", "o", "--exp-id", "e", "--wandb", "--log.level", "debug", "--inference.server.port", "8001"]
+    )  # fmt: skip
+    parts = (config.trainer, config.orchestrator, config.inference)
+    assert {part.model.name for part in parts} == {"m"}
+    assert {str(part.output_dir) for part in (config, *parts)} == {"o/e"}
+    assert {part.log.level for part in parts} == {"debug"}
+    for part in parts[:2]:
+        assert (part.max_steps, part.async_level, part.seed) == (3, 1, 5)
+    assert config.trainer.model.seq_len == config.orchestrator.seq_len == config.inference.max_model_len == 64
+    assert config.orchestrator.client.port == 8001
+    assert (config.trainer.wandb.name, config.orchestrator.wandb.name) == ("e-trainer", "e-orchestrator")
+
+
+def test_max_model_len_is_inferences_alone():
+    config = RLConfig.load(["--inference", "--max-model-len", "99"])
+    assert config.inference.max_model_len == 99
+    assert config.orchestrator.seq_len == config.trainer.model.seq_len == 2048
+    config = RLConfig.load(["--inference", "--orchestrator.seq-len", "99"])
+    assert config.inference.max_model_len == config.trainer.model.seq_len == 99
+
+
+def test_log_level_of_one_is_its_own():
+    assert RLConfig.load(["--orchestrator.log.level", "debug"]).trainer.log.level == "info"
+
+
+def test_a_value_given_to_one_is_given_to_all():
+    config = RLConfig.load(["--inference", "--orchestrator.max-steps", "3", "--trainer.model.name", "m"])
+    assert config.max_steps == config.trainer.max_steps == 3
+    assert config.model.name == config.orchestrator.model.name == config.inference.model.name == "m"
+
+
+def test_stronger_source_wins_over_a_file_of_one_of_the_three(monkeypatch):
+    file = write("t.toml", "max_steps = 30\n")
+    assert RLConfig.load(["--trainer", "@", file, "--max-steps", "10"]).trainer.max_steps == 10
+    assert RLConfig.load(["--trainer", "@", file, "--max-steps", "None"]).trainer.max_steps is None
+    monkeypatch.setenv("PRIME_MAX_STEPS", "5")
+    assert RLConfig.load(["--trainer", "@", file]).orchestrator.max_steps == 30
+    assert RLConfig.load([]).trainer.max_steps == 5
+
+
+def test_checkpoints_are_joint_and_wandb_is_not():
+    config = RLConfig.load(["--trainer.ckpt.interval", "5"])
+    assert config.orchestrator.ckpt.interval == config.ckpt.interval == 5
+    config = RLConfig.load(["--trainer.wandb"])
+    assert config.orchestrator.wandb is config.wandb is None
+    file = write("t.toml", "[trainer.wandb]\n[trainer.ckpt]\ninterval = 3\n")
+    config = RLConfig.load(["@", file, "--no-wandb", "--no-ckpt"])
+    assert config.trainer.wandb is config.trainer.ckpt is config.orchestrator.ckpt is None
+
+
+def test_gpu_counts_become_ids_and_data_parallelism():
+    config = RLConfig.load(["--inference", "--trainer-gpus", "2", "--inference-gpus", "6"])
+    assert config.inference_gpu_ids == [0, 1, 2, 3, 4, 5]
+    assert config.trainer_gpu_ids == [6, 7]
+    assert config.inference.parallel.dp == 6
+    assert config.ranks == 2
+    config = RLConfig.load(["--inference-gpu-ids", "0,1,2,3", "--inference.parallel.tp", "2"])
+    assert config.inference.parallel.dp == 2
+    config = RLConfig.load(["--inference.parallel.dp", "3"])
+    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ([0, 1, 2], [3])
+    assert RLConfig.load(["--trainer-ranks", "2"]).ranks == 2
+
+
+def test_resolved_toml_loads_to_the_same_values():
+    config = RLConfig.load(
+        ["--inference", "--ckpt", "--wandb", "--exp-id", "e", "--trainer-gpus", "2", "--inference-gpus", "6",
+         "--orchestrator.env", "[{'id': 'x', 'args': {'n': None}}, {'id': 'y'}]", "--inference.vllm.max-num-seqs", "4",
+         "--trainer.optim.type", "muon", "--trainer.data.fake", "--max-model-len", "99"]
+    )  # fmt: skip
+    write("run.toml", to_toml(config))
+    assert RLConfig.load(["@", "run.toml"]) == config
+    for root in ROOTS:
+        write("again.toml", to_toml(root()))
+        assert root.load(["@", "again.toml"]) == root.load([])
+
+
+def test_children_are_not_changed_by_the_environment(monkeypatch):
+    """A resolved file says everything, None included, so that a variable cannot slip in below it."""
+    write("t.toml", to_toml(TrainerConfig()))
+    monkeypatch.setenv("PRIME_MAX_STEPS", "5")
+    monkeypatch.setenv("PRIME_CKPT__INTERVAL", "5")
+    assert TrainerConfig.load(["@", "t.toml"]) == TrainerConfig()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("root", "argv", "parts"),
+    [
+        (TrainerConfig, ["--optm.lr", "1"], ["--optm.lr", "did you mean --optim.lr?"]),
+        (TrainerConfig, ["--lr", "1"], ["--lr", "--optim.lr"]),
+        (TrainerConfig, ["--no-such-thing"], ["--no-such-thing"]),
+        (TrainerConfig, ["--no-max-stepz"], ["--no-max-stepz"]),
+        (TrainerConfig, ["--no-optim.lr"], ["--optim.lr", "neither a switch nor optional"]),
+        (TrainerConfig, ["--optim.lr", "abc"], ["optim.lr = 'abc'", "--optim.lr", "number"]),
+        (TrainerConfig, ["--optim.lr"], ["--optim.lr needs a value"]),
+        (TrainerConfig, ["--optim.lr", "--ckpt"], ["--optim.lr needs a value"]),
+        (TrainerConfig, ["--max-steps", "1.5"], ["max_steps = '1.5'", "integer"]),
+        (TrainerConfig, ["--max-steps", "0"], ["max_steps = '0'", "greater than or equal to 1"]),
+        (TrainerConfig, ["--optim.type", "adam"], ["optim.type = 'adam'", "--optim.type", "adamw"]),
+        (TrainerConfig, ["--model.attn", "x"], ["model.attn = 'x'", "sdpa"]),
+        (TrainerConfig, ["@", "nope.toml"], ["nope.toml does not exist"]),
+        (TrainerConfig, ["@nope.toml"], ["there is no file nope.toml", "@ file.toml"]),
+        (TrainerConfig, ["@"], ["@ is not followed by"]),
+        (TrainerConfig, ["@", "."], [". cannot be read"]),
+        (TrainerConfig, ["nope"], ['unexpected argument "nope"']),
+        (TrainerConfig, ["--ckpt", "5"], ["--ckpt is a block", '"5"']),
+        (TrainerConfig, ["--optim"], ["--optim is a block"]),
+        (TrainerConfig, ["--max-steps", "@", "x.toml"], ["--max-steps is not a block"]),
+        (TrainerConfig, ["--data.fake", "{'batch_sise': 3}"], ["data.fake.batch_sise", "data.fake.batch_size"]),
+        (TrainerConfig, ["--weight-broadcast.type", "nccl"], ["nccl"]),
+        (OrchestratorConfig, ["--batch-size", "10", "--rollouts-per-example", "3"], ["10", "3", "multiple"]),
+        (OrchestratorConfig, ["--env", "[]"], ["env", "at least 1"]),
+        (OrchestratorConfig, ["--sampling.top-p", "0.9"], ["sampling.top_p"]),
+        (OrchestratorConfig, ["--env.2.id", "x"], ["gap"]),
+        (InferenceConfig, ["--vllm.api_key", "x"], ["vllm.api_key", "secret"]),
+        (OrchestratorConfig, ["--env.args.judge_api_key", "x"], ["judge_api_key", "secret"]),
+        (RLConfig, ["--trainer"], ["--trainer is a block", "@ file.toml"]),
+        (RLConfig, ["--exp-id", "../x"], ["exp_id", "../x"]),
+        (RLConfig, ["--async-level", "1", "--trainer.async-level", "2"], ["async_level = 1", "trainer.async_level"]),
+        (RLConfig, ["--trainer.model.seq-len", "100", "--orchestrator.seq-len", "200"], ["100", "200", "shorter"]),
+        (RLConfig, ["--inference.server.port", "1", "--orchestrator.client.port", "2"], ["server.port", "client.port"]),
+        (RLConfig, ["--inference.parallel.dp", "2", "--inference-gpus", "3"], ["3 GPUs", "dp"]),
+        (RLConfig, ["--inference-gpu-ids", "0,1,2", "--inference.parallel.tp", "2"], ["3 GPUs", "tp"]),
+        (RLConfig, ["--inference-gpus", "2", "--inference-gpu-ids", "0"], ["inference_gpus = 2", "differ"]),
+        (RLConfig, ["--inference-gpu-ids", "a,b"], ["inference_gpu_ids"]),
+        (RLConfig, ["--orchestrator.batch-size", "3", "--orchestrator.rollouts-per-example", "2"], ["orchestrator"]),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_line(root, argv, parts):
+    text = message(root, *argv)
+    for part in parts:
+        assert part in text
+
+
+def test_bad_files_are_named():
+    write("typo.toml", "[optim]\nlrr = 1\n")
+    assert message(TrainerConfig, "@", "typo.toml") == "unknown key optim.lrr in typo.toml; did you mean optim.lr?"
+    write("syntax.toml", "[optim\nlr = 1\n")
+    assert "syntax.toml is not TOML" in message(TrainerConfig, "@", "syntax.toml")
+    write("type.toml", '[optim]\nlr = "fast"\n')
+    assert "optim.lr = 'fast' (type.toml)" in message(TrainerConfig, "@", "type.toml")
+    write("block.toml", "optim = 3\n")
+    assert "optim = 3 (block.toml) is a block" in message(TrainerConfig, "@", "block.toml")
+
+
+def test_unknown_key_in_a_variable_is_named(monkeypatch):
+    monkeypatch.setenv("PRIME_OPTIM__LRR", "1")
+    assert "PRIME_OPTIM__LRR" in message(TrainerConfig)
+
+
+def test_conflict_names_both_places():
+    write("t.toml", "async_level = 1\n")
+    assert message(RLConfig, "--trainer", "@", "t.toml", "--orchestrator.async-level", "2") == (
+        "trainer.async_level = 1 (t.toml) and orchestrator.async_level = 2 (--orchestrator.async-level) differ; "
+        "set it once, with --async-level"
+    )
+
+
+# --- help, dry run, warnings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_help_lists_every_key_with_doc_and_default(root, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        root.load(["--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    for path, node in walk((root,)):
+        assert node.field.description, path
+        dotted = ".".join(str(part) for part in path)
+        shown = f"[{dotted}]" if node.variants else "--" + dotted.replace("_", "-") + " "
+        assert shown in text or path[-1] == "type", path
+    assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_keys_of_later_work_say_so_once(capsys):
+    RLConfig.load(["--trainer.model.lora.rank", "4", "--trainer.model.lora.alpha", "4"])
+    assert capsys.readouterr().err == "warning: trainer.model.lora has no effect yet\n"
+    RLConfig.load(["--trainer.optim.lr", "4"])
+    assert capsys.readouterr().err == ""
+
+
+def test_dry_run_of_an_unwritable_directory():
+    write("file", "")
+    assert "output_dir = file/x cannot be written" in message(RLConfig, "--dry-run", "--output-dir", "file/x")
+
+
+def test_entry_points_report_one_line_and_exit_2(tmp_path):
+    code = "from prime_rl.configs import RLConfig; from prime_rl.errors import run_main; run_main(RLConfig.load)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--trainer.optm.lr", "1"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: unknown key --trainer.optm.lr; did you mean --trainer.optim.lr?\n"
+
+
+def test_configuration_needs_neither_torch_nor_vllm():
+    code = (
+        "import sys, prime_rl.configs.loader; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    assert done.stdout == "[]\n"
