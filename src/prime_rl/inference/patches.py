@@ -1,0 +1,81 @@
+"""Every place where vLLM's behaviour is changed, for vLLM 0.32.0. Each says why and which test fails without it."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+
+_PR_SET_PDEATHSIG = 1
+
+
+def start_fast_on_cpu() -> None:
+    """Start the engine on a CPU in half the time: one process less, and no second import of torch and vLLM.
+
+    On a CPU vLLM inspects the model's class in a subprocess, then spawns the engine, which spawns a worker; each of
+    the three imports everything anew. There is no device state here that a fork could break, so the class is
+    inspected in this process and the engine, which runs its worker in itself (see `arguments.prepare_environment`),
+    is forked from it.
+
+    To be called after vLLM is imported and before the engine starts.
+    Without it tests/integration/inference/test_server.py::test_starts_quickly_on_a_cpu fails.
+    """
+    import vllm.model_executor.models.registry as registry
+    import vllm.v1.engine.core  # the three imports below are for the fork to inherit
+    import vllm.v1.engine.utils as engine_utils
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    def inspect_here(model: Any) -> Any:
+        return registry._ModelInfo.from_model_cls(model.load_model_cls())
+
+    # The CPU platform writes "spawn" into the environment, where get_mp_context reads it.
+    engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    registry._LazyRegisteredModel.inspect_model_cls = inspect_here
+
+
+def repack_tied_head(model: torch.nn.Module) -> None:
+    """Let a tied output head on a CPU see the weights that were just loaded.
+
+    Linear layers on a CPU multiply by a packed copy of their weight, made after loading. A reload packs again each
+    layer that the checkpoint names; a tied head is not named, since its weight is the embedding's, and keeps the copy
+    that it made of the old one. vLLM logs "ParallelLMHead: Failed to load weights" and samples from a chimera.
+
+    Without it tests/integration/inference/test_switch.py::test_tied_head_follows_the_switch fails.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def add_switch_utility() -> None:
+    """Give the engine a call that reaches its scheduler: `switch_policy`. vLLM has none that carries an argument.
+
+    Adds a method and replaces nothing. To be called in the engine process.
+    Without it no server starts: all of tests/integration/inference fails.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def switch_policy(core: Any, content_hash: str) -> None:
+        core.scheduler.switch_policy(content_hash)
+
+    EngineCore.switch_policy = switch_policy
+
+
+def die_with_parent() -> None:
+    """End the engine process when the server that started it dies, even by SIGKILL.
+
+    vLLM's engine waits for requests of a parent that is gone, for ever, and keeps the memory.
+    Without it tests/integration/inference/test_process.py::test_engine_dies_with_the_server fails.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)

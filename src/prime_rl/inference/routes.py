@@ -1,0 +1,106 @@
+"""The routes that switch the policy, beside vLLM's own on the same server."""
+
+import secrets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from prime_rl.inference.lease import LeaseHeldError
+from prime_rl.inference.policy import PolicyServer
+from prime_rl.inference.weights import WeightsRefusedError
+from prime_rl.types import PolicyVersion
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class UpdateBody(_Body):
+    """Body of POST /update_weights."""
+
+    weight_dir: Path
+    branch: int = Field(0, ge=0)
+    step: int = Field(ge=0)
+    run_id: str | None = None
+
+
+class ReloadBody(_Body):
+    """Body of POST /reload_weights."""
+
+    run_id: str | None = None
+
+
+class ReleaseBody(_Body):
+    """Body of POST /release_policy."""
+
+    run_id: str
+
+
+def make_router(server: PolicyServer, model_name: str, api_key: str | None) -> APIRouter:
+    """Make the routes.
+
+    A refusal answers {"error": why}: 400 for bad weights or a bad body, 401 without the key, 409 if another run
+    holds the server.
+
+    Args:
+        server: what they steer.
+        model_name: the name under which the model is served.
+        api_key: the key that every call must bring as a bearer token; None lets all through.
+    """
+    router = APIRouter(dependencies=[Depends(_key_check(api_key))])
+
+    @router.get("/policy")
+    async def policy(run_id: str | None = None) -> dict[str, Any]:
+        return {**server.describe(run_id), "model": model_name}
+
+    @router.post("/update_weights")
+    async def update_weights(request: Request) -> JSONResponse:
+        async def call() -> dict[str, Any]:
+            body = UpdateBody.model_validate_json(await request.body())
+            return await server.update(PolicyVersion(body.branch, body.step), body.weight_dir, body.run_id)
+
+        return await _answer(call)
+
+    @router.post("/reload_weights")
+    async def reload_weights(request: Request) -> JSONResponse:
+        async def call() -> dict[str, Any]:
+            body = ReloadBody.model_validate_json(await request.body() or b"{}")
+            return await server.reload(body.run_id)
+
+        return await _answer(call)
+
+    @router.post("/release_policy")
+    async def release_policy(request: Request) -> JSONResponse:
+        async def call() -> dict[str, Any]:
+            return server.release(ReleaseBody.model_validate_json(await request.body()).run_id)
+
+        return await _answer(call)
+
+    return router
+
+
+async def _answer(call: Callable[[], Awaitable[dict[str, Any]]]) -> JSONResponse:
+    try:
+        return JSONResponse(await call())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        return JSONResponse({"error": f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}"}, 400)
+    except WeightsRefusedError as error:
+        return JSONResponse({"error": str(error)}, 400)
+    except LeaseHeldError as error:
+        return JSONResponse({"error": str(error)}, 409)
+
+
+def _key_check(api_key: str | None) -> Callable[[Request], None]:
+    def check(request: Request) -> None:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        if api_key is not None and not (
+            scheme.lower() == "bearer" and secrets.compare_digest(key.encode(), api_key.encode())
+        ):
+            raise HTTPException(401, "this server needs its API key as a bearer token")
+
+    return check

@@ -1,0 +1,92 @@
+"""I5 inside the engine: KV cached under a salt was computed, from its first token to its last, by the salt's weights.
+
+The HTTP server salts every request with the hash of the weights that are loaded when the request is handed to the
+engine. That alone does not hold across a switch: a request that waits in the queue meanwhile is prefilled by the new
+weights under the old salt, would be given blocks that the old weights computed, and its first token, tagged new, would
+not be the new policy's. So the salt is decided here, where it can be known, at three moments:
+
+1. *Lookup.* The scheduler looks a request up in the prefix cache in the very step that starts its prefill, and no
+   switch happens inside a step. A request whose salt is not that of the loaded weights is salted anew right there.
+   This covers whatever waits across a switch, whatever arrives during the pause, and whatever is preempted and
+   prefilled again. With the server's salt in place it costs one comparison.
+2. *Switch, requests in mid-prefill.* They have sampled no token, so the first one must be the new policy's alone:
+   they give their blocks back and are prefilled again from the start.
+3. *Switch, requests in mid-generation.* They keep their blocks (`kv_on_switch = keep`), and what they compute from now
+   on rests on KV of both policies. It is true of neither, so the hash chain of the request is broken: its later blocks
+   are cached under hashes that no other request can produce.
+
+Hence, by induction over steps, an entry under salt h holds KV of weights h only, also when h is loaded again later.
+"""
+
+import secrets
+import time
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from prime_rl.inference import patches
+from prime_rl.inference.salt import remix
+
+
+class SyncPolicyScheduler(Scheduler):
+    """vLLM's scheduler with a prefix cache that is divided by policy."""
+
+    content_hash = ""
+
+    def switch_policy(self, content_hash: str) -> None:
+        """Salt by `content_hash` from here on. The engine must be paused, its last step processed."""
+        if content_hash == self.content_hash:
+            return
+        self.content_hash = content_hash
+        self._restart([request for request in self.running if not request.num_output_tokens])
+        for request in self.requests.values():
+            if request.num_computed_tokens:
+                self._break_chain(request)
+        # The workers dropped the old weights' image embeddings when they loaded; the scheduler's list must agree.
+        self.reset_encoder_cache()
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        """Salt the request by the loaded weights, then look it up."""
+        salt = remix(self.content_hash, request.cache_salt)
+        if salt != request.cache_salt:
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        return super()._get_local_prefix_cache_hit(request)
+
+    def _restart(self, requests: list[Request]) -> None:
+        """Put running requests back at the head of the queue, as vLLM does when it runs out of blocks."""
+        for request in reversed(requests):
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            # Resumed in the very next step, it must be sent to the worker as a whole.
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _break_chain(self, request: Request) -> None:
+        """Make the hashes of the blocks that are not yet cached, and of all that follow, unlike any other."""
+        unique = secrets.token_hex(16)
+        # Not a salt of the server's: should the request be preempted, its lookup salts it anew.
+        request.cache_salt = remix(f"mixed-{unique}", request.cache_salt)
+        cached = request.num_computed_tokens // self.hash_block_size
+        del request.block_hashes[cached:]
+        if cached:
+            # Each hash is chained from its predecessor. This one is in the cache already and is not read again.
+            request.block_hashes[-1] = BlockHash(unique.encode())
+        request.update_block_hashes()
+
+
+class AsyncPolicyScheduler(SyncPolicyScheduler, AsyncScheduler):
+    """The same for asynchronous scheduling, which vLLM uses on GPUs."""
+
+
+def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> SyncPolicyScheduler:
+    """Make the engine's scheduler. vLLM calls this (`scheduler_cls`) in each engine process, at its start."""
+    patches.die_with_parent()
+    patches.add_switch_utility()
+    scheduler = AsyncPolicyScheduler if vllm_config.scheduler_config.async_scheduling else SyncPolicyScheduler
+    return scheduler(vllm_config=vllm_config, **kwargs)
