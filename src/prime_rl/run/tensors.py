@@ -48,5 +48,5 @@ def _hash_file(file: Path) -> Iterator[tuple[str, str]]:
         if end > len(body):
             raise ArtifactError(f"{file} is truncated: tensor {name} ends at byte {end} of {len(body)}")
         digest = xxhash.xxh3_128(f"{name}|{entry['dtype']}|{entry['shape']}|".encode())
-        digest.update(body[begin:end])
+        digest.update(body[begin:end].data)
         yield name, digest.hexdigest()

@@ -1,0 +1,193 @@
+"""HTTP client of one inference server: token-in/token-out generation and the policy routes.
+
+I5: which version sampled a token is what the engine reports of that token, never inferred from clocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_rl.errors import RunError
+from prime_rl.types import PolicyVersion
+
+_RETRIES = 2
+"""A reset connection loses the request but says nothing of the server: try again before giving up on it."""
+
+
+class EngineError(RunError):
+    """The inference server refused a request or answered what is not understood; the message holds its words."""
+
+
+class EngineLost(RunError):
+    """The inference server cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sampled completion of T tokens.
+
+    Attributes:
+        token_ids: int32 [T].
+        logprobs: float32 [T], of the sampled tokens, temperature applied.
+        versions: int32 [T], step of the policy version that sampled each token, as the engine reports it.
+        is_truncated: ended by `max_tokens`.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    is_truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPolicy:
+    """What a server samples from: the version, the content hash of its weights, and what the switch cost."""
+
+    version: PolicyVersion
+    hash: str
+    pause_s: float = 0.0
+    load_s: float = 0.0
+
+
+class _Logprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    weight_versions: list[_Span]
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Engine:
+    """One inference server. Use as an async context manager."""
+
+    def __init__(self, url: str, model: str, run_id: str, api_key: str | None = None, timeout_s: float = 1200) -> None:
+        """Prepare a client; nothing is sent before the first call.
+
+        Args:
+            url: root of the server, e.g. `http://localhost:8000`.
+            model: name that the server serves.
+            run_id: the run in whose name the policy is switched; the server is leased by it.
+            api_key: sent as bearer token if given.
+            timeout_s: longest time for one request, seconds.
+        """
+        self.url = url
+        self._model = model
+        self._run_id = run_id
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._session: aiohttp.ClientSession | None = None
+        self._decoder = msgspec.json.Decoder(_Answer)
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
+        """Sample one completion of `prompt_ids`.
+
+        Args:
+            prompt_ids: token ids of the whole context.
+            sampling: vLLM sampling parameters (max_tokens, temperature ...).
+
+        Raises:
+            EngineLost: the server cannot be reached.
+            EngineError: it refused, or its answer lacks ids, log-probabilities or version spans.
+        """
+        body = {"model": self._model, "token_ids": prompt_ids, "sampling_params": {**sampling, "logprobs": 0}}
+        raw = await self._request("POST", "/inference/v1/generate", body)
+        try:
+            return _generation(self._decoder.decode(raw).choices[0])
+        except (msgspec.DecodeError, ValueError, IndexError) as error:
+            raise EngineError(f"{self.url}/inference/v1/generate answered what is not understood: {error}") from None
+
+    async def policy(self) -> LoadedPolicy:
+        """Ask what the server samples from; renews the lease if this run holds it."""
+        return _loaded(await self._request("GET", f"/policy?run_id={self._run_id}"))
+
+    async def load(self, weight_dir: str, version: PolicyVersion) -> LoadedPolicy:
+        """Switch to the published weights in `weight_dir`; returns after the server samples from them."""
+        body = {"weight_dir": weight_dir, "branch": version.branch, "step": version.step, "run_id": self._run_id}
+        return _loaded(await self._request("POST", "/update_weights", body))
+
+    async def reset(self) -> LoadedPolicy:
+        """Lease the server for this run and go back to the base model, version 0."""
+        return _loaded(await self._request("POST", "/reload_weights", {"run_id": self._run_id}))
+
+    async def release(self) -> None:
+        """Give the lease back."""
+        await self._request("POST", "/release_policy", {"run_id": self._run_id})
+
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        if self._session is None:
+            raise RuntimeError("Engine is used outside of `async with`")
+        for attempt in range(_RETRIES + 1):
+            try:
+                async with self._session.request(method, self.url + path, json=body) as response:
+                    data = await response.read()
+                    if response.status != 200:
+                        raise EngineError(f"{self.url}{path} answered {response.status}: {_message(data)}")
+                    return data
+            except TimeoutError:
+                raise EngineError(f"{self.url}{path} did not answer within {self._timeout.total:.0f} s") from None
+            except aiohttp.ClientError as error:
+                if attempt == _RETRIES:
+                    raise EngineLost(f"inference at {self.url} cannot be reached: {error}") from None
+        raise AssertionError("unreachable")
+
+
+def _generation(choice: _Choice) -> Generation:
+    ids = np.array(choice.token_ids, np.int32)
+    logprobs = np.array([entry.logprob for entry in choice.logprobs.content], np.float32)
+    versions = np.full(len(ids), -1, np.int32)
+    for span in choice.weight_versions:
+        versions[span.start : span.end] = PolicyVersion.parse(span.version).step
+    if len(logprobs) != len(ids) or (versions < 0).any():
+        raise ValueError(f"{len(ids)} ids, {len(logprobs)} logprobs, {(versions >= 0).sum()} versions")
+    if choice.finish_reason not in ("stop", "length"):
+        raise ValueError(f"the request ended by {choice.finish_reason!r}")
+    return Generation(ids, logprobs, versions, choice.finish_reason == "length")
+
+
+def _loaded(raw: bytes) -> LoadedPolicy:
+    answer = msgspec.json.decode(raw)
+    version = PolicyVersion(answer["branch"], answer["step"])
+    return LoadedPolicy(version, answer["hash"], answer.get("pause_s", 0.0), answer.get("load_s", 0.0))
+
+
+def _message(data: bytes) -> str:
+    """Return the server's own words of an error answer, on one line."""
+    try:
+        answer = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        answer = data.decode(errors="replace")
+    if isinstance(answer, dict) and "error" in answer:
+        answer = answer["error"]["message"] if isinstance(answer["error"], dict) else answer["error"]
+    return " ".join(str(answer).split())[:500]

@@ -1,0 +1,204 @@
+"""The orchestrator's loop: admit within the bound, play, ship, switch.
+
+I1 every batch keeps the bound (checked again when it is shipped); I2 what is sampled is shipped or dropped under a
+name; I3 examples are admitted in the order of the stream.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from loguru import logger
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.errors import RunError
+from prime_rl.monitor import Monitor
+from prime_rl.orchestrator.advantages import advantage_function
+from prime_rl.orchestrator.environment import Environment, EnvironmentFailed, SampleTooLong
+from prime_rl.orchestrator.packing import pack
+from prime_rl.orchestrator.policy import Policy, Server
+from prime_rl.orchestrator.report import Tally, batch_metrics, sample_rows, time_metrics, write_rows
+from prime_rl.orchestrator.scheduler import DeadlineScheduler
+from prime_rl.orchestrator.stream import ExampleStream
+from prime_rl.run.batch import write_batch
+from prime_rl.run.paths import RunPaths
+from prime_rl.types import Group
+
+_DROPS_IN_A_ROW = 10
+"""Times B: so many dropped groups without one complete mean that nothing will ever complete."""
+
+
+class Orchestrator:
+    """One run of the orchestrator."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        environment: Environment,
+        servers: Sequence[Server],
+        monitor: Monitor,
+    ) -> None:
+        """Put the parts together; nothing runs yet."""
+        self._config = config
+        self._environment = environment
+        self._monitor = monitor
+        self._paths = RunPaths(config.output_dir)
+        self._wake = asyncio.Event()
+        self._policy = Policy(servers, self._paths, self._wake.set)
+        self._scheduler = DeadlineScheduler(
+            config.batch_size // config.rollouts_per_example, config.async_level, config.max_steps
+        )
+        self._stream = ExampleStream(len(environment), config.seed)
+        self._advantage = advantage_function(config.advantage)
+        self._tally = Tally()
+        self._complete: dict[int, Group] = {}
+        self._next_group = 0
+        self._drops_in_a_row = 0
+        self._last_failure = ""
+
+    async def run(self) -> None:
+        """Ship all batches, bring inference to the last version, give its lease back.
+
+        Raises:
+            RunError: a wait passed its deadline, inference is gone, or the environment fails all the time.
+        """
+        timeout_s = self._config.wait_timeout_seconds
+        await self._policy.start(timeout_s)
+        stop = asyncio.Event()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._policy.watch(stop))
+                tasks.create_task(self._policy.keep_leases(stop))
+                await self._ship_all(tasks)
+                await self._wait_for_last_version()
+                stop.set()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+        finally:
+            await self._policy.release()
+
+    async def _ship_all(self, tasks: asyncio.TaskGroup) -> None:
+        while not self._scheduler.finished:
+            self._wake.clear()
+            self._admit(tasks)
+            while (group_ids := self._scheduler.ready()) is not None:
+                await self._ship(group_ids)
+                self._admit(tasks)
+            self._tally.wait_for_policy(not self._scheduler.in_flight)
+            if not self._scheduler.finished:
+                await self._wait_for_progress()
+
+    def _admit(self, tasks: asyncio.TaskGroup) -> None:
+        """Start groups as long as the bound and `max_concurrent` allow."""
+        limit = self._config.max_concurrent
+        while limit is None or (self._scheduler.in_flight + 1) * self._config.rollouts_per_example <= limit:
+            server = min(self._policy.servers, key=lambda s: s.groups_in_flight)
+            if not self._scheduler.can_admit(server.version.step):
+                return
+            group_id = self._next_group
+            self._next_group += 1
+            self._scheduler.admit(group_id, server.version.step)
+            server.groups_in_flight += 1
+            tasks.create_task(self._play(group_id, server))
+
+    async def _play(self, group_id: int, server: Server) -> None:
+        """Play one group to its end: complete, or dropped for a reason that has a name."""
+        row = self._environment.row(self._stream.example(group_id))
+        count, name = self._config.rollouts_per_example, self._environment.name
+        try:
+            rollouts = await self._environment.run_group(
+                row, count, server.engine, self._sampling(group_id), self._config.seq_len
+            )
+        except EnvironmentFailed as error:
+            self._drop(group_id, f"error/{name}", str(error))
+        except SampleTooLong as error:
+            self._drop(group_id, "overlong", str(error))
+        else:
+            rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
+            group = Group(group_id, tuple(rollouts), self._advantage(rewards), name)
+            self._finish(group)
+        finally:
+            server.groups_in_flight -= 1
+            self._wake.set()
+
+    def _finish(self, group: Group) -> None:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        longest = max(len(sample) for rollout in group.rollouts for sample in rollout.samples)
+        if not np.isfinite(rewards).all():
+            self._drop(group.group_id, f"error/{group.env}", f"a reward is not finite: {rewards}", group)
+        elif longest > self._config.seq_len:
+            self._drop(group.group_id, "overlong", f"a sample has {longest} tokens", group)
+        else:
+            self._drops_in_a_row = 0
+            self._tally.completed(group)
+            self._complete[group.group_id] = group
+            self._scheduler.complete(group.group_id)
+
+    def _drop(self, group_id: int, reason: str, failure: str, group: Group | None = None) -> None:
+        logger.warning("group {} is dropped as {}: {}", group_id, reason, failure)
+        self._scheduler.drop(group_id)
+        self._tally.discarded(reason, group)
+        self._drops_in_a_row += 1
+        limit = _DROPS_IN_A_ROW * self._scheduler.batch_groups
+        if self._drops_in_a_row >= limit:
+            raise RunError(f"{limit} groups in a row were dropped as {reason}; the last: {failure}")
+
+    def _sampling(self, group_id: int) -> dict[str, Any]:
+        sampling = self._config.sampling
+        parameters: dict[str, Any] = {"temperature": sampling.temperature, "min_tokens": sampling.min_tokens}
+        if sampling.max_tokens is not None:
+            parameters["max_tokens"] = sampling.max_tokens
+        if sampling.seed is not None:
+            parameters["seed"] = sampling.seed + group_id
+        return parameters
+
+    async def _ship(self, group_ids: list[int]) -> None:
+        """Write batch n, then its metrics; the rename of the batch is what ships it."""
+        step = self._scheduler.next_step
+        groups = [self._complete.pop(group_id) for group_id in group_ids]
+        batch = pack(groups, self._config.seq_len, self._config.sampling.temperature)
+        self._check_bound(step, int(batch.versions[batch.versions >= 0].min()))
+        fields = {"branch": 0, "step": step, "async_level": self._config.async_level}
+        rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+        await asyncio.to_thread(write_batch, self._paths.rollouts(step), batch, fields)
+        self._scheduler.ship(group_ids)
+        self._tally.shipped(groups)
+        metrics = batch_metrics(step, groups, batch, self._config.seq_len) | time_metrics(self._tally)
+        metrics |= {"policy/version": self._policy.version, "time/switch": self._policy.switch_s}
+        metrics |= {"time/switch_pause": self._policy.pause_s}
+        rows = sample_rows(groups)
+        await asyncio.to_thread(write_rows, self._paths.samples(step), rows)
+        self._monitor.log(step, metrics)
+        self._monitor.log_samples(step, rows)
+        self._monitor.log_distributions(step, {"reward": np.array(rewards)})
+        logger.info(
+            "batch {}: reward {:.3f}, staleness max {:.0f}, {:.2f} s",
+            step, metrics["reward/mean"], metrics["staleness/max"], metrics["time/step"],
+        )  # fmt: skip
+
+    def _check_bound(self, step: int, oldest: int) -> None:
+        if step - oldest > self._config.async_level:
+            raise AssertionError(
+                f"I1 broken: batch {step} holds tokens of version {oldest}, async_level is {self._config.async_level}"
+            )
+
+    async def _wait_for_progress(self) -> None:
+        """Wait until a group ends or a new version is sampled from; both set `_wake`."""
+        timeout_s = self._config.wait_timeout_seconds
+        try:
+            await asyncio.wait_for(self._wake.wait(), timeout_s)
+        except TimeoutError:
+            if self._scheduler.in_flight:
+                who = f"{self._scheduler.in_flight} groups in flight at environment {self._environment.name}"
+            else:
+                who = f"the trainer to publish version {self._policy.version + 1} ({self._paths.log('trainer')})"
+            raise RunError(
+                f"nothing happened for {timeout_s:.0f} s (wait_timeout_seconds); waiting for {who}"
+            ) from None
+
+    async def _wait_for_last_version(self) -> None:
+        """Stay until inference samples from what the last batch made, so that it serves the trained policy."""
+        while self._policy.version < self._scheduler.next_step:
+            self._wake.clear()
+            await self._wait_for_progress()

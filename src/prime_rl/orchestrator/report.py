@@ -1,0 +1,149 @@
+"""What a batch and the time around it look like in numbers: metrics/orchestrator.jsonl and samples/step_n.jsonl."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prime_rl.run.batch import Batch
+from prime_rl.types import Group
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts since the start of the run, and clocks since the last batch.
+
+    Every sampled token ends in exactly one of shipped, dropped (under a reason) or held (complete, not yet shipped);
+    what is in none of them was wasted (I2).
+    """
+
+    sampled_tokens: int = 0
+    shipped_tokens: int = 0
+    dropped_tokens: int = 0
+    held_tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    rollouts: int = 0
+    batch_started: float = field(default_factory=time.monotonic)
+    blocked_since: float | None = None
+    blocked_s: float = 0.0
+
+    @property
+    def wasted_tokens(self) -> int:
+        """Tokens that were sampled and will neither be trained on nor were dropped for a named reason."""
+        return self.sampled_tokens - self.shipped_tokens - self.dropped_tokens - self.held_tokens
+
+    def completed(self, group: Group) -> None:
+        """Count a group that is complete and held until it ships."""
+        tokens = sampled_tokens(group)
+        self.sampled_tokens += tokens
+        self.held_tokens += tokens
+        self.rollouts += len(group.rollouts)
+
+    def discarded(self, reason: str, group: Group | None = None) -> None:
+        """Count a group that is dropped; `group` where it was sampled to its end."""
+        self.dropped[reason] += 1
+        if group is not None:
+            tokens = sampled_tokens(group)
+            self.sampled_tokens += tokens
+            self.dropped_tokens += tokens
+
+    def shipped(self, groups: Sequence[Group]) -> None:
+        """Count the groups of a batch."""
+        tokens = sum(sampled_tokens(group) for group in groups)
+        self.held_tokens -= tokens
+        self.shipped_tokens += tokens
+
+    def wait_for_policy(self, blocked: bool) -> None:
+        """Start or stop the clock of the time in which nothing runs because the next version is not there yet."""
+        now = time.monotonic()
+        if blocked and self.blocked_since is None:
+            self.blocked_since = now
+        elif not blocked and self.blocked_since is not None:
+            self.blocked_s += now - self.blocked_since
+            self.blocked_since = None
+
+    def next_batch(self) -> tuple[float, float, int]:
+        """Return seconds since the last batch, seconds blocked and rollouts completed in it; start anew."""
+        self.wait_for_policy(False)
+        now = time.monotonic()
+        elapsed, blocked, rollouts = now - self.batch_started, self.blocked_s, self.rollouts
+        self.batch_started, self.blocked_s, self.rollouts = now, 0.0, 0
+        return elapsed, blocked, rollouts
+
+
+def sampled_tokens(group: Group) -> int:
+    """Return the number of tokens that the policy sampled for `group`."""
+    return sum(int(sample.loss_mask.sum()) for rollout in group.rollouts for sample in rollout.samples)
+
+
+def batch_metrics(step: int, groups: Sequence[Group], batch: Batch, seq_len: int) -> dict[str, float]:
+    """Describe batch `step`: rewards, lengths, staleness (versions between the sampler's and v_step), packing."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    advantages = np.concatenate([group.advantages for group in groups])
+    staleness = step - batch.versions[batch.versions >= 0]
+    metrics = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "advantage/std": advantages.std(),
+        "batch/zero_advantage_groups": np.mean([not group.advantages.any() for group in groups]),
+        "staleness/max": staleness.max(),
+        "staleness/mean": staleness.mean(),
+        "seq_len/mean": batch.seq_lens.mean(),
+        "seq_len/max": batch.seq_lens.max(),
+        "completion_len/mean": batch.loss_mask.sum() / len(rollouts),
+        "is_truncated/mean": np.mean([rollout.is_truncated for rollout in rollouts]),
+        "packing/rows": batch.rows,
+        "packing/fill": len(batch.tokens) / (batch.rows * seq_len),
+    }
+    for name in sorted({name for rollout in rollouts for name in rollout.metrics}):
+        metrics[f"metrics/{name}"] = np.mean([r.metrics[name] for r in rollouts if name in r.metrics])
+    for env in sorted({group.env for group in groups}):
+        metrics[f"reward/{env}/mean"] = np.mean([r.reward for g in groups if g.env == env for r in g.rollouts])
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def time_metrics(tally: Tally) -> dict[str, float]:
+    """Describe the time since the last batch and the account of tokens."""
+    elapsed, blocked, rollouts = tally.next_batch()
+    return {
+        "time/step": elapsed,
+        "time/wait_for_policy": blocked,
+        "perf/rollouts_per_second": rollouts / elapsed if elapsed else 0.0,
+        "tokens/wasted": tally.wasted_tokens,
+        "tokens/sampled": tally.sampled_tokens,
+        "tokens/shipped": tally.shipped_tokens,
+        "tokens/dropped": tally.dropped_tokens,
+        **{f"dropped/{reason}": count for reason, count in tally.dropped.items()},
+    }
+
+
+def sample_rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return one JSON-able row per rollout. The text is model output: untrusted, to be escaped where it is shown."""
+    return [
+        {
+            "group_id": group.group_id,
+            "rollout": index,
+            "env": group.env,
+            "reward": rollout.reward,
+            "advantage": float(group.advantages[index]),
+            "metrics": rollout.metrics,
+            "is_truncated": rollout.is_truncated,
+            "min_version": min(int(s.versions[s.versions >= 0].min()) for s in rollout.samples),
+            "max_version": max(int(s.versions.max()) for s in rollout.samples),
+            "messages": [{"role": role, "content": content} for role, content in rollout.text],
+        }
+        for group in groups
+        for index, rollout in enumerate(group.rollouts)
+    ]
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write `rows` as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
