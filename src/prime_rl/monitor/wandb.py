@@ -1,0 +1,97 @@
+"""Weights & Biases: scalars of every step, and tables of samples and distributions every few steps."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import wandb
+from numpy.typing import ArrayLike
+
+from prime_rl.configs.base import RootConfig
+from prime_rl.configs.shared import WandbConfig
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.monitor.jsonl import finite
+
+_QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+class WandbRun:
+    """One W&B run. An id goes on with the run of that id, or starts it."""
+
+    def __init__(self, config: WandbConfig, role: str, directory: Path, whole: RootConfig | None) -> None:
+        """Start the run.
+
+        Args:
+            config: its W&B settings.
+            role: what the process is; the job type of the run.
+            directory: W&B's files go to its `wandb` folder.
+            whole: the process's configuration, shown with the run.
+
+        Raises:
+            ConfigError: no key, or settings that W&B refuses.
+            RunError: W&B cannot be reached.
+        """
+        self._extras = config.log_extras
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                name=config.name,
+                id=config.id,
+                resume="allow" if config.id else None,
+                entity=config.entity,
+                group=config.group,
+                tags=config.tags,
+                job_type=role,
+                dir=directory,
+                mode="offline" if config.offline else "online",
+                config=whole.model_dump(mode="json") if whole else None,
+            )
+        except wandb.errors.UsageError as error:
+            raise ConfigError(
+                f"wandb: {_first_line(error)}; run `uv run wandb login`, set WANDB_API_KEY, or use --wandb.offline"
+            ) from None
+        except wandb.errors.CommError as error:
+            raise RunError(f"wandb cannot be reached: {_first_line(error)}; --wandb.offline needs no network") from None
+        # The step is a metric like the others: after a rewind it goes back, which W&B's own counter never does.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Log scalars."""
+        self._run.log({"step": step, **{name: value for name, value in finite(metrics).items() if value is not None}})
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table with one row per rollout; what is not a scalar is shown as JSON."""
+        if self._extras is None or not self._extras.samples or step % self._extras.interval or not rows:
+            return
+        columns = ["step", *rows[0]]
+        data = [[step, *(_cell(row.get(column)) for column in columns[1:])] for row in rows]
+        self._run.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
+
+    def log_distributions(self, step: int, distributions: Mapping[str, ArrayLike]) -> None:
+        """Log one histogram per name, and one table with the quantiles of all."""
+        if self._extras is None or not self._extras.distributions or step % self._extras.interval:
+            return
+        arrays = {name: np.asarray(values, dtype=np.float64).ravel() for name, values in distributions.items()}
+        arrays = {name: values[np.isfinite(values)] for name, values in arrays.items()}
+        arrays = {name: values for name, values in arrays.items() if values.size}
+        columns = ["step", "name", "count", "mean", *(f"q{quantile:g}" for quantile in _QUANTILES)]
+        data = [
+            [step, name, values.size, float(values.mean()), *np.quantile(values, _QUANTILES).tolist()]
+            for name, values in arrays.items()
+        ]
+        histograms = {f"distributions/{name}": wandb.Histogram(values) for name, values in arrays.items()}
+        self._run.log({"step": step, "distributions": wandb.Table(columns=columns, data=data), **histograms})
+
+    def close(self) -> None:
+        """Upload what is left and mark the run finished."""
+        self._run.finish()
+
+
+def _cell(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool)) or value is None else json.dumps(value)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
