@@ -1,0 +1,20 @@
+"""`trainer`: train on the orchestrator's batches and publish policy versions."""
+
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.entrypoints.needs import need_torch
+from prime_rl.errors import run_main
+
+
+def main() -> None:
+    """Run the trainer as a rank of torchrun, or as a world of one without it."""
+    run_main(_main)
+
+
+def _main() -> None:
+    config = TrainerConfig.load()
+    need_torch()
+    from prime_rl.trainer.rl.train import train
+    from prime_rl.trainer.start import start_process
+
+    start_process(config.log)
+    train(config)

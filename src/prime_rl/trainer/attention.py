@@ -1,0 +1,107 @@
+"""I8 packing is invisible: attention over a packed row never crosses the boundary between two segments.
+
+Registered with transformers under the name `rl_varlen`. transformers' own route, a block-diagonal mask derived from
+position ids, costs time quadratic in the row and is silently dropped when an attention mask is passed as well.
+"""
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from prime_rl.errors import ConfigError
+
+NAME = "rl_varlen"
+
+
+def register() -> None:
+    """Make `attn_implementation="rl_varlen"` known to transformers. Calling it again changes nothing."""
+    AttentionInterface.register(NAME, rl_varlen)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def rl_varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each segment of one packed row.
+
+    Args:
+        module: the attention layer (unused; the signature is transformers').
+        query: [1, heads, T, D]; key and value: [1, kv_heads, T, D].
+        attention_mask: always None; segments are given by `cu_seq_lens_q`.
+        cu_seq_lens_q: int32 [segments + 1], 0 first and T last.
+        max_length_q: length of the longest segment.
+        scaling: factor on the scores; 1/sqrt(D) if None.
+        sliding_window: a token sees this many tokens, itself included; all if None.
+
+    Returns:
+        [1, T, heads, D] and None.
+
+    Raises:
+        ConfigError: the model needs soft-capped scores or attention sinks.
+    """
+    if softcap is not None or s_aux is not None:
+        raise ConfigError("model.attn: this model needs score soft-capping or attention sinks, set model.attn='eager'")
+    if query.is_cuda:
+        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    return torch.cat([_segment(*part, scaling, sliding_window) for part in parts], 2).transpose(1, 2), None
+
+
+def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    length, mask = query.shape[2], None
+    if window is not None and window < length:
+        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = ones.tril_().triu_(1 - window)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+    )
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    extra: dict[str, Any] = {}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and _knows_grouped_queries():
+        extra["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    width = value.shape[-1]
+    if width != query.shape[-1]:  # latent attention: the kernel wants one head dimension
+        value = F.pad(value, (0, query.shape[-1] - width))
+    packed = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
+    behind = -1 if window is None else window - 1
+    out = varlen_attn(*packed, bounds, bounds, longest, longest, scale=scaling, window_size=(behind, 0), **extra)
+    return out[None, ..., :width]
+
+
+@cache
+def _knows_grouped_queries() -> bool:
+    """torch 2.11 has no `enable_gqa` yet."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None

@@ -1,0 +1,110 @@
+"""One packed row as the model wants it: tensors on the device, segments given by their boundaries."""
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Packed samples that fill one row of T tokens; entry t of every [T] tensor describes token t.
+
+    Attributes:
+        tokens: int64 [T].
+        position_ids: int64 [T], from 0 in every segment.
+        segment_ids: int64 [T], 0, 1, ... in the order of the row.
+        boundaries: int32 [segments + 1], 0 first and T last.
+        longest: length of the longest segment.
+        scored: int64 [M], the positions where `loss_mask` is set: only these meet the output embedding.
+        loss_mask: bool [T], the tokens to train on; never the first of a segment, which nothing precedes.
+        temperature: float32 [T].
+        sampler_logprobs: float32 [T]; anything, also non-finite, outside the mask.
+        advantages: float32 [T].
+        on_policy: bool [T], set in segments whose every sampled token has the version that is being trained.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    segment_ids: Tensor
+    boundaries: Tensor
+    longest: int
+    scored: Tensor
+    loss_mask: Tensor
+    temperature: Tensor
+    sampler_logprobs: Tensor
+    advantages: Tensor
+    on_policy: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        """Copy to `device`; the same object where it is there already."""
+        if self.tokens.device == device:
+            return self
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in values.items()}
+        return type(self)(**moved)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Segment lengths, [segments]."""
+        return np.diff(self.boundaries.cpu().numpy()).astype(np.int64)
+
+
+def make_micro_batch(
+    tokens: NDArray[np.integer],
+    loss_mask: NDArray[np.generic],
+    segment_ids: NDArray[np.integer],
+    *,
+    logprobs: NDArray[np.floating] | None = None,
+    advantages: NDArray[np.floating] | None = None,
+    temperature: NDArray[np.floating] | None = None,
+    on_policy: NDArray[np.bool_] | None = None,
+) -> MicroBatch:
+    """Build a row from arrays of one length T; what is not given is 0, temperature 1.
+
+    Args:
+        tokens: [T].
+        loss_mask: [T], non-zero where the token is trained on.
+        segment_ids: [T], changes where a segment begins.
+        logprobs: [T], the sampler's.
+        advantages: [T].
+        temperature: [T].
+        on_policy: [T].
+
+    Raises:
+        ValueError: the first token of a segment is to be trained on.
+    """
+    length = len(tokens)
+    starts = np.flatnonzero(np.diff(segment_ids, prepend=segment_ids[0] - 1))
+    boundaries = np.append(starts, length)
+    lengths = np.diff(boundaries)
+    mask = np.asarray(loss_mask) != 0
+    if mask[starts].any():
+        raise ValueError("the first token of a segment has nothing before it and cannot be trained on")
+    zeros = np.zeros(length, np.float32)
+    return MicroBatch(
+        tokens=torch.from_numpy(np.asarray(tokens, np.int64)),
+        position_ids=torch.from_numpy(np.arange(length) - np.repeat(starts, lengths)),
+        segment_ids=torch.from_numpy(np.repeat(np.arange(len(starts)), lengths)),
+        boundaries=torch.from_numpy(boundaries.astype(np.int32)),
+        longest=int(lengths.max()),
+        scored=torch.from_numpy(np.flatnonzero(mask)),
+        loss_mask=torch.from_numpy(mask),
+        temperature=_floats(np.ones(length, np.float32) if temperature is None else temperature),
+        sampler_logprobs=_floats(zeros if logprobs is None else logprobs),
+        advantages=_floats(zeros if advantages is None else advantages),
+        on_policy=torch.from_numpy(np.zeros(length, np.bool_) if on_policy is None else np.asarray(on_policy)),
+    )
+
+
+def masked_row() -> MicroBatch:
+    """Make the smallest row that trains on nothing, to even out the ranks' counts of micro-batches."""
+    nothing = np.zeros(2, np.int64)
+    return make_micro_batch(nothing, nothing, nothing)
+
+
+def _floats(values: NDArray[np.floating]) -> Tensor:
+    return torch.from_numpy(np.array(values, np.float32))

@@ -1,0 +1,138 @@
+"""Where the ranks meet: the process group, FSDP2 sharding, activation checkpointing (I9, I7)."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.trainer.model import PolicyModel
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks of one trainer; a lone process is a world of one.
+
+    Attributes:
+        rank: this process, 0 leads.
+        size: how many there are.
+        device: where this rank computes.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes files and logs."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over all ranks, in place."""
+        dist.all_reduce(values)
+        return values
+
+    def fail_together(self, error: Exception | None, what: str) -> None:
+        """Raise on every rank where one has an error, so that none waits for it in the next collective (I7).
+
+        Raises:
+            Exception: `error` itself, on the rank that has it.
+            RunError: `what` failed on another rank.
+        """
+        failed = self.sum(torch.tensor(float(error is not None), device=self.device))
+        if error is not None:
+            raise error
+        if failed.item():
+            raise RunError(f"{what} failed on another rank, whose log says why")
+
+
+@contextmanager
+def join_world(device: Device, timeout_s: float) -> Iterator[World]:
+    """Join the process group that torchrun describes in the environment, or be a world of one without torchrun.
+
+    Args:
+        device: where to compute; auto is cuda where there is one.
+        timeout_s: longest wait of one rank for another.
+
+    Raises:
+        ConfigError: cuda is asked for and absent, or this node has fewer devices than ranks.
+    """
+    chosen = _choose_device(device)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    yield World(dist.get_rank(), dist.get_world_size(), chosen)
+    # Not reached after an error: the group would wait for ranks that may never come; the process ends anyway.
+    dist.destroy_process_group()
+
+
+def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> PolicyModel:
+    """Shard the policy over all ranks, in place: each block by itself, all the rest with the root.
+
+    Embedding, last norm and output head stay with the root, because torch 2.11 silently unties an embedding that is
+    sharded by itself.
+    """
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
+    dtype = compute_dtype(config.dtype, world.device)
+    precision = partial(MixedPrecisionPolicy, param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype))
+    for i, block in enumerate(policy.blocks):
+        if config.ac is not None and i % config.ac.freq == 0:
+            _recompute_in_backward(block)
+        fully_shard(block, mesh=mesh, mp_policy=precision(), reshard_after_forward=config.reshard_after_forward)
+    # The root's inputs are token ids, temperatures and advantages: casting them to bfloat16 would be wrong.
+    fully_shard(policy, mesh=mesh, mp_policy=precision(cast_forward_inputs=False), reshard_after_forward=False)
+    return policy
+
+
+def accumulate(policy: nn.Module, last: bool) -> None:
+    """Say whether the next backward pass is the last before the optimizer: only that one reduces gradients."""
+    assert isinstance(policy, FSDPModule)
+    policy.set_requires_gradient_sync(last)
+
+
+def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Resolve `auto`: bfloat16 on CUDA, float32 on the CPU."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    resolved: torch.dtype = getattr(torch, dtype)
+    return resolved
+
+
+def _choose_device(device: Device) -> torch.device:
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device='cuda', but torch sees no CUDA device; use device='cpu' or install with --extra gpu")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(f"local rank {local_rank} has no GPU of its own: torch sees {count}; start {count} at most")
+    chosen = torch.device("cuda", local_rank)
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _recompute_in_backward(block: nn.Module) -> None:
+    """Replace the block's forward, not the block: parameter names stay those of the published weights."""
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    block.forward = recomputed

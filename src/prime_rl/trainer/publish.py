@@ -1,0 +1,163 @@
+"""I4, I5: a policy version is published whole, by one rename, with the hash of every tensor in its manifest.
+
+All ranks take part in gathering the parameters, one at a time; rank 0 writes. Whatever goes wrong there, the gathers
+run to their end, and every rank then raises.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from prime_rl.errors import RunError
+from prime_rl.run.artifact import publish
+from prime_rl.run.tensors import content_hash, hash_tensors
+from prime_rl.trainer.model import PolicyModel
+from prime_rl.trainer.parallel import World
+from prime_rl.types import PolicyVersion
+
+WEIGHTS_FORMAT = "prime_rl.weights/1"
+_SHARD_BYTES = 2 * 1024**3
+
+
+class Publisher:
+    """Writes versions of one policy in Hugging Face layout."""
+
+    def __init__(
+        self, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, world: World
+    ) -> None:
+        """Read the files that every version repeats (config, tokenizer) once.
+
+        Args:
+            policy: sharded; its parameters are read at each publication.
+            tokenizer: published beside the weights.
+            dtype: of the published floating-point tensors.
+            world: the ranks that hold the shards.
+        """
+        self._policy, self._dtype, self._world = policy, dtype, world
+        self._companions = _companion_files(policy, tokenizer, dtype) if world.leads else {}
+
+    def publish(self, target: Path, version: PolicyVersion) -> None:
+        """Publish the current weights as `version` at `target`. All ranks call it together.
+
+        Raises:
+            RunError: rank 0 could not write: the disk is full or not writable, or `target` exists already.
+        """
+        groups = _gathered(self._policy, self._dtype)
+        error: Exception | None = None
+        if self._world.leads:
+            try:
+                publish(target, lambda directory: self._write(directory, groups, version))
+            except OSError as caught:
+                error = RunError(f"cannot write {target}: {caught.strerror or caught}")
+            except Exception as caught:  # noqa: BLE001  raised again below, once no rank waits for this one
+                error = caught
+        for _ in groups:  # the other ranks' part in the gathers, and what rank 0 has left of it after an error
+            pass
+        self._world.fail_together(error, f"publishing {target}")
+
+    def _write(self, directory: Path, groups: Iterator[dict[str, Tensor]], version: PolicyVersion) -> Mapping[str, Any]:
+        for name, content in self._companions.items():
+            (directory / name).write_bytes(content)
+        _save_sharded(directory, groups)
+        tensors = hash_tensors(directory)
+        return {
+            "format": WEIGHTS_FORMAT,
+            "branch": version.branch,
+            "step": version.step,
+            "tensors": tensors,
+            "hash": content_hash(tensors),
+        }
+
+
+def _gathered(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Yield the full tensors on the CPU, block by block, under the names that the model's checkpoints use.
+
+    A block at a time, because transformers keeps some weights in another form than their checkpoints do (fused
+    experts), and what belongs together is inside one block.
+    """
+    causal_lm = policy.causal_lm
+    plain = getattr(causal_lm, "_weight_conversions", None) == []
+    for names in _blockwise(_state(policy)):
+        full = {name: _full(tensor, dtype) for name, tensor in names.items()}
+        yield full if plain else revert_weight_conversion(causal_lm, full)
+
+
+def _state(policy: PolicyModel) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name; a tied output head is not listed a second time."""
+    causal_lm = policy.causal_lm
+    parameters = dict(causal_lm.named_parameters())
+    tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)} - parameters.keys()
+    buffers = {k: v for k, v in causal_lm.state_dict().items() if k not in parameters and k not in tied}
+    return {**parameters, **buffers}
+
+
+def _blockwise(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Split by the number in the name (`model.layers.7.`); names without one are groups of their own."""
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+        groups.setdefault(".".join(parts[: number + 1]), {})[name] = tensor
+    yield from groups.values()
+
+
+def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    return whole.to(device="cpu", dtype=dtype if whole.is_floating_point() else whole.dtype).contiguous()
+
+
+def _save_sharded(directory: Path, groups: Iterator[dict[str, Tensor]], limit: int = _SHARD_BYTES) -> None:
+    """Write safetensors files of about `limit` bytes, with an index where there are several."""
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    for group in groups:
+        pending.update(group)
+        if sum(t.nbytes for t in pending.values()) >= limit:
+            shards.append(_save_part(directory, len(shards), pending))
+            pending = {}
+    if pending:
+        shards.append(_save_part(directory, len(shards), pending))
+    if len(shards) == 1:
+        _part(directory, 0).rename(directory / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for i, name in enumerate(names):
+        _part(directory, i).rename(directory / name)
+    weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    total = sum((directory / name).stat().st_size for name in names)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _save_part(directory: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
+    save_file(tensors, _part(directory, number), metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _part(directory: Path, number: int) -> Path:
+    return directory / f"part-{number}.safetensors"
+
+
+def _companion_files(policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> dict[str, bytes]:
+    """Config, generation config and tokenizer as files, the config saying the published dtype."""
+    causal_lm = policy.causal_lm
+    with tempfile.TemporaryDirectory() as scratch:
+        before = causal_lm.config.dtype
+        causal_lm.config.dtype = dtype
+        causal_lm.config.save_pretrained(scratch)
+        causal_lm.config.dtype = before
+        if causal_lm.generation_config is not None:
+            causal_lm.generation_config.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        return {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir()) if path.is_file()}

@@ -1,0 +1,118 @@
+"""What a step tells: one object of metrics for the monitor, one line for the log. Rank 0 alone speaks."""
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from loguru import logger
+from numpy.typing import NDArray
+
+from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.monitor import Monitor
+from prime_rl.trainer.engine import StepResult
+from prime_rl.trainer.model import PolicyModel
+from prime_rl.trainer.parallel import World, compute_dtype
+from prime_rl.trainer.perf import ModelFlops, peak_flops
+
+_GIB = 1024**3
+
+
+class Stopwatch:
+    """Names the stretches of a step.
+
+    Attributes:
+        laps: seconds by name.
+    """
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._start = self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """End the stretch that ran since the last lap."""
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+    @property
+    def total(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+
+class Reporter:
+    """Computes throughput and hands every step's metrics to the monitor."""
+
+    def __init__(self, policy: PolicyModel, config: TrainerModelConfig, world: World, monitor: Monitor | None) -> None:
+        """Take the monitor of rank 0, None on the others. Measures the peak of the device where it is not known."""
+        self._flops, self._world, self._monitor = ModelFlops.of(policy), world, monitor
+        self._peak = peak_flops(world.device, compute_dtype(config.dtype, world.device)) if world.leads else 0.0
+
+    def report(
+        self,
+        step: int,
+        result: StepResult,
+        lr: float,
+        clock: Stopwatch,
+        lengths: NDArray[np.integer],
+        scored: int,
+    ) -> None:
+        """Report step `step`.
+
+        Args:
+            step: from 0.
+            result: what the engine did.
+            lr: learning rate of the step.
+            clock: with a lap `train`; every lap becomes `time/<name>`.
+            lengths: tokens of each sample of the whole batch.
+            scored: how many of them were trained.
+        """
+        if self._monitor is None:
+            return
+        metrics = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            **result.means,
+            "lr": lr,
+            "optim/skipped": result.skipped,
+            "tokens": int(lengths.sum()),
+            "time/step": clock.total,
+            **{f"time/{name}": seconds for name, seconds in clock.laps.items()},
+            **self._performance(lengths, scored, clock.laps["train"]),
+        }
+        self._monitor.log(step, metrics)
+        logger.info(_line(step, metrics))
+
+    def _performance(self, lengths: NDArray[np.integer], scored: int, seconds: float) -> dict[str, float]:
+        """Tokens (never padding) and model FLOPs per second of forward, backward and update."""
+        peak = self._peak * self._world.size
+        values = {
+            "perf/tokens_per_second": int(lengths.sum()) / seconds,
+            "perf/mfu": self._flops.total(lengths, scored) / seconds / peak,
+        }
+        if self._world.device.type == "cuda":
+            values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated(self._world.device) / _GIB
+        return values
+
+    def close(self) -> None:
+        """Flush and end the monitor."""
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+def _line(step: int, metrics: Mapping[str, float | None]) -> str:
+    shown = {
+        "loss": "loss",
+        "grad_norm": "grad norm",
+        "entropy": "entropy",
+        "mismatch_kl": "mismatch",
+        "lr": "lr",
+        "perf/tokens_per_second": "tokens/s",
+        "time/step": "seconds",
+    }
+    parts = [f"{label} {_number(metrics[name])}" for name, label in shown.items() if name in metrics]
+    return f"step {step} | " + " | ".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

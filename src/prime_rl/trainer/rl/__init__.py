@@ -1,0 +1,1 @@
+"""Reinforcement learning: batches of the orchestrator, one policy version a step."""

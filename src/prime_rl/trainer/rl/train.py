@@ -1,0 +1,92 @@
+"""The RL trainer: wait for batch n, train v_n on it, publish v_{n+1}.
+
+Run by `trainer`, or on several ranks by `torchrun --nproc-per-node N src/prime_rl/trainer/rl/train.py @ config.toml`.
+"""
+
+import shutil
+from collections.abc import Callable
+from itertools import count
+
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.monitor import Monitor
+from prime_rl.run.batch import ROWS_FILE, Batch, read_batch
+from prime_rl.run.paths import RunPaths
+from prime_rl.run.wait import wait_for
+from prime_rl.trainer.engine import Engine
+from prime_rl.trainer.losses import build_loss
+from prime_rl.trainer.model import PolicyModel, load_policy, load_tokenizer
+from prime_rl.trainer.optim import build_optimizer, learning_rate
+from prime_rl.trainer.parallel import compute_dtype, join_world, shard
+from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.report import Reporter, Stopwatch
+from prime_rl.trainer.rl.batches import fake_batch, split_batch
+from prime_rl.trainer.rl.objective import rl_objective
+from prime_rl.trainer.start import check_output_dir
+from prime_rl.types import PolicyVersion
+
+
+def train(config: TrainerConfig) -> None:
+    """Train until `config.max_steps`.
+
+    Raises:
+        ConfigError: bad input.
+        RunError: a batch did not come in time, or the run cannot go on.
+    """
+    paths = RunPaths(config.output_dir)
+    with join_world(config.device, config.dist_timeout_seconds) as world:
+        check_output_dir(paths)
+        policy = shard(load_policy(config.model, config.seed), config.model, world)
+        tokenizer = load_tokenizer(config.tokenizer, config.model)
+        optimizer = build_optimizer(config.optim, policy.parameters())
+        engine = Engine(policy, optimizer, world, config.optim.max_norm)
+        publisher = Publisher(policy, tokenizer, compute_dtype(config.weight_broadcast.dtype, world.device), world)
+        objective = rl_objective(build_loss(config.loss))
+        next_batch = batch_source(config, paths, policy)
+        monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
+        reporter = Reporter(policy, config.model, world, monitor)
+
+        for step in range(config.max_steps) if config.max_steps else count():
+            clock = Stopwatch()
+            batch = next_batch(step)
+            clock.lap("wait_for_batch")
+            lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
+            result = engine.step(split_batch(batch, step, config.minibatches, world), objective, lr)
+            clock.lap("train")
+            publisher.publish(paths.weights(step + 1), PolicyVersion(0, step + 1))
+            clock.lap("publish")
+            if world.leads:
+                clean_up(config, paths, step)
+            reporter.report(step, result, lr, clock, batch.seq_lens, batch.loss_tokens)
+        reporter.close()
+
+
+def batch_source(config: TrainerConfig, paths: RunPaths, policy: PolicyModel) -> Callable[[int], Batch]:
+    """Return what gives the batch of a step: the run directory, where every rank waits by itself, or a generator."""
+    fake = config.data.fake
+    if fake is not None:
+        return lambda step: fake_batch(fake, policy.vocabulary, config.model.seq_len, config.seed, step)
+
+    def read(step: int) -> Batch:
+        path = paths.rollouts(step)
+        wait_for(path, config.wait_timeout_seconds, f"the orchestrator (log {paths.log('orchestrator')})")
+        return read_batch(path, step)[0]
+
+    return read
+
+
+def clean_up(config: TrainerConfig, paths: RunPaths, step: int) -> None:
+    """Delete what step `step` has made useless.
+
+    The rows of the batch before, unless a checkpoint may need them; its manifest stays and tells what was shipped.
+    Versions made from fake data, which nobody reads.
+    """
+    if config.data.fake is not None:
+        shutil.rmtree(paths.weights(step + 1))
+    elif config.ckpt is None:
+        (paths.rollouts(step - 1) / ROWS_FILE).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    from prime_rl.entrypoints.trainer import main
+
+    main()

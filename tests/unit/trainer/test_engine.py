@@ -1,0 +1,223 @@
+"""I9: world size is invisible, on real gloo processes; I10: non-finite gradients are skipped and counted."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prime_rl.configs.shared import AdamWConfig
+from prime_rl.configs.trainer import ActivationCheckpointConfig, AIPOLossConfig, FakeDataConfig, TrainerModelConfig
+from prime_rl.errors import RunError
+from prime_rl.trainer.engine import Engine
+from prime_rl.trainer.losses import build_loss
+from prime_rl.trainer.model import load_policy, load_tokenizer
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.parallel import World, shard
+from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.rl.batches import fake_batch, split_batch
+from prime_rl.trainer.rl.objective import rl_objective
+from prime_rl.types import PolicyVersion
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.world import run_world
+
+SIZES = (1, 2, 4)
+VOCABULARY = 103
+# name -> (tied embeddings, minibatches, activation checkpointing)
+CASES = {"tied": (True, 1, None), "untied": (False, 1, None), "minibatches": (True, 3, None), "ac": (True, 1, 2)}
+
+
+def make_batch(step):
+    """Seven rows of very different lengths; the second has nothing to train on, the versions differ."""
+    config = FakeDataConfig(batch_size=14, seq_len=40, micro_batch_size=2, generate_samples=True)
+    batch = fake_batch(config, VOCABULARY, row_length=80, seed=3, step=step)
+    mask = batch.loss_mask.copy()
+    mask[batch.row(1)] = 0
+    versions = np.where((batch.versions >= 0) & (np.repeat(np.arange(14), batch.seq_lens) % 3 == 0), -7, batch.versions)
+    logprobs = batch.logprobs + np.random.default_rng(step).normal(0, 0.3, len(mask)).astype(np.float32)
+    return dataclasses.replace(batch, loss_mask=mask, versions=versions.astype(np.int32), logprobs=logprobs)
+
+
+def make_engine(world, path, ac=None, lr=1e-3):
+    config = TrainerModelConfig(name=str(path), ac=ac and ActivationCheckpointConfig(freq=ac))
+    policy = shard(load_policy(config, seed=0), config, world)
+    return policy, Engine(policy, build_optimizer(AdamWConfig(lr=lr), policy.parameters()), world, max_norm=1.0)
+
+
+def train_everything(world: World, argument: str):
+    """Runs on every rank: three steps of each case; publishes what comes out."""
+    root, results = Path(argument), {}
+    objective = rl_objective(build_loss(AIPOLossConfig()))
+    for name, (tied, minibatches, ac) in CASES.items():
+        source = root / ("tied" if tied else "untied")
+        policy, engine = make_engine(world, source, ac)
+        steps = [engine.step(split_batch(make_batch(n), n, minibatches, world), objective, 1e-3) for n in range(3)]
+        results[name] = [dataclasses.asdict(step) for step in steps]
+        tokenizer = load_tokenizer(_no_tokenizer(), TrainerModelConfig(name=str(source)))
+        target = root / f"out_{name}_{world.size}"
+        Publisher(policy, tokenizer, torch.float32, world).publish(target, PolicyVersion(0, 3))
+    return results
+
+
+def _no_tokenizer():
+    from prime_rl.configs.shared import TokenizerConfig
+
+    return TokenizerConfig()
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    root = tmp_path_factory.mktemp("worlds")
+    make_tiny_model(root / "tied", tie_word_embeddings=True)
+    make_tiny_model(root / "untied", tie_word_embeddings=False)
+    results = {size: run_world(size, train_everything, str(root), root) for size in SIZES}
+    return root, results
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_world_size_is_invisible(worlds, case, size):
+    """I9: loss, gradient norm, every mean and the resulting weights are those of one rank, and the same on all."""
+    root, results = worlds
+    alone = results[1][0][case]
+    for rank in results[size]:
+        assert rank[case] == results[size][0][case]
+    for mine, other in zip(alone, results[size][0][case], strict=True):
+        for key in ("loss", "grad_norm"):
+            assert other[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-5)
+        assert other["means"] == pytest.approx(mine["means"], rel=1e-4, abs=1e-5)
+        assert mine["skipped"] == other["skipped"] == 0
+    one, many = (load_file(root / f"out_{case}_{n}" / "model.safetensors") for n in (1, size))
+    assert one.keys() == many.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(many[name], tensor, rtol=0, atol=2e-4)
+
+
+def test_activation_checkpointing_changes_nothing(worlds):
+    _, results = worlds
+    for plain, recomputed in zip(results[1][0]["tied"], results[1][0]["ac"], strict=True):
+        assert recomputed["loss"] == pytest.approx(plain["loss"], abs=1e-6)
+        assert recomputed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+
+
+def test_gradient_is_that_of_plain_pytorch(worlds, tmp_path):
+    """The engine's loss and norm against one unsharded forward and backward pass over the whole batch."""
+    root, results = worlds
+    policy = load_policy(TrainerModelConfig(name=str(root / "tied")), seed=0)
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    (minibatch,) = split_batch(make_batch(0), 0, 1, world)
+    assert minibatch.normaliser == make_batch(0).loss_mask.sum()
+    total = 0.0
+    for row in minibatch.rows:
+        ratio = (policy(row)[0] - row.sampler_logprobs).exp().clamp(max=8.0)
+        loss = -(ratio * row.advantages)[row.loss_mask].sum() / minibatch.normaliser
+        loss.backward()
+        total += loss.item()
+    norm = sum(p.grad.pow(2).sum() for p in policy.parameters()).sqrt().item()
+    first = results[1][0]["tied"][0]
+    assert first["loss"] == pytest.approx(total, abs=1e-5)
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_published_weights_are_the_trained_ones_and_tied_heads_are_written_once(worlds):
+    root, _ = worlds
+    before = load_file(root / "tied" / "model.safetensors")
+    after = load_file(root / "out_tied_2" / "model.safetensors")
+    assert "lm_head.weight" not in after
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    assert "lm_head.weight" in load_file(root / "out_untied_2" / "model.safetensors")
+
+
+def test_minibatches_are_several_optimizer_steps(worlds):
+    _, results = worlds
+    one, three = results[1][0]["tied"][0], results[1][0]["minibatches"][0]
+    assert one["grad_norm"] != pytest.approx(three["grad_norm"], rel=1e-3)
+    # The mismatch is measured before the first update only, over the tokens of the first minibatch.
+    assert one["means"]["mismatch_kl"] != three["means"]["mismatch_kl"]
+
+
+@pytest.fixture
+def lone_world():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(rank=0, size=1, device=torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def digest(policy):
+    state = [p.full_tensor().detach().numpy().tobytes() for p in policy.parameters()]
+    return hashlib.sha256(b"".join(state)).hexdigest()
+
+
+@pytest.fixture
+def lone_engine(lone_world, tmp_path):
+    return lone_world, *make_engine(lone_world, make_tiny_model(tmp_path))
+
+
+def poisoned(field, value):
+    batch = make_batch(0)
+    values = getattr(batch, field).copy()
+    values[np.flatnonzero(batch.loss_mask)[5]] = value
+    return dataclasses.replace(batch, **{field: values})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("field", ["advantages", "logprobs"])
+def test_finite(lone_engine, field, value):
+    """I10: whatever a batch holds, no weight becomes non-finite; what cannot be used is skipped and counted."""
+    world, policy, engine = lone_engine
+    objective, before = rl_objective(build_loss(AIPOLossConfig())), digest(policy)
+    result = engine.step(split_batch(poisoned(field, value), 0, 1, world), objective, 1e-3)
+    for parameter in policy.parameters():
+        assert torch.isfinite(parameter.full_tensor()).all()
+    if field == "logprobs" and not np.isnan(value):
+        assert result.skipped == 0  # an infinite ratio is clamped, so the step is usable
+    else:
+        assert (result.skipped, result.grad_norm, result.loss) == (1, None, None)
+        assert digest(policy) == before
+    good = engine.step(split_batch(make_batch(1), 1, 1, world), objective, 1e-3)
+    assert good.skipped == 0 and digest(policy) != before
+
+
+def test_a_bad_minibatch_does_not_cost_the_others(lone_engine):
+    world, policy, engine = lone_engine
+    before = digest(policy)
+    result = engine.step(
+        split_batch(poisoned("advantages", np.nan), 0, 3, world), rl_objective(build_loss(AIPOLossConfig())), 1e-3
+    )
+    assert result.skipped == 1 and result.grad_norm is not None
+    assert digest(policy) != before
+
+
+def test_three_lost_steps_in_a_row_end_the_run(lone_engine):
+    world, _, engine = lone_engine
+    objective = rl_objective(build_loss(AIPOLossConfig()))
+    bad = split_batch(poisoned("advantages", np.nan), 0, 1, world)
+    good = split_batch(make_batch(0), 0, 1, world)
+    for minibatches in (bad, bad, good, bad, bad):
+        engine.step(minibatches, objective, 1e-3)
+    with pytest.raises(RunError, match="3 steps in a row"):
+        engine.step(bad, objective, 1e-3)
+
+
+def test_empty_batch_changes_nothing_but_completes(lone_engine):
+    world, _, engine = lone_engine
+    batch = make_batch(0)
+    batch = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
+    (minibatch,) = split_batch(batch, 0, 1, world)
+    assert minibatch.normaliser == 1
+    result = engine.step([minibatch], rl_objective(build_loss(AIPOLossConfig())), lr=0.0)
+    assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, 0)
+    assert result.means["mismatch_kl"] is None
+
+
+def test_learning_rate_zero_keeps_the_weights(lone_engine):
+    world, policy, engine = lone_engine
+    before = digest(policy)
+    engine.step(split_batch(make_batch(0), 0, 2, world), rl_objective(build_loss(AIPOLossConfig())), lr=0.0)
+    assert digest(policy) == before

@@ -1,0 +1,65 @@
+"""The chunked log-probabilities against autograd over full logits."""
+
+import pytest
+import torch
+
+from prime_rl.trainer.lm_head import token_logprobs
+
+
+def full(hidden, weight, targets, temperature):
+    logits = (hidden @ weight.T).float() / temperature[:, None]
+    logprobs = torch.log_softmax(logits, -1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def make(n=37, width=16, vocabulary=101, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, width, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, (n,), generator=generator)
+    temperature = 0.5 + torch.rand(n, generator=generator)
+    return hidden, weight, targets, temperature
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1024])
+def test_equals_autograd_over_full_logits(chunk):
+    hidden, weight, targets, temperature = make()
+    gradient = torch.linspace(-2, 2, len(hidden))
+    expected, entropy = full(hidden, weight, targets, temperature)
+    wanted = torch.autograd.grad(expected, [hidden, weight], gradient)
+    logprobs, measured = token_logprobs(hidden, weight, targets, temperature, chunk)
+    got = torch.autograd.grad(logprobs, [hidden, weight], gradient)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(measured, entropy, rtol=1e-5, atol=1e-5)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_entropy_has_no_gradient():
+    _, entropy = token_logprobs(*make())
+    assert not entropy.requires_grad
+
+
+def test_half_precision_weights_give_float32_logprobs():
+    hidden, weight, targets, temperature = make(dtype=torch.bfloat16)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, 8)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    logprobs.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    expected, _ = full(hidden, weight, targets, temperature)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_tokens_keep_the_graph_connected():
+    hidden, weight, targets, temperature = make(n=0)
+    logprobs, _ = token_logprobs(hidden, weight, targets, temperature)
+    logprobs.sum().backward()
+    assert hidden.grad.shape == hidden.shape
+    assert weight.grad.abs().max() == 0
+
+
+def test_frozen_head_gets_no_gradient():
+    hidden, weight, targets, temperature = make()
+    logprobs, _ = token_logprobs(hidden, weight.detach(), targets, temperature)
+    logprobs.sum().backward()
+    assert hidden.grad is not None

@@ -1,0 +1,155 @@
+"""The policy's log-probabilities against transformers' own logits, and I8: packing is invisible."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from prime_rl.configs.shared import TokenizerConfig
+from prime_rl.configs.trainer import DebugModelConfig, TrainerModelConfig
+from prime_rl.errors import ConfigError
+from prime_rl.trainer.micro_batch import make_micro_batch
+from prime_rl.trainer.model import load_policy, load_tokenizer
+from tests.support.tiny_model import make_tiny_model
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ARCHITECTURES = {
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
+    "qwen2_tied": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "mistral_window": lambda: transformers.MistralConfig(**SMALL, sliding_window=5),
+    "gemma3_window": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=4),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+}
+LENGTHS = [9, 2, 17, 1, 12]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def segments(vocabulary, lengths=LENGTHS):
+    random = np.random.default_rng(0)
+    return [random.integers(3, vocabulary, n) for n in lengths]
+
+
+def pack(parts, temperature=1.0):
+    tokens = np.concatenate(parts)
+    return make_micro_batch(
+        tokens,
+        np.concatenate([np.arange(len(p)) > 0 for p in parts]),
+        np.repeat(np.arange(len(parts)), [len(p) for p in parts]),
+        temperature=np.full(len(tokens), temperature, np.float32),
+    )
+
+
+def scores(policy, row):
+    logprobs, entropy = policy(row)
+    return logprobs, entropy
+
+
+def save(config, path: Path):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_logprobs_are_those_of_transformers(name, tmp_path):
+    reference = save(ARCHITECTURES[name](), tmp_path)
+    policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    parts, temperature = segments(64), 0.7
+    with torch.no_grad():
+        logprobs, entropy = policy(pack(parts, temperature))
+        for part, got, spread in zip(parts, logprobs.split(LENGTHS), entropy.split(LENGTHS), strict=True):
+            every = torch.log_softmax(reference(torch.from_numpy(part)[None]).logits[0] / temperature, -1)
+            wanted = every[:-1].gather(1, torch.from_numpy(part[1:, None]))[:, 0]
+            torch.testing.assert_close(got[1:], wanted, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(spread[1:], -(every.exp() * every).sum(-1)[:-1], rtol=1e-4, atol=1e-5)
+            assert got[0] == spread[0] == 0
+
+
+@pytest.mark.parametrize("attn", ["varlen", "sdpa", "eager"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packing_is_invisible(tmp_path, attn, tied):
+    """I8: log-probabilities and gradients of packed and single samples are equal to 1e-5 in fp32."""
+    path = make_tiny_model(tmp_path, tie_word_embeddings=tied)
+    policy = load_policy(TrainerModelConfig(name=str(path), attn=attn), seed=0)
+    parts = segments(103)
+    weights = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
+
+    def gradients(rows, row_weights):
+        policy.zero_grad()
+        outputs = [policy(row)[0] for row in rows]
+        sum((out * w).sum() for out, w in zip(outputs, row_weights, strict=True)).backward()
+        return torch.cat(outputs), {n: p.grad.clone() for n, p in policy.named_parameters()}
+
+    packed, packed_gradients = gradients([pack(parts)], [weights])
+    single, single_gradients = gradients([pack([part]) for part in parts], weights.split(LENGTHS))
+    torch.testing.assert_close(packed, single, rtol=0, atol=1e-5)
+    for name, gradient in single_gradients.items():
+        scale = gradient.abs().max().clamp(min=1.0)
+        torch.testing.assert_close(packed_gradients[name] / scale, gradient / scale, rtol=0, atol=1e-5)
+
+
+def test_only_masked_tokens_are_scored(tiny):
+    policy = load_policy(TrainerModelConfig(name=str(tiny)), seed=0)
+    tokens, mask = segments(103, [12])[0], np.arange(12) > 7
+    full, _ = policy(pack([tokens]))
+    logprobs, entropy = policy(make_micro_batch(tokens, mask, np.zeros(12)))
+    torch.testing.assert_close(logprobs[8:], full[8:])
+    assert (logprobs[:8] == 0).all() and (entropy[:8] == 0).all()
+
+
+def test_first_token_of_a_segment_cannot_be_trained():
+    with pytest.raises(ValueError, match="first token"):
+        make_micro_batch(np.arange(4), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]))
+
+
+def test_debug_shrinks_and_randomises_alike_on_every_rank(tiny):
+    config = TrainerModelConfig(name=str(tiny), debug=DebugModelConfig(num_layers=1, random_init=True))
+    one, two, other = (load_policy(config, seed) for seed in (1, 1, 2))
+    assert len(one.blocks) == 1
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(next(one.parameters()), next(other.parameters()))
+
+
+def test_master_weights_are_float32_whatever_the_file_is(tmp_path):
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL)).to(torch.bfloat16).save_pretrained(tmp_path)
+    policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./no/such/model", "a/b/c"])
+def test_missing_path_is_one_line(name):
+    with pytest.raises(ConfigError, match="does not exist") as caught:
+        load_policy(TrainerModelConfig(name=name), seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_directory_without_a_model_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.name") as caught:
+        load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"tokenizer\.name"):
+        load_tokenizer(TokenizerConfig(name=str(tmp_path)), TrainerModelConfig())
+
+
+def test_models_that_packed_rows_would_get_wrong_are_refused(tmp_path):
+    save(transformers.Gemma2Config(**SMALL, head_dim=16), tmp_path / "gemma2")
+    with pytest.raises(ConfigError, match="softcap"):
+        load_policy(TrainerModelConfig(name=str(tmp_path / "gemma2")), seed=0)
+    save(transformers.PhiConfig(**{**SMALL, "num_key_value_heads": 4}), tmp_path / "phi")
+    with pytest.raises(ConfigError, match="head"):
+        load_policy(TrainerModelConfig(name=str(tmp_path / "phi")), seed=0)

@@ -1,0 +1,53 @@
+"""Runs a function on several real gloo processes, described to each in its environment as torchrun does.
+
+The processes are forked from a server that has imported torch and transformers once: it is the imports that cost time.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import traceback
+from pathlib import Path
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["prime_rl.trainer.publish", "prime_rl.trainer.engine", "datasets"])
+
+
+def run_world(size, function, argument, tmp_path, timeout=120):
+    """Return, per rank, what `function(world, argument)` returned; fail with the traceback of a rank that raised."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = [Path(tmp_path) / f"result{size}.{rank}" for rank in range(size)]
+    processes = [
+        _context.Process(target=_run_rank, args=(rank, size, port, function, argument, str(result)))
+        for rank, result in enumerate(results)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout)
+    stuck = [process for process in processes if process.is_alive()]
+    for process in stuck:
+        process.kill()
+    assert not stuck, f"{len(stuck)} of {size} ranks did not end"
+    answers = [json.loads(result.read_text()) for result in results]
+    assert not any("error" in answer for answer in answers), answers
+    return [answer["value"] for answer in answers]
+
+
+def _run_rank(rank, size, port, function, argument, result):
+    import torch
+
+    from prime_rl.trainer.parallel import join_world
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        with join_world("cpu", 60) as world:
+            answer = {"value": function(world, argument)}
+    except Exception:  # noqa: BLE001  handed to the test
+        answer = {"error": traceback.format_exc()}
+    Path(result).write_text(json.dumps(answer))
