@@ -55,7 +55,7 @@ class Orchestrator:
         self._complete: dict[int, Group] = {}
         self._next_group = 0
         self._drops_in_a_row = 0
-        self._last_failure = ""
+        self._failed = False
 
     async def run(self) -> None:
         """Ship all batches, bring inference to the last version, give its lease back.
@@ -92,7 +92,9 @@ class Orchestrator:
     def _admit(self, tasks: asyncio.TaskGroup) -> None:
         """Start groups as long as the bound and `max_concurrent` allow."""
         limit = self._config.max_concurrent
-        while limit is None or (self._scheduler.in_flight + 1) * self._config.rollouts_per_example <= limit:
+        while not self._failed and (
+            limit is None or (self._scheduler.in_flight + 1) * self._config.rollouts_per_example <= limit
+        ):
             server = min(self._policy.servers, key=lambda s: s.groups_in_flight)
             if not self._scheduler.can_admit(server.version.step):
                 return
@@ -104,6 +106,16 @@ class Orchestrator:
 
     async def _play(self, group_id: int, server: Server) -> None:
         """Play one group to its end: complete, or dropped for a reason that has a name."""
+        try:
+            await self._sample(group_id, server)
+        except BaseException:
+            self._failed = True  # the task group ends: the loop may get one more turn, and must not add to it
+            raise
+        finally:
+            server.groups_in_flight -= 1
+            self._wake.set()
+
+    async def _sample(self, group_id: int, server: Server) -> None:
         row = self._environment.row(self._stream.example(group_id))
         count, name = self._config.rollouts_per_example, self._environment.name
         try:
@@ -116,11 +128,7 @@ class Orchestrator:
             self._drop(group_id, "overlong", str(error))
         else:
             rewards = np.array([rollout.reward for rollout in rollouts], np.float64)
-            group = Group(group_id, tuple(rollouts), self._advantage(rewards), name)
-            self._finish(group)
-        finally:
-            server.groups_in_flight -= 1
-            self._wake.set()
+            self._finish(Group(group_id, tuple(rollouts), self._advantage(rewards), name))
 
     def _finish(self, group: Group) -> None:
         rewards = [rollout.reward for rollout in group.rollouts]

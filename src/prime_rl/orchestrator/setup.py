@@ -33,7 +33,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
         raise ConfigError(f"orchestrator.env names {len(config.env)} environments; only one can be trained in for now")
     environment = Environment(config.env[0], renderer)
     check_prompts(environment, config.seq_len)
-    monitor = Monitor(paths, "orchestrator", config.wandb)
+    monitor = Monitor(paths, "orchestrator", config.wandb, config)
     try:
         asyncio.run(_run(config, environment, monitor))
     except asyncio.CancelledError:
@@ -67,6 +67,6 @@ def _refuse_earlier_run(paths: RunPaths) -> None:
     for directory in (paths.rollouts_dir, paths.weights_dir):
         if steps := steps_in(directory):
             raise ConfigError(
-                f"output_dir: {directory} holds steps {steps[0]} to {steps[-1]} of an earlier run, which would be taken "
+                f"output_dir: {directory} holds steps {steps[0]} to {steps[-1]} of an earlier run, to be taken "
                 "for this one's; remove it or choose another output_dir (`rl` removes it itself)"
             )

@@ -1,0 +1,113 @@
+"""A zero-latency inference server over the real HTTP contract, for tests that need a fault or no model.
+
+Every generated token is `token` with log-probability -0.5; versions are what `/update_weights` was told. `gate`, if
+set, delays each completion until the test lets it pass.
+"""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from prime_rl.run.artifact import publish
+
+
+class FakeEngine:
+    def __init__(self):
+        self.branch, self.step, self.hash = 0, 0, "base"
+        self.holder = None
+        self.requests: list[dict] = []
+        self.gate = None  # async callable(request body) -> None
+        self.fault = None  # callable(request body) -> web.Response | None
+        self.url = ""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.fault is not None and (response := self.fault(body)) is not None:
+            return response
+        first = f"{self.branch}.{self.step}"
+        if self.gate is not None:
+            await self.gate(body)
+        length = body["sampling_params"].get("max_tokens", 4)
+        half = length // 2
+        last = f"{self.branch}.{self.step}"
+        spans = [{"version": last, "start": 0, "end": length}]
+        if first != last and half:
+            spans = [{"version": first, "start": 0, "end": half}, {"version": last, "start": half, "end": length}]
+        content = [{"token_id": 20 + i % 5, "logprob": -0.5} for i in range(length)]
+        ids = [entry["token_id"] for entry in content]
+        choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "length"}
+        return web.json_response({"choices": [choice | {"weight_versions": spans}]})
+
+    def loaded(self) -> dict:
+        return {"run_id": self.holder, "branch": self.branch, "step": self.step, "hash": self.hash, "model": "m"}
+
+    async def policy(self, _: web.Request) -> web.Response:
+        return web.json_response(self.loaded())
+
+    async def update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        manifest = json.loads((Path(body["weight_dir"]) / "manifest.json").read_text())
+        self.branch, self.step, self.hash = body["branch"], body["step"], manifest["hash"]
+        return web.json_response(self.loaded() | {"pause_s": 0.0, "load_s": 0.0})
+
+    async def reload(self, request: web.Request) -> web.Response:
+        run_id = (await request.json()).get("run_id")
+        if self.holder not in (None, run_id):
+            return web.json_response({"error": f"leased by {self.holder}"}, status=409)
+        self.holder, self.branch, self.step, self.hash = run_id, 0, 0, "base"
+        return web.json_response(self.loaded())
+
+    async def release(self, _: web.Request) -> web.Response:
+        self.holder = None
+        return web.json_response({})
+
+
+@asynccontextmanager
+async def fake_engine():
+    engine = FakeEngine()
+    app = web.Application()
+    app.add_routes(
+        [
+            web.post("/inference/v1/generate", engine.generate),
+            web.get("/policy", engine.policy),
+            web.post("/update_weights", engine.update),
+            web.post("/reload_weights", engine.reload),
+            web.post("/release_policy", engine.release),
+        ]
+    )
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield engine
+    finally:
+        await runner.cleanup()
+
+
+def publish_version(paths, step: int) -> None:
+    """Publish an empty policy version, as far as a fake engine looks at it."""
+    publish(
+        paths.weights(step),
+        lambda _: {"format": "prime_rl.weights/1", "branch": 0, "step": step, "tensors": {}, "hash": f"h{step}"},
+    )
+
+
+async def play_trainer(paths, steps: int, stop: asyncio.Event, delay_s: float = 0.0) -> None:
+    """Publish version n + 1 as soon as batch n is there: a trainer without a model."""
+    from prime_rl.run.wait import changes
+
+    done = 0
+    async for _ in changes(paths.rollouts_dir, stop):
+        while done < steps and paths.rollouts(done).exists():
+            if delay_s:
+                await asyncio.sleep(delay_s)
+            publish_version(paths, done + 1)
+            done += 1
+        if done == steps:
+            stop.set()
