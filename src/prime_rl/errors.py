@@ -1,7 +1,13 @@
 """The two errors that users meet, and how an entry point turns them into exit codes."""
 
+import json
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+
+ERROR_FILE = "PRIME_RL_ERROR_FILE"
+"""Environment variable: where an entry point leaves its error for `rl`, as {"code": exit code, "message": one line}."""
 
 
 class ConfigError(Exception):
@@ -16,7 +22,8 @@ def run_main(main: Callable[[], None]) -> None:
     """Run an entry point; report `ConfigError` and `RunError` as one line without a traceback.
 
     Exits 2 for bad input, 1 for a run that failed, 130 after Ctrl-C; any other exception keeps its traceback, since
-    it is a defect of ours and not of the input.
+    it is a defect of ours and not of the input. Under `rl`, the first error of a process is also left in `ERROR_FILE`:
+    torchrun would hide the exit code of its workers.
     """
     try:
         main()
@@ -26,8 +33,21 @@ def run_main(main: Callable[[], None]) -> None:
         sys.exit(_report(error, 1))
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        _record(f"{type(error).__name__}: {error}", 1)
+        raise
 
 
 def _report(error: Exception, code: int) -> int:
     print(f"error: {error}", file=sys.stderr, flush=True)
+    _record(str(error), code)
     return code
+
+
+def _record(message: str, code: int) -> None:
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        return
+    # The first error is the cause, so the file is never overwritten; on a full disk the log has to do.
+    with suppress(OSError), open(path, "x") as file:
+        json.dump({"code": code, "message": " ".join(message.split())}, file)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from prime_rl.errors import ConfigError
+from prime_rl.run.paths import RunPaths
 
 NO_EFFECT_YET = "no_effect_yet"
 DEFAULT_OUTPUT_DIR = Path("outputs")
@@ -69,7 +70,7 @@ class RootConfig(BaseConfig):
 
     def dry_run_path(self) -> Path:
         """Where `--dry-run` writes; `rl` writes run.toml, the parts of a run a file of their own beside it."""
-        return self.output_dir / "configs" / f"{self.command}.toml"
+        return RunPaths(self.output_dir).config(self.command)
 
     @classmethod
     def prepare(cls, state: Any) -> None:

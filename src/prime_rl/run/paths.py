@@ -34,6 +34,21 @@ class RunPaths:
         return self.root / "logs"
 
     @property
+    def metrics_dir(self) -> Path:
+        """Metrics, one file a process."""
+        return self.root / "metrics"
+
+    @property
+    def samples_dir(self) -> Path:
+        """Rollouts as text."""
+        return self.root / "samples"
+
+    @property
+    def abandoned_dir(self) -> Path:
+        """What a rewind or a new run has put aside."""
+        return self.root / "abandoned"
+
+    @property
     def run_toml(self) -> Path:
         """The resolved configuration of this run."""
         return self.root / "run.toml"
@@ -57,15 +72,23 @@ class RunPaths:
 
     def metrics(self, role: str) -> Path:
         """One JSON object a step, written by `role`."""
-        return self.root / "metrics" / f"{role}.jsonl"
+        return self.metrics_dir / f"{role}.jsonl"
 
     def samples(self, step: int) -> Path:
         """The rollouts of batch `step` as text, one JSON object a rollout."""
-        return self.root / "samples" / f"step_{step}.jsonl"
+        return self.samples_dir / f"step_{step}.jsonl"
 
     def log(self, role: str) -> Path:
         """Log file of `role`."""
         return self.logs_dir / f"{role}.log"
+
+    def config(self, role: str) -> Path:
+        """The resolved configuration that `rl` hands to `role`."""
+        return self.root / "configs" / f"{role}.toml"
+
+    def error(self, role: str) -> Path:
+        """Why `role` failed, if it could say so."""
+        return self.logs_dir / f"{role}.error.json"
 
     @property
     def torchrun_logs(self) -> Path:
