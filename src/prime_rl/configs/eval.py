@@ -49,6 +49,9 @@ class EvalConfig(RootConfig):
     rollouts_per_example: int = Field(1, ge=1)
     """Rollouts of each example."""
 
+    seq_len: int = Field(2048, ge=2)
+    """Longest prompt and completion together, tokens."""
+
     max_concurrent: int | None = Field(None, ge=1)
     """Most rollouts in flight at once; None sets no limit."""
 

@@ -1,19 +1,21 @@
-"""`uv run eval`: evaluate a served model."""
+"""`eval`: evaluate a served model in environments."""
 
-from prime_rl.configs import EvalConfig
-from prime_rl.errors import RunError, run_main
+from prime_rl.configs.eval import EvalConfig
+from prime_rl.errors import run_main
 
 
 def main() -> None:
-    """Read the configuration. Evaluation itself is later work, and says so."""
+    """Evaluate and print a table of rewards."""
     run_main(_main)
 
 
 def _main() -> None:
-    EvalConfig.load()
-    raise RunError(
-        "evaluation is not there yet: `uv run eval` so far only checks its configuration (--help, --dry-run)"
-    )
+    config = EvalConfig.load()
+    from prime_rl.logs import set_up_logging
+    from prime_rl.orchestrator.evaluation import evaluate
+
+    set_up_logging(config.log)
+    evaluate(config)
 
 
 if __name__ == "__main__":

@@ -132,6 +132,10 @@ class Engine:
         """Ask what the server samples from; renews the lease if this run holds it."""
         return _loaded(await self._request("GET", f"/policy?run_id={self._run_id}"))
 
+    async def look(self) -> LoadedPolicy:
+        """Ask what the server samples from, in nobody's name."""
+        return _loaded(await self._request("GET", "/policy"))
+
     async def load(self, weight_dir: str, version: PolicyVersion) -> LoadedPolicy:
         """Switch to the published weights in `weight_dir`; returns after the server samples from them."""
         body = {"weight_dir": weight_dir, "branch": version.branch, "step": version.step, "run_id": self._run_id}

@@ -9,15 +9,16 @@ import importlib.util
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import verifiers as vf
 from loguru import logger
 from verifiers.clients.client import Client
 from verifiers.errors import ModelError, OverlongPromptError
 from verifiers.types import Messages, Response, ResponseMessage, ResponseTokens, Tool, Usage
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared import EnvConfig, SamplingConfig
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.engine import Engine, EngineError, EngineLost, Generation
 from prime_rl.orchestrator.renderer import Message, Renderer
@@ -38,14 +39,15 @@ class SampleTooLong(Exception):
 class RolloutClient(Client):
     """The model client of one rollout: renders, asks the engine, and records its turns. Never tokenises twice."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, seq_len: int) -> None:
-        """Serve one rollout whose samples may have `seq_len` tokens."""
+    def __init__(self, engine: Engine, renderer: Renderer, seq_len: int, seed: Sequence[int] | None = None) -> None:
+        """Serve one rollout whose samples may have `seq_len` tokens; each turn is seeded from `seed`, if given."""
         super().__init__(None)
         self.turns: list[Turn] = []
         self.lost: EngineLost | EngineError | None = None
         self._engine = engine
         self._renderer = renderer
         self._seq_len = seq_len
+        self._seed = seed
         self._seen: list[Message] = []
 
     async def get_response(
@@ -57,9 +59,9 @@ class RolloutClient(Client):
         room = self._seq_len - len(prompt_ids)
         if room <= 0:
             raise OverlongPromptError(f"the prompt has {len(prompt_ids)} tokens, seq_len is {self._seq_len}")
-        limit = min(room, sampling_args.get("max_tokens") or room)
+        limit = {"max_tokens": min(room, sampling_args.get("max_tokens") or room)}
         try:
-            generation = await self._engine.generate(prompt_ids, {**sampling_args, "max_tokens": limit})
+            generation = await self._engine.generate(prompt_ids, {**sampling_args, **limit, **self._turn_seed()})
         except (EngineError, EngineLost) as error:
             self.lost = error
             raise ModelError(str(error)) from error
@@ -67,6 +69,11 @@ class RolloutClient(Client):
         text = self._renderer.decode(generation.token_ids.tolist())
         self._seen = [*messages, {"role": "assistant", "content": text}]
         return _response(model, prompt_ids, generation, text)
+
+    def _turn_seed(self) -> dict[str, int]:
+        if self._seed is None:
+            return {}
+        return {"seed": int(np.random.SeedSequence([*self._seed, len(self.turns)]).generate_state(1)[0])}
 
     def _prompt_ids(self, messages: list[Message], tools: list[Any] | None) -> list[int]:
         if not self.turns:
@@ -103,12 +110,12 @@ class RolloutClient(Client):
 class Environment:
     """One verifiers environment of the classic kind."""
 
-    def __init__(self, config: EnvConfig, renderer: Renderer) -> None:
+    def __init__(self, config: EnvConfig, renderer: Renderer, split: Literal["train", "eval"] = "train") -> None:
         """Load the environment; ConfigError if its package is not installed or refuses its arguments."""
         self.name = config.label
         self._renderer = renderer
         self._env = _load(config)
-        self._rows = self._env.get_dataset()
+        self._rows = self._env.get_dataset() if split == "train" else self._env.get_eval_dataset()
         if len(self._rows) == 0:
             raise ConfigError(f"environment {config.id!r} has no examples; check env.args")
 
@@ -127,7 +134,13 @@ class Environment:
         return len(self._renderer.render(messages))
 
     async def run_group(
-        self, row: Row, count: int, engine: Engine, sampling: Mapping[str, Any], seq_len: int
+        self,
+        row: Row,
+        count: int,
+        engine: Engine,
+        sampling: Mapping[str, Any],
+        seq_len: int,
+        seed: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """Play and score `count` rollouts of one example.
 
@@ -137,13 +150,15 @@ class Environment:
             engine: the server that samples all of them.
             sampling: vLLM sampling parameters; `max_tokens` is lowered to what fits into `seq_len`.
             seq_len: longest sample, tokens.
+            seed: what the group's sampling is seeded from; each rollout and turn derives its own. None is unseeded.
 
         Raises:
             EnvironmentFailed: the environment raised, or reported an error of one rollout.
             SampleTooLong: the first prompt leaves no room for a completion.
             EngineLost, EngineError: the server failed; that is not the environment's fault.
         """
-        clients = [RolloutClient(engine, self._renderer, seq_len) for _ in range(count)]
+        seeds = [None if seed is None else [*seed, index] for index in range(count)]
+        clients = [RolloutClient(engine, self._renderer, seq_len, rollout_seed) for rollout_seed in seeds]
         try:
             states = await self._play(row, clients, sampling)
         except Exception as error:  # foreign code: whatever it raises is its group's end, not the run's
@@ -241,6 +256,12 @@ def _response(model: str, prompt_ids: list[int], generation: Generation, text: s
     used, sampled = len(prompt_ids), len(completion_ids)
     usage = Usage(prompt_tokens=used, reasoning_tokens=0, completion_tokens=sampled, total_tokens=used + sampled)
     return Response(id="", created=0, model=model, usage=usage, message=message)
+
+
+def sampling_parameters(config: SamplingConfig) -> dict[str, Any]:
+    """Give the sampling configuration as vLLM's parameters, without the seed, which differs by request."""
+    parameters = config.model_dump(include={"temperature", "top_p", "top_k", "min_p", "min_tokens"})
+    return parameters | ({"max_tokens": config.max_tokens} if config.max_tokens else {})
 
 
 def check_prompts(environment: Environment, seq_len: int, limit: int = 2000) -> None:

@@ -6,7 +6,6 @@ name; I3 examples are admitted in the order of the stream.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from loguru import logger
@@ -15,7 +14,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.errors import RunError
 from prime_rl.monitor import Monitor
 from prime_rl.orchestrator.advantages import advantage_function
-from prime_rl.orchestrator.environment import Environment, EnvironmentFailed, SampleTooLong
+from prime_rl.orchestrator.environment import Environment, EnvironmentFailed, SampleTooLong, sampling_parameters
 from prime_rl.orchestrator.packing import pack
 from prime_rl.orchestrator.policy import Policy, Server
 from prime_rl.orchestrator.report import Tally, batch_metrics, sample_rows, time_metrics, write_rows
@@ -118,9 +117,10 @@ class Orchestrator:
     async def _sample(self, group_id: int, server: Server) -> None:
         row = self._environment.row(self._stream.example(group_id))
         count, name = self._config.rollouts_per_example, self._environment.name
+        seed = None if self._config.sampling.seed is None else (self._config.sampling.seed, group_id)
         try:
             rollouts = await self._environment.run_group(
-                row, count, server.engine, self._sampling(group_id), self._config.seq_len
+                row, count, server.engine, sampling_parameters(self._config.sampling), self._config.seq_len, seed
             )
         except EnvironmentFailed as error:
             self._drop(group_id, f"error/{name}", str(error))
@@ -151,15 +151,6 @@ class Orchestrator:
         limit = _DROPS_IN_A_ROW * self._scheduler.batch_groups
         if self._drops_in_a_row >= limit:
             raise RunError(f"{limit} groups in a row were dropped as {reason}; the last: {failure}")
-
-    def _sampling(self, group_id: int) -> dict[str, Any]:
-        sampling = self._config.sampling
-        parameters: dict[str, Any] = {"temperature": sampling.temperature, "min_tokens": sampling.min_tokens}
-        if sampling.max_tokens is not None:
-            parameters["max_tokens"] = sampling.max_tokens
-        if sampling.seed is not None:
-            parameters["seed"] = sampling.seed + group_id
-        return parameters
 
     async def _ship(self, group_ids: list[int]) -> None:
         """Write batch n, then its metrics; the rename of the batch is what ships it."""
@@ -195,7 +186,8 @@ class Orchestrator:
         """Wait until a group ends or a new version is sampled from; both set `_wake`."""
         timeout_s = self._config.wait_timeout_seconds
         try:
-            await asyncio.wait_for(self._wake.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # not wait_for: in Python 3.11 it may swallow a cancellation
+                await self._wake.wait()
         except TimeoutError:
             if self._scheduler.in_flight:
                 who = f"{self._scheduler.in_flight} groups in flight at environment {self._environment.name}"

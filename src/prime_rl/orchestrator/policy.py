@@ -3,8 +3,8 @@
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from loguru import logger
 
@@ -80,7 +80,9 @@ class Policy:
                 except EngineLost:
                     if time.monotonic() - reached[server] > _LOST_AFTER_S:
                         raise
-            await _wait(stop.wait(), _LEASE_RENEWAL_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEASE_RENEWAL_S):
+                    await stop.wait()
 
     async def release(self) -> None:
         """Give the leases back; a server that is gone has none to give."""
@@ -128,12 +130,3 @@ async def _until_reachable(engine: Engine, timeout_s: float) -> None:
             if time.monotonic() > deadline:
                 raise RunError(f"{error}; waited {timeout_s:.0f} s for it to start") from None
         await asyncio.sleep(0.25)
-
-
-async def _wait(event: Awaitable[Any], timeout_s: float) -> bool:
-    """Wait for `event` at most `timeout_s` seconds; tell whether it came."""
-    try:
-        await asyncio.wait_for(event, timeout_s)
-    except TimeoutError:
-        return False
-    return True

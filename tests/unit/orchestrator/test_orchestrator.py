@@ -179,3 +179,15 @@ def test_prompt_longer_than_seq_len_is_bad_input(tmp_path, tokenizer_dir, toy_en
 def test_environment_that_is_not_installed_names_the_command():
     with pytest.raises(ConfigError, match=r"'no-such-env' .*uv pip install -e environments/no_such_env"):
         Environment(EnvConfig(id="no-such-env"), None)
+
+
+async def test_seeded_requests_differ_by_rollout_and_repeat_by_run(tmp_path, tokenizer_dir, toy_environment):
+    seen = []
+    for run in ("one", "two"):
+        values = {"sampling": {"max_tokens": 6, "seed": 7}, "output_dir": tmp_path / run}
+        config = make_config(tmp_path, tokenizer_dir, async_level=0, **values)
+        async with fake_engine() as engine:
+            await run_orchestrator(config, [engine])
+            seen.append(sorted(request["sampling_params"]["seed"] for request in engine.requests))
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) == STEPS * 6
