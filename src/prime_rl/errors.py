@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 ERROR_FILE = "PRIME_RL_ERROR_FILE"
 """Environment variable: where an entry point leaves its error for `rl`, as {"code": exit code, "message": one line}."""
@@ -49,5 +50,5 @@ def _record(message: str, code: int) -> None:
     if path is None:
         return
     # The first error is the cause, so the file is never overwritten; on a full disk the log has to do.
-    with suppress(OSError), open(path, "x") as file:
+    with suppress(OSError), Path(path).open("x") as file:
         json.dump({"code": code, "message": " ".join(message.split())}, file)

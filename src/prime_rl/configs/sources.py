@@ -5,6 +5,7 @@ The environment is read by pydantic-settings, raw; values are read by the same r
 
 import ast
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path as FilePath
@@ -19,6 +20,8 @@ from prime_rl.configs.state import Assignment, Origin, Rank
 from prime_rl.errors import ConfigError
 
 ENV_PREFIX = "PRIME_"
+SUPERVISED = "PRIME_RL_SUPERVISED"
+"""Environment variable that is `1` in the processes that `rl` started: they take their values from `rl` alone."""
 _NEVER = ("PRIME_INTELLECT_", "PRIME_API_KEY")
 
 
@@ -46,8 +49,10 @@ def read_environment(root: type[RootConfig]) -> list[Assignment]:
     """Read `PRIME_A__B` from `.env` and, above it, from the process's environment.
 
     Other programs have PRIME_ variables too, so a name whose first part is no key is not ours. PRIME_INTELLECT_*
-    and PRIME_API_KEY never are.
+    and PRIME_API_KEY never are. Processes that `rl` started read none: it has read them.
     """
+    if os.environ.get(SUPERVISED) == "1":
+        return []
     settings = _settings_of(root)
     found: list[Assignment] = []
     for rank, source in (

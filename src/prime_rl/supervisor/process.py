@@ -4,10 +4,10 @@ import ctypes
 import os
 import signal
 
+from prime_rl.configs.sources import SUPERVISED
 from prime_rl.errors import RunError
 
-SUPERVISED = "PRIME_RL_SUPERVISED"
-"""Environment variable that is `1` in the processes that `rl` started, and in theirs."""
+__all__ = ["SUPERVISED", "become_subreaper", "follow_parent", "set_parent_death_signal"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
