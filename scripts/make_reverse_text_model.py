@@ -1,0 +1,139 @@
+"""Make the small model of configs/reverse_text/cpu.toml anew, on a CPU, in about half a minute:
+
+    uv run --extra cpu python scripts/make_reverse_text_model.py
+
+It writes a random Qwen3-architecture model of 410,368 parameters with a tokenizer of one token per character, makes
+supervised examples (words and their reversals), trains on them with the project's own `sft` as configured in
+configs/reverse_text/sft_cpu.toml, and copies the result to configs/reverse_text/model. Everything is seeded and runs
+on one thread: the same machine and versions give the same file, bit for bit. The sum of its bytes is printed.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "configs/reverse_text/sft_cpu.toml"
+MODEL = ROOT / "configs/reverse_text/model"
+
+WEIGHTS_SEED = 0
+EXAMPLES = 20_000
+MIN_LETTERS, MAX_LETTERS = 3, 5
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ROLES = ("system", "user", "assistant")
+CHARACTERS = ("\n", *map(chr, range(32, 127)))
+UNKNOWN = "<unk>"
+VOCABULARY = 128  # the 103 tokens, rounded up to a multiple that matrix kernels like
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def main() -> None:
+    """Make the model; replace `--output` by it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=MODEL, help="directory to write (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, help="work in this directory and leave it, instead of a temporary one")
+    parser.add_argument("overrides", nargs="*", help="further arguments of sft, after --")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch: sums over several threads may be added in another order
+    with tempfile.TemporaryDirectory() as temporary:
+        work = arguments.keep or Path(temporary)
+        write_random_model(work / "random")
+        write_examples(work / "examples.jsonl")
+        trained = fine_tune(work, arguments.overrides)
+        replace_model(trained, arguments.output)
+    print(f"{arguments.output}: sha256 {digest(arguments.output / 'model.safetensors')} of model.safetensors")
+
+
+def write_random_model(directory: Path) -> None:
+    """Write the untrained model and its tokenizer in Hugging Face layout."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
+        pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+        dtype="float32",
+    )
+    torch.manual_seed(WEIGHTS_SEED)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+
+
+def make_tokenizer() -> Any:
+    """Make the tokenizer: one token for each printable ASCII character, role and chat marker."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *ROLES, *CHARACTERS, UNKNOWN))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token=UNKNOWN,
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.add_tokens([AddedToken(role, normalized=False, special=False) for role in ROLES])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_examples(path: Path) -> None:
+    """Write the supervised examples as JSON lines of `messages`: a word, and the word backwards."""
+    from reverse_text.words import make_words
+
+    with path.open("w", encoding="utf-8") as file:
+        for word in islice(make_words("sft", MIN_LETTERS, MAX_LETTERS), EXAMPLES):
+            question, answer = {"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}
+            file.write(json.dumps({"messages": [question, answer]}) + "\n")
+
+
+def fine_tune(work: Path, overrides: list[str]) -> Path:
+    """Run `sft` and return the directory of the weights that it published last."""
+    arguments = ["@", str(RECIPE), "--model.name", str(work / "random"), "--data.name", str(work / "examples.jsonl")]
+    command = [str(Path(sys.executable).with_name("sft")), *arguments, "--output-dir", str(work / "run")]
+    subprocess.run([*command, *overrides], check=True)
+    return max((work / "run/weights").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def replace_model(trained: Path, output: Path) -> None:
+    """Copy the published files, without the run's manifest, over what `output` held before."""
+    if output.exists():
+        shutil.rmtree(output)
+    shutil.copytree(trained, output, ignore=shutil.ignore_patterns("manifest.json"))
+    for path in output.iterdir():
+        path.chmod(0o644)
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file, hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()
