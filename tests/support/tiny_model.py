@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_rl.run.artifact import publish
+from prime_rl.run.artifact import MANIFEST, publish
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.tensors import content_hash, hash_tensors
 
@@ -83,12 +83,14 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def publish_weights(run_dir: Path, model_dir: Path, step: int, branch: int = 0, **overrides: Any) -> Path:
+def publish_weights(
+    run_dir: Path, model_dir: Path, step: int, branch: int = 0, *, overrides: Mapping[str, Any] | None = None
+) -> Path:
     """Publish the model in `model_dir` as version (branch, step) of the run at `run_dir`.
 
     Args:
         run_dir: the run's output directory.
-        model_dir: what to copy; a Hugging Face directory.
+        model_dir: what to copy; a Hugging Face directory, or a published one.
         step: the version's step; names the folder.
         branch: the version's branch.
         overrides: manifest fields to replace, for manifests that lie.
@@ -99,10 +101,10 @@ def publish_weights(run_dir: Path, model_dir: Path, step: int, branch: int = 0, 
     target = RunPaths(run_dir).weights(step)
 
     def write(temporary: Path) -> Mapping[str, Any]:
-        shutil.copytree(model_dir, temporary, dirs_exist_ok=True)
+        shutil.copytree(model_dir, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         tensors = hash_tensors(temporary)
         manifest = {"format": WEIGHTS_FORMAT, "branch": branch, "step": step, "tensors": tensors}
-        return {**manifest, "hash": content_hash(tensors), **overrides}
+        return {**manifest, "hash": content_hash(tensors), **(overrides or {})}
 
     publish(target, write)
     return target

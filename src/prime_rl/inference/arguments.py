@@ -29,6 +29,7 @@ _ELSEWHERE = {
 }
 _UNSUPPORTED = {
     "kv_transfer_config": "KV that leaves the engine is not divided by policy version",
+    "enable_ssl_refresh": "restart the server for a new certificate",
     "uds": "the server listens on server.host and server.port",
 }
 _CPU_KV_CACHE_BYTES = 512 * 2**20

@@ -8,10 +8,14 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 import time
 from argparse import Namespace
+from functools import partial
 from typing import TYPE_CHECKING
 
+import uvicorn
+import uvloop
 from loguru import logger
 
 from prime_rl.errors import ConfigError, RunError
@@ -24,10 +28,14 @@ from prime_rl.inference.salt import mix
 from prime_rl.inference.weights import Policy
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from prime_rl.configs.inference import InferenceConfig
+
+# For answers that are still being written once the engine is gone.
+_CLOSE_TIMEOUT_S = 3
 
 
 class VllmEngine:
@@ -83,7 +91,8 @@ def run(config: "InferenceConfig") -> None:
     with bind(config.server.host, config.server.port) as listener:
         base = find_base_model(config.model.name, config.vllm.get("revision"))
         args = _prepare_vllm(config, base)
-        asyncio.run(_serve(config, args, base, listener, started))
+        signal.signal(signal.SIGTERM, _end_start)  # until vLLM's HTTP server sets its own
+        uvloop.run(_serve(config, args, base, listener, started))
 
 
 def _prepare_vllm(config: "InferenceConfig", base: BaseModel) -> Namespace:
@@ -106,15 +115,13 @@ async def _serve(
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.launcher import serve_http
 
     api_key = os.environ.get(config.server.api_key_var) or None
     args.api_key = [api_key] if api_key else None
-    failures: list[str] = []
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _interrupt)
+    end: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
     async with build_async_engine_client(args) as client:
         policies = PolicyServer(
-            VllmEngine(client), base.policy, base.shapes, base.tied, Lease(config.lease_seconds), _ender(failures)
+            VllmEngine(client), base.policy, base.shapes, base.tied, Lease(config.lease_seconds), partial(_end, end)
         )
         await policies.start()
         salt_requests(client, policies)
@@ -123,26 +130,46 @@ async def _serve(
         app.include_router(make_router(policies, args.served_model_name[0], api_key))
         await init_app_state(client, app.state, args, tasks)
         logger.info(f"serving {config.model.name} on port {args.port} after {time.monotonic() - started:.1f} s")
-        shutdown = await serve_http(app, sock=listener, **_http_options(args))
-        died = client.errored
-    await shutdown
-    if failures:
-        raise RunError(failures[0])
-    if died:
-        raise RunError("the inference engine died; its last words are above")
+        await serve_http(app, client, listener, args, end)
+    if reason := end.result():
+        raise RunError(reason)
 
 
-def _interrupt() -> None:
-    raise KeyboardInterrupt("terminated")
+async def serve_http(
+    app: "FastAPI", client: "AsyncLLM", listener: socket.socket, args: Namespace, end: "asyncio.Future[str | None]"
+) -> None:
+    """Serve until `end` has a result: None after SIGINT or SIGTERM, else why the server cannot go on.
+
+    The engine is stopped first, which answers the requests in flight with an error; then the connections are closed.
+    """
+    from vllm.entrypoints.launchers.launcher import NoSignalServer
+
+    http = NoSignalServer(_http_config(app, args))
+    app.state.server = http  # where vLLM's error handlers look for it
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _end, end, None)
+    for process in client.engine_core.resources.engine_manager.processes:
+        loop.add_reader(
+            process.sentinel, _end, end, f"{process.name} (pid {process.pid}) died; see its last words above"
+        )
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    await asyncio.wait({serving, end}, return_when=asyncio.FIRST_COMPLETED)
+    _end(end, "the HTTP server stopped by itself; see its last words above")
+    await asyncio.to_thread(client.shutdown, timeout=0)
+    http.should_exit = True
+    await serving
 
 
-def _ender(failures: list[str]):  # noqa: ANN202
-    def end(message: str) -> None:
-        logger.error(message)
-        failures.append(message)
-        signal.raise_signal(signal.SIGTERM)
+def _end(end: "asyncio.Future[str | None]", reason: str | None) -> None:
+    """The first reason counts; what dies of it gives further ones."""
+    if not end.done():
+        end.set_result(reason)
 
-    return end
+
+def _end_start(signum: int, frame: object) -> None:
+    """Unwind, so that an engine which is still starting is ended too."""
+    sys.exit(128 + signum)
 
 
 def salt_requests(client: "AsyncLLM", policies: PolicyServer) -> None:
@@ -161,25 +188,23 @@ def salt_requests(client: "AsyncLLM", policies: PolicyServer) -> None:
     core.add_request_async = add_salted
 
 
-def _http_options(args: Namespace) -> dict[str, object]:
-    """What vLLM's own entry point passes to its HTTP server."""
+def _http_config(app: "FastAPI", args: Namespace) -> uvicorn.Config:
+    """What vLLM's own entry point sets of its HTTP server."""
     from vllm import envs
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 
     log_config = get_uvicorn_log_config(args)
-    return {
-        "enable_ssl_refresh": args.enable_ssl_refresh,
-        "host": args.host,
-        "port": args.port,
-        "log_level": args.uvicorn_log_level,
-        "access_log": not args.disable_uvicorn_access_log,
-        "timeout_keep_alive": envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
-        "ssl_keyfile": args.ssl_keyfile,
-        "ssl_certfile": args.ssl_certfile,
-        "ssl_ca_certs": args.ssl_ca_certs,
-        "ssl_cert_reqs": args.ssl_cert_reqs,
-        "ssl_ciphers": args.ssl_ciphers,
-        "h11_max_incomplete_event_size": args.h11_max_incomplete_event_size,
-        "h11_max_header_count": args.h11_max_header_count,
+    return uvicorn.Config(
+        app,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
+        h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
         **({"log_config": log_config} if log_config is not None else {}),
-    }
+    )

@@ -1,5 +1,6 @@
 """What runs inside vLLM's workers: loading a published policy into the running model."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ class WeightUpdateExtension:
 
         Goes through vLLM's layer-wise reload, which shards, fuses and packs the tensors as the first load did.
         """
+        # It warns of every layer without a tensor of its own (rotary tables, a tied head); names were checked before.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self.reload_weights(weights_iterator=_iterate(Path(weight_dir)))
         if self.model_config.hf_text_config.tie_word_embeddings:
             repack_tied_head(self.model_runner.get_model())

@@ -1,0 +1,113 @@
+"""One server for all tests of switching; each test finds it at the base model, with the lease free."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.server import Server, inference_server
+from tests.support.tiny_model import make_tiny_model, publish_weights
+
+# Small on purpose: 16 requests fit at once, prompts share blocks of 32 tokens and are prefilled in pieces of 256.
+ARGUMENTS = ["--vllm.max_num_seqs", "16", "--vllm.block_size", "32", "--vllm.max_num_batched_tokens", "256"]
+
+
+@dataclass
+class Models:
+    """Three policies of one architecture: the base and two that were published as steps 1 and 2."""
+
+    base: Path
+    run_dir: Path
+    published: dict[int, Path]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("tied")
+    base = make_tiny_model(root / "base", seed=0)
+    published = {
+        step: publish_weights(root / "run", make_tiny_model(root / f"model_{step}", seed=step), step) for step in (1, 2)
+    }
+    return Models(base, root / "run", published)
+
+
+@pytest.fixture(scope="session")
+def shared_server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with inference_server(models.base, log, ARGUMENTS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    shared_server.reload(run_id="tests")
+    assert shared_server.post("/release_policy", run_id="tests").status_code == 200
+    return shared_server
+
+
+class Reference:
+    """The same policies in Hugging Face's implementation."""
+
+    def __init__(self) -> None:
+        self._models: dict[Path, Any] = {}
+
+    def logprobs(self, model_dir: Path, prompt: list[int], completion: list[int]) -> list[float]:
+        """Log-probability of each token of `completion`, at temperature 1."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if model_dir not in self._models:
+            self._models[model_dir] = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits = self._models[model_dir](torch.tensor([prompt + completion])).logits[0]
+        chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])
+        return chosen[:, 0].tolist()
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    return Reference()
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[float]:
+    return [entry["logprob"] for entry in choice["logprobs"]["content"]]
+
+
+def gap(left: list[float], right: list[float]) -> float:
+    """The largest difference."""
+    assert len(left) == len(right)
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def versions_of(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+
+
+def metric(server: Server, name: str) -> float:
+    """Sum of a Prometheus metric of the engine over its labels."""
+    lines = server.client.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+
+async def generate_all(
+    server: Server, requests: list[dict[str, Any]], meanwhile: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Send all requests at once, run `meanwhile` in a thread, and return their choices in order."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+        sent = [asyncio.create_task(client.post("/inference/v1/generate", json=body)) for body in requests]
+        await asyncio.to_thread(meanwhile)
+        answers = await asyncio.gather(*sent)
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+    return [answer.json()["choices"][0] for answer in answers]
+
+
+def wait_for_metric(server: Server, name: str, above: float) -> None:
+    """Ask until the metric is above a value; pytest-timeout is the deadline."""
+    while metric(server, name) <= above:
+        pass

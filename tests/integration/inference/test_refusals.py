@@ -1,0 +1,140 @@
+"""What is not right is refused before the engine is touched: sampling goes on with the version that is loaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.integration.inference.conftest import Models, generate_all, metric, versions_of, wait_for_metric
+from tests.support.server import Server
+from tests.support.tiny_model import publish_weights
+
+PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
+
+
+def test_refuses_a_flipped_byte(server: Server, models: Models, tmp_path: Path) -> None:
+    directory = publish_weights(tmp_path, models.published[1], 7)
+    file = directory / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    before, policy = server.generate(PROMPT), server.policy()
+    answer = server.post("/update_weights", weight_dir=str(directory), step=7)
+    assert answer.status_code == 400
+    assert "is not what was published: tensor model.norm.weight has another hash" in answer.json()["error"]
+    assert server.policy() == policy
+    assert server.generate(PROMPT)["token_ids"] == before["token_ids"]
+
+
+def _widen(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].repeat(2)
+
+
+def _drop(tensors: dict[str, Any]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def _add(tensors: dict[str, Any]) -> None:
+    tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_widen, "model.norm.weight of {0} has shape [128], the model that is served [64]"),
+        (_drop, "{0} lacks tensor model.norm.weight of the model that is served"),
+        (_add, "{0} holds tensor model.layers.2.mlp.up_proj.weight, unknown to the model that is served"),
+    ],
+)
+async def test_refuses_weights_of_another_model_while_sampling(
+    server: Server, models: Models, tmp_path: Path, change: Callable[[dict[str, Any]], None], reason: str
+) -> None:
+    tensors = load_file(models.published[1] / "model.safetensors")
+    change(tensors)
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    directory = publish_weights(tmp_path, tmp_path / "model", 7)
+
+    def ask_in_the_middle() -> None:
+        start = metric(server, "vllm:generation_tokens_total")
+        wait_for_metric(server, "vllm:generation_tokens_total", above=start + 20)
+        answer = server.post("/update_weights", weight_dir=str(directory), step=7)
+        assert answer.status_code == 400
+        assert answer.json()["error"].endswith(reason.format(directory))
+
+    [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=300)], ask_in_the_middle)
+    assert versions_of(choice) == [("0.0", 0, 300)]
+
+
+def test_only_a_smaller_version_is_refused(server: Server, models: Models, tmp_path: Path) -> None:
+    rewound = publish_weights(tmp_path, models.published[1], 1, branch=1)
+    server.update(models.published[2], 2)
+    older = server.post("/update_weights", weight_dir=str(models.published[1]), step=1)
+    assert older.status_code == 400
+    assert "version 0.1 (branch.step) is older than 0.2" in older.json()["error"]
+    again = server.update(models.published[2], 2)
+    assert (again["step"], again["pause_s"]) == (2, 0.0)
+    assert server.update(rewound, 1, branch=1)["branch"] == 1
+    assert versions_of(server.generate(PROMPT)) == [("1.1", 0, 8)]
+
+
+def test_equal_weights_get_their_new_version(server: Server, models: Models, tmp_path: Path) -> None:
+    """A step that was skipped publishes v_{n+1} = v_n: nothing to load, but the tag moves."""
+    server.update(models.published[2], 2)
+    before = server.generate(PROMPT)
+    server.update(publish_weights(tmp_path, models.published[2], 3), 3)
+    after = server.generate(PROMPT)
+    assert (versions_of(before)[0][0], versions_of(after)[0][0]) == ("0.2", "0.3")
+    assert after["token_ids"] == before["token_ids"]
+
+
+def test_malformed_calls_are_told_what_is_wrong(server: Server) -> None:
+    for body, reason in [
+        ({"step": 1}, "weight_dir: Field required"),
+        ({"weight_dir": "/x", "step": -1}, "step: Input should be greater than or equal to 0"),
+        ({"weight_dir": "/x", "step": 1, "stepp": 1}, "stepp: Extra inputs are not permitted"),
+        ({"weight_dir": "/nowhere", "step": 1}, "/nowhere/manifest.json is missing"),
+    ]:
+        answer = server.post("/update_weights", **body)
+        assert answer.status_code == 400
+        assert reason in answer.json()["error"]
+    assert server.client.post("/update_weights", content=b"{").status_code == 400
+
+
+def test_a_second_run_waits_for_the_lease(server: Server, models: Models) -> None:
+    server.reload(run_id="first")
+    assert server.client.get("/policy", params={"run_id": "second"}).json()["run_id"] == "first"
+    for path, body in [
+        ("/reload_weights", {"run_id": "second"}),
+        ("/update_weights", {"weight_dir": str(models.published[1]), "step": 1, "run_id": "second"}),
+        ("/update_weights", {"weight_dir": str(models.published[1]), "step": 1}),
+        ("/release_policy", {"run_id": "second"}),
+    ]:
+        answer = server.post(path, **body)
+        assert answer.status_code == 409
+        assert answer.json()["error"].startswith("run first holds this server since")
+    assert server.update(models.published[1], 1, run_id="first")["step"] == 1
+    assert server.post("/release_policy", run_id="first").json()["run_id"] is None
+    assert server.reload(run_id="second")["step"] == 0
+    assert server.policy()["run_id"] == "second"
+    assert server.post("/release_policy", run_id="second").status_code == 200
+
+
+async def test_reload_aborts_what_is_in_flight(server: Server) -> None:
+    def reload() -> None:
+        start = metric(server, "vllm:generation_tokens_total")
+        wait_for_metric(server, "vllm:generation_tokens_total", above=start + 20)
+        server.reload()
+
+    requests = [server.request([*PROMPT, 6 + i], max_tokens=1000) for i in range(20)]
+    choices = await generate_all(server, requests, reload)
+    assert {choice["finish_reason"] for choice in choices} == {"abort"}
+    assert len(server.generate(PROMPT)["token_ids"]) == 8
+
+
+def test_development_routes_are_closed(server: Server) -> None:
+    assert server.post("/collective_rpc", method="load_policy").status_code == 404
+    assert server.post("/reset_prefix_cache").status_code == 404
+    assert server.post("/update_weight_version", new_version="9.9").status_code == 404

@@ -1,0 +1,143 @@
+"""Switching the policy of a running server: I5 tags tell the truth, I6 agreement."""
+
+import random
+
+import pytest
+
+from tests.integration.inference.conftest import (
+    Models,
+    Reference,
+    gap,
+    generate_all,
+    logprobs_of,
+    metric,
+    versions_of,
+    wait_for_metric,
+)
+from tests.support.server import Server
+
+AGREEMENT = 1e-4
+DIFFERENT = 0.5
+
+PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
+
+
+def test_tied_head_follows_the_switch(server: Server, models: Models, reference: Reference) -> None:
+    for step, directory in models.published.items():
+        server.update(directory, step)
+        choice = server.generate(PROMPT, temperature=1.0, seed=step, max_tokens=64)
+        measured = logprobs_of(choice)
+        assert gap(measured, reference.logprobs(directory, PROMPT, choice["token_ids"])) <= AGREEMENT
+        assert gap(measured, reference.logprobs(models.base, PROMPT, choice["token_ids"])) > DIFFERENT
+
+
+def test_reload_returns_to_the_base_model(server: Server, models: Models) -> None:
+    before = server.generate(PROMPT)
+    loaded = server.policy()
+    server.update(models.published[1], 1)
+    assert server.generate(PROMPT)["token_ids"] != before["token_ids"]
+    answer = server.reload()
+    after = server.generate(PROMPT)
+    assert (answer["branch"], answer["step"], answer["hash"]) == (0, 0, loaded["hash"])
+    assert after["token_ids"] == before["token_ids"]
+    assert gap(logprobs_of(after), logprobs_of(before)) <= AGREEMENT
+    assert versions_of(after) == [("0.0", 0, 8)]
+
+
+def test_temperature_is_in_the_logprobs(server: Server, models: Models) -> None:
+    choice = server.generate(PROMPT, temperature=0.5, seed=1, max_tokens=64)
+    cold = server.generate(PROMPT, temperature=1.0, seed=1, max_tokens=1)
+    warm = server.generate(PROMPT, temperature=0.5, seed=1, max_tokens=1)
+    assert len(logprobs_of(choice)) == 64
+    if cold["token_ids"] == warm["token_ids"]:
+        assert gap(logprobs_of(cold), logprobs_of(warm)) > 1e-3
+
+
+async def test_version_spans_equal_the_switch(server: Server, models: Models, reference: Reference) -> None:
+    def switch_twice() -> None:
+        start = metric(server, "vllm:generation_tokens_total")
+        for step in (1, 2):
+            wait_for_metric(server, "vllm:generation_tokens_total", above=start + step * 800)
+            server.update(models.published[step], step)
+
+    prompts = [[*PROMPT, 10 + i] for i in range(8)]
+    requests = [server.request(p, max_tokens=600, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
+    choices = await generate_all(server, requests, switch_twice)
+    for prompt, choice in zip(prompts, choices, strict=True):
+        spans = versions_of(choice)
+        assert [version for version, _, _ in spans] == ["0.0", "0.1", "0.2"]
+        assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])]
+        assert spans[-1][2] == 600
+        # Up to the switch the request is the base model's alone; the token after it is not.
+        switch = spans[0][2]
+        expected = reference.logprobs(models.base, prompt, choice["token_ids"])
+        assert gap(logprobs_of(choice)[:switch], expected[:switch]) <= AGREEMENT
+        assert gap(logprobs_of(choice)[switch : switch + 50], expected[switch : switch + 50]) > DIFFERENT
+
+
+async def test_prompt_in_mid_prefill_is_prefilled_again(server: Server, models: Models, reference: Reference) -> None:
+    """A prompt is prefilled by one policy alone, though it takes six steps and a switch comes between them."""
+
+    def switch_often() -> None:
+        for step in (1, 2):
+            finished = metric(server, "vllm:request_success_total")
+            wait_for_metric(server, "vllm:request_success_total", above=finished + 5)
+            server.update(models.published[step], step)
+
+    rng = random.Random(0)
+    prompts = [[rng.randrange(6, 100) for _ in range(1500)] for _ in range(40)]
+    restarts = metric(server, "vllm:num_preemptions_total")
+    choices = await generate_all(server, [server.request(p, max_tokens=2) for p in prompts], switch_often)
+    assert metric(server, "vllm:num_preemptions_total") > restarts
+    policies = {"0.0": models.base, "0.1": models.published[1], "0.2": models.published[2]}
+    assert {versions_of(choice)[0][0] for choice in choices} == set(policies)
+    for prompt, choice in zip(prompts, choices, strict=True):
+        policy = policies[versions_of(choice)[0][0]]
+        assert gap(logprobs_of(choice)[:1], reference.logprobs(policy, prompt, choice["token_ids"][:1])) <= AGREEMENT
+
+
+async def test_blocks_of_a_straddling_request_are_not_shared(
+    server: Server, models: Models, reference: Reference
+) -> None:
+    """What a request caches after a switch rests on KV of two policies; nobody else may read it, even back at base."""
+
+    def switch() -> None:
+        start = metric(server, "vllm:generation_tokens_total")
+        wait_for_metric(server, "vllm:generation_tokens_total", above=start + 100)
+        server.update(models.published[1], 1)
+
+    [straddler] = await generate_all(server, [server.request(PROMPT, max_tokens=600)], switch)
+    assert [version for version, _, _ in versions_of(straddler)] == ["0.0", "0.1"]
+    server.reload()
+    prompt = PROMPT + straddler["token_ids"]
+    choice = server.generate(prompt)
+    assert gap(logprobs_of(choice), reference.logprobs(models.base, prompt, choice["token_ids"])) <= AGREEMENT
+
+
+@pytest.mark.parametrize("salt", [None, "tenant-7"])
+def test_cache_entries_do_not_outlive_their_policy(
+    server: Server, models: Models, reference: Reference, salt: str | None
+) -> None:
+    """A client's own salt is mixed in and never alone, on every route."""
+    prompt = [*PROMPT, *range(6, 100)] * 2
+    generate = {**server.request(prompt), **({"cache_salt": salt} if salt else {})}
+    complete = {"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    complete |= {"return_token_ids": True, "ignore_eos": True, **({"cache_salt": salt} if salt else {})}
+
+    def hits() -> float:
+        return metric(server, "vllm:prefix_cache_hits_total")
+
+    def ask() -> list[tuple[list[int], list[float]]]:
+        native = server.post("/inference/v1/generate", **generate).raise_for_status().json()["choices"][0]
+        openai = server.post("/v1/completions", **complete).raise_for_status().json()["choices"][0]
+        return [
+            (native["token_ids"], logprobs_of(native)),
+            (openai["token_ids"], openai["logprobs"]["token_logprobs"]),
+        ]
+
+    start = hits()
+    ask()
+    assert hits() > start, "within a policy the second route reads what the first cached"
+    server.update(models.published[1], 1)
+    for token_ids, measured in ask():
+        assert gap(measured, reference.logprobs(models.published[1], prompt, token_ids)) <= AGREEMENT

@@ -1,0 +1,137 @@
+"""A real inference server in a process of its own, for integration tests."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_S = 150
+STOP_TIMEOUT_S = 15
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        process: the API process; its engine is a child.
+        url: where it listens.
+        log: what it and its engine print.
+        started_s: seconds from the start of the process to its first healthy answer.
+        client: an HTTP client of it.
+    """
+
+    process: subprocess.Popen[bytes]
+    url: str
+    model: str
+    log: Path
+    started_s: float
+    client: httpx.Client
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """Send a JSON body."""
+        return self.client.post(path, json=body)
+
+    def policy(self) -> dict[str, Any]:
+        """What the server says is loaded."""
+        return self.client.get("/policy").raise_for_status().json()
+
+    def update(self, weight_dir: Path, step: int, **body: Any) -> dict[str, Any]:
+        """Switch to a published version; it must succeed."""
+        return _json(self.post("/update_weights", weight_dir=str(weight_dir), step=step, **body))
+
+    def reload(self, **body: Any) -> dict[str, Any]:
+        """Go back to the base model; it must succeed."""
+        return _json(self.post("/reload_weights", **body))
+
+    def generate(self, token_ids: Sequence[int], **sampling: Any) -> dict[str, Any]:
+        """Sample one completion (greedy unless told otherwise) and return its choice."""
+        return _json(self.post("/inference/v1/generate", **self.request(token_ids, **sampling)))["choices"][0]
+
+    def request(self, token_ids: Sequence[int], **sampling: Any) -> dict[str, Any]:
+        """The body of a token-in, token-out request."""
+        parameters = {"temperature": 0.0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, **sampling}
+        return {"model": self.model, "token_ids": list(token_ids), "sampling_params": parameters}
+
+    def engine_pids(self) -> list[int]:
+        """The children of the API process."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+
+@contextmanager
+def inference_server(
+    model: Path, log: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """Start `uv run inference` on a free port, wait until it is healthy, and stop it at the end.
+
+    Args:
+        model: the base model's directory.
+        log: file for its output.
+        arguments: further arguments of the command line, such as `--vllm.max_num_seqs 16`.
+        environment: further environment variables.
+
+    Raises:
+        AssertionError: it ended or was not healthy in time; carries the end of its log.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", "prime_rl.entrypoints.inference", "--model.name", str(model)]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    start = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--server.port", str(port), *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**env, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(environment or {})},
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_healthy(process, url, log)
+        with httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+            yield Server(process, url, str(model), log, time.monotonic() - start, client)
+    finally:
+        _stop(process)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}"
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)  # the only sign of a port that opens is that it opens
+    raise AssertionError(f"the server was not healthy after {START_TIMEOUT_S} s:\n{log.read_text()[-4000:]}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _json(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, f"{response.status_code}: {response.text}"
+    return response.json()

@@ -1,0 +1,100 @@
+"""What `check_weights` accepts and refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from prime_rl.inference.weights import Shapes, WeightsRefusedError, check_weights, read_shapes
+from prime_rl.types import PolicyVersion
+from tests.support.tiny_model import publish_weights
+
+VERSION = PolicyVersion(0, 7)
+BASE: Shapes = {"embed.weight": (8, 4), "norm.weight": (4,)}
+
+
+def _publish(tmp_path: Path, shapes: Shapes = BASE, **fields: Any) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    names = sorted(shapes)
+    # In two files, as large models are.
+    for number, part in enumerate((names[:1], names[1:])):
+        tensors = {name: np.full(shapes[name], number, dtype=np.float32) for name in part}
+        save_file(tensors, model / f"model-{number}.safetensors")
+    return publish_weights(tmp_path, model, VERSION.step, overrides=fields)
+
+
+def _reason(directory: Path, tied: bool = False) -> str:
+    with pytest.raises(WeightsRefusedError) as caught:
+        check_weights(directory, VERSION, BASE, tied)
+    return str(caught.value)
+
+
+def _change(directory: Path, change: Callable[[bytearray], None]) -> None:
+    file = directory / "model-1.safetensors"
+    content = bytearray(file.read_bytes())
+    change(content)
+    file.write_bytes(content)
+
+
+def test_accepts_what_was_published(tmp_path: Path) -> None:
+    directory = _publish(tmp_path)
+    policy = check_weights(directory, VERSION, BASE, tied=False)
+    assert (policy.version, policy.path) == (VERSION, directory)
+    assert policy.hash == json.loads((directory / "manifest.json").read_text())["hash"]
+    assert read_shapes(directory) == BASE
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"format": "other/1"}, "has format 'other/1'"),
+        ({"step": 8}, "declares branch 0, step 8; asked for was branch 0, step 7"),
+        ({"branch": 1}, "declares branch 1, step 7"),
+        ({"hash": "0" * 32}, "its content hash is another"),
+        ({"tensors": None}, "lists no tensors"),
+        ({"tensors": {}}, "tensor embed.weight (and 1 more) has another hash"),
+    ],
+)
+def test_refuses_a_manifest_that_lies(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    assert reason in _reason(_publish(tmp_path, **fields))
+
+
+def test_refuses_altered_files(tmp_path: Path) -> None:
+    directory = _publish(tmp_path)
+    _change(directory, lambda content: content.__setitem__(-1, 1))
+    assert "tensor norm.weight has another hash" in _reason(directory)
+    _change(directory, lambda content: content.pop())
+    assert "bytes, its manifest says" in _reason(directory)
+    (directory / "model-1.safetensors").unlink()
+    assert "has None bytes" in _reason(directory)
+    (directory / "manifest.json").write_text("{")
+    assert "is not JSON" in _reason(directory)
+    (directory / "manifest.json").write_text('{"format": "prime_rl.weights/1"}')
+    assert "lacks 'files'" in _reason(directory)
+    (directory / "manifest.json").unlink()
+    assert "manifest.json is missing" in _reason(directory)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        ({"embed.weight": (8, 4)}, "lacks tensor norm.weight"),
+        ({**BASE, "extra.weight": (1,)}, "holds tensor extra.weight, unknown to the model"),
+        ({**BASE, "norm.weight": (5,)}, "tensor norm.weight of {} has shape [5], the model that is served [4]"),
+        ({**BASE, "lm_head.weight": (8, 4)}, "holds tensor lm_head.weight"),
+    ],
+)
+def test_refuses_another_model(tmp_path: Path, shapes: Shapes, reason: str) -> None:
+    directory = _publish(tmp_path, shapes)
+    assert reason.format(directory) in _reason(directory)
+
+
+def test_a_tied_head_may_be_written_or_left_out(tmp_path: Path) -> None:
+    directory = _publish(tmp_path, {**BASE, "lm_head.weight": (8, 4)})
+    check_weights(directory, VERSION, BASE, tied=True)
+    check_weights(directory, VERSION, {**BASE, "lm_head.weight": (8, 4)}, tied=True)
