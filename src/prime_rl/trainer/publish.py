@@ -25,14 +25,18 @@ from prime_rl.trainer.parallel import World
 from prime_rl.types import PolicyVersion
 
 WEIGHTS_FORMAT = "prime_rl.weights/1"
-_SHARD_BYTES = 2 * 1024**3
 
 
 class Publisher:
     """Writes versions of one policy in Hugging Face layout."""
 
     def __init__(
-        self, policy: PolicyModel, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, world: World
+        self,
+        policy: PolicyModel,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: torch.dtype,
+        world: World,
+        shard_bytes: int = 2 * 1024**3,
     ) -> None:
         """Read the files that every version repeats (config, tokenizer) once.
 
@@ -41,8 +45,9 @@ class Publisher:
             tokenizer: published beside the weights.
             dtype: of the published floating-point tensors.
             world: the ranks that hold the shards.
+            shard_bytes: a file of weights ends when it has reached this size.
         """
-        self._policy, self._dtype, self._world = policy, dtype, world
+        self._policy, self._dtype, self._world, self._shard_bytes = policy, dtype, world, shard_bytes
         self._companions = _companion_files(policy, tokenizer, dtype) if world.leads else {}
 
     def publish(self, target: Path, version: PolicyVersion) -> None:
@@ -67,7 +72,7 @@ class Publisher:
     def _write(self, directory: Path, groups: Iterator[dict[str, Tensor]], version: PolicyVersion) -> Mapping[str, Any]:
         for name, content in self._companions.items():
             (directory / name).write_bytes(content)
-        _save_sharded(directory, groups)
+        _save_sharded(directory, groups, self._shard_bytes)
         tensors = hash_tensors(directory)
         return {
             "format": WEIGHTS_FORMAT,
@@ -117,7 +122,7 @@ def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return whole.to(device="cpu", dtype=dtype if whole.is_floating_point() else whole.dtype).contiguous()
 
 
-def _save_sharded(directory: Path, groups: Iterator[dict[str, Tensor]], limit: int = _SHARD_BYTES) -> None:
+def _save_sharded(directory: Path, groups: Iterator[dict[str, Tensor]], limit: int) -> None:
     """Write safetensors files of about `limit` bytes, with an index where there are several."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}

@@ -5,6 +5,7 @@ import sys
 
 import torch
 from loguru import logger
+from transformers.utils.logging import disable_progress_bar
 
 from prime_rl.configs.shared import LogConfig
 from prime_rl.errors import ConfigError
@@ -17,6 +18,7 @@ def start_process(log: LogConfig) -> None:
     if os.environ.get(SUPERVISED) == "1":
         follow_parent()
     start_log(log)
+    disable_progress_bar()
     # One thread unless the user says otherwise: results are then the same everywhere, and the sampler, which shares
     # the cores of a small machine, is not starved.
     if "OMP_NUM_THREADS" not in os.environ:

@@ -1,17 +1,21 @@
-"""Runs a function on several real gloo processes, described to each in its environment as torchrun does.
+"""Real processes without their imports: forked from a server that has imported torch and transformers once.
 
-The processes are forked from a server that has imported torch and transformers once: it is the imports that cost time.
+`run_world` runs a function on several gloo ranks, described to each in its environment as torchrun does;
+`run_command` runs an entry point.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
 import socket
+import sys
+import tempfile
 import traceback
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["prime_rl.trainer.publish", "prime_rl.trainer.engine", "datasets"])
+_context.set_forkserver_preload(["prime_rl.trainer.rl.train", "prime_rl.trainer.sft.train", "datasets"])
 
 
 def run_world(size, function, argument, tmp_path, timeout=120):
@@ -35,6 +39,26 @@ def run_world(size, function, argument, tmp_path, timeout=120):
     answers = [json.loads(result.read_text()) for result in results]
     assert not any("error" in answer for answer in answers), answers
     return [answer["value"] for answer in answers]
+
+
+def run_command(command, arguments, timeout=120):
+    """Run the entry point `command` ("trainer", "sft"); return its exit code and what it wrote to stderr."""
+    with tempfile.NamedTemporaryFile("r") as error:
+        process = _context.Process(target=_run_main, args=(command, list(map(str, arguments)), error.name))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError(f"{command} did not end within {timeout} s: {error.read()[-3000:]}")
+        return process.exitcode, error.read()
+
+
+def _run_main(command, arguments, error):
+    with Path(error).open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.argv = [command, *arguments]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    importlib.import_module(f"prime_rl.entrypoints.{command}").main()
 
 
 def _run_rank(rank, size, port, function, argument, result):

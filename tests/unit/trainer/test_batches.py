@@ -1,0 +1,63 @@
+"""From a batch to minibatches: every row once, the same minibatches on every world size."""
+
+import numpy as np
+import pytest
+import torch
+
+from prime_rl.configs.trainer import FakeDataConfig
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.rl.batches import fake_batch, split_batch
+
+CPU = torch.device("cpu")
+
+
+def make(step=0, **changes):
+    config = FakeDataConfig(batch_size=22, seq_len=30, micro_batch_size=2, generate_samples=True)
+    return fake_batch(config.model_copy(update=changes), 100, row_length=60, seed=1, step=step)
+
+
+def rows_of(minibatch):
+    return [row.tokens.tolist() for row in minibatch.rows if len(row.scored)]
+
+
+@pytest.mark.parametrize("minibatches", [1, 3, 4, 50])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_row_is_trained_once_in_the_same_minibatch(minibatches, size):
+    batch = make()
+    alone = split_batch(batch, 0, minibatches, World(0, 1, CPU))
+    ranks = [split_batch(batch, 0, minibatches, World(rank, size, CPU)) for rank in range(size)]
+    assert len(alone) == min(minibatches, batch.rows)
+    for i, minibatch in enumerate(alone):
+        shares = [rank[i] for rank in ranks]
+        assert len({len(share.rows) for share in shares}) == 1
+        assert {share.normaliser for share in shares} == {minibatch.normaliser}
+        assert sorted(row for share in shares for row in rows_of(share)) == sorted(rows_of(minibatch))
+    assert sum(minibatch.normaliser for minibatch in alone) == batch.loss_tokens
+    assert sum(len(m.rows) for m in alone) == batch.rows
+
+
+def test_minibatches_are_balanced():
+    sizes = [m.normaliser for m in split_batch(make(), 0, 4, World(0, 1, CPU))]
+    assert max(sizes) < 1.35 * min(sizes)
+
+
+def test_on_policy_is_told_by_sample():
+    batch = make(step=5)
+    versions = batch.versions.copy()
+    first = int(np.flatnonzero(batch.loss_mask)[0])
+    versions[first] = 4  # one older token makes its whole sample off-policy
+    object.__setattr__(batch, "versions", versions)
+    row = split_batch(batch, 5, batch.rows, World(0, 1, CPU))
+    old = [m.rows[0] for m in row if not m.rows[0].on_policy.all()]
+    assert len(old) == 1
+    assert old[0].on_policy.tolist() == [s != 0 for s in old[0].segment_ids.tolist()]
+
+
+def test_fake_batches_are_valid_and_follow_seed_and_step():
+    one, same, other = make(0), make(0), make(1)
+    one.validate()
+    assert (one.tokens == same.tokens).all()
+    assert not np.array_equal(one.tokens, other.tokens)
+    assert set(np.unique(other.versions)) == {-1, 1}
+    full = make(generate_samples=False)
+    assert (full.seq_lens == 30).all() and full.rows == 11
