@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from prime_rl.configs.base import move_to_experiment
 from prime_rl.configs.schema import flag
+from prime_rl.configs.shared import DEFAULT_MODEL
 from prime_rl.configs.state import MISSING, Origin, Rank, State
 from prime_rl.errors import ConfigError
 
@@ -133,12 +134,18 @@ def move_run(state: State) -> None:
 
 
 def name_wandb_runs(state: State) -> None:
-    """Two runs, NAME-trainer and NAME-orchestrator."""
-    name = state.get("wandb.name")
+    """Two runs, NAME-trainer and NAME-orchestrator, in one group; NAME is the model's where none is given."""
+    if not isinstance(state.get("wandb"), dict):
+        return
+    name, origin = state.get("wandb.name"), state.origin("wandb.name")
+    if not isinstance(name, str):
+        model = state.get("model.name") if state.is_set("model.name") else DEFAULT_MODEL
+        name, origin = str(model).rstrip("/").split("/")[-1], state.origin("wandb")
+        state.put("wandb.name", name, origin)
     for role in ("trainer", "orchestrator"):
-        on = isinstance(state.get(f"{role}.wandb"), dict)
-        if on and isinstance(name, str) and not state.is_set(f"{role}.wandb.name"):
-            state.put(f"{role}.wandb.name", f"{name}-{role}", state.origin("wandb.name"))
+        for key, value in (("name", f"{name}-{role}"), ("group", name)):
+            if state.get(f"{role}.wandb.{key}") in (MISSING, None):
+                state.put(f"{role}.wandb.{key}", value, origin)
 
 
 def assign_gpus(state: State) -> None:

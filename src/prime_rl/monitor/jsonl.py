@@ -2,6 +2,7 @@
 
 import json
 import math
+import numbers
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,4 +36,4 @@ def finite(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
 def _plain(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
-    return int(value) if float(value).is_integer() and not isinstance(value, float) else float(value)
+    return int(value) if isinstance(value, numbers.Integral) else float(value)

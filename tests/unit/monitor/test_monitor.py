@@ -1,0 +1,153 @@
+"""Metrics on disk, and what W&B gets: really, in offline mode, and argument by argument with a fake."""
+
+import json
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from prime_rl.configs import RLConfig, TrainerConfig
+from prime_rl.configs.shared import LogExtrasConfig, WandbConfig
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.monitor import Monitor
+from prime_rl.run.paths import RunPaths
+
+ROWS = [
+    {"group_id": 0, "reward": 0.5, "messages": [{"role": "user", "content": "a"}]},
+    {"group_id": 1, "reward": 1.0, "messages": []},
+]
+
+
+class FakeRun:
+    def __init__(self):
+        self.logged, self.finished = [], False
+
+    def define_metric(self, *args, **kwargs):
+        pass
+
+    def log(self, values):
+        self.logged.append(values)
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch):
+    """wandb.init() that remembers how it was called."""
+    import wandb
+
+    run, calls = FakeRun(), []
+
+    def init(**kwargs):
+        calls.append(kwargs)
+        return run
+
+    monkeypatch.setattr(wandb, "init", init)
+    return run, calls
+
+
+def lines(paths, role):
+    return [json.loads(line) for line in paths.metrics(role).read_text().splitlines()]
+
+
+def test_one_object_a_step(tmp_path):
+    paths = RunPaths(tmp_path)
+    monitor = Monitor(paths, "trainer", None)
+    monitor.log(0, {"loss": np.float32(0.5), "tokens": np.int64(7), "lr": 1.0, "skipped": True})
+    assert lines(paths, "trainer") == [{"step": 0, "loss": 0.5, "tokens": 7, "lr": 1.0, "skipped": 1}]
+    monitor.log(1, {"loss": float("nan"), "grad_norm": float("inf"), "mismatch_kl/on_policy": None})
+    monitor.log_samples(1, ROWS)
+    monitor.log_distributions(1, {"reward": [1.0]})
+    monitor.close()
+    assert lines(paths, "trainer")[1] == {"step": 1, "loss": None, "grad_norm": None, "mismatch_kl/on_policy": None}
+    assert isinstance(lines(paths, "trainer")[0]["tokens"], int)
+    Monitor(paths, "trainer", None).log(2, {})
+    assert [line["step"] for line in lines(paths, "trainer")] == [0, 1, 2]
+
+
+def test_wandb_is_not_imported_unless_configured(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from pathlib import Path; from prime_rl.monitor import Monitor; "
+        "from prime_rl.run.paths import RunPaths; "
+        f"Monitor(RunPaths(Path({str(tmp_path)!r})), 'trainer', None); "
+        "print('wandb' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False False\n", done.stderr
+
+
+def test_run_is_started_as_configured(tmp_path, fake_wandb):
+    run, calls = fake_wandb
+    rl = RLConfig.load(["--wandb.name", "x", "--wandb.project", "p", "--wandb.offline", "--wandb.id", "abc"])
+    Monitor(RunPaths(tmp_path), "trainer", rl.trainer.wandb, rl.trainer).close()
+    Monitor(RunPaths(tmp_path), "orchestrator", rl.orchestrator.wandb).close()
+    first, second = calls
+    assert (first["name"], second["name"]) == ("x-trainer", "x-orchestrator")
+    assert (first["id"], first["resume"]) == ("abc", "allow")
+    assert (second["id"], second["resume"]) == (None, None)
+    assert {call["project"] for call in calls} == {"p"}
+    assert {call["mode"] for call in calls} == {"offline"}
+    assert {call["group"] for call in calls} == {"x"}
+    assert first["config"]["optim"]["lr"] == TrainerConfig().optim.lr
+    assert first["dir"] == tmp_path
+    assert run.finished
+
+
+def test_tables_every_few_steps_and_only_on_request(tmp_path, fake_wandb):
+    run, _ = fake_wandb
+
+    def log(extras):
+        run.logged.clear()
+        monitor = Monitor(RunPaths(tmp_path), "orchestrator", WandbConfig(log_extras=extras))
+        for step in range(4):
+            monitor.log(step, {"loss": 1.0, "none": None})
+            monitor.log_samples(step, ROWS)
+            monitor.log_distributions(step, {"reward": np.array([[0.0, 1.0], [2.0, np.nan]]), "empty": []})
+        return run.logged
+
+    assert log(None) == [{"step": step, "loss": 1.0} for step in range(4)]
+    logged = log(LogExtrasConfig(interval=2))
+    samples = [values for values in logged if "samples" in values]
+    assert [values["step"] for values in samples] == [0, 2]
+    assert samples[0]["samples"].columns == ["step", "group_id", "reward", "messages"]
+    assert samples[0]["samples"].data[0] == [0, 0, 0.5, '[{"role": "user", "content": "a"}]']
+    spread = [values for values in logged if "distributions" in values]
+    assert [values["step"] for values in spread] == [0, 2]
+    ((step, name, count, mean, low, *_, high),) = spread[1]["distributions"].data
+    assert (step, name, count, mean, low, high) == (2, "reward", 3, 1.0, 0.0, 2.0)
+    assert "distributions/reward" in spread[0]
+    assert not any("distributions" in values for values in log(LogExtrasConfig(distributions=False, interval=1)))
+    assert not any("samples" in values for values in log(LogExtrasConfig(samples=False, interval=1)))
+
+
+def test_what_wandb_refuses_is_one_line(tmp_path, monkeypatch):
+    import wandb
+
+    refusals = {
+        wandb.errors.UsageError("api_key not configured (no-tty).\nmore"): (ConfigError, "wandb login"),
+        wandb.errors.CommError("no route\nmore"): (RunError, "--wandb.offline"),
+    }
+    for refusal, (kind, hint) in refusals.items():
+        monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=refusal))
+        with pytest.raises(kind) as caught:
+            Monitor(RunPaths(tmp_path), "trainer", WandbConfig())
+        assert hint in str(caught.value)
+        assert "more" not in str(caught.value)
+
+
+def test_offline_run_is_written_for_real(tmp_path):
+    config = WandbConfig(offline=True, name="x-trainer", log_extras=LogExtrasConfig(interval=1))
+    monitor = Monitor(RunPaths(tmp_path), "trainer", config)
+    monitor.log(0, {"loss": 1.0})
+    monitor.log_samples(0, ROWS)
+    monitor.log_distributions(0, {"reward": [0.0, 1.0]})
+    monitor.close()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(run.glob("*.wandb"))
+    tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in run.rglob("*.table.json")}
+    assert tables["samples"]["data"][1][2] == 1.0
+    assert tables["distributions"]["data"][0][1] == "reward"

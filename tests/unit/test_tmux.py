@@ -1,0 +1,77 @@
+"""scripts/tmux.sh: three named panes that follow a run's logs, also logs that do not exist yet."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts/tmux.sh"
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Run commands against a tmux server of our own, in an empty folder."""
+    env = {name: value for name, value in os.environ.items() if name not in ("TMUX", "OUTPUT_DIR")}
+    env |= {"TMUX_TMPDIR": str(tmp_path), "SHELL": "/bin/bash", "TERM": "xterm"}
+
+    def run(*argv):
+        return subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    yield run
+    run("tmux", "kill-server")
+
+
+def panes(shell, session):
+    done = shell("tmux", "list-panes", "-s", "-t", session, "-F", "#{pane_title} #{pane_id}")
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+def shows(shell, pane, text):
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if text in shell("tmux", "capture-pane", "-p", "-t", pane).stdout:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(("name", "logs"), [("", "outputs/logs"), ("exp-1.b", "outputs/exp-1.b/logs")])
+def test_panes_follow_logs_that_come_later(shell, tmp_path, name, logs):
+    argv = [name] if name else []
+    session = "prime-rl" + ("-exp-1_b" if name else "")
+    assert shell("bash", str(SCRIPT), *argv).returncode == 0
+    found = panes(shell, session)
+    assert list(found) == ["Trainer", "Orchestrator", "Inference"]
+    (tmp_path / logs).mkdir(parents=True)
+    for role in found:
+        (tmp_path / logs / f"{role.lower()}.log").write_text(f"hello of {role}\n")
+    for role, pane in found.items():
+        assert shows(shell, pane, f"hello of {role}")
+    (tmp_path / logs / "trainer.log").write_text("a new run\n")
+    assert shows(shell, found["Trainer"], "a new run")
+    assert shell("bash", str(SCRIPT), *argv).returncode == 0  # once more changes nothing
+    assert panes(shell, session) == found
+    assert shell("bash", str(SCRIPT), "kill", *argv).returncode == 0
+    assert panes(shell, session) == {}
+
+
+def test_a_pane_becomes_a_shell_after_ctrl_c(shell):
+    assert shell("bash", str(SCRIPT)).returncode == 0
+    pane = panes(shell, "prime-rl")["Trainer"]
+    for _ in range(100):
+        if shell("tmux", "display", "-p", "-t", pane, "#{pane_current_command}").stdout.strip() == "tail":
+            break
+        time.sleep(0.05)
+    shell("tmux", "send-keys", "-t", pane, "C-c", "")
+    shell("tmux", "send-keys", "-t", pane, "echo $((6*7))", "Enter")
+    assert shows(shell, pane, "42")
+
+
+def test_bad_use_is_one_line(shell):
+    assert shell("bash", str(SCRIPT), "a/b").returncode == 2
+    gone = shell("bash", str(SCRIPT), "kill", "none")
+    assert (gone.returncode, gone.stderr) == (1, "error: there is no session prime-rl-none\n")
