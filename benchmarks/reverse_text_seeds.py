@@ -1,0 +1,135 @@
+"""Does the reward rise at every async level and with every seed? Runs the CPU recipe with the real system, each once:
+
+    uv run --extra cpu python benchmarks/reverse_text_seeds.py --json benchmarks/results/reverse_text_seeds.json
+
+One run at a time, about three minutes each on two cores. Prints a Markdown table; `--json FILE` writes the figures
+and whole curves as well. Exit code 1 if a run missed a limit. Arguments after `--` go to every `rl`:
+`... -- --trainer.optim.lr 3e-4`.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_rl.run.paths import RunPaths
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "configs/reverse_text/cpu.toml"
+
+# The promise of the README: mean reward of the first 3 steps and of the last 5.
+FIRST, FIRST_LIMIT = 3, 0.60
+LAST, LAST_LIMIT = 5, 0.85
+SECONDS_LIMIT = 240
+
+CURVES = {
+    "reward": "reward/mean",
+    "exact_match": "metrics/exact_match",
+    "letter_overlap": "metrics/letter_overlap",
+    "length_match": "metrics/length_match",
+    "staleness": "staleness/max",
+}
+
+HEADER = (
+    "| k | seed | reward, first 3 → last 5 | exact match | right letters | right length | staleness max | seconds |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    results = []
+    print(HEADER, flush=True)
+    for k in arguments.async_levels:
+        for seed in arguments.seeds:
+            directory = arguments.output_dir.resolve() / f"k{k}_seed{seed}"
+            result = measure(k, seed, directory, arguments.overrides)
+            results.append(result)
+            print(table_row(result), flush=True)
+            if arguments.json:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps({"limits": limits(), "runs": results}, indent=1) + "\n")
+    missed = [f"k={r['async_level']} seed={r['seed']}: {what}" for r in results for what in missed_limits(r)]
+    for line in missed:
+        print(f"missed: {line}")
+    print(f"{len(results)} runs, limits {limits()}: {'missed' if missed else 'all kept'}")
+    return 1 if missed else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--async-levels", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--json", type=Path, help="write all figures and curves to this file")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("outputs/reverse_text_seeds"), help="runs are kept here"
+    )
+    parser.add_argument("overrides", nargs="*", help="further arguments of rl, after --")
+    return parser.parse_args()
+
+
+def measure(k: int, seed: int, directory: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run `rl` once in `directory` and return its figures; CalledProcessError if it fails."""
+    shutil.rmtree(directory, ignore_errors=True)
+    settings = ["--async-level", str(k), "--seed", str(seed), "--output-dir", str(directory)]
+    command = [str(Path(sys.executable).with_name("rl")), "@", str(RECIPE), *settings, *overrides]
+    log = directory.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    with log.open("w") as file:
+        subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=True)
+    seconds = time.monotonic() - start
+    lines = RunPaths(directory).metrics("orchestrator").read_text().splitlines()
+    return {"async_level": k, "seed": seed, "seconds": seconds, **summarise([json.loads(line) for line in lines])}
+
+
+def summarise(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Reduce the orchestrator's metrics, one object a step, to the figures of the table and the curves."""
+    curves = {name: [step[key] for step in steps] for name, key in CURVES.items()}
+    ends = {
+        name: {"first": mean(curve[:FIRST]), "last": mean(curve[-LAST:])}
+        for name, curve in curves.items()
+        if name != "staleness"
+    }
+    return {"steps": len(steps), **ends, "staleness_max": max(curves["staleness"]), "curves": curves}
+
+
+def missed_limits(result: dict[str, Any]) -> list[str]:
+    """Name the limits that a run missed."""
+    reward = result["reward"]
+    checks = {
+        f"first {FIRST} steps {reward['first']:.3f}": reward["first"] <= FIRST_LIMIT,
+        f"last {LAST} steps {reward['last']:.3f}": reward["last"] >= LAST_LIMIT,
+        f"staleness {result['staleness_max']:.0f}": result["staleness_max"] <= result["async_level"],
+        f"{result['seconds']:.0f} seconds": result["seconds"] <= SECONDS_LIMIT,
+    }
+    return [what for what, kept in checks.items() if not kept]
+
+
+def limits() -> dict[str, float]:
+    """Return the limits by name."""
+    return {"reward_first_3": FIRST_LIMIT, "reward_last_5": LAST_LIMIT, "seconds": SECONDS_LIMIT}
+
+
+def table_row(result: dict[str, Any]) -> str:
+    """Format one run as a row of the table."""
+
+    def rise(name: str) -> str:
+        return f"{result[name]['first']:.3f} → {result[name]['last']:.3f}"
+
+    cells = [result["async_level"], result["seed"], *map(rise, ("reward", "exact_match", "letter_overlap"))]
+    cells += [rise("length_match"), f"{result['staleness_max']:.0f}", f"{result['seconds']:.0f}"]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
