@@ -142,7 +142,8 @@ class Display:
         self._progress.update(self._task, completed=self.story.steps, description="training", line=line)
         if not self._console.is_terminal:
             total = f"/{self._max_steps}" if self._max_steps else ""
-            self._console.print(f"step {step['step'] + 1}{total} | {line}", soft_wrap=True)
+            elapsed = _clock(time.monotonic() - self._started)
+            self._console.print(f"{elapsed} | step {step['step'] + 1}{total} | {line}", soft_wrap=True)
 
 
 def _number(value: float | None) -> str:

@@ -12,7 +12,7 @@ from prime_rl.supervisor.children import Role
 from prime_rl.supervisor.process import SUPERVISED
 
 # Ranks that hang in a collective when another dies are killed after this many seconds, not torchrun's thirty.
-_TORCHRUN_SHUTDOWN_S = 5
+_TORCHRUN_SHUTDOWN_S = 4
 
 
 def make_roles(config: RLConfig, paths: RunPaths) -> list[Role]:

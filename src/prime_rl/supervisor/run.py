@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 from contextlib import suppress
+from typing import Any
 
 from rich.console import Console
 
@@ -72,16 +73,15 @@ async def _run(config: RLConfig, paths: RunPaths, display: Display, console: Con
 
 
 def _explain(outcome: Outcome, console: Console) -> ConfigError | RunError:
-    """Name the culprit, with what it said itself, else with the last lines of its log."""
+    """Name the culprit, with what it said itself; show the last lines of its log unless the input was bad."""
     assert outcome.culprit is not None
     role, code = outcome.culprit, outcome.code
     told = _told(outcome)
-    if told is not None:
-        message = f"{role.name}: {told['message']} (log {role.log})"
-        return ConfigError(message) if told["code"] == 2 else RunError(message)
+    if told is not None and told["code"] == 2:
+        return ConfigError(f"{role.name}: {told['message']} (log {role.log})")
     lines = tail(role.log)
     if lines:
-        console.print(f"last lines of {role.log}:", style="bold")
+        console.print(f"last lines of {role.log}:", style="bold", soft_wrap=True)
         for line in lines:
             console.print(f"  {line}", markup=False, soft_wrap=True)
     if code is None:
@@ -90,10 +90,11 @@ def _explain(outcome: Outcome, console: Console) -> ConfigError | RunError:
         how = f"was killed by {signal.Signals(-code).name}"
     else:
         how = f"ended with exit code {code}" + ("" if code else " before the run was over")
-    return RunError(f"{role.name} {how}; log {role.log}")
+    why = f": {told['message']}" if told else ""
+    return RunError(f"{role.name} {how}{why}; log {role.log}")
 
 
-def _told(outcome: Outcome) -> dict | None:
+def _told(outcome: Outcome) -> dict[str, Any] | None:
     """The error that the culprit left behind, unless a signal killed it."""
     assert outcome.culprit is not None
     if outcome.code is None or outcome.code <= 0:

@@ -24,7 +24,7 @@ class Limits:
         straggle: for the others that finish, once the role that does the last of the work has ended.
     """
 
-    grace: float = 7.0
+    grace: float = 5.0
     kill: float = 4.0
     spread: float = 1.0
     straggle: float = 60.0

@@ -122,7 +122,7 @@ def test_an_exception_is_told_even_through_a_launcher_that_hides_it(start):
     script = f"import subprocess, sys; sys.exit(bool(subprocess.run([sys.executable, '-c', {inner!r}]).returncode))"
     code, output = start({"orchestrator": FOREVER, "trainer": script}).end()
     assert code == 1
-    assert "error: trainer: ValueError: no luck (log " in output
+    assert "error: trainer ended with exit code 1: ValueError: no luck; log " in output
 
 
 def test_bad_input_found_by_a_process_is_bad_input_of_the_run(start):
