@@ -4,12 +4,15 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.wait import changes
@@ -88,16 +91,14 @@ class Display:
         self._tails = {role: JsonTail(paths.metrics(role)) for role in _ROLES}
         self._paths, self._max_steps, self._console = paths, max_steps, console
         self._started = time.monotonic()
-        columns = (
-            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("{task.fields[line]}"), TimeElapsedColumn(),
-        )  # fmt: skip
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._progress.add_task("starting", total=max_steps, line="")
+        self._bar = Progress(BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
+        self._task = self._bar.add_task("", total=max_steps)
+        self._line = "starting"
 
     async def follow(self) -> None:
         """Show steps until cancelled."""
-        with self._progress:
+        live = Live(get_renderable=self._render, console=self._console, transient=True)
+        with live if self._console.is_terminal else nullcontext():
             async for _ in changes(self._paths.metrics_dir, asyncio.Event()):
                 self.refresh()
 
@@ -139,11 +140,16 @@ class Display:
         )
         eta = self.story.eta_s(self._max_steps)
         line += f" | ETA {_clock(eta)}" if eta is not None else ""
-        self._progress.update(self._task, completed=self.story.steps, description="training", line=line)
+        self._bar.update(self._task, completed=self.story.steps)
+        self._line = line
         if not self._console.is_terminal:
             total = f"/{self._max_steps}" if self._max_steps else ""
             elapsed = _clock(time.monotonic() - self._started)
             self._console.print(f"{elapsed} | step {step['step'] + 1}{total} | {line}", soft_wrap=True)
+
+    def _render(self) -> Group:
+        """Two rows, so that both fit on a narrow terminal."""
+        return Group(self._bar, Text(self._line, no_wrap=True, overflow="ellipsis"))
 
 
 def _number(value: float | None) -> str:
