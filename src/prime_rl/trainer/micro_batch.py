@@ -1,5 +1,6 @@
-"""One packed row as the model wants it: tensors on the device, segments given by their boundaries."""
+"""Packed samples as the model wants them: one row of tensors on the device, segments given by their boundaries."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed samples that fill one row of T tokens; entry t of every [T] tensor describes token t.
+    """Packed samples of T tokens in one row; entry t of every [T] tensor describes token t.
 
     Attributes:
         tokens: int64 [T].
@@ -47,16 +48,11 @@ class MicroBatch:
         moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in values.items()}
         return type(self)(**moved)
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Segment lengths, [segments]."""
-        return np.diff(self.boundaries.cpu().numpy()).astype(np.int64)
-
 
 def make_micro_batch(
     tokens: NDArray[np.integer],
     loss_mask: NDArray[np.generic],
-    segment_ids: NDArray[np.integer],
+    lengths: Sequence[int] | NDArray[np.integer],
     *,
     logprobs: NDArray[np.floating] | None = None,
     advantages: NDArray[np.floating] | None = None,
@@ -68,7 +64,7 @@ def make_micro_batch(
     Args:
         tokens: [T].
         loss_mask: [T], non-zero where the token is trained on.
-        segment_ids: [T], changes where a segment begins.
+        lengths: tokens of each segment, in order; at least 1 each.
         logprobs: [T], the sampler's.
         advantages: [T].
         temperature: [T].
@@ -78,9 +74,8 @@ def make_micro_batch(
         ValueError: the first token of a segment is to be trained on.
     """
     length = len(tokens)
-    starts = np.flatnonzero(np.diff(segment_ids, prepend=segment_ids[0] - 1))
-    boundaries = np.append(starts, length)
-    lengths = np.diff(boundaries)
+    boundaries = np.concatenate([[0], np.cumsum(lengths)])
+    starts = boundaries[:-1]
     mask = np.asarray(loss_mask) != 0
     if mask[starts].any():
         raise ValueError("the first token of a segment has nothing before it and cannot be trained on")
@@ -90,7 +85,7 @@ def make_micro_batch(
         position_ids=torch.from_numpy(np.arange(length) - np.repeat(starts, lengths)),
         segment_ids=torch.from_numpy(np.repeat(np.arange(len(starts)), lengths)),
         boundaries=torch.from_numpy(boundaries.astype(np.int32)),
-        longest=int(lengths.max()),
+        longest=int(np.max(lengths)),
         scored=torch.from_numpy(np.flatnonzero(mask)),
         loss_mask=torch.from_numpy(mask),
         temperature=_floats(np.ones(length, np.float32) if temperature is None else temperature),
@@ -103,7 +98,7 @@ def make_micro_batch(
 def masked_row() -> MicroBatch:
     """Make the smallest row that trains on nothing, to even out the ranks' counts of micro-batches."""
     nothing = np.zeros(2, np.int64)
-    return make_micro_batch(nothing, nothing, nothing)
+    return make_micro_batch(nothing, nothing, [2])
 
 
 def _floats(values: NDArray[np.floating]) -> Tensor:

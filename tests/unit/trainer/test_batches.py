@@ -16,28 +16,30 @@ def make(step=0, **changes):
     return fake_batch(config.model_copy(update=changes), 100, row_length=60, seed=1, step=step)
 
 
-def rows_of(minibatch):
-    return [row.tokens.tolist() for row in minibatch.rows if len(row.scored)]
+def samples_of(minibatch):
+    """Every sample that is trained on, as a list of tokens."""
+    real = [row for row in minibatch.rows if len(row.scored)]
+    return [part.tolist() for row in real for part in row.tokens.split(np.diff(row.boundaries.numpy()).tolist())]
 
 
 @pytest.mark.parametrize("minibatches", [1, 3, 4, 50])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_row_is_trained_once_in_the_same_minibatch(minibatches, size):
+def test_every_sample_is_trained_once_in_the_same_minibatch(minibatches, size):
     batch = make()
-    alone = split_batch(batch, 0, minibatches, World(0, 1, CPU))
-    ranks = [split_batch(batch, 0, minibatches, World(rank, size, CPU)) for rank in range(size)]
+    alone = split_batch(batch, 0, minibatches, World(0, 1, CPU), room=60)
+    ranks = [split_batch(batch, 0, minibatches, World(rank, size, CPU), room=60) for rank in range(size)]
     assert len(alone) == min(minibatches, batch.rows)
     for i, minibatch in enumerate(alone):
         shares = [rank[i] for rank in ranks]
         assert len({len(share.rows) for share in shares}) == 1
         assert {share.normaliser for share in shares} == {minibatch.normaliser}
-        assert sorted(row for share in shares for row in rows_of(share)) == sorted(rows_of(minibatch))
+        assert sorted(row for share in shares for row in samples_of(share)) == sorted(samples_of(minibatch))
     assert sum(minibatch.normaliser for minibatch in alone) == batch.loss_tokens
-    assert sum(len(m.rows) for m in alone) == batch.rows
+    assert sum(len(samples_of(m)) for m in alone) == len(batch.seq_lens)
 
 
 def test_minibatches_are_balanced():
-    sizes = [m.normaliser for m in split_batch(make(), 0, 4, World(0, 1, CPU))]
+    sizes = [m.normaliser for m in split_batch(make(), 0, 4, World(0, 1, CPU), room=60)]
     assert max(sizes) < 1.35 * min(sizes)
 
 
@@ -47,7 +49,7 @@ def test_on_policy_is_told_by_sample():
     first = int(np.flatnonzero(batch.loss_mask)[0])
     versions[first] = 4  # one older token makes its whole sample off-policy
     object.__setattr__(batch, "versions", versions)
-    row = split_batch(batch, 5, batch.rows, World(0, 1, CPU))
+    row = split_batch(batch, 5, batch.rows, World(0, 1, CPU), room=60)
     old = [m.rows[0] for m in row if not m.rows[0].on_policy.all()]
     assert len(old) == 1
     assert old[0].on_policy.tolist() == [s != 0 for s in old[0].segment_ids.tolist()]
@@ -61,3 +63,14 @@ def test_fake_batches_are_valid_and_follow_seed_and_step():
     assert set(np.unique(other.versions)) == {-1, 1}
     full = make(generate_samples=False)
     assert (full.seq_lens == 30).all() and full.rows == 11
+
+
+def test_rows_are_laid_together_up_to_the_room():
+    batch = make()
+    apart, together = (split_batch(batch, 0, 1, World(0, 1, CPU), room=room)[0].rows for room in (1, 150))
+    assert len(apart) == batch.rows > len(together)
+    assert all(len(row.tokens) <= 150 for row in together)
+    for field in ("tokens", "position_ids", "loss_mask", "advantages", "on_policy"):
+        assert torch.equal(*(torch.cat([getattr(row, field) for row in rows]) for rows in (apart, together)))
+    lengths = [np.diff(row.boundaries.numpy()) for row in together]
+    assert np.concatenate(lengths).tolist() == batch.seq_lens.tolist()

@@ -26,6 +26,7 @@ from tests.unit.trainer.world import run_world
 
 SIZES = (1, 2, 4)
 VOCABULARY = 103
+ROOM = 100  # one row of a batch, or two short ones
 # name -> (tied embeddings, minibatches, activation checkpointing)
 CASES = {"tied": (True, 1, None), "untied": (False, 1, None), "minibatches": (True, 3, None), "ac": (True, 1, 2)}
 
@@ -54,7 +55,9 @@ def train_everything(world: World, argument: str):
     for name, (tied, minibatches, ac) in CASES.items():
         source = root / ("tied" if tied else "untied")
         policy, engine = make_engine(world, source, ac)
-        steps = [engine.step(split_batch(make_batch(n), n, minibatches, world), objective, 1e-3) for n in range(3)]
+        steps = [
+            engine.step(split_batch(make_batch(n), n, minibatches, world, ROOM), objective, 1e-3) for n in range(3)
+        ]
         results[name] = [dataclasses.asdict(step) for step in steps]
         tokenizer = load_tokenizer(_no_tokenizer(), TrainerModelConfig(name=str(source)))
         target = root / f"out_{name}_{world.size}"
@@ -108,7 +111,7 @@ def test_gradient_is_that_of_plain_pytorch(worlds, tmp_path):
     root, results = worlds
     policy = load_policy(TrainerModelConfig(name=str(root / "tied")), seed=0)
     world = World(rank=0, size=1, device=torch.device("cpu"))
-    (minibatch,) = split_batch(make_batch(0), 0, 1, world)
+    (minibatch,) = split_batch(make_batch(0), 0, 1, world, ROOM)
     assert minibatch.normaliser == make_batch(0).loss_mask.sum()
     total = 0.0
     for row in minibatch.rows:
@@ -172,7 +175,7 @@ def test_finite(lone_engine, field, value):
     """I10: whatever a batch holds, no weight becomes non-finite; what cannot be used is skipped and counted."""
     world, policy, engine = lone_engine
     objective, before = rl_objective(build_loss(AIPOLossConfig())), digest(policy)
-    result = engine.step(split_batch(poisoned(field, value), 0, 1, world), objective, 1e-3)
+    result = engine.step(split_batch(poisoned(field, value), 0, 1, world, ROOM), objective, 1e-3)
     for parameter in policy.parameters():
         assert torch.isfinite(parameter.full_tensor()).all()
     if field == "logprobs" and not np.isnan(value):
@@ -180,7 +183,7 @@ def test_finite(lone_engine, field, value):
     else:
         assert (result.skipped, result.grad_norm, result.loss) == (1, None, None)
         assert digest(policy) == before
-    good = engine.step(split_batch(make_batch(1), 1, 1, world), objective, 1e-3)
+    good = engine.step(split_batch(make_batch(1), 1, 1, world, ROOM), objective, 1e-3)
     assert good.skipped == 0 and digest(policy) != before
 
 
@@ -188,7 +191,7 @@ def test_a_bad_minibatch_does_not_cost_the_others(lone_engine):
     world, policy, engine = lone_engine
     before = digest(policy)
     result = engine.step(
-        split_batch(poisoned("advantages", np.nan), 0, 3, world), rl_objective(build_loss(AIPOLossConfig())), 1e-3
+        split_batch(poisoned("advantages", np.nan), 0, 3, world, ROOM), rl_objective(build_loss(AIPOLossConfig())), 1e-3
     )
     assert result.skipped == 1 and result.grad_norm is not None
     assert digest(policy) != before
@@ -197,8 +200,8 @@ def test_a_bad_minibatch_does_not_cost_the_others(lone_engine):
 def test_three_lost_steps_in_a_row_end_the_run(lone_engine):
     world, _, engine = lone_engine
     objective = rl_objective(build_loss(AIPOLossConfig()))
-    bad = split_batch(poisoned("advantages", np.nan), 0, 1, world)
-    good = split_batch(make_batch(0), 0, 1, world)
+    bad = split_batch(poisoned("advantages", np.nan), 0, 1, world, ROOM)
+    good = split_batch(make_batch(0), 0, 1, world, ROOM)
     for minibatches in (bad, bad, good, bad, bad):
         engine.step(minibatches, objective, 1e-3)
     with pytest.raises(RunError, match="3 steps in a row"):
@@ -209,7 +212,7 @@ def test_empty_batch_changes_nothing_but_completes(lone_engine):
     world, _, engine = lone_engine
     batch = make_batch(0)
     batch = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
-    (minibatch,) = split_batch(batch, 0, 1, world)
+    (minibatch,) = split_batch(batch, 0, 1, world, ROOM)
     assert minibatch.normaliser == 1
     result = engine.step([minibatch], rl_objective(build_loss(AIPOLossConfig())), lr=0.0)
     assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, 0)
@@ -219,5 +222,5 @@ def test_empty_batch_changes_nothing_but_completes(lone_engine):
 def test_learning_rate_zero_keeps_the_weights(lone_engine):
     world, policy, engine = lone_engine
     before = digest(policy)
-    engine.step(split_batch(make_batch(0), 0, 2, world), rl_objective(build_loss(AIPOLossConfig())), lr=0.0)
+    engine.step(split_batch(make_batch(0), 0, 2, world, ROOM), rl_objective(build_loss(AIPOLossConfig())), lr=0.0)
     assert digest(policy) == before

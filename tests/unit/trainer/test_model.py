@@ -47,7 +47,7 @@ def pack(parts, temperature=1.0):
     return make_micro_batch(
         tokens,
         np.concatenate([np.arange(len(p)) > 0 for p in parts]),
-        np.repeat(np.arange(len(parts)), [len(p) for p in parts]),
+        [len(p) for p in parts],
         temperature=np.full(len(tokens), temperature, np.float32),
     )
 
@@ -106,14 +106,14 @@ def test_only_masked_tokens_are_scored(tiny):
     policy = load_policy(TrainerModelConfig(name=str(tiny)), seed=0)
     tokens, mask = segments(103, [12])[0], np.arange(12) > 7
     full, _ = policy(pack([tokens]))
-    logprobs, entropy = policy(make_micro_batch(tokens, mask, np.zeros(12)))
+    logprobs, entropy = policy(make_micro_batch(tokens, mask, [12]))
     torch.testing.assert_close(logprobs[8:], full[8:])
     assert (logprobs[:8] == 0).all() and (entropy[:8] == 0).all()
 
 
 def test_first_token_of_a_segment_cannot_be_trained():
     with pytest.raises(ValueError, match="first token"):
-        make_micro_batch(np.arange(4), np.array([0, 1, 1, 1]), np.array([0, 0, 1, 1]))
+        make_micro_batch(np.arange(4), np.array([0, 1, 1, 1]), [2, 2])
 
 
 def test_debug_shrinks_and_randomises_alike_on_every_rank(tiny):

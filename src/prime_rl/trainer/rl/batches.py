@@ -1,8 +1,10 @@
 """From the batch of a step to this rank's micro-batches: each row once, on exactly one rank (I9)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prime_rl.configs.trainer import FakeDataConfig
 from prime_rl.run.batch import PADDING_ROW, Batch, assign_rows
@@ -11,7 +13,7 @@ from prime_rl.trainer.micro_batch import MicroBatch, make_micro_batch, masked_ro
 from prime_rl.trainer.parallel import World
 
 
-def split_batch(batch: Batch, step: int, minibatches: int, world: World) -> list[Minibatch]:
+def split_batch(batch: Batch, step: int, minibatches: int, world: World, room: int) -> list[Minibatch]:
     """Cut a batch into minibatches and take this rank's rows of each.
 
     Which rows make a minibatch does not depend on the world size; only who computes them does. A batch with fewer
@@ -22,9 +24,11 @@ def split_batch(batch: Batch, step: int, minibatches: int, world: World) -> list
         step: n, the version that is being trained.
         minibatches: optimizer steps.
         world: the ranks to share the rows.
+        room: most tokens in one micro-batch; rows that fit are laid one after the other, which changes nothing but
+            the number of forward passes.
     """
     parts = [[row for row in part if row != PADDING_ROW] for part in assign_rows(batch.row_cost, minibatches)]
-    return [_minibatch(batch, step, part, world) for part in parts if part]
+    return [_minibatch(batch, step, part, world, room) for part in parts if part]
 
 
 def fake_batch(config: FakeDataConfig, vocabulary: int, row_length: int, seed: int, step: int) -> Batch:
@@ -61,25 +65,43 @@ def fake_batch(config: FakeDataConfig, vocabulary: int, row_length: int, seed: i
     )
 
 
-def _minibatch(batch: Batch, step: int, rows: Sequence[int], world: World) -> Minibatch:
-    mine = assign_rows(batch.row_cost[list(rows)], world.size)[world.rank]
+def _minibatch(batch: Batch, step: int, rows: Sequence[int], world: World, room: int) -> Minibatch:
+    dealt = assign_rows(batch.row_cost[list(rows)], world.size)
+    groups = [_lay_together(batch, [rows[i] for i in mine if i != PADDING_ROW], room) for mine in dealt]
     tokens = sum(int(batch.loss_mask[batch.row(row)].sum()) for row in rows)
-    return Minibatch(
-        rows=[masked_row() if i == PADDING_ROW else _micro_batch(batch, rows[i], step) for i in mine],
-        normaliser=max(1, tokens),
-    )
+    mine = [_micro_batch(batch, group, step) for group in groups[world.rank]]
+    missing = max(map(len, groups)) - len(mine)
+    return Minibatch(rows=mine + [masked_row()] * missing, normaliser=max(1, tokens))
 
 
-def _micro_batch(batch: Batch, index: int, step: int) -> MicroBatch:
-    row = batch.row(index)
-    segments, sampled = batch.segment_ids[row], batch.loss_mask[row] != 0
-    others = np.unique(segments[sampled & (batch.versions[row] != step)])
+def _lay_together(batch: Batch, rows: Sequence[int], room: int) -> list[list[int]]:
+    """Group consecutive rows of at most `room` tokens in all; a longer row is a group of its own."""
+    groups: list[list[int]] = []
+    left = 0
+    for row in rows:
+        length = int(batch.row_offsets[row + 1] - batch.row_offsets[row])
+        if length > left:
+            groups.append([])
+            left = room
+        groups[-1].append(row)
+        left -= length
+    return groups
+
+
+def _micro_batch(batch: Batch, rows: Sequence[int], step: int) -> MicroBatch:
+    def gather(array: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([array[batch.row(row)] for row in rows])
+
+    lengths = np.concatenate([np.bincount(batch.segment_ids[batch.row(row)]) for row in rows])
+    sampled = gather(batch.loss_mask) != 0
+    starts = np.cumsum(lengths) - lengths
+    older = np.add.reduceat(sampled & (gather(batch.versions) != step), starts, dtype=np.int64)
     return make_micro_batch(
-        batch.tokens[row],
+        gather(batch.tokens),
         sampled,
-        segments,
-        logprobs=batch.logprobs[row],
-        advantages=batch.advantages[row],
-        temperature=batch.temperature[row],
-        on_policy=~np.isin(segments, others),
+        lengths,
+        logprobs=gather(batch.logprobs),
+        advantages=gather(batch.advantages),
+        temperature=gather(batch.temperature),
+        on_policy=np.repeat(older == 0, lengths),
     )

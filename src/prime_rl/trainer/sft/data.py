@@ -115,7 +115,7 @@ def to_micro_batch(rows: Sequence[Row]) -> MicroBatch:
     return make_micro_batch(
         np.concatenate([s.tokens for s in sequences]),
         np.concatenate([s.loss_mask for s in sequences]),
-        np.repeat(np.arange(len(sequences)), [len(s) for s in sequences]),
+        [len(s) for s in sequences],
     )
 
 
