@@ -93,7 +93,8 @@ class RLConfig(RootConfig):
     """The log, for all three."""
 
     clean: bool = True
-    """Remove what an earlier run left in the run directory; false refuses to start there."""
+    """Remove the rollouts, weights, metrics and samples that an earlier run left in the run directory, and move its
+    checkpoints to abandoned/; false refuses to start there. Nothing is touched when resuming."""
 
     bench: bool = later(False)
     """Benchmark: a few steps, then a table."""

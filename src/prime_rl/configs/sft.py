@@ -64,7 +64,7 @@ class SFTDataConfig(BaseConfig):
     seed: int = 0
     """Seed of the shuffling."""
 
-    loss_mask: LossMaskConfig = LossMaskConfig()
+    loss_mask: LossMaskConfig = later(LossMaskConfig())
     """Which messages are learned; assistant only by default."""
 
     pack_function: Literal["cat", "stack"] = later("cat")

@@ -44,7 +44,8 @@ def run(config: RLConfig) -> int:
         display = Display(paths, config.max_steps, console)
         outcome = asyncio.run(_run(config, paths, display, console))
         display.refresh()
-        console.print(display.summary())
+        if outcome.ok or display.story.steps:
+            console.print(display.summary())
     if outcome.left:
         console.print(f"warning: processes {list(outcome.left)} could not be ended")
     if outcome.stopped_by is not None:

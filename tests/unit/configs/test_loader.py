@@ -208,6 +208,13 @@ def test_stronger_source_wins_over_a_file_of_one_of_the_three(monkeypatch):
     assert RLConfig.load([]).trainer.max_steps == 5
 
 
+def test_none_at_home_forgets_what_a_weaker_source_gave_a_place():
+    file = write("i.toml", "gpu_memory_utilization = 0.4\n")
+    argv = ["--inference", "@", file]
+    assert RLConfig.load(argv).inference.gpu_memory_utilization == 0.4
+    assert RLConfig.load([*argv, "--gpu-memory-utilization", "None"]).inference.gpu_memory_utilization == 0.9
+
+
 def test_checkpoints_are_joint_and_wandb_is_not():
     config = RLConfig.load(["--trainer.ckpt.interval", "5"])
     assert config.orchestrator.ckpt.interval == config.ckpt.interval == 5
@@ -244,12 +251,21 @@ def test_resolved_toml_loads_to_the_same_values():
         assert root.load(["@", "again.toml"]) == root.load([])
 
 
-def test_children_are_not_changed_by_the_environment(monkeypatch):
-    """A resolved file says everything, None included, so that a variable cannot slip in below it."""
+def test_a_resolved_file_says_everything(monkeypatch):
+    """None included, so that a variable cannot slip in below it."""
     write("t.toml", to_toml(TrainerConfig()))
     monkeypatch.setenv("PRIME_MAX_STEPS", "5")
     monkeypatch.setenv("PRIME_CKPT__INTERVAL", "5")
     assert TrainerConfig.load(["@", "t.toml"]) == TrainerConfig()
+
+
+def test_processes_under_rl_read_no_environment(monkeypatch):
+    """What is meant for `rl` may not even be a key of theirs."""
+    monkeypatch.setenv("PRIME_MODEL__NAME", "x")
+    monkeypatch.setenv("PRIME_ORCHESTRATOR__WANDB__PROJECT", "p")
+    assert "PRIME_ORCHESTRATOR__WANDB__PROJECT" in message(TrainerConfig)
+    monkeypatch.setenv("PRIME_RL_SUPERVISED", "1")
+    assert TrainerConfig.load([]) == TrainerConfig()
 
 
 # --- errors -----------------------------------------------------------------------------------------------------
