@@ -36,20 +36,22 @@ _CPU_KV_CACHE_BYTES = 512 * 2**20
 _CPU_MAX_NUM_SEQS = 256
 
 
-def prepare_environment(config: "InferenceConfig") -> None:
-    """Set the variables that vLLM reads. To be called before its first import."""
+def prepare_environment(config: "InferenceConfig", fork: bool) -> None:
+    """Set the variables that vLLM reads. To be called before its first import.
+
+    Args:
+        config: the server's configuration.
+        fork: the engine will be forked and run its worker in its own process (`patches.start_fast_on_cpu`).
+    """
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"  # its routes would let anybody change the weights behind our back
     os.environ["VLLM_LOGGING_LEVEL"] = config.log.level.upper()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Rollouts of a step end together and the next begin together: idle connections must outlive a training step.
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-
-
-def prepare_cpu_environment() -> None:
-    """Let a single engine on a CPU run its worker in its own process, on one thread unless the user says otherwise."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # forking would break CUDA
+    if fork:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def runs_on_cpu() -> bool:

@@ -68,10 +68,10 @@ def add_switch_utility() -> None:
 
 
 def die_with_parent() -> None:
-    """End the engine process when the server that started it dies, even by SIGKILL.
+    """End this process when the one that started it dies, even by SIGKILL. An engine calls it (`make_scheduler`).
 
     vLLM's engine waits for requests of a parent that is gone, for ever, and keeps the memory.
-    Without it tests/integration/inference/test_process.py::test_engine_dies_with_the_server fails.
+    Without it tests/integration/inference/test_server.py::test_engine_dies_with_the_server fails.
     """
     if sys.platform != "linux":
         return
@@ -79,3 +79,22 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid != os.getppid():  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_coordinator_with_server() -> None:
+    """Let the process that counts the requests of data-parallel engines die with the server, as the engines do.
+
+    To be called before the engines start, which must be spawned, not forked.
+    Without it tests/integration/inference/test_data_parallel.py fails.
+    """
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
+
+
+def run_coordinator(*args: Any, **kwargs: Any) -> None:
+    """What the coordinator's process runs instead; in there vLLM is as it was."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    die_with_parent()
+    DPCoordinatorProc.run_coordinator(*args, **kwargs)

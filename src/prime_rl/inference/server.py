@@ -97,15 +97,16 @@ def run(config: "InferenceConfig") -> None:
 
 def _prepare_vllm(config: "InferenceConfig", base: BaseModel) -> Namespace:
     on_cpu = arguments.runs_on_cpu()
-    arguments.prepare_environment(config)
-    alone = config.parallel.tp * config.parallel.dp == 1
-    if on_cpu and alone:
-        arguments.prepare_cpu_environment()
+    single = config.parallel.tp * config.parallel.dp == 1
+    arguments.prepare_environment(config, fork=on_cpu and single)
     args = arguments.make_arguments(config, base.policy.path, on_cpu)
-    if on_cpu and alone:
-        from prime_rl.inference import patches
 
+    from prime_rl.inference import patches
+
+    if on_cpu and single:
         patches.start_fast_on_cpu()
+    if config.parallel.dp > 1:
+        patches.end_coordinator_with_server()
     return args
 
 

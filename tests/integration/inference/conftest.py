@@ -1,6 +1,7 @@
 """One server for all tests of switching; each test finds it at the base model, with the lease free."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,11 @@ def versions_of(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
 def metric(server: Server, name: str) -> float:
     """Sum of a Prometheus metric of the engine over its labels."""
     lines = server.client.get("/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+    return sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith((name if "{" in name else f"{name}{{", f"{name} "))
+    )
 
 
 async def generate_all(
@@ -110,4 +115,4 @@ async def generate_all(
 def wait_for_metric(server: Server, name: str, above: float) -> None:
     """Ask until the metric is above a value; pytest-timeout is the deadline."""
     while metric(server, name) <= above:
-        pass
+        time.sleep(0.01)

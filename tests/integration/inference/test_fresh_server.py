@@ -20,7 +20,7 @@ from tests.integration.inference.conftest import (
 )
 from tests.support.server import Server, inference_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 AGREEMENT = 1e-4
 

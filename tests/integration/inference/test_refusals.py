@@ -11,6 +11,8 @@ from tests.integration.inference.conftest import Models, generate_all, metric, v
 from tests.support.server import Server
 from tests.support.tiny_model import publish_weights
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 

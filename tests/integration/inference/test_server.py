@@ -16,7 +16,7 @@ from tests.integration.inference.conftest import Reference, gap, logprobs_of
 from tests.support.server import Server, free_port, inference_server
 from tests.support.tiny_model import make_tiny_model, publish_weights
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KEY = {"Authorization": "Bearer secret"}
 

@@ -1,0 +1,37 @@
+"""Two engines behind one server: both switch, and none outlives it. The paths are those of several GPUs."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.inference.conftest import Models, generate_all, metric, versions_of, wait_for_metric
+from tests.support.server import inference_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+async def test_all_engines_switch_and_die_together(models: Models, tmp_path: Path) -> None:
+    arguments = ["--parallel.dp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
+    with inference_server(models.base, tmp_path / "server.log", arguments) as server:
+
+        def switch() -> None:
+            wait_for_metric(server, "vllm:generation_tokens_total", above=100)
+            server.update(models.published[1], 1)
+
+        requests = [server.request([6 + i, 7, 8], max_tokens=300) for i in range(16)]
+        choices = await generate_all(server, requests, switch)
+        assert {tuple(version for version, _, _ in versions_of(choice)) for choice in choices} == {("0.0", "0.1")}
+        for engine in (0, 1):
+            assert metric(server, f'vllm:generation_tokens_total{{engine="{engine}"') == 8 * 300
+
+        offspring = psutil.Process(server.process.pid).children(recursive=True)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        deadline = time.monotonic() + 10
+        while alive := [p for p in offspring if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.05)
