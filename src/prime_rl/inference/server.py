@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from argparse import Namespace
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from prime_rl.configs.inference import InferenceConfig
 
-# For answers that are still being written once the engine is gone.
+# To end the requests in flight, and then to write their answers.
 _CLOSE_TIMEOUT_S = 3
 
 
@@ -141,9 +142,10 @@ async def serve_http(
 ) -> None:
     """Serve until `end` has a result: None after SIGINT or SIGTERM, else why the server cannot go on.
 
-    The engine is stopped first, which answers the requests in flight with an error; then the connections are closed.
+    Requests in flight are answered with what they have (finish_reason "abort"), or with an error if the engine is dead.
     """
     from vllm.entrypoints.launchers.launcher import NoSignalServer
+    from vllm.v1.engine.exceptions import EngineDeadError
 
     http = NoSignalServer(_http_config(app, args))
     app.state.server = http  # where vLLM's error handlers look for it
@@ -157,8 +159,10 @@ async def serve_http(
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     await asyncio.wait({serving, end}, return_when=asyncio.FIRST_COMPLETED)
     _end(end, "the HTTP server stopped by itself; see its last words above")
-    await asyncio.to_thread(client.shutdown, timeout=0)
     http.should_exit = True
+    with suppress(EngineDeadError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await client.pause_generation(mode="abort", clear_cache=False)
     await serving
 
 
