@@ -24,12 +24,20 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class PolicyModel(nn.Module):
-    """A causal language model and the temperature-scaled log-probabilities it gives to the tokens of a row."""
+    """A causal language model and the temperature-scaled log-probabilities it gives to the tokens of a row.
+
+    Attributes:
+        causal_lm: the transformers model.
+        blocks: its transformer blocks in order: what is sharded and checkpointed one by one.
+    """
 
     def __init__(self, causal_lm: PreTrainedModel, logprob_chunk: int = 1024) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.logprob_chunk = logprob_chunk
+        self._logprob_chunk = logprob_chunk
+        # Found once: sharding gives the blocks another class.
+        names = set(causal_lm._no_split_modules or ())
+        self.blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
 
     def forward(self, row: MicroBatch) -> tuple[Tensor, Tensor]:
         """Score the row's trained tokens.
@@ -42,7 +50,7 @@ class PolicyModel(nn.Module):
         head = self.causal_lm.get_output_embeddings().weight
         scored = row.scored
         logprobs, entropy = token_logprobs(
-            hidden[scored - 1], head, row.tokens[scored], row.temperature[scored], self.logprob_chunk
+            hidden[scored - 1], head, row.tokens[scored], row.temperature[scored], self._logprob_chunk
         )
         zeros = torch.zeros_like(row.temperature)
         return zeros.index_put((scored,), logprobs), zeros.index_put((scored,), entropy)
@@ -65,12 +73,6 @@ class PolicyModel(nn.Module):
     def vocabulary(self) -> int:
         """Number of token ids."""
         return int(self.causal_lm.config.get_text_config().vocab_size)
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """The transformer blocks in order: what is sharded, compiled and checkpointed one by one."""
-        names = set(self.causal_lm._no_split_modules or ())
-        return [m for m in self.causal_lm.modules() if type(m).__name__ in names]
 
 
 def load_policy(config: TrainerModelConfig, seed: int) -> PolicyModel:

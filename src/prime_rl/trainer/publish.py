@@ -100,8 +100,8 @@ def _state(policy: PolicyModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name; a tied output head is not listed a second time."""
     causal_lm = policy.causal_lm
     parameters = dict(causal_lm.named_parameters())
-    tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)} - parameters.keys()
-    buffers = {k: v for k, v in causal_lm.state_dict().items() if k not in parameters and k not in tied}
+    with_tied = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}
+    buffers = {name: value for name, value in causal_lm.state_dict().items() if name not in with_tied}
     return {**parameters, **buffers}
 
 

@@ -219,6 +219,17 @@ def test_empty_batch_changes_nothing_but_completes(lone_engine):
     assert result.means["mismatch_kl"] is None
 
 
+def test_mismatch_is_measured_before_the_first_update_only(lone_engine):
+    world, _, engine = lone_engine
+    objective = rl_objective(build_loss(AIPOLossConfig()))
+    minibatches = split_batch(make_batch(0), 0, 3, world, ROOM)
+    wanted = engine.step(minibatches[:1], objective, lr=0.0).means
+    got = engine.step(minibatches, objective, lr=0.1).means
+    for name in ("mismatch_kl", "mismatch_kl/on_policy"):
+        assert got[name] == pytest.approx(wanted[name], rel=1e-6)
+    assert got["importance_ratio/mean"] != pytest.approx(wanted["importance_ratio/mean"], rel=1e-3)
+
+
 def test_learning_rate_zero_keeps_the_weights(lone_engine):
     world, policy, engine = lone_engine
     before = digest(policy)
