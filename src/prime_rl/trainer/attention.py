@@ -58,7 +58,7 @@ def rl_varlen(
     """
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.attn: this model needs score soft-capping or attention sinks, set model.attn='eager'")
-    if query.is_cuda:
+    if query.is_cuda and query.dtype != torch.float32:  # the flash kernel knows half precision only
         return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)

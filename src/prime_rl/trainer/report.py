@@ -46,6 +46,9 @@ class Reporter:
     def __init__(self, policy: PolicyModel, config: TrainerModelConfig, world: World, monitor: Monitor | None) -> None:
         """Take the monitor of rank 0, None on the others. Measures the peak of the device where it is not known."""
         self._flops, self._world, self._monitor = ModelFlops.of(policy), world, monitor
+        if world.leads:
+            parameters = sum(p.numel() for p in policy.parameters())
+            logger.info(f"{config.name}: {parameters:,} parameters on {world.size} x {world.device.type}")
         self._peak = peak_flops(world.device, compute_dtype(config.dtype, world.device)) if world.leads else 0.0
 
     def report(

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.sft import LossMaskConfig, SFTConfig
 from prime_rl.errors import ConfigError
 from prime_rl.monitor import Monitor
 from prime_rl.run.batch import PADDING_ROW, assign_rows
@@ -69,6 +69,8 @@ def prepare_batches(
         ConfigError: the data set is missing or has nothing to learn, or fake data without `max_steps`.
     """
     source, steps = config.data, config.max_steps
+    if source.type == "sft" and source.loss_mask != LossMaskConfig():
+        raise ConfigError("data.loss_mask: only assistant messages can be learned yet; leave it out")
     if source.type == "fake":
         stream = data.fake_sequences(source, vocabulary)
     else:

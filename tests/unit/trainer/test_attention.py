@@ -1,0 +1,83 @@
+"""How the CUDA kernel is called, with a stand-in of its signature on a CPU; and the kernel itself where there is a GPU."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.attention.varlen as varlen
+
+from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.errors import ConfigError
+from prime_rl.trainer import attention
+from prime_rl.trainer.model import load_policy
+from prime_rl.trainer.parallel import join_world, shard
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.test_model import LENGTHS, pack, segments
+
+
+def by_definition(q, k, v, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, heads_per_kv):
+    """Attention token by token; q [T, H, D]. Asserts what the kernel would."""
+    assert torch.equal(bounds_q, bounds_k) and longest_q == longest_k == max(bounds_q.diff())
+    assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and window_size[1] == 0
+    out = torch.zeros(q.shape)
+    for begin, end in pairwise(bounds_q.tolist()):
+        for t in range(begin, end):
+            first = begin if window_size[0] < 0 else max(begin, t - window_size[0])
+            for h in range(q.shape[1]):
+                keys = k[first : t + 1, h // heads_per_kv]
+                weights = torch.softmax(keys @ q[t, h] * scale, 0)
+                out[t, h] = weights @ v[first : t + 1, h // heads_per_kv]
+    return out
+
+
+def new_kernel(*args, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """The signature of torch 2.13."""
+    assert enable_gqa
+    return by_definition(*args, scale=scale, window_size=window_size, heads_per_kv=2)
+
+
+def old_kernel(*args, scale=None, window_size=(-1, -1)):
+    """The signature of torch 2.11: one key head per query head."""
+    return by_definition(*args, scale=scale, window_size=window_size, heads_per_kv=1)
+
+
+@pytest.mark.parametrize("kernel", [new_kernel, old_kernel])
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_is_called_as_segments_need(monkeypatch, kernel, window):
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    attention._knows_grouped_queries.cache_clear()
+    bounds = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
+    query, key, value = torch.randn(1, 4, 11, 8), torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8)
+    shared = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": bounds, "max_length_q": 6}
+    wanted, _ = attention.rl_varlen(torch.nn.Module(), query, key, value, None, **shared)
+    got = attention._flash(query, key, value, bounds, 6, 0.3, window)
+    attention._knows_grouped_queries.cache_clear()
+    assert got.shape == wanted.shape == (1, 11, 4, 8)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+def test_what_segments_cannot_do_is_refused(extra):
+    tensors = [torch.randn(1, 4, 3, 8)] * 3
+    with pytest.raises(ConfigError, match=r"model\.attn"):
+        attention.rl_varlen(
+            torch.nn.Module(), *tensors, None, cu_seq_lens_q=torch.tensor([0, 3]), max_length_q=3, **extra
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_packing_is_invisible_on_cuda(tmp_path, dtype, tolerance):
+    """I8 with FSDP, mixed precision and the real kernel."""
+    config = TrainerModelConfig(name=str(make_tiny_model(tmp_path)), dtype=dtype)
+    reference = load_policy(config, seed=0)
+    parts = segments(103)
+    with join_world("cuda", 60) as world:
+        policy = shard(load_policy(config, seed=0), config, world)
+        packed, _ = policy(pack(parts).to(world.device))
+        packed.sum().backward()
+    with torch.no_grad():
+        single = torch.cat([reference(pack([part]))[0] for part in parts])
+    assert len(packed) == sum(LENGTHS)
+    torch.testing.assert_close(packed.cpu(), single, rtol=0, atol=tolerance)
