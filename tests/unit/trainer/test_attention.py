@@ -1,4 +1,4 @@
-"""How the CUDA kernel is called, with a stand-in of its signature on a CPU; and the kernel itself where there is a GPU."""
+"""How the CUDA kernel is called, with a stand-in of its signature on a CPU; the kernel itself where there is a GPU."""
 
 from itertools import pairwise
 
