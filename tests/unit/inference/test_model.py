@@ -44,7 +44,7 @@ def test_refuses_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="is not a Hugging Face model with safetensors weights"):
         find_base_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds no .safetensors file"):
+    with pytest.raises(ConfigError, match=r"holds no \.safetensors file"):
         find_base_model(str(tmp_path))
     with pytest.raises(ConfigError, match="is no directory here"):
         find_base_model(str(tmp_path / "missing"))
