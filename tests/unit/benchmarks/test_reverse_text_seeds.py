@@ -19,6 +19,9 @@ def benchmark() -> ModuleType:
     return module
 
 
+GREEDY = {"lcs_ratio": 0.9, "exact_match": 0.75}
+
+
 def steps(rewards: list[float], staleness: list[float]) -> list[dict[str, float]]:
     same = ("metrics/exact_match", "metrics/letter_overlap", "metrics/length_match")
     return [
@@ -29,7 +32,7 @@ def steps(rewards: list[float], staleness: list[float]) -> list[dict[str, float]
 
 def run(benchmark: ModuleType, rewards: list[float], staleness: int, **figures: float) -> dict[str, Any]:
     summary = benchmark.summarise(steps(rewards, [0, staleness, *[0] * (len(rewards) - 2)]))
-    return {"async_level": 2, "seed": 0, "seconds": 100.0, **summary, **figures}
+    return {"async_level": 2, "seed": 0, "seconds": 100.0, "greedy": GREEDY, **summary, **figures}
 
 
 RISING = [0.3, 0.4, 0.5, 0.6, 0.85, 0.86, 0.87, 0.88, 0.89]
@@ -41,6 +44,7 @@ def test_the_ends_are_the_first_three_and_the_last_five_steps(benchmark: ModuleT
     assert result["exact_match"] == {"first": pytest.approx(0.2), "last": pytest.approx(0.435)}
     assert result["staleness_max"] == 2 and result["steps"] == 9
     assert benchmark.table_row(result).startswith("| 2 | 0 | 0.400 → 0.870 | 0.200 → 0.435 |")
+    assert benchmark.table_row(result).endswith("| 2 | 100 | 0.900, 0.750 |")
     assert benchmark.missed_limits(result) == []
 
 
