@@ -41,6 +41,13 @@ class Batch:
         seq_lens: int32 [S], lengths of the samples in the order of the tokens.
         sample_group: int64 [S], stream position (group_id) of each sample.
         sample_rollout: int32 [S], rollout of that group.
+
+    Streams that only some runs need; None where a batch has none, and then not in the file:
+        top_k: int32 [T], 0 where the sampler kept all tokens.
+        top_p, min_p: float32 [T], 1 and 0 where the sampler kept all.
+        rl_weights, ce_weights, ref_kl_weights: float32 [T], how much the token counts in each part of the loss. Without
+            them every masked token counts 1 in the first and 0 in the others.
+        ref_logprobs: float32 [T], log-probability that a reference or teacher gives to the token.
     """
 
     tokens: NDArray[np.int32]
@@ -55,6 +62,19 @@ class Batch:
     seq_lens: NDArray[np.int32]
     sample_group: NDArray[np.int64]
     sample_rollout: NDArray[np.int32]
+    top_k: NDArray[np.int32] | None = None
+    top_p: NDArray[np.float32] | None = None
+    min_p: NDArray[np.float32] | None = None
+    rl_weights: NDArray[np.float32] | None = None
+    ce_weights: NDArray[np.float32] | None = None
+    ref_kl_weights: NDArray[np.float32] | None = None
+    ref_logprobs: NDArray[np.float32] | None = None
+
+    @property
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """The arrays that are there, by name."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def rows(self) -> int:
@@ -72,14 +92,16 @@ class Batch:
 
     def validate(self) -> None:
         """Raise ValueError, naming the field, where an array has another type, length or meaning than documented."""
-        for field, dtype in _DTYPES.items():
-            if getattr(self, field).dtype != dtype:
-                raise ValueError(f"{field} is {getattr(self, field).dtype}, not {dtype}")
+        arrays = self.arrays
+        for field, array in arrays.items():
+            if array.dtype != _DTYPES[field]:
+                raise ValueError(f"{field} is {array.dtype}, not {_DTYPES[field]}")
         tokens, samples = len(self.tokens), len(self.seq_lens)
-        lengths = dict.fromkeys(_PER_TOKEN, tokens) | {"sample_group": samples, "sample_rollout": samples}
-        for name, length in (lengths | {"row_cost": self.rows}).items():
-            if getattr(self, name).shape != (length,):
-                raise ValueError(f"{name} has shape {getattr(self, name).shape}, not ({length},)")
+        lengths = {"sample_group": samples, "sample_rollout": samples, "row_cost": self.rows}
+        lengths |= dict.fromkeys(PER_TOKEN & arrays.keys(), tokens)
+        for name, length in lengths.items():
+            if arrays[name].shape != (length,):
+                raise ValueError(f"{name} has shape {arrays[name].shape}, not ({length},)")
         if self.row_offsets[0] != 0 or self.row_offsets[-1] != tokens or (np.diff(self.row_offsets) <= 0).any():
             raise ValueError("row_offsets do not cut the tokens into non-empty rows")
         if self.seq_lens.sum() != tokens or not np.isin(self.row_offsets[1:], np.cumsum(self.seq_lens)).all():
@@ -89,12 +111,17 @@ class Batch:
             raise ValueError("loss_mask is set on the first token of a segment, which has no log-probability")
 
 
-_PER_TOKEN = ("tokens", "loss_mask", "logprobs", "advantages", "versions", "temperature", "segment_ids")
-_DTYPES = {
+_DTYPES: dict[str, type[np.generic]] = {
     "tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "advantages": np.float32,
     "versions": np.int32, "temperature": np.float32, "segment_ids": np.int32, "row_offsets": np.int64,
     "row_cost": np.float32, "seq_lens": np.int32, "sample_group": np.int64, "sample_rollout": np.int32,
+    "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "rl_weights": np.float32,
+    "ce_weights": np.float32, "ref_kl_weights": np.float32, "ref_logprobs": np.float32,
 }  # fmt: skip
+PER_TOKEN = _DTYPES.keys() - {"row_offsets", "row_cost", "seq_lens", "sample_group", "sample_rollout"}
+"""Names of the arrays of T entries."""
+STREAMS = ("top_k", "top_p", "min_p", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
+"""Names of the arrays that a batch may have or not, all of T entries."""
 
 
 def write_batch(path: Path, batch: Batch, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +135,7 @@ def write_batch(path: Path, batch: Batch, fields: Mapping[str, Any]) -> dict[str
     batch.validate()
 
     def write(directory: Path) -> dict[str, Any]:
-        save_file({f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}, directory / ROWS_FILE)
+        save_file(batch.arrays, directory / ROWS_FILE)
         sampled = batch.versions[batch.versions >= 0]
         return {
             "format": FORMAT,

@@ -1,6 +1,6 @@
 """Packed samples as the model wants them: one row of tensors on the device, segments given by their boundaries."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -26,6 +26,8 @@ class MicroBatch:
         sampler_logprobs: float32 [T]; anything, also non-finite, outside the mask.
         advantages: float32 [T].
         on_policy: bool [T], set in segments whose every sampled token has the version that is being trained.
+        top_k, top_p, min_p, rl_weights, ce_weights, ref_kl_weights, ref_logprobs: as in `prime_rl.run.batch.Batch`,
+            [T]; None where the batch has no such stream.
     """
 
     tokens: Tensor
@@ -39,6 +41,13 @@ class MicroBatch:
     sampler_logprobs: Tensor
     advantages: Tensor
     on_policy: Tensor
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    rl_weights: Tensor | None = None
+    ce_weights: Tensor | None = None
+    ref_kl_weights: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
         """Copy to `device`; the same object where it is there already."""
@@ -58,6 +67,7 @@ def make_micro_batch(
     advantages: NDArray[np.floating] | None = None,
     temperature: NDArray[np.floating] | None = None,
     on_policy: NDArray[np.bool_] | None = None,
+    streams: Mapping[str, NDArray[np.generic]] | None = None,
 ) -> MicroBatch:
     """Build a row from arrays of one length T; what is not given is 0, temperature 1.
 
@@ -69,6 +79,7 @@ def make_micro_batch(
         advantages: [T].
         temperature: [T].
         on_policy: [T].
+        streams: the optional streams by name, [T] each.
 
     Raises:
         ValueError: the first token of a segment is to be trained on.
@@ -92,6 +103,7 @@ def make_micro_batch(
         sampler_logprobs=_floats(zeros if logprobs is None else logprobs),
         advantages=_floats(zeros if advantages is None else advantages),
         on_policy=torch.from_numpy(np.zeros(length, np.bool_) if on_policy is None else np.asarray(on_policy)),
+        **{name: torch.from_numpy(np.array(values)) for name, values in (streams or {}).items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks meet: the process group, FSDP2 sharding, activation checkpointing (I9, I7)."""
+"""Where the ranks meet: the process group, FSDP2 sharding (I9, I7)."""
 
 import os
 from collections.abc import Iterator
@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError, RunError
+from prime_rl.trainer.memory import offload_policy
 from prime_rl.trainer.model import PolicyModel
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -92,12 +92,11 @@ def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> Poli
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
     dtype = compute_dtype(config.dtype, world.device)
     precision = partial(MixedPrecisionPolicy, param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype))
-    for i, block in enumerate(policy.blocks):
-        if config.ac is not None and i % config.ac.freq == 0:
-            _recompute_in_backward(block)
-        fully_shard(block, mesh=mesh, mp_policy=precision(), reshard_after_forward=config.reshard_after_forward)
+    share = partial(fully_shard, mesh=mesh, offload_policy=offload_policy(config))
+    for block in policy.blocks:
+        share(block, mp_policy=precision(), reshard_after_forward=config.reshard_after_forward)
     # The root's inputs are token ids, temperatures and advantages: casting them to bfloat16 would be wrong.
-    fully_shard(policy, mesh=mesh, mp_policy=precision(cast_forward_inputs=False), reshard_after_forward=False)
+    share(policy, mp_policy=precision(cast_forward_inputs=False), reshard_after_forward=False)
     return policy
 
 
@@ -126,13 +125,3 @@ def _choose_device(device: Device) -> torch.device:
     chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
     return chosen
-
-
-def _recompute_in_backward(block: nn.Module) -> None:
-    """Replace the block's forward, not the block: parameter names stay those of the published weights."""
-    forward = block.forward
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    block.forward = recomputed

@@ -13,10 +13,11 @@ from prime_rl.configs.shared import AdamWConfig
 from prime_rl.configs.trainer import ActivationCheckpointConfig, AIPOLossConfig, FakeDataConfig, TrainerModelConfig
 from prime_rl.errors import RunError
 from prime_rl.trainer.engine import Engine
+from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.model import load_policy, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.parallel import World, shard
+from prime_rl.trainer.parallel import World
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
 from prime_rl.trainer.rl.objective import rl_objective
@@ -44,7 +45,7 @@ def make_batch(step):
 
 def make_engine(world, path, ac=None, lr=1e-3):
     config = TrainerModelConfig(name=str(path), ac=ac and ActivationCheckpointConfig(freq=ac))
-    policy = shard(load_policy(config, seed=0), config, world)
+    policy = make_policy(config, 0, world)
     return policy, Engine(policy, build_optimizer(AdamWConfig(lr=lr), policy.parameters()), world, max_norm=1.0)
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from prime_rl.configs.trainer import FakeDataConfig
 from prime_rl.run.assign import PADDING_ROW, assign_rows
-from prime_rl.run.batch import Batch
+from prime_rl.run.batch import STREAMS, Batch
 from prime_rl.trainer.engine import Minibatch
 from prime_rl.trainer.micro_batch import MicroBatch, make_micro_batch, masked_row
 from prime_rl.trainer.parallel import World
@@ -117,4 +117,5 @@ def _micro_batch(batch: Batch, rows: Sequence[int], step: int) -> MicroBatch:
         advantages=gather(batch.advantages),
         temperature=gather(batch.temperature),
         on_policy=np.repeat(older == 0, lengths),
+        streams={name: gather(array) for name, array in batch.arrays.items() if name in STREAMS},
     )

@@ -14,10 +14,11 @@ from prime_rl.run.batch import ROWS_FILE, Batch, read_batch
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.wait import wait_for
 from prime_rl.trainer.engine import Engine
+from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.losses import build_loss
-from prime_rl.trainer.model import PolicyModel, load_policy, load_tokenizer
+from prime_rl.trainer.model import PolicyModel, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer, learning_rate
-from prime_rl.trainer.parallel import compute_dtype, join_world, shard
+from prime_rl.trainer.parallel import compute_dtype, join_world
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
@@ -36,7 +37,7 @@ def train(config: TrainerConfig) -> None:
     paths = RunPaths(config.output_dir)
     with join_world(config.device, config.dist_timeout_seconds) as world:
         check_output_dir(paths)
-        policy = shard(load_policy(config.model, config.seed), config.model, world)
+        policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         optimizer = build_optimizer(config.optim, policy.parameters())
         engine = Engine(policy, optimizer, world, config.optim.max_norm)

@@ -15,11 +15,12 @@ from prime_rl.monitor import Monitor
 from prime_rl.run.assign import PADDING_ROW, assign_rows
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.engine import Engine, Minibatch, Objective, Scored
+from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.losses import LossInputs, cross_entropy
 from prime_rl.trainer.micro_batch import masked_row
-from prime_rl.trainer.model import load_policy, load_tokenizer
+from prime_rl.trainer.model import load_tokenizer
 from prime_rl.trainer.optim import build_optimizer, learning_rate
-from prime_rl.trainer.parallel import World, compute_dtype, join_world, shard
+from prime_rl.trainer.parallel import World, compute_dtype, join_world
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.sft import data
@@ -37,10 +38,9 @@ def train(config: SFTConfig) -> None:
     paths = RunPaths(config.output_dir)
     with join_world(config.device, config.dist_timeout_seconds) as world:
         check_output_dir(paths)
-        policy = load_policy(config.model, config.seed)
+        policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         batches, steps = prepare_batches(config, tokenizer, policy.vocabulary)
-        shard(policy, config.model, world)
         engine = Engine(policy, build_optimizer(config.optim, policy.parameters()), world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weights_dtype, world.device), world)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
