@@ -144,7 +144,8 @@ class Dispatcher:
         try:
             for attempt in itertools.count():
                 try:
-                    await self._sample(draw, server)
+                    async with server.life():
+                        await self._sample(draw, server)
                     break
                 except EngineLost as error:
                     if attempt == _MOST_RETRIES:

@@ -6,8 +6,8 @@ I7: a server that dies is noticed within seconds, taken out, and brought to the 
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from loguru import logger
@@ -44,6 +44,32 @@ class Server:
         self.version = PolicyVersion(0, 0)
         self.up = False
         self.in_flight = 0
+        self._lives = set[asyncio.Timeout]()
+
+    @asynccontextmanager
+    async def life(self) -> AsyncIterator[None]:
+        """End what runs inside with EngineLost as soon as `died` is called.
+
+        A connection does not always tell: that of a machine that lost its power stays open until its own timeout.
+        """
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._lives.add(scope)
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise EngineLost(f"inference at {self.engine.url} has died") from None
+        finally:
+            self._lives.discard(scope)
+
+    def died(self) -> None:
+        """End everything that runs inside `life`."""
+        now = asyncio.get_running_loop().time()
+        lives, self._lives = self._lives, set()
+        for scope in lives:
+            scope.reschedule(now)
 
     def has_room(self, rollouts: int) -> bool:
         """Tell whether it should be given so many more; always, where it has none."""
@@ -180,6 +206,7 @@ class Policy:
                 self._all_lost_since = None
             except EngineLost:
                 self.suspect(server)
+                server.died()
                 self._give_up_if_all_are_lost(server)
             await _pause(stop, _LEASE_RENEWAL_S if server.up else _PROBE_S)
 
@@ -193,6 +220,7 @@ class Policy:
             if loaded.is_ours and loaded.version == server.version:
                 return
             self.suspect(server)
+            server.died()
             server.version = (await server.engine.reset()).version
             newest = self._newest()
             if newest is not None:

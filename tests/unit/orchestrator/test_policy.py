@@ -80,6 +80,31 @@ async def test_a_server_that_was_started_again_unnoticed_is_brought_up_to_date(t
         assert engine.holder == "test-run"
 
 
+@pytest.mark.parametrize("reborn", [False, True])
+async def test_what_plays_on_a_server_ends_with_it(tmp_path, reborn):
+    """Also what waits for an answer on a connection that nobody has closed."""
+
+    async def play(server, begun):
+        async with server.life():
+            begun.set()
+            await asyncio.Event().wait()
+
+    async with fake_engine() as one, fake_engine() as two:
+        async with policy_of(RunPaths(tmp_path), [one, two]) as (policy, changes):
+            begun = asyncio.Event()
+            lost = asyncio.create_task(play(policy.servers[1], begun))
+            await begun.wait()
+            if reborn:
+                two.step, two.hash, two.holder = 5, "other", None
+            else:
+                await two.die()
+            with pytest.raises(EngineLost, match="died"):
+                async with asyncio.timeout(20):
+                    await lost
+            async with policy.servers[0].life():
+                pass  # the other one lives
+
+
 async def test_a_false_alarm_costs_no_reload(tmp_path):
     paths = RunPaths(tmp_path)
     async with fake_engine() as engine, policy_of(paths, [engine]) as (policy, changes):
