@@ -89,20 +89,20 @@ async def test_what_plays_on_a_server_ends_with_it(tmp_path, reborn):
             begun.set()
             await asyncio.Event().wait()
 
-    async with fake_engine() as one, fake_engine() as two:
-        async with policy_of(RunPaths(tmp_path), [one, two]) as (policy, changes):
-            begun = asyncio.Event()
-            lost = asyncio.create_task(play(policy.servers[1], begun))
-            await begun.wait()
-            if reborn:
-                two.step, two.hash, two.holder = 5, "other", None
-            else:
-                await two.die()
-            with pytest.raises(EngineLost, match="died"):
-                async with asyncio.timeout(20):
-                    await lost
-            async with policy.servers[0].life():
-                pass  # the other one lives
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, _):
+        begun = asyncio.Event()
+        lost = asyncio.create_task(play(policy.servers[1], begun))
+        await begun.wait()
+        if reborn:
+            two.step, two.hash, two.holder = 5, "other", None
+        else:
+            await two.die()
+        with pytest.raises(EngineLost, match="died"):
+            async with asyncio.timeout(20):
+                await lost
+        async with policy.servers[0].life():
+            pass  # the other one lives
 
 
 async def test_a_false_alarm_costs_no_reload(tmp_path):
