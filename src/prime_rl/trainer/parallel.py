@@ -1,5 +1,6 @@
 """Where the ranks meet: the process group, FSDP2 sharding (I9, I7)."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,21 +31,37 @@ class World:
         rank: this process, 0 leads.
         size: how many there are.
         device: where this rank computes.
+        sharers: ranks in a row that work on the same rows of a batch, because they share sequences or matrices.
     """
 
     rank: int
     size: int
     device: torch.device
+    sharers: int = 1
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, which writes files and logs."""
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Whose turn it is when rows are dealt; ranks that work on the same rows have the same."""
+        return self.rank // self.sharers
+
+    @property
+    def data_size(self) -> int:
+        """Among how many the rows of a batch are dealt."""
+        return self.size // self.sharers
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         dist.all_reduce(values)
         return values
+
+    def sum_rows(self, values: Tensor) -> Tensor:
+        """Sum what every rank has counted over its rows, in place; rows that several ranks share count once."""
+        return self.sum(values).div_(self.sharers)
 
     def fail_together(self, error: Exception | None, what: str) -> None:
         """Raise on every rank where one has an error, so that none waits for it in the next collective (I7).
@@ -60,17 +77,60 @@ class World:
             raise RunError(f"{what} failed on another rank, whose log says why")
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the ranks divide the work; the product of `replicate`, `shard`, `cp` and `tp` is the number of ranks.
+
+    Attributes:
+        replicate: copies of the sharded model.
+        shard: ranks among which a copy is sharded, besides those of `cp`.
+        cp: ranks that share each sequence.
+        tp: ranks that share each matrix.
+        ep: ranks, out of `shard` and `cp`, that share the experts.
+    """
+
+    replicate: int
+    shard: int
+    cp: int
+    tp: int
+    ep: int
+
+    @classmethod
+    def of(cls, config: TrainerModelConfig, size: int) -> "Layout":
+        """Divide `size` ranks as `config` asks for.
+
+        Raises:
+            ConfigError: they cannot be divided so.
+        """
+        cp = config.cp.degree if config.cp else 1
+        factors = {"dp_replicate": config.dp_replicate, "cp": cp, "tp": config.tp}
+        asked = " x ".join(f"model.{name} {factor}" for name, factor in factors.items() if factor > 1)
+        product = math.prod(factors.values())
+        if size % product:
+            raise ConfigError(f"{asked} = {product} does not divide the {size} ranks; start a multiple of {product}")
+        shard = size // product
+        if config.ep > 1 and (config.ep % cp or (shard * cp) % config.ep):
+            raise ConfigError(
+                f"model.ep {config.ep} must be a multiple of model.cp {cp} and divide the {shard * cp} ranks that "
+                "shard one copy of the model"
+            )
+        return cls(config.dp_replicate, shard, cp, config.tp, config.ep)
+
+
 @contextmanager
-def join_world(device: Device, timeout_s: float) -> Iterator[World]:
+def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | None = None) -> Iterator[World]:
     """Join the process group that torchrun describes in the environment, or be a world of one without torchrun.
 
     Args:
         device: where to compute; auto is cuda where there is one.
         timeout_s: longest wait of one rank for another.
+        model: says how the ranks divide the work; by data alone if None.
 
     Raises:
-        ConfigError: cuda is asked for and absent, or this node has fewer devices than ranks.
+        ConfigError: cuda is asked for and absent, this node has fewer devices than ranks, or the ranks cannot be
+            divided as `model` asks for.
     """
+    layout = Layout.of(model or TrainerModelConfig(), int(os.environ.get("WORLD_SIZE", 1)))
     chosen = _choose_device(device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
@@ -78,7 +138,7 @@ def join_world(device: Device, timeout_s: float) -> Iterator[World]:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    yield World(dist.get_rank(), dist.get_world_size(), chosen)
+    yield World(dist.get_rank(), dist.get_world_size(), chosen, layout.cp * layout.tp)
     # Not reached after an error: the group would wait for ranks that may never come; the process ends anyway.
     dist.destroy_process_group()
 

@@ -68,9 +68,9 @@ def fake_batch(config: FakeDataConfig, vocabulary: int, row_length: int, seed: i
 
 
 def _minibatch(batch: Batch, step: int, rows: Sequence[int], world: World, room: int) -> Minibatch:
-    dealt = assign_rows(batch.row_cost[list(rows)], world.size)
+    dealt = assign_rows(batch.row_cost[list(rows)], world.data_size)
     shares = [[rows[i] for i in share if i != PADDING_ROW] for share in dealt]
-    mine = shares[world.rank]
+    mine = shares[world.data_rank]
     parts = [mine[part] for part in _lay_together(batch, shares, room)]
     tokens = sum(int(batch.loss_mask[batch.row(row)].sum()) for row in rows)
     return Minibatch(

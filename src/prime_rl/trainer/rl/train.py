@@ -17,7 +17,7 @@ from prime_rl.trainer.engine import Engine
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.model import PolicyModel, load_tokenizer
-from prime_rl.trainer.optim import build_optimizer, learning_rate
+from prime_rl.trainer.optim import build_optimizer, schedule_factor
 from prime_rl.trainer.parallel import compute_dtype, join_world
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.report import Reporter, Stopwatch
@@ -35,11 +35,11 @@ def train(config: TrainerConfig) -> None:
         RunError: a batch did not come in time, or the run cannot go on.
     """
     paths = RunPaths(config.output_dir)
-    with join_world(config.device, config.dist_timeout_seconds) as world:
+    with join_world(config.device, config.dist_timeout_seconds, config.model) as world:
         check_output_dir(paths)
         policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
-        optimizer = build_optimizer(config.optim, policy.parameters())
+        optimizer = build_optimizer(config.optim, policy)
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weight_broadcast.dtype, world.device), world)
         objective = rl_objective(build_loss(config.loss))
@@ -51,15 +51,15 @@ def train(config: TrainerConfig) -> None:
             clock = Stopwatch()
             batch = next_batch(step)
             clock.lap("wait_for_batch")
-            lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
+            factor = schedule_factor(config.scheduler, config.optim.lr, step, config.max_steps)
             minibatches = split_batch(batch, step, config.minibatches, world, room=config.model.seq_len)
-            result = engine.step(minibatches, objective, lr)
+            result = engine.step(minibatches, objective, factor)
             clock.lap("train")
             publisher.publish(paths.weights(step + 1), PolicyVersion(0, step + 1))
             clock.lap("publish")
             if world.leads:
                 clean_up(config, paths, step)
-            reporter.report(step, result, lr, clock, batch.seq_lens, batch.loss_tokens)
+            reporter.report(step, result, clock, batch.seq_lens, batch.loss_tokens)
         reporter.close()
 
 
