@@ -68,6 +68,11 @@ class RootConfig(BaseConfig):
 
         return load_config(cls, sys.argv[1:] if argv is None else argv)
 
+    @property
+    def run_paths(self) -> RunPaths:
+        """The run directory: output_dir, or the folder `bench` in it for a benchmark."""
+        return RunPaths(self.output_dir / "bench" if getattr(self, "bench", False) else self.output_dir)
+
     def dry_run_path(self) -> Path:
         """Where `--dry-run` writes; `rl` writes run.toml, the parts of a run a file of their own beside it."""
         return RunPaths(self.output_dir).config(self.command)

@@ -46,6 +46,7 @@ VALUES = (
     Shared("max_steps", _both("max_steps")),
     Shared("async_level", _both("async_level")),
     Shared("bench", _both("bench")),
+    Shared("bench_steps", _both("bench_steps")),
     *(Shared(f"ckpt.{key}", _both(f"ckpt.{key}")) for key in _CKPT_KEYS),
     Shared("wandb.id", ("trainer.wandb.id",)),
     Shared("seed", _both("seed"), equal=False, mutual=False),

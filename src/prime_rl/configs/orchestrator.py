@@ -1,11 +1,12 @@
 """Keys of `uv run orchestrator`."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from prime_rl.configs.advantage import AdvantageConfig, GRPOAdvantageConfig, RewardShapingConfig
 from prime_rl.configs.base import RootConfig, later
+from prime_rl.configs.bench import STEPS, sample_alone, shorten
 from prime_rl.configs.buffer import BufferConfig, SimpleBufferConfig
 from prime_rl.configs.concurrency import ConcurrencyConfig
 from prime_rl.configs.online_eval import OnlineEvalConfig, ValConfig
@@ -133,11 +134,21 @@ class OrchestratorConfig(RootConfig):
     log: LogConfig = LogConfig()
     """The log."""
 
-    bench: bool = later(False)
-    """Benchmark inference: a few batches without a trainer."""
+    bench: bool = False
+    """Benchmark inference: a few batches from the base model, without a trainer, in output_dir/bench, then a table."""
+
+    bench_steps: int = Field(STEPS, ge=2)
+    """Steps of a benchmark, of which the first is not counted; takes the place of max_steps."""
 
     heartbeat: HeartbeatConfig | None = later(None)
     """How a dead process on another node is noticed."""
+
+    @classmethod
+    def prepare(cls, state: Any) -> None:
+        """Complete the merged values before construction."""
+        super().prepare(state)
+        shorten(state)
+        sample_alone(state)
 
     @model_validator(mode="after")
     def _check(self) -> "OrchestratorConfig":

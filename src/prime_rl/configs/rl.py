@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import RootConfig, later
+from prime_rl.configs.bench import STEPS, sample_alone, shorten, use_fake_data
 from prime_rl.configs.handing import (
     ENDPOINT,
     MODEL_LEN,
@@ -96,8 +97,12 @@ class RLConfig(RootConfig):
     """Remove the rollouts, weights, metrics and samples that an earlier run left in the run directory, and move its
     checkpoints to abandoned/; false refuses to start there. Nothing is touched when resuming."""
 
-    bench: bool = later(False)
-    """Benchmark: a few steps, then a table."""
+    bench: bool = False
+    """Benchmark: first inference with the orchestrator, then the trainer on random batches of the same shape, in
+    output_dir/bench; then a table."""
+
+    bench_steps: int = Field(STEPS, ge=2)
+    """Steps of a benchmark, of which the first is not counted; takes the place of max_steps."""
 
     heartbeat: HeartbeatConfig | None = later(None)
     """How a dead process on another node is noticed."""
@@ -114,6 +119,9 @@ class RLConfig(RootConfig):
             hand_over(state, ENDPOINT)
         name_wandb_runs(state)
         assign_gpus(state)
+        shorten(state, "", "trainer.", "orchestrator.")
+        sample_alone(state, "orchestrator.")
+        use_fake_data(state, "trainer.", **_batch_shape(state))
 
     def dry_run_path(self) -> Path:
         """The record of the run."""
@@ -132,3 +140,11 @@ class RLConfig(RootConfig):
                 f"orchestrator.seq_len = {self.orchestrator.seq_len}; the trainer must hold whole rows"
             )
         return self
+
+
+def _batch_shape(state: Any) -> dict[str, Any]:
+    """Return the keys of `data.fake` for batches as large as the orchestrator's: rollouts as long as they may be."""
+    keys = ("batch_size", "seq_len")
+    fields = OrchestratorConfig.model_fields
+    given = {key: state.get(f"orchestrator.{key}") for key in keys if state.is_set(f"orchestrator.{key}")}
+    return {key: given.get(key, fields[key].default) for key in keys}

@@ -1,19 +1,17 @@
 """Keys of `uv run sft`."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, BaseConfig, RootConfig, later
+from prime_rl.configs.bench import STEPS, shorten
+from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
 from prime_rl.configs.shared import (
-    AdamWConfig,
     CkptConfig,
-    ConstantSchedulerConfig,
     LogConfig,
     Monitored,
-    OptimConfig,
-    SchedulerConfig,
     StrList,
     TokenizerConfig,
     WandbConfig,
@@ -150,5 +148,19 @@ class SFTConfig(RootConfig):
     log: LogConfig = LogConfig()
     """The log."""
 
-    bench: bool = later(False)
-    """Benchmark: a few steps, then a table."""
+    bench: bool = False
+    """Benchmark: a few steps in output_dir/bench, then a table."""
+
+    bench_steps: int = Field(STEPS, ge=2)
+    """Steps of a benchmark, of which the first is not counted; takes the place of max_steps."""
+
+    @classmethod
+    def prepare(cls, state: Any) -> None:
+        """Complete the merged values before construction."""
+        super().prepare(state)
+        shorten(state)
+
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> "SFTConfig":
+        check_schedule(self.scheduler, self.optim)
+        return self

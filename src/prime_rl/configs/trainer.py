@@ -1,23 +1,21 @@
 """Keys of `uv run trainer`."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig, RootConfig, later
+from prime_rl.configs.bench import STEPS, shorten, use_fake_data
+from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
 from prime_rl.configs.shared import (
     DEFAULT_MODEL,
-    AdamWConfig,
     BroadcastConfig,
     CkptConfig,
-    ConstantSchedulerConfig,
     FileBroadcastConfig,
     HeartbeatConfig,
     LogConfig,
     Monitored,
-    OptimConfig,
-    SchedulerConfig,
     TokenizerConfig,
     WandbConfig,
 )
@@ -252,8 +250,11 @@ class TrainerConfig(RootConfig):
     orchestrator: PeerConfig | None = later(None, because="has no effect on the trainer; give it to the orchestrator")
     """Accepted so that the flags of a resumed W&B run can be typed in one line; the trainer reads nothing of it."""
 
-    bench: bool = later(False)
-    """Benchmark: a few steps on fake data, then a table."""
+    bench: bool = False
+    """Benchmark: a few steps on random batches (data.fake) in output_dir/bench, then a table."""
+
+    bench_steps: int = Field(STEPS, ge=2)
+    """Steps of a benchmark, of which the first is not counted; takes the place of max_steps."""
 
     memory_profiler_path: Path | None = later(None)
     """Write a CUDA memory snapshot here."""
@@ -267,8 +268,22 @@ class TrainerConfig(RootConfig):
     max_concurrent_runs: int = later(1, ge=1)
     """Runs that share this trainer, one LoRA adapter each."""
 
+    @classmethod
+    def prepare(cls, state: Any) -> None:
+        """Complete the merged values before construction."""
+        super().prepare(state)
+        shorten(state)
+        use_fake_data(state)
+
     @model_validator(mode="after")
     def _nccl_is_later(self) -> "TrainerConfig":
         if self.weight_broadcast.type != "filesystem":
             raise ValueError("weight_broadcast.type 'nccl' is not there yet; use 'filesystem'")
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_ends(self) -> "TrainerConfig":
+        check_schedule(self.scheduler, self.optim)
+        if self.scheduler.type != "constant" and self.max_steps is None:
+            raise ValueError(f"scheduler.type {self.scheduler.type!r} needs max_steps to know where the decay ends")
         return self

@@ -18,10 +18,12 @@ def _main() -> None:
         follow_parent()
     config = OrchestratorConfig.load()
     from prime_rl.logs import set_up_logging
+    from prime_rl.monitor.bench import benchmark
     from prime_rl.orchestrator.setup import orchestrate
 
     set_up_logging(config.log)
-    orchestrate(config)
+    with benchmark(config.bench, config.run_paths, "orchestrator"):
+        orchestrate(config)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ def main() -> None:
 def _main() -> None:
     config = SFTConfig.load()
     need_torch()
+    from prime_rl.monitor.bench import benchmark
     from prime_rl.trainer.sft.train import train
     from prime_rl.trainer.start import start_process
 
     start_process(config.log)
-    train(config)
+    with benchmark(config.bench, config.run_paths, "trainer"):
+        train(config)

@@ -13,8 +13,10 @@ def main() -> None:
 def _main() -> None:
     config = TrainerConfig.load()
     need_torch()
+    from prime_rl.monitor.bench import benchmark
     from prime_rl.trainer.rl.train import train
     from prime_rl.trainer.start import start_process
 
     start_process(config.log)
-    train(config)
+    with benchmark(config.bench, config.run_paths, "trainer"):
+        train(config)

@@ -26,7 +26,6 @@ from prime_rl.orchestrator.row_cost import TOKENS, RowCost
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
 from prime_rl.orchestrator.stream import Source, Stream
 from prime_rl.run.batch import Batch, write_batch
-from prime_rl.run.paths import RunPaths
 from prime_rl.types import Group
 
 _BRANCH = 0
@@ -61,7 +60,7 @@ class Orchestrator:
         self._environments = environments
         self._monitor = monitor
         self._row_cost = row_cost
-        self._paths = RunPaths(config.output_dir)
+        self._paths = config.run_paths
         self._wake = asyncio.Event()
         self._tally = Tally()
         self._lag = LoopLag()

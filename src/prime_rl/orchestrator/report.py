@@ -29,6 +29,7 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     retried: int = 0
     rollouts: int = 0
+    tokens: int = 0
     rewards: list[float] = field(default_factory=list)
     batch_started: float = field(default_factory=time.monotonic)
     blocked_since: float | None = None
@@ -36,7 +37,9 @@ class Tally:
 
     def arrived(self, group: Group) -> None:
         """Count a group that was played to its end."""
-        self.sampled_tokens += int(group.lengths.sum())
+        tokens = int(group.lengths.sum())
+        self.sampled_tokens += tokens
+        self.tokens += tokens
         self.rollouts += len(group.rollouts)
         self.rewards += [rollout.reward for rollout in group.rollouts]
 
@@ -73,6 +76,7 @@ class Tally:
             "time/step": elapsed,
             "time/wait_for_policy": self.blocked_s,
             "perf/rollouts_per_second": self.rollouts / elapsed if elapsed else 0.0,
+            "perf/tokens_per_second": self.tokens / elapsed if elapsed else 0.0,
             "reward/sampled/mean": float(np.mean(self.rewards)) if self.rewards else 0.0,
             "tokens/wasted": self.sampled_tokens - self.shipped_tokens - self.dropped_tokens - held_tokens,
             "tokens/sampled": self.sampled_tokens,
@@ -81,7 +85,7 @@ class Tally:
             "groups/retried": self.retried,
             **{_metric(reason): count for reason, count in self.dropped.items()},
         }
-        self.batch_started, self.blocked_s, self.rollouts, self.rewards = now, 0.0, 0, []
+        self.batch_started, self.blocked_s, self.rollouts, self.tokens, self.rewards = now, 0.0, 0, 0, []
         return metrics
 
 

@@ -33,7 +33,7 @@ def orchestrate(config: OrchestratorConfig) -> None:
         ConfigError: bad input: tokenizer, environment, prompts.
         RunError: the run cannot go on.
     """
-    paths = RunPaths(config.output_dir)
+    paths = config.run_paths
     if not config.restart:
         _refuse_earlier_run(paths)
     try:

@@ -7,11 +7,16 @@ import signal
 from prime_rl.configs.sources import SUPERVISED
 from prime_rl.errors import RunError
 
-__all__ = ["SUPERVISED", "become_subreaper", "follow_parent", "set_parent_death_signal"]
+__all__ = ["SUPERVISED", "become_subreaper", "follow_parent", "is_supervised", "set_parent_death_signal"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_supervised() -> bool:
+    """Whether `rl` has started this process."""
+    return os.environ.get(SUPERVISED) == "1"
 
 
 def follow_parent() -> None:

@@ -9,12 +9,12 @@ from prime_rl.configs.shared import LogConfig
 from prime_rl.errors import ConfigError
 from prime_rl.logs import set_up_logging
 from prime_rl.run.paths import RunPaths, steps_in
-from prime_rl.supervisor.process import SUPERVISED, follow_parent
+from prime_rl.supervisor.process import follow_parent, is_supervised
 
 
 def start_process(log: LogConfig) -> None:
     """Prepare this process; ranks of one trainer and a lone trainer alike."""
-    if os.environ.get(SUPERVISED) == "1":
+    if is_supervised():
         follow_parent()
     set_up_logging(log)
     disable_progress_bar()

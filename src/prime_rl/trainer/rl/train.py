@@ -34,7 +34,7 @@ def train(config: TrainerConfig) -> None:
         ConfigError: bad input.
         RunError: a batch did not come in time, or the run cannot go on.
     """
-    paths = RunPaths(config.output_dir)
+    paths = config.run_paths
     with join_world(config.device, config.dist_timeout_seconds, config.model) as world:
         check_output_dir(paths)
         policy = make_policy(config.model, config.seed, world)

@@ -13,13 +13,12 @@ from prime_rl.configs.sft import LossMaskConfig, SFTConfig
 from prime_rl.errors import ConfigError
 from prime_rl.monitor import Monitor
 from prime_rl.run.assign import PADDING_ROW, assign_rows
-from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.engine import Engine, Minibatch, Objective, Scored
+from prime_rl.trainer.engine import Counts, Engine, Minibatch, Objective, Scored
 from prime_rl.trainer.loading import make_policy
-from prime_rl.trainer.losses import LossInputs, cross_entropy
+from prime_rl.trainer.losses import cross_entropy
 from prime_rl.trainer.micro_batch import masked_row
 from prime_rl.trainer.model import load_tokenizer
-from prime_rl.trainer.optim import build_optimizer, learning_rate
+from prime_rl.trainer.optim import build_optimizer, schedule_factor
 from prime_rl.trainer.parallel import World, compute_dtype, join_world
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.report import Reporter, Stopwatch
@@ -35,28 +34,28 @@ def train(config: SFTConfig) -> None:
         ConfigError: bad input.
         RunError: the run cannot go on.
     """
-    paths = RunPaths(config.output_dir)
-    with join_world(config.device, config.dist_timeout_seconds) as world:
+    paths = config.run_paths
+    with join_world(config.device, config.dist_timeout_seconds, config.model) as world:
         check_output_dir(paths)
         policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         batches, steps = prepare_batches(config, tokenizer, policy.vocabulary)
-        engine = Engine(policy, build_optimizer(config.optim, policy.parameters()), world, config.optim.max_norm)
+        engine = Engine(policy, build_optimizer(config.optim, policy), world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weights_dtype, world.device), world)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config.model, world, monitor)
 
         for step, rows in enumerate(batches):
             clock = Stopwatch()
-            lr = learning_rate(config.scheduler, config.optim.lr, step, steps)
+            factor = schedule_factor(config.scheduler, config.optim.lr, step, steps)
             minibatch = share_rows(rows, config.data.micro_batch_size, world)
             clock.lap("load_data")
-            result = engine.step([minibatch], sft_objective, lr)
+            result = engine.step([minibatch], sft_objective, factor)
             clock.lap("train")
             if step + 1 == steps or (config.weights_interval and (step + 1) % config.weights_interval == 0):
                 publisher.publish(paths.weights(step + 1), PolicyVersion(0, step + 1))
                 clock.lap("publish")
-            reporter.report(step, result, lr, clock, lengths_of(rows), minibatch.normaliser)
+            reporter.report(step, result, clock, lengths_of(rows), minibatch.counts.tokens)
         reporter.close()
 
 
@@ -88,19 +87,19 @@ def prepare_batches(
 def share_rows(rows: Sequence[data.Row], micro_batch_size: int, world: World) -> Minibatch:
     """Lay `micro_batch_size` rows into each micro-batch and take this rank's; N counts the tokens of all ranks."""
     groups = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
-    mine = assign_rows([float(lengths_of(group).sum()) for group in groups], world.size)[world.rank]
+    mine = assign_rows([float(lengths_of(group).sum()) for group in groups], world.data_size)[world.data_rank]
     learned = sum(int(sequence.loss_mask.sum()) for row in rows for sequence in row)
     return Minibatch(
         rows=[masked_row() if i == PADDING_ROW else data.to_micro_batch(groups[i]) for i in mine],
-        normaliser=max(1, learned),
+        counts=Counts(tokens=max(1, learned)),
     )
 
 
 def sft_objective(scored: Scored) -> Objective:
-    """Cross-entropy over the learned tokens, and their entropy."""
-    row = scored.row
-    inputs = LossInputs(scored.logprobs, row.sampler_logprobs, row.advantages, row.loss_mask, row.segment_ids)
-    return Objective(cross_entropy(inputs).loss, {"entropy": (scored.entropy.sum(), row.loss_mask.sum())})
+    """Cross-entropy over the learned tokens, a mean over those of all ranks, and their entropy."""
+    mask = scored.row.loss_mask
+    loss = cross_entropy(scored.logprobs, mask).sum() / scored.counts.tokens
+    return Objective(loss, {"entropy": (scored.entropy.sum(), mask.sum())})
 
 
 def lengths_of(rows: Sequence[data.Row]) -> np.ndarray:
