@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from prime_rl.configs.shared import AdamWConfig
+from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.trainer import ActivationCheckpointConfig, AIPOLossConfig, FakeDataConfig, TrainerModelConfig
 from prime_rl.trainer import attention
 from prime_rl.trainer.engine import Engine, StepResult
@@ -152,14 +152,14 @@ def measure(arguments: argparse.Namespace, policy: PolicyModel, world: World) ->
     settings = TrainerModelConfig(seq_len=arguments.row, ac=ActivationCheckpointConfig() if arguments.ac else None)
     shard(policy, settings, world)
     optim = AdamWConfig()
-    engine = Engine(policy, build_optimizer(optim, policy.parameters()), world, optim.max_norm)
+    engine = Engine(policy, build_optimizer(optim, policy), world, optim.max_norm)
     objective = rl_objective(build_loss(AIPOLossConfig()))
     per_row = arguments.row // arguments.rollout
     data = FakeDataConfig(batch_size=arguments.rows * per_row, seq_len=arguments.rollout, micro_batch_size=per_row)
     batch = fake_batch(data, policy.vocabulary, arguments.row, seed=0, step=0)
 
     def step() -> StepResult:
-        return engine.step(split_batch(batch, 0, arguments.minibatches, world, arguments.row), objective, optim.lr)
+        return engine.step(split_batch(batch, 0, arguments.minibatches, world, arguments.row), objective, 1.0)
 
     result, seconds, memory = time_steps(step, arguments.warmup, arguments.steps, world.device)
     return Figures(

@@ -19,7 +19,7 @@ from prime_rl.errors import RunError
 from prime_rl.trainer.means import Means, Weighted
 from prime_rl.trainer.micro_batch import MicroBatch
 from prime_rl.trainer.model import PolicyModel
-from prime_rl.trainer.optim import set_learning_rate
+from prime_rl.trainer.optim import LearningRates
 from prime_rl.trainer.parallel import World, accumulate
 
 _LOST_STEPS = 3
@@ -94,14 +94,18 @@ class Engine:
         self._max_norm = float("inf") if max_norm is None else max_norm
         self._lost_steps = 0
 
-    def step(self, minibatches: Sequence[Minibatch], objective: Callable[[Scored], Objective], lr: float) -> StepResult:
-        """Take one optimizer step per minibatch, all at learning rate `lr`. All ranks call it together.
+    def step(
+        self, minibatches: Sequence[Minibatch], objective: Callable[[Scored], Objective], factor: float
+    ) -> StepResult:
+        """Take one optimizer step per minibatch, all at `factor` times the peak rates. All ranks call it together.
+        rates: the learning rates that were used, `lr` and `lr/<role>`.
 
         Raises:
             RunError: the third step in a row in which every gradient was non-finite.
         """
-        set_learning_rate(self._optimizer, lr)
+        rates = self._rates.apply(factor)
         means, losses, norms = Means(), list[float](), list[float]()
+    rates: dict[str, float]
         for minibatch in minibatches:
             loss = self._backward(minibatch, objective, means, untouched=not norms)
             norm = self._update(loss)
@@ -111,6 +115,7 @@ class Engine:
         self._count_lost(bool(norms))
         return StepResult(
             loss=sum(losses) / len(losses) if losses else None,
+        self._rates = LearningRates(optimizer)
             grad_norm=sum(norms) / len(norms) if norms else None,
             skipped=len(minibatches) - len(norms),
             means=means.reduce(self._world),
@@ -133,6 +138,7 @@ class Engine:
 
     def _update(self, loss: float) -> float | None:
         """Clip the gradient and apply it; return its norm before clipping, None if it or the loss is not finite."""
+            rates=rates,
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_norm)
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         usable = math.isfinite(value) and math.isfinite(loss)

@@ -55,7 +55,6 @@ class Reporter:
         self,
         step: int,
         result: StepResult,
-        lr: float,
         clock: Stopwatch,
         lengths: NDArray[np.integer],
         scored: int,
@@ -65,7 +64,6 @@ class Reporter:
         Args:
             step: from 0.
             result: what the engine did.
-            lr: learning rate of the step.
             clock: with a lap `train`; every lap becomes `time/<name>`.
             lengths: tokens of each sample of the whole batch.
             scored: how many of them were trained.
@@ -76,7 +74,7 @@ class Reporter:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             **result.means,
-            "lr": lr,
+            **result.rates,
             "optim/skipped": result.skipped,
             "tokens": int(lengths.sum()),
             "time/step": clock.total,

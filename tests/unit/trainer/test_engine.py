@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prime_rl.configs.shared import AdamWConfig
+from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.trainer import ActivationCheckpointConfig, AIPOLossConfig, FakeDataConfig, TrainerModelConfig
 from prime_rl.errors import RunError
 from prime_rl.trainer.engine import Engine
@@ -46,7 +46,7 @@ def make_batch(step):
 def make_engine(world, path, ac=None, lr=1e-3):
     config = TrainerModelConfig(name=str(path), ac=ac and ActivationCheckpointConfig(freq=ac))
     policy = make_policy(config, 0, world)
-    return policy, Engine(policy, build_optimizer(AdamWConfig(lr=lr), policy.parameters()), world, max_norm=1.0)
+    return policy, Engine(policy, build_optimizer(AdamWConfig(lr=lr), policy), world, max_norm=1.0)
 
 
 def train_everything(world: World, argument: str):
@@ -57,7 +57,7 @@ def train_everything(world: World, argument: str):
         source = root / ("tied" if tied else "untied")
         policy, engine = make_engine(world, source, ac)
         steps = [
-            engine.step(split_batch(make_batch(n), n, minibatches, world, ROOM), objective, 1e-3) for n in range(3)
+            engine.step(split_batch(make_batch(n), n, minibatches, world, ROOM), objective, 1.0) for n in range(3)
         ]
         results[name] = [dataclasses.asdict(step) for step in steps]
         tokenizer = load_tokenizer(_no_tokenizer(), TrainerModelConfig(name=str(source)))
@@ -176,7 +176,7 @@ def test_finite(lone_engine, field, value):
     """I10: whatever a batch holds, no weight becomes non-finite; what cannot be used is skipped and counted."""
     world, policy, engine = lone_engine
     objective, before = rl_objective(build_loss(AIPOLossConfig())), digest(policy)
-    result = engine.step(split_batch(poisoned(field, value), 0, 1, world, ROOM), objective, 1e-3)
+    result = engine.step(split_batch(poisoned(field, value), 0, 1, world, ROOM), objective, 1.0)
     for parameter in policy.parameters():
         assert torch.isfinite(parameter.full_tensor()).all()
     if field == "logprobs" and not np.isnan(value):
@@ -184,7 +184,7 @@ def test_finite(lone_engine, field, value):
     else:
         assert (result.skipped, result.grad_norm, result.loss) == (1, None, None)
         assert digest(policy) == before
-    good = engine.step(split_batch(make_batch(1), 1, 1, world, ROOM), objective, 1e-3)
+    good = engine.step(split_batch(make_batch(1), 1, 1, world, ROOM), objective, 1.0)
     assert good.skipped == 0 and digest(policy) != before
 
 
@@ -204,9 +204,9 @@ def test_three_lost_steps_in_a_row_end_the_run(lone_engine):
     bad = split_batch(poisoned("advantages", np.nan), 0, 1, world, ROOM)
     good = split_batch(make_batch(0), 0, 1, world, ROOM)
     for minibatches in (bad, bad, good, bad, bad):
-        engine.step(minibatches, objective, 1e-3)
+        engine.step(minibatches, objective, 1.0)
     with pytest.raises(RunError, match="3 steps in a row"):
-        engine.step(bad, objective, 1e-3)
+        engine.step(bad, objective, 1.0)
 
 
 def test_empty_batch_changes_nothing_but_completes(lone_engine):
@@ -215,7 +215,7 @@ def test_empty_batch_changes_nothing_but_completes(lone_engine):
     batch = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
     (minibatch,) = split_batch(batch, 0, 1, world, ROOM)
     assert minibatch.normaliser == 1
-    result = engine.step([minibatch], rl_objective(build_loss(AIPOLossConfig())), lr=0.0)
+    result = engine.step([minibatch], rl_objective(build_loss(AIPOLossConfig())), factor=0.0)
     assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, 0)
     assert result.means["mismatch_kl"] is None
 
@@ -224,8 +224,8 @@ def test_mismatch_is_measured_before_the_first_update_only(lone_engine):
     world, _, engine = lone_engine
     objective = rl_objective(build_loss(AIPOLossConfig()))
     minibatches = split_batch(make_batch(0), 0, 3, world, ROOM)
-    wanted = engine.step(minibatches[:1], objective, lr=0.0).means
-    got = engine.step(minibatches, objective, lr=0.1).means
+    wanted = engine.step(minibatches[:1], objective, factor=0.0).means
+    got = engine.step(minibatches, objective, factor=100.0).means
     for name in ("mismatch_kl", "mismatch_kl/on_policy"):
         assert got[name] == pytest.approx(wanted[name], rel=1e-6)
     assert got["importance_ratio/mean"] != pytest.approx(wanted["importance_ratio/mean"], rel=1e-3)
@@ -234,5 +234,5 @@ def test_mismatch_is_measured_before_the_first_update_only(lone_engine):
 def test_learning_rate_zero_keeps_the_weights(lone_engine):
     world, policy, engine = lone_engine
     before = digest(policy)
-    engine.step(split_batch(make_batch(0), 0, 2, world, ROOM), rl_objective(build_loss(AIPOLossConfig())), lr=0.0)
+    engine.step(split_batch(make_batch(0), 0, 2, world, ROOM), rl_objective(build_loss(AIPOLossConfig())), factor=0.0)
     assert digest(policy) == before

@@ -1,11 +1,13 @@
-"""Learning rates over the steps."""
+"""Groups, schedules and the optimizers over them."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from prime_rl.configs.shared import (
+from prime_rl.configs.optim import (
     AdamWConfig,
     ConstantSchedulerConfig,
     CosineSchedulerConfig,
@@ -13,59 +15,135 @@ from prime_rl.configs.shared import (
     MuonConfig,
     SGDConfig,
 )
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
 from prime_rl.errors import ConfigError
-from prime_rl.trainer.optim import build_optimizer, learning_rate, set_learning_rate
+from prime_rl.trainer.model import load_policy
+from prime_rl.trainer.optim import LearningRates, build_optimizer, schedule_factor
+from tests.support.tiny_model import make_tiny_model
 
 
-def rates(config, steps, peak=1.0):
-    return [learning_rate(config, peak, step, steps) for step in range(steps)]
+def factors(config, steps, peak=1.0):
+    return [schedule_factor(config, peak, step, steps) for step in range(steps)]
 
 
 def test_constant():
-    assert rates(ConstantSchedulerConfig(), 4) == [1.0] * 4
-    assert learning_rate(ConstantSchedulerConfig(), 0.5, 10**6, None) == 0.5
+    assert factors(ConstantSchedulerConfig(), 4) == [1.0] * 4
+    assert schedule_factor(ConstantSchedulerConfig(), 0.5, 10**6, None) == 1.0
 
 
 def test_warm_up_rises_evenly_to_the_peak():
-    assert rates(ConstantSchedulerConfig(warmup_steps=3), 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+    assert factors(ConstantSchedulerConfig(warmup_steps=3), 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
 def test_linear_decays_over_the_last_steps():
     config = LinearSchedulerConfig(warmup_steps=1, decay_steps=4, min_lr=0.2)
-    assert rates(config, 8) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4])
-    assert learning_rate(config, 1.0, 8, 8) == pytest.approx(0.2)
-    assert learning_rate(config, 1.0, 80, 8) == pytest.approx(0.2)
+    assert factors(config, 8) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4])
+    assert schedule_factor(config, 1.0, 8, 8) == pytest.approx(0.2)
+    assert schedule_factor(config, 1.0, 80, 8) == pytest.approx(0.2)
+
+
+def test_the_floor_is_a_rate_not_a_share():
+    config = LinearSchedulerConfig(min_lr=0.2)
+    assert schedule_factor(config, 2.0, 8, 8) * 2.0 == pytest.approx(0.2)
+    assert schedule_factor(LinearSchedulerConfig(), 0.0, 4, 8) == 0.5, "a peak of zero divides nothing"
 
 
 def test_decay_fills_all_after_the_warm_up_by_default():
-    assert rates(LinearSchedulerConfig(warmup_steps=2), 6) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25])
+    assert factors(LinearSchedulerConfig(warmup_steps=2), 6) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25])
 
 
 def test_cosine_is_half_way_in_the_middle():
     config = CosineSchedulerConfig(min_lr=0.1)
-    values = rates(config, 10)
+    values = factors(config, 10)
     assert values[0] == 1.0
     assert values[5] == pytest.approx(0.55)
     assert values[1] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 10)) / 2)
     assert values == sorted(values, reverse=True)
 
 
+@given(
+    kind=st.sampled_from([LinearSchedulerConfig, CosineSchedulerConfig]),
+    warmup=st.integers(0, 20),
+    decay=st.none() | st.integers(1, 50),
+    steps=st.integers(1, 60),
+    floor=st.floats(0, 1),
+)
+def test_any_schedule_rises_stays_and_falls_to_its_floor(kind, warmup, decay, steps, floor):
+    config = kind(warmup_steps=warmup, decay_steps=decay, min_lr=floor)
+    values = [schedule_factor(config, 1.0, step, steps) for step in range(max(steps, warmup) + 2)]
+    rising, falling = values[:warmup], values[warmup:]
+    assert all(0 < value < 1 for value in rising) and rising == sorted(rising)
+    assert all(floor - 1e-12 <= value <= 1 for value in falling) and falling == sorted(falling, reverse=True)
+    begin = max(warmup, steps - (steps - warmup if decay is None else decay))
+    assert all(value == 1 for value in values[warmup : max(warmup, begin)])
+    assert steps <= warmup or values[steps] == pytest.approx(floor)
+
+
 def test_decay_needs_an_end():
     with pytest.raises(ConfigError, match="max_steps"):
-        learning_rate(LinearSchedulerConfig(), 1.0, 0, None)
+        schedule_factor(LinearSchedulerConfig(), 1.0, 0, None)
+    with pytest.raises(ValueError, match="max_steps"):
+        TrainerConfig(scheduler=LinearSchedulerConfig())
+    assert SFTConfig(scheduler=LinearSchedulerConfig()).max_steps is None, "sft counts its data"
 
 
-def test_weight_decay_is_for_matrices_only():
-    layer = torch.nn.Linear(2, 2)
-    optimizer = build_optimizer(AdamWConfig(weight_decay=0.1), layer.parameters())
-    decay = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    assert decay == {2: 0.1, 1: 0.0}
-    set_learning_rate(optimizer, 0.3)
-    assert {g["lr"] for g in optimizer.param_groups} == {0.3}
+@pytest.mark.parametrize("root", [TrainerConfig, SFTConfig])
+def test_a_floor_above_the_peak_is_refused(root):
+    with pytest.raises(ValueError, match=r"scheduler\.min_lr = 0\.1 is above optim\.lr = 0\.01"):
+        root(max_steps=5, scheduler=LinearSchedulerConfig(min_lr=0.1), optim=AdamWConfig(lr=0.01))
 
 
-def test_other_optimizers():
-    layer = torch.nn.Linear(2, 2)
-    assert isinstance(build_optimizer(SGDConfig(), layer.parameters()), torch.optim.SGD)
-    with pytest.raises(ConfigError, match="muon"):
-        build_optimizer(MuonConfig(), layer.parameters())
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {tied: make_tiny_model(root / str(tied), tie_word_embeddings=tied) for tied in (True, False)}
+
+
+def load(path):
+    return load_policy(TrainerModelConfig(name=str(path)), seed=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_has_the_rate_of_its_role(models, tied):
+    policy = load(models[tied])
+    config = AdamWConfig(lr=1.0, embedding_lr=2.0, unembedding_lr=3.0, matrix_lr=4.0, weight_decay=0.1)
+    optimizer = build_optimizer(config, policy)
+    names = {id(p): name for name, p in policy.named_parameters()}
+    groups = {group["role"]: group for group in optimizer.param_groups}
+    members = {role: {names[id(p)] for p in group["params"]} for role, group in groups.items()}
+    assert members["embedding"] == {"causal_lm.model.embed_tokens.weight"}
+    assert members.get("unembedding") == (None if tied else {"causal_lm.lm_head.weight"})
+    assert all("norm" in name for name in members["vector"])
+    assert sorted(name for group in members.values() for name in group) == sorted(names.values())
+    peaks = {"embedding": 2.0, "unembedding": 3.0, "matrix": 4.0, "vector": 1.0}
+    assert {role: group["lr"] for role, group in groups.items()} == {role: peaks[role] for role in members}
+    decay = {role: group["weight_decay"] for role, group in groups.items()}
+    assert decay == {role: 0.1 if role == "matrix" else 0.0 for role in members}
+
+
+def test_the_schedule_is_a_factor_on_every_peak(models):
+    optimizer = build_optimizer(AdamWConfig(lr=1.0, embedding_lr=2.0), load(models[True]))
+    rates = LearningRates(optimizer)
+    optimizer.param_groups[0]["lr"] = 77.0  # as a checkpoint of another configuration would
+    assert rates.apply(0.5) == {"lr": 0.5, "lr/embedding": 1.0}
+    assert {group["role"]: group["lr"] for group in optimizer.param_groups} == {
+        "embedding": 1.0,
+        "matrix": 0.5,
+        "vector": 0.5,
+    }
+
+
+def test_frozen_parameters_are_in_no_group(models):
+    policy = load(models[True]).requires_grad_(False)
+    policy.blocks[0].mlp.up_proj.weight.requires_grad_(True)
+    (group,) = build_optimizer(MuonConfig(), policy).param_groups
+    assert (group["role"], len(group["params"])) == ("matrix", 1)
+
+
+def test_kinds(models):
+    policy = load(models[True])
+    assert isinstance(build_optimizer(SGDConfig(), policy), torch.optim.SGD)
+    assert isinstance(build_optimizer(SGDConfig(momentum=0), policy), torch.optim.SGD)
+    adamw = build_optimizer(AdamWConfig(betas2=0.9), policy)
+    assert isinstance(adamw, torch.optim.AdamW) and adamw.defaults["betas"] == (0.9, 0.9)

@@ -1,0 +1,200 @@
+"""Muon for matrices, AdamW for the rest, over parameters that are sharded in any way (I9 world size is invisible).
+
+An update needs its matrix whole. Matrices that FSDP cut by rows travel in one exchange for as many matrices as there
+are ranks: each rank gets one of them whole, orthogonalises it, and sends the rows back. So each matrix is computed
+once, from the same numbers, however many ranks there are.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_EPS = 1e-7
+
+
+def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Bring all singular values near 1 (to about 0.7 .. 1.2) and keep the singular vectors.
+
+    The quintic Newton-Schulz iteration of Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural
+    networks": X <- a X + b (X X^T) X + c (X X^T)^2 X with a, b, c = 3.4445, -4.7750, 2.0315, from X / |X|_F.
+
+    Args:
+        matrices: [..., m, n], one or a stack of them; computed in their own dtype.
+        steps: iterations.
+    """
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = x / norm.clamp(min=_EPS).to(x.dtype)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = _A * x + (_B * gram + _C * (gram @ gram)) @ x
+    return x.mT if tall else x
+
+
+class Muon(Optimizer):
+    """Groups of role `matrix` take the Muon step, all others that of AdamW.
+
+    For a matrix W [m, n] with gradient G, momentum M and weight decay w:
+
+        M <- mu M + (1 - mu) G           U = mu M + (1 - mu) G with Nesterov momentum, else M
+        W <- (1 - lr w) W - lr s orthogonalise(U)
+
+    s = 0.2 sqrt(max(m, n)) makes the root mean square of an update that of AdamW's (Liu et al. 2025, "Muon is scalable
+    for LLM training", section 2.2); s = sqrt(max(1, m / n)) is Jordan's. A parameter of three dimensions is a stack of
+    matrices (the experts of a layer).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float,
+        mu: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr: str = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.95),
+    ) -> None:
+        """Take groups of `prime_rl.trainer.optim.groups`."""
+        defaults = {"lr": lr, "mu": mu, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr": adjust_lr}
+        super().__init__(params, {**defaults, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Take one step; all ranks call it together. A closure is not supported."""
+        assert closure is None
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            matrices = [p for p in trained if group["role"] == "matrix" and p.ndim in (2, 3)]
+            self._muon(group, matrices)
+            known = {id(p) for p in matrices}
+            self._adamw(group, [p for p in trained if id(p) not in known])
+
+    def _muon(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        updates = []
+        for parameter in parameters:
+            state, gradient = self.state[parameter], parameter.grad
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            momentum, local = _local(state["momentum_buffer"]), _local(gradient)
+            momentum.lerp_(local, 1 - group["mu"])
+            updates.append(local.lerp(momentum, group["mu"]) if group["nesterov"] else momentum)
+        for parameter, update in _orthogonalised(parameters, updates, group["ns_steps"]):
+            scale = _scale(group["adjust_lr"], *parameter.shape[-2:])
+            weight = _local(parameter)
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(update.to(weight.device), alpha=-group["lr"] * scale)
+
+    def _adamw(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        states = [self.state[p] for p in parameters]
+        adamw(
+            [_local(p) for p in parameters],
+            [_local(p.grad) for p in parameters],
+            [_local(s["exp_avg"]) for s in states],
+            [_local(s["exp_avg_sq"]) for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=1e-8,
+            maximize=False,
+        )
+
+
+def _scale(adjust_lr: str, m: int, n: int) -> float:
+    return 0.2 * math.sqrt(max(m, n)) if adjust_lr == "match_rms_adamw" else math.sqrt(max(1, m / n))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard, sharing its storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _orthogonalised(
+    parameters: list[nn.Parameter], updates: list[Tensor], steps: int
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield each parameter with this rank's shard of its orthogonalised update."""
+    updates = [update.to(_device(p), _dtype(p)) for p, update in zip(parameters, updates, strict=True)]
+    by_rows: dict[Any, list[int]] = {}
+    for i, (parameter, update) in enumerate(zip(parameters, updates, strict=True)):
+        axis = _cut_by_rows(parameter)
+        if axis is not None:
+            by_rows.setdefault((parameter.shape, parameter.device_mesh, axis), []).append(i)
+        elif _whole_matrices(parameter):
+            yield parameter, orthogonalise(update, steps) if update.numel() else update
+        else:
+            yield parameter, _by_gathering(parameter, update, steps)
+    for (shape, mesh, axis), members in by_rows.items():
+        ranks = mesh.size(axis)
+        for some in (members[i : i + ranks] for i in range(0, len(members), ranks)):
+            done = _by_exchange([updates[i] for i in some], shape, mesh.get_group(axis), steps)
+            yield from zip([parameters[i] for i in some], done, strict=True)
+
+
+def _cut_by_rows(parameter: nn.Parameter) -> int | None:
+    """Mesh dimension along which the rows of a single matrix are dealt, if that is all that is done to it."""
+    if not isinstance(parameter, DTensor) or parameter.ndim != 2:
+        return None
+    cut = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    return cut[0] if len(cut) == 1 and parameter.placements[cut[0]].is_shard(0) else None
+
+
+def _whole_matrices(parameter: nn.Parameter) -> bool:
+    """Whether a rank holds whole matrices: nothing is sharded, or a stack along its first dimension."""
+    if not isinstance(parameter, DTensor):
+        return True
+    cut = [placement for placement in parameter.placements if not placement.is_replicate()]
+    return not cut or (parameter.ndim == 3 and all(getattr(placement, "dim", None) == 0 for placement in cut))
+
+
+def _by_exchange(shards: list[Tensor], shape: torch.Size, group: dist.ProcessGroup, steps: int) -> Iterator[Tensor]:
+    """Orthogonalise at most as many matrices as there are ranks, matrix i on rank i, and yield this rank's rows."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rows, columns = shape
+    share = -(-rows // ranks)  # as torch.chunk deals them
+    sizes = [max(0, min(share, rows - r * share)) * columns for r in range(ranks)]
+    mine = rank < len(shards)
+    sent = [sizes[rank]] * len(shards) + [0] * (ranks - len(shards))
+    received = sizes if mine else [0] * ranks
+    whole = shards[0].new_empty(sum(received))
+    dist.all_to_all_single(whole, torch.cat([s.flatten() for s in shards]), received, sent, group=group)
+    done = orthogonalise(whole.view(rows, columns), steps).reshape(-1) if mine else whole
+    back = shards[0].new_empty(sum(sent))
+    dist.all_to_all_single(back, done, sent, received, group=group)
+    yield from (piece.view(-1, columns) for piece in back.split(sent[: len(shards)]))
+
+
+def _by_gathering(parameter: DTensor, update: Tensor, steps: int) -> Tensor:
+    """Orthogonalise on every rank alike: for layouts other than rows, such as those of tensor parallelism."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    layout = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+    whole = DTensor.from_local(update, mesh, placements, **layout).full_tensor()
+    same = DTensor.from_local(orthogonalise(whole, steps), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return same.redistribute(placements=placements).to_local()
+
+
+def _device(parameter: nn.Parameter) -> torch.device:
+    """Where to compute: the accelerator, even where FSDP keeps the shards in host memory."""
+    on_host = isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type
+    return torch.device(parameter.device_mesh.device_type) if on_host else parameter.device
+
+
+def _dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Half precision is enough for the iteration, and faster on CUDA only."""
+    return torch.bfloat16 if _device(parameter).type == "cuda" else torch.float32
