@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, BaseConfig, RootConfig, later
 from prime_rl.configs.bench import STEPS, shorten
 from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
-from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
 from prime_rl.configs.shared import (
     CkptConfig,
     LogConfig,
@@ -160,11 +159,6 @@ class SFTConfig(RootConfig):
         """Complete the merged values before construction."""
         super().prepare(state)
         shorten(state)
-
-    @model_validator(mode="after")
-    def _schedule_falls(self) -> "SFTConfig":
-        check_schedule(self.scheduler, self.optim)
-        return self
 
     @model_validator(mode="after")
     def _schedule_falls(self) -> "SFTConfig":

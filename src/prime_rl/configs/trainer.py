@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from prime_rl.configs.base import BaseConfig, RootConfig, later
 from prime_rl.configs.bench import STEPS, shorten, use_fake_data
 from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
-from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
 from prime_rl.configs.shared import (
     DEFAULT_MODEL,
     BroadcastConfig,
@@ -280,13 +279,6 @@ class TrainerConfig(RootConfig):
     def _nccl_is_later(self) -> "TrainerConfig":
         if self.weight_broadcast.type != "filesystem":
             raise ValueError("weight_broadcast.type 'nccl' is not there yet; use 'filesystem'")
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_ends(self) -> "TrainerConfig":
-        check_schedule(self.scheduler, self.optim)
-        if self.scheduler.type != "constant" and self.max_steps is None:
-            raise ValueError(f"scheduler.type {self.scheduler.type!r} needs max_steps to know where the decay ends")
         return self
 
     @model_validator(mode="after")
