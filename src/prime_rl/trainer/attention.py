@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from prime_rl.errors import ConfigError
+from prime_rl.trainer.context_parallel import ContextParallel
 
 NAME = "rl_varlen"
 
@@ -37,18 +38,20 @@ def rl_varlen(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment of one packed row.
 
     Args:
         module: the attention layer (unused; the signature is transformers').
-        query: [1, heads, T, D]; key and value: [1, kv_heads, T, D].
+        query: [1, heads, T, D]; key and value: [1, kv_heads, T, D]; T is this rank's slice where ranks share the row.
         attention_mask: always None; segments are given by `cu_seq_lens_q`.
         cu_seq_lens_q: int32 [segments + 1], 0 first and T last.
         max_length_q: length of the longest segment.
         scaling: factor on the scores; 1/sqrt(D) if None.
         sliding_window: a token sees this many tokens, itself included; all if None.
+        context_parallel: the ranks that share the row; None where it is whole.
 
     Returns:
         [1, T, heads, D] and None.
@@ -58,11 +61,15 @@ def rl_varlen(
     """
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.attn: this model needs score soft-capping or attention sinks, set model.attn='eager'")
+    if context_parallel is not None:
+        query, key, value = context_parallel.spread_heads(query, key, value)
     if query.is_cuda and query.dtype != torch.float32:  # the flash kernel knows half precision only
-        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
-    lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
-    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([_segment(*part, scaling, sliding_window) for part in parts], 2).transpose(1, 2), None
+        attended = _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    else:
+        lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
+        parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+        attended = torch.cat([_segment(*part, scaling, sliding_window) for part in parts], 2).transpose(1, 2)
+    return attended if context_parallel is None else context_parallel.gather_heads(attended), None
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
