@@ -77,12 +77,14 @@ class StepResult:
         grad_norm: mean over the minibatches of the norm before clipping; None if every one was skipped.
         skipped: minibatches whose gradient or loss was not finite, which took no optimizer step.
         means: what the objective reported, as means; None where nothing was counted.
+        rates: the learning rates that were used, `lr` and `lr/<role>`.
     """
 
     loss: float | None
     grad_norm: float | None
     skipped: int
     means: dict[str, float | None]
+    rates: dict[str, float]
 
 
 class Engine:
@@ -92,20 +94,19 @@ class Engine:
         """Take a sharded policy and the optimizer over its parameters; `max_norm` None does not clip."""
         self._policy, self._optimizer, self._world = policy, optimizer, world
         self._max_norm = float("inf") if max_norm is None else max_norm
+        self._rates = LearningRates(optimizer)
         self._lost_steps = 0
 
     def step(
         self, minibatches: Sequence[Minibatch], objective: Callable[[Scored], Objective], factor: float
     ) -> StepResult:
         """Take one optimizer step per minibatch, all at `factor` times the peak rates. All ranks call it together.
-        rates: the learning rates that were used, `lr` and `lr/<role>`.
 
         Raises:
             RunError: the third step in a row in which every gradient was non-finite.
         """
         rates = self._rates.apply(factor)
         means, losses, norms = Means(), list[float](), list[float]()
-    rates: dict[str, float]
         for minibatch in minibatches:
             loss = self._backward(minibatch, objective, means, untouched=not norms)
             norm = self._update(loss)
@@ -115,10 +116,10 @@ class Engine:
         self._count_lost(bool(norms))
         return StepResult(
             loss=sum(losses) / len(losses) if losses else None,
-        self._rates = LearningRates(optimizer)
             grad_norm=sum(norms) / len(norms) if norms else None,
             skipped=len(minibatches) - len(norms),
             means=means.reduce(self._world),
+            rates=rates,
         )
 
     def _backward(
@@ -138,7 +139,6 @@ class Engine:
 
     def _update(self, loss: float) -> float | None:
         """Clip the gradient and apply it; return its norm before clipping, None if it or the loss is not finite."""
-            rates=rates,
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_norm)
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         usable = math.isfinite(value) and math.isfinite(loss)
