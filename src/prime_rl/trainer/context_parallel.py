@@ -9,13 +9,18 @@ Every rank computes the same loss and takes home the gradient of its own slice: 
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.errors import ConfigError
 from prime_rl.trainer.collectives import exchange, sum_forward
 from prime_rl.trainer.micro_batch import MicroBatch
+
+_WHOLE_ROW_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +96,29 @@ class ContextParallel:
             return attended
         swapped = exchange(attended[0].unflatten(0, (self.size, -1)), self._group)
         return swapped.transpose(0, 1).flatten(1, 2)[None]
+
+
+def check_context_parallel(text: Any, config: TrainerModelConfig, cp: int) -> None:
+    """Refuse what `cp` ranks cannot compute exactly together.
+
+    Args:
+        text: transformers' configuration of the language model.
+        config: how it is laid out.
+        cp: ranks that share each row.
+
+    Raises:
+        ConfigError: the heads cannot be divided, attention is not ours, or positions depend on the length of the row.
+    """
+    heads = text.num_attention_heads // config.tp
+    kv_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // config.tp
+    if heads % math.lcm(kv_heads, cp):
+        raise ConfigError(
+            f"model.cp {cp}: {config.name} has {heads} heads and {kv_heads} key-value heads"
+            f"{' on each rank of model.tp' if config.tp > 1 else ''}, which {cp} ranks cannot share evenly"
+        )
+    if config.attn not in ("auto", "varlen"):
+        raise ConfigError(f"model.cp: model.attn={config.attn!r} sees one slice of a row only; set model.attn='varlen'")
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))}
+    if odd := kinds & _WHOLE_ROW_ROPE:
+        raise ConfigError(f"model.cp: the positions of {config.name} ({odd.pop()}) depend on the row's length")

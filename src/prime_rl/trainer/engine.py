@@ -1,7 +1,7 @@
 """The step engine that reinforcement learning and supervised fine-tuning share.
 
-I9 world size is invisible: a rank's loss is scaled by world / N, N being the trained tokens of the whole minibatch on
-all ranks; FSDP averages gradients over ranks, and what remains is the sum over all tokens divided by N.
+I9 world size is invisible: the objective divides by counts of the whole minibatch on all ranks, so a row's loss is its
+share of the minibatch's; gradients are summed over ranks, never averaged.
 I10 finite: a minibatch with a non-finite gradient or loss takes no optimizer step and is counted; three steps in a row
 without a single update end the run.
 """
@@ -12,17 +12,34 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from prime_rl.errors import RunError
+from prime_rl.trainer.gradients import accumulate, clip_gradients, gradient_norm
 from prime_rl.trainer.means import Means, Weighted
 from prime_rl.trainer.micro_batch import MicroBatch
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.optim import LearningRates
-from prime_rl.trainer.parallel import World, accumulate
+from prime_rl.trainer.parallel import World
 
 _LOST_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the parts of a loss are divided by: counted over the rows of all ranks, before any mask that a loss adds.
+
+    Attributes:
+        tokens: trained tokens, at least 1; where the rows have `rl_weights`, those whose weight is not 0.
+        sequences: samples, trained on or not, at least 1.
+        ce_tokens: trained tokens whose `ce_weights` is not 0, at least 1.
+        ref_kl_tokens: trained tokens whose `ref_kl_weights` is not 0, at least 1.
+    """
+
+    tokens: int
+    sequences: int = 1
+    ce_tokens: int = 1
+    ref_kl_tokens: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +48,11 @@ class Minibatch:
 
     Attributes:
         rows: this rank's micro-batches; every rank has equally many, at least one.
-        normaliser: N, the trained tokens in the rows of all ranks, at least 1.
+        counts: of the rows of all ranks.
     """
 
     rows: Sequence[MicroBatch]
-    normaliser: int
+    counts: Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +64,14 @@ class Scored:
         logprobs: float32 [T], differentiable, 0 outside the mask.
         entropy: float32 [T], 0 outside the mask.
         untouched: the weights are still those the step began with: no optimizer step was taken yet.
+        counts: of the minibatch that the row belongs to, over all ranks.
     """
 
     row: MicroBatch
     logprobs: Tensor
     entropy: Tensor
     untouched: bool
+    counts: Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +79,7 @@ class Objective:
     """What an objective answers for one row.
 
     Attributes:
-        loss: scalar, summed over the row's tokens.
+        loss: scalar, the row's share of the minibatch's loss: summed over its tokens, divided by `Scored.counts`.
         means: sums and counts of what is reported; the same names for every row.
     """
 
@@ -73,7 +92,7 @@ class StepResult:
     """What a step did, equal on all ranks.
 
     Attributes:
-        loss: mean over the minibatches of loss / N; None if every one was skipped.
+        loss: mean over the minibatches; None if every one was skipped.
         grad_norm: mean over the minibatches of the norm before clipping; None if every one was skipped.
         skipped: minibatches whose gradient or loss was not finite, which took no optimizer step.
         means: what the objective reported, as means; None where nothing was counted.
@@ -131,21 +150,21 @@ class Engine:
             accumulate(self._policy, last=i == len(minibatch.rows) - 1)
             row = row.to(self._world.device)
             logprobs, entropy = self._policy(row)
-            answer = objective(Scored(row, logprobs, entropy, untouched))
-            (answer.loss * (self._world.size / minibatch.normaliser)).backward()
+            answer = objective(Scored(row, logprobs, entropy, untouched, minibatch.counts))
+            answer.loss.backward()
             total += answer.loss.detach()
             means.add(answer.means)
-        return self._world.sum(total).item() / minibatch.normaliser
+        return self._world.sum_rows(total).item()
 
     def _update(self, loss: float) -> float | None:
         """Clip the gradient and apply it; return its norm before clipping, None if it or the loss is not finite."""
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_norm)
-        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        usable = math.isfinite(value) and math.isfinite(loss)
+        norm = gradient_norm(self._policy.parameters(), self._world)
+        usable = math.isfinite(norm) and math.isfinite(loss)
         if usable:
+            clip_gradients(self._policy.parameters(), norm, self._max_norm)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return value if usable else None
+        return norm if usable else None
 
     def _count_lost(self, updated: bool) -> None:
         self._lost_steps = 0 if updated else self._lost_steps + 1

@@ -28,6 +28,6 @@ class Means:
         names = sorted(self._totals)
         if not names:
             return {}
-        totals = world.sum(torch.stack([self._totals[name] for name in names])).tolist()
+        totals = world.sum_rows(torch.stack([self._totals[name] for name in names])).tolist()
         means = {name: total / count if count else None for name, (total, count) in zip(names, totals, strict=True)}
         return {name: mean if mean is not None and abs(mean) < float("inf") else None for name, mean in means.items()}

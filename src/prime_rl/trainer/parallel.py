@@ -11,12 +11,13 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError, RunError
+from prime_rl.trainer.context_parallel import ContextParallel, check_context_parallel
 from prime_rl.trainer.memory import offload_policy
 from prime_rl.trainer.model import PolicyModel
 
@@ -144,26 +145,66 @@ def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | Non
 
 
 def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> PolicyModel:
-    """Shard the policy over all ranks, in place: each block by itself, all the rest with the root.
+    """Lay the policy out over all ranks, in place: each block sharded by itself, all the rest with the root.
 
     Embedding, last norm and output head stay with the root, because torch 2.11 silently unties an embedding that is
-    sharded by itself.
+    sharded by itself. Nothing is read or moved: the parameters may be on the meta device. Gradients are summed over the
+    ranks, never averaged, so that parameters on different meshes need no factors of their own.
+
+    Raises:
+        ConfigError: the model cannot be divided as `config` asks for.
     """
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
+    layout = Layout.of(config, world.size)
+    mesh = make_mesh(layout, world.device.type)
+    if layout.cp > 1:
+        check_context_parallel(policy.causal_lm.config.get_text_config(), config, layout.cp)
+        policy.context_parallel = ContextParallel(mesh["cp"].get_group())
     dtype = compute_dtype(config.dtype, world.device)
     precision = partial(MixedPrecisionPolicy, param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype))
-    share = partial(fully_shard, mesh=mesh, offload_policy=offload_policy(config))
+    share = partial(fully_shard, mesh=data_mesh(mesh), offload_policy=offload_policy(config))
     for block in policy.blocks:
         share(block, mp_policy=precision(), reshard_after_forward=config.reshard_after_forward)
     # The root's inputs are token ids, temperatures and advantages: casting them to bfloat16 would be wrong.
     share(policy, mp_policy=precision(cast_forward_inputs=False), reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
     return policy
 
 
-def accumulate(policy: nn.Module, last: bool) -> None:
-    """Say whether the next backward pass is the last before the optimizer: only that one reduces gradients."""
-    assert isinstance(policy, FSDPModule)
-    policy.set_requires_gradient_sync(last)
+def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """Arrange the ranks; those that exchange most lie next to each other.
+
+    Dimensions, of which those of size 1 are left out: dp_replicate, dp_shard, dp_shard_ep (the part of the sharding
+    ranks that share experts), cp, tp.
+    """
+    inside = max(1, layout.ep // layout.cp)
+    sizes = {
+        "dp_replicate": layout.replicate,
+        "dp_shard": layout.shard // inside,
+        "dp_shard_ep": inside,
+        "cp": layout.cp,
+        "tp": layout.tp,
+    }
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that hold different rows or different parts of rows: [shard], or [replicate, shard]."""
+    return _select(mesh, ("dp_shard", "dp_shard_ep", "cp"))
+
+
+def _select(mesh: DeviceMesh, sharding: tuple[str, ...]) -> DeviceMesh:
+    """Flatten the dimensions `sharding` into one, with that of the copies before it where there are any."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    present = tuple(name for name in sharding if name in names)
+    flat = "_".join(present)
+    if len(present) > 1:
+        mesh[present]._flatten(flat)
+    return mesh["dp_replicate", flat] if "dp_replicate" in names else mesh[flat]
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
