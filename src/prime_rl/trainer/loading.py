@@ -1,13 +1,20 @@
-"""From a name to a sharded policy, ready to train."""
+"""From a name to a sharded policy, ready to train.
+
+The model is built without storage, changed, sharded, and only then given storage and values, so that no rank ever
+holds more than its shards and one tensor.
+"""
+
+import torch
 
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.trainer.memory import prepare_blocks
-from prime_rl.trainer.model import PolicyModel, load_policy
+from prime_rl.trainer.model import PolicyModel, build_policy
 from prime_rl.trainer.parallel import World, shard
+from prime_rl.trainer.weights import Weights
 
 
 def make_policy(config: TrainerModelConfig, seed: int, world: World) -> PolicyModel:
-    """Load the model, prepare its blocks and shard it over the ranks. All ranks call it together.
+    """Build the model, prepare its blocks, shard it over the ranks and load it. All ranks call it together.
 
     Args:
         config: which model and how it is laid out.
@@ -17,6 +24,11 @@ def make_policy(config: TrainerModelConfig, seed: int, world: World) -> PolicyMo
     Raises:
         ConfigError: the model is missing, or of a kind that cannot be trained as configured.
     """
-    policy = load_policy(config, seed)
+    policy = build_policy(config)
+    weights = Weights(policy.causal_lm, config, seed)
     prepare_blocks(policy, config)
-    return shard(policy, config, world)
+    weights.follow(policy.causal_lm)
+    shard(policy, config, world)
+    home = torch.device("cpu") if config.fsdp_cpu_offload else world.device
+    weights.fill(policy, policy.causal_lm, world.device, home)
+    return policy

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import meta_device_safe_creation_ops
 
 from prime_rl.configs.shared import TokenizerConfig
 from prime_rl.configs.trainer import TrainerModelConfig
@@ -17,6 +18,7 @@ from prime_rl.errors import ConfigError
 from prime_rl.trainer import attention
 from prime_rl.trainer.lm_head import token_logprobs
 from prime_rl.trainer.micro_batch import MicroBatch
+from prime_rl.trainer.weights import Weights
 
 _ATTENTION = {"auto": attention.NAME, "varlen": attention.NAME}
 # What a packed row is exact for; recurrent layers would carry state from one segment into the next.
@@ -75,12 +77,8 @@ class PolicyModel(nn.Module):
         return int(self.causal_lm.config.get_text_config().vocab_size)
 
 
-def load_policy(config: TrainerModelConfig, seed: int) -> PolicyModel:
-    """Load the model on the CPU in float32, the precision of the master weights.
-
-    Args:
-        config: which model, and what to change for a quick test.
-        seed: of the weights where `config.debug.random_init`; the same on every rank.
+def build_policy(config: TrainerModelConfig) -> PolicyModel:
+    """Build the model on the meta device: its tensors have float32, the precision of the master weights, but no storage.
 
     Raises:
         ConfigError: the model is missing, or is of a kind that packed rows or the chunked head would get wrong.
@@ -91,18 +89,30 @@ def load_policy(config: TrainerModelConfig, seed: int) -> PolicyModel:
     hf_config = _hf_config(config)
     options = {"dtype": torch.float32, "attn_implementation": _ATTENTION.get(config.attn, config.attn)}
     try:
-        if config.debug.random_init:
-            torch.manual_seed(seed)
-            trust = {"trust_remote_code": config.trust_remote_code}
-            causal_lm = AutoModelForCausalLM.from_config(hf_config, **options, **trust)
-        else:
-            trust = {"trust_remote_code": config.trust_remote_code}
-            causal_lm = AutoModelForCausalLM.from_pretrained(config.name, config=hf_config, **options, **trust)
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            causal_lm = AutoModelForCausalLM.from_config(
+                hf_config, **options, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load("model.name", config.name, error) from error
     _check_supported(config.name, causal_lm)
     # Evaluation mode switches dropout off, which would make the trainer disagree with the sampler (I6).
     return PolicyModel(causal_lm.eval(), config.logprob_chunk_size)
+
+
+def load_policy(config: TrainerModelConfig, seed: int) -> PolicyModel:
+    """Load the whole model on the CPU, not sharded.
+
+    Args:
+        config: which model, and what to change for a quick test.
+        seed: of the weights where `config.debug.random_init`.
+
+    Raises:
+        ConfigError: the model is missing or cannot be trained.
+    """
+    policy, cpu = build_policy(config), torch.device("cpu")
+    Weights(policy.causal_lm, config, seed).fill(policy, policy.causal_lm, cpu, cpu)
+    return policy
 
 
 def load_tokenizer(config: TokenizerConfig, model: TrainerModelConfig) -> PreTrainedTokenizerBase:
