@@ -11,18 +11,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from prime_rl.errors import ConfigError
 from prime_rl.trainer.context_parallel import ContextParallel
+from prime_rl.trainer.segment_op import segment_attention
 
 NAME = "rl_varlen"
 
 
 def register() -> None:
-    """Make `attn_implementation="rl_varlen"` known to transformers. Calling it again changes nothing."""
+    """Make `attn_implementation="rl_varlen"` known to transformers. Calling it again changes nothing.
+
+    Deliberately without a mask function: transformers then makes no mask at all, where for a known one it would first
+    look at the position ids, and on CUDA wait for every kernel before it.
+    """
     AttentionInterface.register(NAME, rl_varlen)
-    AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def rl_varlen(
@@ -65,6 +69,8 @@ def rl_varlen(
         query, key, value = context_parallel.spread_heads(query, key, value)
     if query.is_cuda and query.dtype != torch.float32:  # the flash kernel knows half precision only
         attended = _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    elif torch.compiler.is_compiling() and query.device.type == "cpu" and value.shape[-1] == query.shape[-1]:
+        attended = segment_attention(query, key, value, cu_seq_lens_q, scaling, sliding_window)[0].transpose(1, 2)
     else:
         lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
         parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
@@ -108,7 +114,3 @@ def _knows_grouped_queries() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
