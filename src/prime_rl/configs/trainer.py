@@ -116,14 +116,17 @@ class TrainerModelConfig(BaseConfig):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass; less memory, one more gather."""
 
+    reshard_ranks: int | None = Field(None, ge=2)
+    """Shard them between the passes over groups of so many ranks only, say those of a node; None shards over all."""
+
     trust_remote_code: bool = False
     """Run Python code that the model's repository brings along."""
 
     logprob_chunk_size: int = Field(1024, ge=1)
     """Tokens of a row whose logits exist at the same time; smaller saves memory."""
 
-    dp_replicate: int = later(1, ge=1)
-    """Copies of the sharded model (hybrid sharding)."""
+    dp_replicate: int = Field(1, ge=1)
+    """Copies of the sharded model (hybrid sharding); weights are gathered inside a copy only."""
 
     tp: int = later(1, ge=1)
     """Ranks that share each matrix."""
@@ -131,24 +134,14 @@ class TrainerModelConfig(BaseConfig):
     ep: int = later(1, ge=1)
     """Ranks that share the experts."""
 
-    cp: ContextParallelConfig | None = later(None)
-    """Context parallelism; experimental."""
+    cp: ContextParallelConfig | None = None
+    """Context parallelism: ranks share each row, for rows too long for one; None gives each rank whole rows."""
 
     lora: LoRAConfig | None = later(None)
     """Train a LoRA adapter; None trains all weights."""
 
     debug: DebugModelConfig = DebugModelConfig()
     """Shrink or randomise the model for a quick test."""
-
-
-class AIPOLossConfig(BaseConfig):
-    """AIPO: token-level importance sampling with the ratio clipped from above."""
-
-    type: Literal["aipo"] = "aipo"
-    """Kind of loss."""
-
-    ratio_clip: float = Field(8.0, gt=0)
-    """Upper bound delta of the importance ratio trainer / sampler."""
 
 
 class FakeDataConfig(BaseConfig):
@@ -208,8 +201,11 @@ class TrainerConfig(RootConfig):
     scheduler: SchedulerConfig = ConstantSchedulerConfig()
     """Learning rate over the steps."""
 
-    loss: Annotated[AIPOLossConfig, Field()] = AIPOLossConfig()
-    """The loss."""
+    loss: LossConfig = AIPOLossConfig()
+    """The loss; see docs/losses.md."""
+
+    reference: ReferenceConfig | None = None
+    """Reference model of `loss.kl` and of distillation; None loads the base model where a penalty needs it."""
 
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch, all against the sampler's logprobs; published after the last."""
@@ -220,8 +216,8 @@ class TrainerConfig(RootConfig):
     weight_broadcast: BroadcastConfig = FileBroadcastConfig()
     """How weights reach inference."""
 
-    ckpt: CkptConfig | None = later(None)
-    """Checkpoints; None writes none."""
+    ckpt: CkptConfig | None = None
+    """Checkpoints of the trainer; None writes none."""
 
     max_steps: int | None = Field(None, ge=1)
     """Steps to train; None goes on for ever."""

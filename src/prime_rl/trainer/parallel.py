@@ -162,8 +162,9 @@ def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> Poli
     dtype = compute_dtype(config.dtype, world.device)
     precision = partial(MixedPrecisionPolicy, param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype))
     share = partial(fully_shard, mesh=data_mesh(mesh), offload_policy=offload_policy(config))
+    reshard = _reshard_after_forward(config, layout.shard * layout.cp)
     for block in policy.blocks:
-        share(block, mp_policy=precision(), reshard_after_forward=config.reshard_after_forward)
+        share(block, mp_policy=precision(), reshard_after_forward=reshard)
     # The root's inputs are token ids, temperatures and advantages: casting them to bfloat16 would be wrong.
     share(policy, mp_policy=precision(cast_forward_inputs=False), reshard_after_forward=False)
     for module in policy.modules():
@@ -171,6 +172,20 @@ def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> Poli
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     return policy
+
+
+def _reshard_after_forward(config: TrainerModelConfig, ranks: int) -> bool | int:
+    """What FSDP is told: into how many parts a block's weights go after the forward pass.
+
+    Raises:
+        ConfigError: the sharding ranks do not divide into groups of `model.reshard_ranks`.
+    """
+    wanted = config.reshard_ranks
+    if wanted is None or not config.reshard_after_forward:
+        return config.reshard_after_forward
+    if ranks % wanted:
+        raise ConfigError(f"model.reshard_ranks {wanted} does not divide the {ranks} ranks that shard the model")
+    return True if wanted == ranks else wanted
 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
