@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig, RootConfig, later
 from prime_rl.configs.bench import STEPS, shorten, use_fake_data
+from prime_rl.configs.loss import AIPOLossConfig, LossConfig, ReferenceConfig
 from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
 from prime_rl.configs.shared import (
     DEFAULT_MODEL,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ class MicroBatch:
         on_policy: bool [T], set in segments whose every sampled token has the version that is being trained.
         top_k, top_p, min_p, rl_weights, ce_weights, ref_kl_weights, ref_logprobs: as in `prime_rl.run.batch.Batch`,
             [T]; None where the batch has no such stream.
+        proximal_logprobs: float32 [T], the trainer's own at the step's start; None where no loss asked for them.
     """
 
     tokens: Tensor
@@ -48,6 +49,7 @@ class MicroBatch:
     ce_weights: Tensor | None = None
     ref_kl_weights: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    proximal_logprobs: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
         """Copy to `device`; the same object where it is there already."""
@@ -107,10 +109,16 @@ def make_micro_batch(
     )
 
 
-def masked_row() -> MicroBatch:
-    """Make the smallest row that trains on nothing, to even out the ranks' counts of micro-batches."""
+def masked_row(streams: Mapping[str, np.dtype[Any]] | None = None) -> MicroBatch:
+    """Make the smallest row that trains on nothing, to even out the ranks' counts of micro-batches.
+
+    Args:
+        streams: names and types of the optional streams that the other rows have, so that all ranks report the same
+            means; 0 here.
+    """
     nothing = np.zeros(2, np.int64)
-    return make_micro_batch(nothing, nothing, [2])
+    zeros = {name: np.zeros(2, dtype) for name, dtype in (streams or {}).items()}
+    return make_micro_batch(nothing, nothing, [2], streams=zeros)
 
 
 def _floats(values: NDArray[np.floating]) -> Tensor:

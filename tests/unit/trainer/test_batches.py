@@ -32,14 +32,14 @@ def test_every_sample_is_trained_once_in_the_same_minibatch(minibatches, size):
     for i, minibatch in enumerate(alone):
         shares = [rank[i] for rank in ranks]
         assert len({len(share.rows) for share in shares}) == 1
-        assert {share.normaliser for share in shares} == {minibatch.normaliser}
+        assert {share.counts for share in shares} == {minibatch.counts}
         assert sorted(row for share in shares for row in samples_of(share)) == sorted(samples_of(minibatch))
-    assert sum(minibatch.normaliser for minibatch in alone) == batch.loss_tokens
+    assert sum(minibatch.counts.tokens for minibatch in alone) == batch.loss_tokens
     assert sum(len(samples_of(m)) for m in alone) == len(batch.seq_lens)
 
 
 def test_minibatches_are_balanced():
-    sizes = [m.normaliser for m in split_batch(make(), 0, 4, World(0, 1, CPU), room=60)]
+    sizes = [m.counts.tokens for m in split_batch(make(), 0, 4, World(0, 1, CPU), room=60)]
     assert max(sizes) < 1.35 * min(sizes)
 
 

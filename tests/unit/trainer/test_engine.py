@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.configs.optim import AdamWConfig
-from prime_rl.configs.trainer import ActivationCheckpointConfig, AIPOLossConfig, FakeDataConfig, TrainerModelConfig
+from prime_rl.configs.loss import AIPOLossConfig
+from prime_rl.configs.trainer import ActivationCheckpointConfig, FakeDataConfig, TrainerModelConfig
 from prime_rl.errors import RunError
 from prime_rl.trainer.engine import Engine
 from prime_rl.trainer.loading import make_policy
@@ -56,9 +57,7 @@ def train_everything(world: World, argument: str):
     for name, (tied, minibatches, ac) in CASES.items():
         source = root / ("tied" if tied else "untied")
         policy, engine = make_engine(world, source, ac)
-        steps = [
-            engine.step(split_batch(make_batch(n), n, minibatches, world, ROOM), objective, 1.0) for n in range(3)
-        ]
+        steps = [engine.step(split_batch(make_batch(n), n, minibatches, world, ROOM), objective, 1.0) for n in range(3)]
         results[name] = [dataclasses.asdict(step) for step in steps]
         tokenizer = load_tokenizer(_no_tokenizer(), TrainerModelConfig(name=str(source)))
         target = root / f"out_{name}_{world.size}"
@@ -113,11 +112,11 @@ def test_gradient_is_that_of_plain_pytorch(worlds, tmp_path):
     policy = load_policy(TrainerModelConfig(name=str(root / "tied")), seed=0)
     world = World(rank=0, size=1, device=torch.device("cpu"))
     (minibatch,) = split_batch(make_batch(0), 0, 1, world, ROOM)
-    assert minibatch.normaliser == make_batch(0).loss_mask.sum()
+    assert minibatch.counts.tokens == make_batch(0).loss_mask.sum()
     total = 0.0
     for row in minibatch.rows:
         ratio = (policy(row)[0] - row.sampler_logprobs).exp().clamp(max=8.0)
-        loss = -(ratio * row.advantages)[row.loss_mask].sum() / minibatch.normaliser
+        loss = -(ratio * row.advantages)[row.loss_mask].sum() / minibatch.counts.tokens
         loss.backward()
         total += loss.item()
     norm = sum(p.grad.pow(2).sum() for p in policy.parameters()).sqrt().item()
@@ -214,7 +213,7 @@ def test_empty_batch_changes_nothing_but_completes(lone_engine):
     batch = make_batch(0)
     batch = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
     (minibatch,) = split_batch(batch, 0, 1, world, ROOM)
-    assert minibatch.normaliser == 1
+    assert minibatch.counts.tokens == 1
     result = engine.step([minibatch], rl_objective(build_loss(AIPOLossConfig())), factor=0.0)
     assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, 0)
     assert result.means["mismatch_kl"] is None

@@ -1,10 +1,11 @@
-"""Cross-entropy: the loss of supervised fine-tuning."""
+"""Cross-entropy: the loss of supervised fine-tuning, and of tokens that are to be imitated beside the RL loss."""
 
 import torch
+from torch import Tensor
 
-from prime_rl.trainer.losses.base import LossInputs, LossOutput
+from prime_rl.trainer.losses.base import finite
 
 
-def cross_entropy(inputs: LossInputs) -> LossOutput:
-    """Sum of -logprob over the mask. Advantages and the sampler's logprobs play no part."""
-    return LossOutput(-torch.where(inputs.mask, inputs.logprobs, 0.0).sum(), torch.zeros_like(inputs.mask))
+def cross_entropy(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Per token [T] -logprob, 0 outside the mask (bool [T])."""
+    return torch.where(mask, -finite(logprobs), 0.0)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from prime_rl.configs.trainer import FakeDataConfig
 from prime_rl.run.assign import PADDING_ROW, assign_rows
 from prime_rl.run.batch import STREAMS, Batch
-from prime_rl.trainer.engine import Minibatch
+from prime_rl.trainer.engine import Counts, Minibatch
 from prime_rl.trainer.micro_batch import MicroBatch, make_micro_batch, masked_row
 from prime_rl.trainer.parallel import World
 
@@ -72,9 +72,29 @@ def _minibatch(batch: Batch, step: int, rows: Sequence[int], world: World, room:
     shares = [[rows[i] for i in share if i != PADDING_ROW] for share in dealt]
     mine = shares[world.data_rank]
     parts = [mine[part] for part in _lay_together(batch, shares, room)]
-    tokens = sum(int(batch.loss_mask[batch.row(row)].sum()) for row in rows)
+    streams = {name: array.dtype for name, array in batch.arrays.items() if name in STREAMS}
     return Minibatch(
-        rows=[_micro_batch(batch, part, step) if part else masked_row() for part in parts], normaliser=max(1, tokens)
+        rows=[_micro_batch(batch, part, step) if part else masked_row(streams) for part in parts],
+        counts=_count(batch, rows),
+    )
+
+
+def _count(batch: Batch, rows: Sequence[int]) -> Counts:
+    """Count what is trained in `rows`, for the whole world; each count is at least 1, as something is divided by it."""
+
+    def gather(array: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([array[batch.row(row)] for row in rows])
+
+    trained = gather(batch.loss_mask) != 0
+
+    def weighed(weights: NDArray[np.float32] | None, otherwise: int) -> int:
+        return max(1, otherwise if weights is None else int(np.sum(trained & (gather(weights) != 0))))
+
+    return Counts(
+        tokens=weighed(batch.rl_weights, int(trained.sum())),
+        sequences=sum(len(np.unique(batch.segment_ids[batch.row(row)])) for row in rows),
+        ce_tokens=weighed(batch.ce_weights, 0),
+        ref_kl_tokens=weighed(batch.ref_kl_weights, 0),
     )
 
 

@@ -1,0 +1,34 @@
+"""A loss of the user's own, named by import path. Whatever it does wrong is one clear line."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from prime_rl.errors import ConfigError
+from prime_rl.trainer.losses.base import Loss, LossInputs, LossOutput
+from prime_rl.user_code import load_function, one_line
+
+_KEY = "loss.import_path"
+
+
+def custom(import_path: str, kwargs: dict[str, Any]) -> Loss:
+    """Load `function(inputs: LossInputs, **kwargs)`, which answers with a `LossOutput` or the losses [T] alone.
+
+    Raises:
+        ConfigError: the function cannot be loaded; later, from the loss itself: it raised, or its answer is no loss.
+    """
+    return partial(_call, load_function(import_path, _KEY), import_path, kwargs)
+
+
+def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], inputs: LossInputs) -> LossOutput:
+    try:
+        answer = function(inputs, **kwargs)
+    except Exception as error:  # foreign code: whatever it raises ends the run in one line
+        raise ConfigError(f"{_KEY} = {name!r} failed: {one_line(error)}") from error
+    output = LossOutput.plain(answer) if isinstance(answer, Tensor) else answer
+    if not isinstance(output, LossOutput) or output.loss.shape != inputs.logprobs.shape:
+        found = tuple(output.loss.shape) if isinstance(output, LossOutput) else type(answer).__name__
+        raise ConfigError(f"{_KEY} = {name!r} returned {found}; return one loss per token, [{len(inputs.logprobs)}]")
+    return output
