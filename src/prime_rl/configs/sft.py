@@ -5,96 +5,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, BaseConfig, RootConfig, later
+from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, RootConfig
 from prime_rl.configs.bench import STEPS, shorten
 from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
+from prime_rl.configs.sft_data import SFTDataConfig, SFTFakeDataConfig, ValConfig
 from prime_rl.configs.shared import (
     CkptConfig,
     LogConfig,
     Monitored,
-    StrList,
     TokenizerConfig,
     WandbConfig,
 )
 from prime_rl.configs.trainer import TrainerModelConfig
-
-
-class LossMaskConfig(BaseConfig):
-    """Which messages are learned."""
-
-    system: bool = False
-    """Learn system messages."""
-
-    user: bool = False
-    """Learn user messages."""
-
-    assistant: bool = True
-    """Learn assistant messages."""
-
-    tool: bool = False
-    """Learn tool messages."""
-
-
-class SFTDataConfig(BaseConfig):
-    """A dataset of conversations or prompt-completion pairs."""
-
-    type: Literal["sft"] = "sft"
-    """Kind of data."""
-
-    name: str = "PrimeIntellect/Reverse-Text-SFT"
-    """Hugging Face id of the dataset, or a local .jsonl file of `messages` or `prompt`, `completion`."""
-
-    split: str = "train"
-    """Split of a Hugging Face dataset."""
-
-    seq_len: int = Field(128, ge=2)
-    """Length of a packed row, tokens; longer examples are cut."""
-
-    batch_size: int = Field(128, ge=1)
-    """Rows in a batch (one step)."""
-
-    micro_batch_size: int = Field(1, ge=1)
-    """Most rows in one forward pass."""
-
-    shuffle: bool = True
-    """Shuffle each epoch."""
-
-    seed: int = 0
-    """Seed of the shuffling."""
-
-    loss_mask: LossMaskConfig = later(LossMaskConfig())
-    """Which messages are learned; assistant only by default."""
-
-    pack_function: Literal["cat", "stack"] = later("cat")
-    """How examples become rows: packed one after the other, or one padded row each."""
-
-    subsets: StrList = later([])
-    """Subsets of the dataset to mix."""
-
-    probabilities: list[float] = later([])
-    """Shares of the subsets."""
-
-
-class SFTFakeDataConfig(BaseConfig):
-    """Random rows, for tests and benchmarks."""
-
-    type: Literal["fake"] = "fake"
-    """Kind of data."""
-
-    seq_len: int = Field(128, ge=2)
-    """Length of a row, tokens."""
-
-    batch_size: int = Field(128, ge=1)
-    """Rows in a batch (one step)."""
-
-    micro_batch_size: int = Field(1, ge=1)
-    """Most rows in one forward pass."""
-
-    length: Literal["fixed", "variable"] = "fixed"
-    """Whether rows hold one full example or several of different lengths."""
-
-    seed: int = 0
-    """Seed of the tokens."""
 
 
 class SFTConfig(RootConfig):
@@ -111,6 +33,9 @@ class SFTConfig(RootConfig):
 
     data: Annotated[SFTDataConfig | SFTFakeDataConfig, Field(discriminator="type")] = SFTDataConfig()
     """What to learn."""
+
+    val: ValConfig | None = None
+    """Validation loss; None computes none."""
 
     optim: OptimConfig = AdamWConfig(lr=1e-5)
     """The optimizer."""
@@ -130,7 +55,7 @@ class SFTConfig(RootConfig):
     weights_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the published weights; auto is bfloat16 on CUDA and float32 on CPU."""
 
-    ckpt: CkptConfig | None = later(None)
+    ckpt: CkptConfig | None = None
     """Checkpoints; None writes none."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -159,6 +84,25 @@ class SFTConfig(RootConfig):
         """Complete the merged values before construction."""
         super().prepare(state)
         shorten(state)
+
+    @model_validator(mode="after")
+    def _data_have_an_end(self) -> "SFTConfig":
+        data, val = self.data, self.val
+        if data.type == "fake":
+            if self.max_steps is None:
+                raise ValueError("max_steps: fake data never end; set max_steps")
+            if val is not None and not self.bench:
+                raise ValueError("val: data.type is fake, so there is nothing to validate on; leave val out")
+            return self
+        if data.streaming and self.max_steps is None:
+            raise ValueError("max_steps: how many steps a pass is, streaming does not tell; set max_steps")
+        if val is not None and not (val.name or val.split) and data.streaming:
+            raise ValueError("val.fraction: a stream cannot be parted; give val.name or val.split")
+        if val is not None and val.split and not val.name:
+            files = [name for name in data.name if Path(name).expanduser().is_file()]
+            if files:
+                raise ValueError(f"val.split: {files[0]} is a file, which has no splits; give val.name")
+        return self
 
     @model_validator(mode="after")
     def _schedule_falls(self) -> "SFTConfig":
