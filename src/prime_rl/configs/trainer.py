@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from prime_rl.configs.base import BaseConfig, RootConfig, later
 from prime_rl.configs.bench import STEPS, shorten, use_fake_data
 from prime_rl.configs.loss import AIPOLossConfig, LossConfig, ReferenceConfig
+from prime_rl.configs.lora import LoRAConfig
 from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
 from prime_rl.configs.shared import (
     DEFAULT_MODEL,
@@ -53,22 +54,6 @@ class ContextParallelConfig(BaseConfig):
 
     degree: int = Field(2, ge=1)
     """Ranks that share one sequence."""
-
-
-class LoRAConfig(BaseConfig):
-    """Train a low-rank adapter instead of all weights."""
-
-    rank: int = Field(16, ge=1)
-    """Rank of the adapter."""
-
-    alpha: float = Field(32.0, gt=0)
-    """Scale; the update is multiplied by alpha / rank."""
-
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before the adapter."""
-
-    target_modules: list[str] = Field(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-    """Names of the linear layers that get an adapter."""
 
 
 class DebugModelConfig(BaseConfig):
@@ -138,7 +123,7 @@ class TrainerModelConfig(BaseConfig):
     cp: ContextParallelConfig | None = None
     """Context parallelism: ranks share each row, for rows too long for one; None gives each rank whole rows."""
 
-    lora: LoRAConfig | None = later(None)
+    lora: LoRAConfig | None = None
     """Train a LoRA adapter; None trains all weights."""
 
     debug: DebugModelConfig = DebugModelConfig()

@@ -7,9 +7,10 @@ holds more than its shards and one tensor.
 import torch
 
 from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.trainer.lora import add_adapters
 from prime_rl.trainer.memory import prepare_blocks
 from prime_rl.trainer.model import PolicyModel, build_policy
-from prime_rl.trainer.parallel import World, shard
+from prime_rl.trainer.parallel import World, compute_dtype, shard
 from prime_rl.trainer.weights import Weights
 
 
@@ -26,6 +27,8 @@ def make_policy(config: TrainerModelConfig, seed: int, world: World) -> PolicyMo
     """
     policy = build_policy(config)
     weights = Weights(policy.causal_lm, config, seed)
+    if config.lora is not None:
+        add_adapters(policy, config.lora, compute_dtype(config.dtype, world.device))
     prepare_blocks(policy, config)
     weights.follow(policy.causal_lm)
     shard(policy, config, world)

@@ -1,7 +1,8 @@
 """I4, I5: a policy version is published whole, by one rename, with the hash of every tensor in its manifest.
 
 All ranks take part in gathering the parameters, one at a time; rank 0 writes. Whatever goes wrong there, the gathers
-run to their end, and every rank then raises.
+run to their end, and every rank then raises. Of a policy with adapters a version holds the merged weights, or the
+adapters alone.
 """
 
 import json
@@ -20,13 +21,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from prime_rl.errors import RunError
 from prime_rl.run.artifact import WEIGHTS_FORMAT, publish
 from prime_rl.run.tensors import content_hash, hash_tensors
+from prime_rl.trainer.adapter_files import ADAPTER_WEIGHTS, adapter_config, peft_name
+from prime_rl.trainer.lora import AdaptedLinear, adapted_layers
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.parallel import World
 from prime_rl.types import PolicyVersion
 
 
 class Publisher:
-    """Writes versions of one policy in Hugging Face layout."""
+    """Writes versions of one policy in Hugging Face layout, or its adapters in peft's."""
 
     def __init__(
         self,
@@ -46,7 +49,13 @@ class Publisher:
             shard_bytes: a file of weights ends when it has reached this size.
         """
         self._policy, self._dtype, self._world, self._shard_bytes = policy, dtype, world, shard_bytes
-        self._companions = _companion_files(policy, tokenizer, dtype) if world.leads else {}
+        self._adapted = adapted_layers(policy)
+        self._adapters_alone = any(layer.config.publish == "adapter" for layer in self._adapted.values())
+        self._companions: dict[str, bytes] = {}
+        if world.leads and self._adapters_alone:
+            self._companions = adapter_config(policy, self._adapted)
+        elif world.leads:
+            self._companions = _companion_files(policy, tokenizer, dtype)
 
     def publish(self, target: Path, version: PolicyVersion) -> None:
         """Publish the current weights as `version` at `target`. All ranks call it together.
@@ -54,7 +63,8 @@ class Publisher:
         Raises:
             RunError: rank 0 could not write: the disk is full or not writable, or `target` exists already.
         """
-        groups = _gathered(self._policy, self._dtype)
+        gather = _gathered_adapters if self._adapters_alone else _gathered
+        groups = gather(self._policy, self._adapted, self._dtype)
         error: Exception | None = None
         if self._world.leads:
             try:
@@ -70,7 +80,10 @@ class Publisher:
     def _write(self, directory: Path, groups: Iterator[dict[str, Tensor]], version: PolicyVersion) -> Mapping[str, Any]:
         for name, content in self._companions.items():
             (directory / name).write_bytes(content)
-        _save_sharded(directory, groups, self._shard_bytes)
+        if self._adapters_alone:
+            save_file({k: v for group in groups for k, v in group.items()}, directory / ADAPTER_WEIGHTS)
+        else:
+            _save_sharded(directory, groups, self._shard_bytes)
         tensors = hash_tensors(directory)
         return {
             "format": WEIGHTS_FORMAT,
@@ -81,7 +94,9 @@ class Publisher:
         }
 
 
-def _gathered(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+def _gathered(
+    policy: PolicyModel, adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype
+) -> Iterator[dict[str, Tensor]]:
     """Yield the full tensors on the CPU, block by block, under the names that the model's checkpoints use.
 
     A block at a time, because transformers keeps some weights in another form than their checkpoints do (fused
@@ -89,9 +104,21 @@ def _gathered(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, Ten
     """
     causal_lm = policy.causal_lm
     plain = getattr(causal_lm, "_weight_conversions", None) == []
-    for names in _blockwise(_state(policy)):
-        full = {name: _full(tensor, dtype) for name, tensor in names.items()}
+    layers = {f"{name}.weight": layer for name, layer in adapted.items()}
+    factors = {id(factor) for layer in adapted.values() for factor in (layer.lora_A.weight, layer.lora_B.weight)}
+    weights = {name: tensor for name, tensor in _state(policy).items() if id(tensor) not in factors}
+    for names in _blockwise(weights):
+        full = {name: _full(tensor, dtype, layers.get(name)) for name, tensor in names.items()}
         yield full if plain else revert_weight_conversion(causal_lm, full)
+
+
+def _gathered_adapters(
+    _: PolicyModel, adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the factors of the adapters on the CPU, layer by layer, under peft's names."""
+    for name, layer in adapted.items():
+        factors = {"lora_A": layer.lora_A.weight, "lora_B": layer.lora_B.weight}
+        yield {peft_name(name, factor): _full(tensor, dtype) for factor, tensor in factors.items()}
 
 
 def _state(policy: PolicyModel) -> dict[str, Tensor]:
@@ -113,10 +140,12 @@ def _blockwise(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     yield from groups.values()
 
 
-def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _full(tensor: Tensor, dtype: torch.dtype, adapted: AdaptedLinear | None = None) -> Tensor:
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
+    if adapted is not None:
+        whole = adapted.merged(whole)
     return whole.to(device="cpu", dtype=dtype if whole.is_floating_point() else whole.dtype).contiguous()
 
 

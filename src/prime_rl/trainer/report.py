@@ -48,7 +48,9 @@ class Reporter:
         self._flops, self._world, self._monitor = ModelFlops.of(policy), world, monitor
         if world.leads:
             parameters = sum(p.numel() for p in policy.parameters())
-            logger.info(f"{config.name}: {parameters:,} parameters on {world.size} x {world.device.type}")
+            trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+            which = "" if trained == parameters else f" ({trained:,} trained)"
+            logger.info(f"{config.name}: {parameters:,} parameters{which} on {world.size} x {world.device.type}")
         self._peak = peak_flops(world.device, compute_dtype(config.dtype, world.device)) if world.leads else 0.0
 
     def report(
