@@ -90,10 +90,10 @@ class WandbConfig(BaseConfig):
 
 
 class CkptConfig(BaseConfig):
-    """Checkpoints of the whole run. Off unless this block is given."""
+    """Checkpoints, to go on from after the end of a run or its death. Off unless this block is given."""
 
     path: Path = Path("checkpoints")
-    """Folder of the checkpoints, inside output_dir."""
+    """Folder of the checkpoints, inside output_dir unless absolute."""
 
     interval: int = Field(50, ge=1)
     """Steps between two checkpoints; the last step is always one."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from prime_rl.run.artifact import ArtifactError, publish, read_manifest
+from prime_rl.run.paths import RunPaths, steps_in
 from prime_rl.run.tensors import content_hash, hash_tensors
 
 FORMAT = "prime_rl.batch/1"
@@ -170,3 +171,14 @@ def read_batch(path: Path, step: int | None = None) -> tuple[Batch, dict[str, An
     except (TypeError, ValueError) as error:
         raise ArtifactError(f"{path / ROWS_FILE} is not a batch: {error}") from None
     return batch, manifest
+
+
+def delete_rows(paths: RunPaths, below: int) -> None:
+    """Delete the rows of batches before `below`; their manifests stay and tell what was shipped.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    for step in steps_in(paths.rollouts_dir):
+        if step < below:
+            (paths.rollouts(step) / ROWS_FILE).unlink(missing_ok=True)

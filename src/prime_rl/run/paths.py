@@ -90,6 +90,10 @@ class RunPaths:
         """Checkpoint after `step` steps."""
         return self.checkpoints_dir / f"step_{step}"
 
+    def abandoned(self, branch: int) -> Path:
+        """What a rewind has put aside of branch `branch`."""
+        return self.abandoned_dir / f"branch_{branch}"
+
     def metrics(self, role: str) -> Path:
         """One JSON object a step, written by `role`."""
         return self.metrics_dir / f"{role}.jsonl"
@@ -122,6 +126,12 @@ class RunPaths:
     def torchrun_logs(self) -> Path:
         """torchrun's own folder: stdout and stderr of each rank."""
         return self.logs_dir / "torchrun"
+
+
+def step_of(path: Path) -> int | None:
+    """Return N of a path that ends in `step_N`, None of any other."""
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 def steps_in(directory: Path) -> list[int]:

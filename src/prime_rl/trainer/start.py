@@ -24,8 +24,8 @@ def start_process(log: LogConfig) -> None:
         torch.set_num_threads(1)
 
 
-def check_output_dir(paths: RunPaths) -> None:
-    """Refuse a directory that cannot be written, or that holds the weights of an earlier run.
+def check_output_dir(paths: RunPaths, resuming: bool) -> None:
+    """Refuse a directory that cannot be written, or that holds the weights of an earlier run that is not resumed.
 
     Raises:
         ConfigError: says which.
@@ -36,7 +36,7 @@ def check_output_dir(paths: RunPaths) -> None:
         raise ConfigError(f"output_dir: cannot make {paths.root}: {error.strerror}") from None
     if not os.access(paths.root, os.W_OK):
         raise ConfigError(f"output_dir: {paths.root} is not writable")
-    if steps := steps_in(paths.weights_dir):
+    if not resuming and (steps := steps_in(paths.weights_dir)):
         raise ConfigError(
             f"output_dir: {paths.weights_dir} holds versions {steps[0]} to {steps[-1]} of an earlier run, which would "
             "be taken for this one's; remove it or choose another output_dir"

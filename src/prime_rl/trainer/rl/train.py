@@ -7,23 +7,24 @@ import shutil
 from collections.abc import Callable
 from itertools import count
 
+import numpy as np
+
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.errors import ConfigError
 from prime_rl.monitor import Monitor
 from prime_rl.run.batch import ROWS_FILE, Batch, read_batch
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.wait import wait_for
+from prime_rl.trainer.checkpoints import Checkpointer
 from prime_rl.trainer.engine import Engine
 from prime_rl.trainer.loading import make_policy
-from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.model import PolicyModel, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer, schedule_factor
 from prime_rl.trainer.parallel import compute_dtype, join_world
 from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
-from prime_rl.trainer.rl.objective import rl_objective
-from prime_rl.trainer.start import check_output_dir
+from prime_rl.trainer.rl.objective import build_objective
 from prime_rl.types import PolicyVersion
 
 
@@ -36,18 +37,21 @@ def train(config: TrainerConfig) -> None:
     """
     paths = config.run_paths
     with join_world(config.device, config.dist_timeout_seconds, config.model) as world:
-        check_output_dir(paths)
+        checkpoints = Checkpointer(config, paths, world, serves=True)
         policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         optimizer = build_optimizer(config.optim, policy)
+        progress = checkpoints.restore(policy, optimizer)
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weight_broadcast.dtype, world.device), world)
-        objective = rl_objective(build_loss(config.loss))
+        objective = build_objective(config.loss, config.model.seq_len)
         next_batch = batch_source(config, paths, policy)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config.model, world, monitor)
 
-        for step in range(config.max_steps) if config.max_steps else count():
+        if progress.step and config.data.fake is None:
+            publisher.publish(paths.weights(progress.step), PolicyVersion(checkpoints.branch, progress.step))
+        for step in range(progress.step, config.max_steps) if config.max_steps else count(progress.step):
             clock = Stopwatch()
             batch = next_batch(step)
             clock.lap("wait_for_batch")
@@ -55,11 +59,14 @@ def train(config: TrainerConfig) -> None:
             minibatches = split_batch(batch, step, config.minibatches, world, room=config.model.seq_len)
             result = engine.step(minibatches, objective, factor)
             clock.lap("train")
-            publisher.publish(paths.weights(step + 1), PolicyVersion(0, step + 1))
+            publisher.publish(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1))
             clock.lap("publish")
             if world.leads:
                 clean_up(config, paths, step)
             reporter.report(step, result, clock, batch.seq_lens, batch.loss_tokens)
+            progress.count(len(batch.tokens), len(batch.seq_lens), len(np.unique(batch.sample_group)))
+            checkpoints.step_done(progress, last=progress.step == config.max_steps)
+        checkpoints.close()
         reporter.close()
 
 

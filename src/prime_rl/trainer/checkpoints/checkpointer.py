@@ -1,0 +1,413 @@
+"""I3, I4: a resumed trainer is the one that wrote the checkpoint, on any number of ranks; saving never endangers it.
+
+Checkpoint N is written after step N - 1 and before batch N. All ranks write their shards to a temporary folder; when
+all are on the disk rank 0 renames it, and commits if the other parts of the run's checkpoint are there too. All talk
+goes over a group of its own, so that a save in the background never mixes with the collectives of training.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from loguru import logger
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.run import checkpoints as files
+from prime_rl.run.batch import delete_rows
+from prime_rl.run.paths import RunPaths
+from prime_rl.run.rewind import next_branch, rewind
+from prime_rl.trainer.checkpoints import state
+from prime_rl.trainer.checkpoints.reader import TensorReader
+from prime_rl.trainer.checkpoints.settings import changes, settings_of
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.start import check_output_dir
+
+PART = "trainer"
+Value = TypeVar("Value")
+
+
+class DataStream(Protocol):
+    """Data with a place to go on from, which does not depend on the number of ranks."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the place after what was trained on, as values that JSON can write."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there. Raises ConfigError where the data is not the same."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: steps done.
+        tokens: of all batches, prompts included.
+        samples: sequences of all batches.
+        problems: groups of all batches; 0 for supervised fine-tuning.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+    problems: int = 0
+
+    def count(self, tokens: int, samples: int, problems: int = 0) -> None:
+        """Add one step."""
+        self.step += 1
+        self.tokens += tokens
+        self.samples += samples
+        self.problems += problems
+
+
+class Checkpointer:
+    """Saves and resumes one trainer. Without a `ckpt` block it does neither, and costs nothing.
+
+    Attributes:
+        branch: of this run: 0, or one more than the run that is resumed.
+        start: steps that are done already.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig | SFTConfig,
+        paths: RunPaths,
+        world: World,
+        serves: bool = False,
+        parts: Sequence[str] = (PART,),
+    ) -> None:
+        """Look at the run directory, and go back to the checkpoint that the configuration asks for.
+
+        Args:
+            config: of the trainer.
+            paths: the run.
+            world: the ranks; all call this together.
+            serves: versions are sampled from, so that version N is published again after a resume.
+            parts: what must be there before a checkpoint is committed. With an orchestrator's among them a resume also
+                puts aside the batches from N on, which that one will ship again.
+
+        Raises:
+            ConfigError: the directory holds another run, or not the checkpoint that is asked for.
+            RunError: the checkpoint is damaged, or the directory cannot be written.
+        """
+        self.branch, self.start = 0, 0
+        self._config, self._paths, self._world, self._serves, self._parts = config, paths, world, serves, tuple(parts)
+        self._options = config.ckpt
+        resuming = self._options is not None and self._options.resume_step is not None
+        check_output_dir(paths, resuming)
+        if self._options is None:
+            return
+        self._directory = paths.root / self._options.path
+        timeout = timedelta(seconds=config.dist_timeout_seconds)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if self._options.save_async else None
+        self._pending: Future[None] | None = None
+        self._resumed: files.Commit | None = None
+        if resuming:
+            self._go_back(self._options.resume_step)
+        else:
+            self._on_lead(self._refuse_earlier)
+
+    def restore(self, policy: nn.Module, optimizer: Optimizer, stream: DataStream | None = None) -> Progress:
+        """Give model, optimizer, random generators and data the state of the checkpoint, if this run resumes one.
+
+        Args:
+            policy: sharded; later saves read it too.
+            optimizer: over its trained parameters.
+            stream: the data, where it has a place.
+
+        Returns:
+            The progress to go on from.
+
+        Raises:
+            ConfigError: the checkpoint is of another model, or of other data.
+            RunError: it is damaged.
+        """
+        self._policy, self._optimizer, self._stream = policy, optimizer, stream
+        if self._options is None or self._resumed is None:
+            return Progress(self.start)
+        part = self._checkpoint(self._resumed.step) / PART
+        manifest = files.read_manifest(part, files.PART_FORMAT)
+        self._compare(manifest)
+        load_model_and_optimizer(part, policy, optimizer, self._group, _hint(manifest, self._config))
+        self._restore_generators(part, manifest)
+        if stream is not None:
+            stream.restore(manifest["data"])
+        if self._world.leads:
+            logger.info(f"resumed from {part.parent}, branch {self.branch}")
+        return Progress(**manifest["progress"])
+
+    def step_done(self, progress: Progress, last: bool) -> None:
+        """Save if it is time, after step `progress.step - 1`. All ranks call it after every step.
+
+        Args:
+            progress: with that step counted.
+            last: no step follows, so this one is saved in any case.
+
+        Raises:
+            RunError: this save, or an earlier one in the background, failed.
+        """
+        if self._options is None:
+            return
+        self._poll()
+        if not last and progress.step % self._options.interval:
+            return
+        self._wait()
+        tensors = {
+            **state.model_tensors(self._policy),
+            **state.optimizer_tensors(self._policy, self._optimizer),
+            **state.rng_tensors(self._world),
+        }
+        config = self._config.model_dump(mode="json")
+        fields = {
+            "step": progress.step,
+            "branch": self.branch,
+            "command": self._config.command,
+            "world": self._world.size,
+            "progress": asdict(progress),
+            "data": self._stream.state() if self._stream is not None else None,
+            "config": config,
+            "digest": files.digest_of(settings_of(config)),
+        }
+        if self._thread is None:
+            self._save(progress.step, tensors, fields)
+        else:
+            self._pending = self._thread.submit(self._save, progress.step, state.staged(tensors), fields)
+
+    def close(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            RunError: it failed.
+        """
+        if self._options is not None:
+            self._wait()
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def _save(self, step: int, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
+        """Write and commit; all errors that a disk or a lost rank can cause become one line."""
+        begin = time.perf_counter()
+        checkpoint = self._checkpoint(step)
+        try:
+            self._write(checkpoint, tensors, fields)
+        except (OSError, RuntimeError, RunError, dcp.CheckpointException) as error:
+            if self._world.leads:
+                shutil.rmtree(checkpoint / _temporary(PART), ignore_errors=True)
+            raise RunError(
+                f"cannot save {checkpoint}: {_reason(error)} ({_free(self._directory)}); earlier checkpoints are whole"
+            ) from error
+        if self._world.leads:
+            size = sum(file.stat().st_size for file in (checkpoint / PART).iterdir()) / 1024**2
+            logger.info(f"saved {checkpoint}: {size:,.0f} MiB in {time.perf_counter() - begin:.1f} s")
+
+    def _write(self, checkpoint: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
+        temporary = checkpoint / _temporary(PART)
+        self._on_lead(lambda: files.clear_unfinished(checkpoint, PART))
+        writer = dcp.FileSystemWriter(temporary, sync_files=True)
+        dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
+        hashes = self._gather(lambda: self._hash_own(temporary))
+
+        options = self._options
+        assert options is not None
+
+        def seal() -> None:
+            together = {name: digest for some in hashes for name, digest in some.items()}
+            files.seal_part(temporary, checkpoint / PART, fields, together)
+            files.commit_checkpoint(checkpoint, self.branch, self._parts, fields["digest"])
+            kept = files.prune(self._directory, options.keep_last, options.keep_interval)
+            delete_rows(self._paths, below=kept[0])
+
+        self._on_lead(seal)
+
+    def _hash_own(self, temporary: Path) -> dict[str, str]:
+        """Hash the files that this rank wrote, each on the node where they are still in memory."""
+        names = [f"__{self._world.rank}_*.distcp", *([".metadata"] if self._world.leads else [])]
+        return {file.name: files.hash_file(file) for name in names for file in temporary.glob(name)}
+
+    def _poll(self) -> None:
+        """Raise on all ranks where a save in the background has failed on one; forget one that all have finished."""
+        if self._pending is None:
+            return
+        done = self._pending.done()
+        error = self._pending.exception() if done else None
+        counts = self._world.sum(
+            torch.tensor([float(error is not None), float(not done)], device=self._world.device)
+        ).tolist()
+        if error is not None:
+            raise error
+        if counts[0]:
+            self._pending.result()
+            raise RunError("saving a checkpoint failed on another rank, whose log says why")
+        if not counts[1]:
+            self._pending = None
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _go_back(self, wanted: int | None) -> None:
+        """Choose the checkpoint, newest first, by size and then by hash; put aside what came after it."""
+        candidates = self._on_lead(lambda: self._candidates(wanted))
+        for commit in candidates:
+            part = self._checkpoint(commit.step) / PART
+            damage = self._share(partial(files.check_hashes, part, self._world.rank, self._world.size))
+            if damage is None:
+                self._resumed = commit
+                break
+            if wanted != -1:
+                raise damage
+            if self._world.leads:
+                logger.warning(f"{part.parent} is not used: {damage}")
+        self.start, limit = self._resumed.step if self._resumed else 0, self._config.max_steps
+        if limit is not None and self.start > limit:
+            raise ConfigError(
+                f"max_steps = {limit}, but the checkpoint to resume from has done {self.start} steps; raise "
+                "--max-steps, or choose an earlier one with --ckpt.resume-step"
+            )
+        if self._resumed is None and self._world.leads:
+            logger.warning(f"{self._directory} has no complete checkpoint: starting at step 0")
+        self.branch = self._on_lead(self._rewind)
+
+    def _candidates(self, wanted: int | None) -> list[files.Commit]:
+        found = files.find_checkpoints(self._directory)
+        for name, why in found.broken.items():
+            logger.warning(f"{self._directory / name} is not used: {why}")
+        if wanted != -1 and wanted not in found.steps:
+            there = ", ".join(map(str, found.steps)) or "none"
+            reason = found.broken.get(f"step_{wanted}")
+            raise ConfigError(
+                f"ckpt.resume_step = {wanted}: {self._directory} has no complete checkpoint of it"
+                + (f" ({reason})" if reason else "")
+                + f"; complete are: {there}"
+            )
+        return [commit for commit in reversed(found.complete) if wanted in (-1, commit.step)]
+
+    def _rewind(self) -> int:
+        branch = next_branch(self._directory, self._resumed)
+        resampled = set(self._parts) != {PART}
+        rewind(
+            self._paths, self._directory, self.start, branch, weights=self._serves or not self.start, rollouts=resampled
+        )
+        return branch
+
+    def _refuse_earlier(self) -> None:
+        if steps := files.find_checkpoints(self._directory).steps:
+            raise ConfigError(
+                f"output_dir: {self._directory} holds checkpoints of an earlier run (steps {steps[0]} to {steps[-1]}); "
+                "go on from the newest with --ckpt.resume-step -1, or choose another output_dir"
+            )
+
+    def _compare(self, manifest: Mapping[str, Any]) -> None:
+        if manifest["command"] != self._config.command:
+            raise ConfigError(
+                f"the checkpoint was written by {manifest['command']}, not by {self._config.command}; to start from "
+                "its weights, export them (prime_rl.trainer.export) and give the folder as model.name"
+            )
+        for line in changes(manifest["config"], self._config.model_dump(mode="json")) if self._world.leads else ():
+            logger.warning(f"this resume is not a continuation to the bit: {line}")
+
+    def _restore_generators(self, part: Path, manifest: Mapping[str, Any]) -> None:
+        """A rank's generators have a meaning only among as many ranks; with another number they start from the seed."""
+        if manifest["world"] != self._world.size:
+            return
+        reader = TensorReader(part)
+        tensors = state.empty_rng_tensors(self._world, reader.read_metadata())
+        dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        state.restore_rng(self._world, tensors)
+
+    def _checkpoint(self, step: int) -> Path:
+        return self._directory / f"step_{step}"
+
+    def _gather(self, work: Callable[[], Value]) -> list[Value]:
+        """Do `work` on every rank; return what all returned, or raise everywhere the first error of any."""
+        value, error = _attempt(work)
+        answers: list[Any] = [None] * self._world.size
+        dist.all_gather_object(answers, (value, error), group=self._group)
+        first = next((error for _, error in answers if error is not None), None)
+        if first is not None:
+            raise first
+        return [value for value, _ in answers]
+
+    def _on_lead(self, work: Callable[[], Value]) -> Value:
+        """Do `work` on rank 0 alone; return its answer, or raise its error, everywhere."""
+        return self._gather(lambda: work() if self._world.leads else None)[0]  # type: ignore[return-value]
+
+    def _share(self, work: Callable[[], None]) -> RunError | None:
+        """Do `work` on every rank; return the first error, the same everywhere."""
+        try:
+            self._gather(work)
+        except RunError as error:
+            return error
+        return None
+
+
+def load_model_and_optimizer(
+    part: Path, policy: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None = None, hint: str = ""
+) -> None:
+    """Fill a policy, and its optimizer unless None, from the trainer's part of a checkpoint, in place.
+
+    Raises:
+        ConfigError: the checkpoint is of another model; `hint` says why that may be.
+        RunError: it is damaged.
+    """
+    reader = TensorReader(part)
+    metadata = reader.read_metadata()
+    model = state.model_tensors(policy)
+    state.check_model(model, metadata, str(part), hint)
+    moments = state.empty_optimizer_tensors(policy, metadata) if optimizer is not None else {}
+    try:
+        dcp.load({**model, **moments}, storage_reader=reader, process_group=group)
+    except dcp.CheckpointException as error:
+        raise RunError(f"cannot load {part}: {_reason(error)}") from error
+    if optimizer is not None:
+        state.restore_optimizer(policy, optimizer, moments)
+
+
+def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
+    try:
+        return work(), None
+    except (ConfigError, RunError) as error:
+        return None, error
+    except OSError as error:
+        return None, RunError(_reason(error))
+
+
+def _temporary(part: str) -> str:
+    return f".tmp-{part}"
+
+
+def _hint(manifest: Mapping[str, Any], config: TrainerConfig | SFTConfig) -> str:
+    found = changes(manifest["config"], config.model_dump(mode="json"), only="model")
+    return f"; {found[0]}" if found else ""
+
+
+def _reason(error: BaseException) -> str:
+    """One line: the first rank's first cause, for a failure that several ranks may have."""
+    if isinstance(error, dcp.CheckpointException):
+        rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        return f"rank {rank}: {_reason(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def _free(directory: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(directory).free / 1024**3:.1f} GiB free"
+    except OSError as error:
+        return f"free space unknown: {error.strerror}"

@@ -1,0 +1,200 @@
+"""A resumed run is the run it resumes, to the bit: `trainer` on recorded batches and `sft`, as commands."""
+
+import json
+import shutil
+
+import pytest
+
+from prime_rl.configs.trainer import FakeDataConfig
+from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.run.batch import ROWS_FILE, write_batch
+from prime_rl.run.checkpoints import COMMITTED, find_checkpoints
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.rl.batches import fake_batch
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.world import run_command
+
+TIMES = ("time/", "perf/")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), std=0.05)
+
+
+def ship(root, steps):
+    """Write batches as the orchestrator would."""
+    config = FakeDataConfig(batch_size=6, seq_len=24, micro_batch_size=2, generate_samples=True)
+    for step in range(steps):
+        batch = fake_batch(config, 103, row_length=48, seed=5, step=step)
+        write_batch(RunPaths(root).rollouts(step), batch, {"branch": 0, "step": step, "async_level": 2})
+
+
+def trainer(model, root, *more):
+    arguments = ["--model.name", model, "--output-dir", root, "--optim.lr", "1e-2", "--minibatches", "2"]
+    return run_command("trainer", [*arguments, "--device", "cpu", "--wait-timeout-seconds", "5", *more])
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    file = tmp_path_factory.mktemp("words") / "words.jsonl"
+    pairs = [f"{a}{b}c" for a in "abcdef" for b in "ghijklm"]
+    chats = [[{"role": "user", "content": w}, {"role": "assistant", "content": w[::-1]}] for w in pairs]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return file
+
+
+def sft(model, words, root, *more):
+    arguments = ["--model.name", model, "--data.name", words, "--output-dir", root, "--data.seq-len", "64"]
+    return run_command("sft", [*arguments, "--data.batch-size", "2", "--optim.lr", "1e-2", "--device", "cpu", *more])
+
+
+def succeed(outcome):
+    code, error = outcome
+    assert code == 0, error[-3000:]
+    return error
+
+
+def fail(outcome, code):
+    found, error = outcome
+    assert found == code and "Traceback" not in error, error[-3000:]
+    line = error.splitlines()[-1]
+    assert line.startswith("error: "), error[-3000:]
+    return line
+
+
+def metrics_of(root):
+    lines = [json.loads(line) for line in RunPaths(root).metrics("trainer").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
+
+
+def weights_hash(root, step):
+    return read_manifest(RunPaths(root).weights(step), WEIGHTS_FORMAT)["hash"]
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """Eight steps of the trainer in one go, with checkpoints along the way."""
+    root = tmp_path_factory.mktemp("whole")
+    ship(root, 8)
+    succeed(trainer(model, root, "--max-steps", "8", "--ckpt.interval", "3"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def halves(model, tmp_path_factory):
+    """Four steps, then four more, as they are typed."""
+    root = tmp_path_factory.mktemp("halves")
+    ship(root, 8)
+    succeed(trainer(model, root, "--max-steps", "4", "--ckpt"))
+    succeed(trainer(model, root, "--max-steps", "8", "--ckpt.resume-step", "4"))
+    return root
+
+
+def test_two_halves_of_rl_are_one_whole_to_the_bit(whole, halves):
+    assert metrics_of(halves) == metrics_of(whole)
+    assert [line["step"] for line in metrics_of(halves)] == list(range(8))
+    assert weights_hash(halves, 8) == weights_hash(whole, 8)
+
+
+def test_the_last_step_is_saved_beside_the_multiples_of_the_interval(whole, halves):
+    assert find_checkpoints(RunPaths(whole).checkpoints_dir).steps == [3, 6, 8]
+    assert find_checkpoints(RunPaths(halves).checkpoints_dir).steps == [4, 8]
+
+
+def test_the_version_that_is_resumed_is_published_again_in_a_new_branch(halves):
+    manifests = [read_manifest(RunPaths(halves).weights(step), WEIGHTS_FORMAT) for step in (3, 4, 5)]
+    assert [manifest["branch"] for manifest in manifests] == [0, 1, 1]
+    aside = RunPaths(halves).abandoned(0) / "weights" / "step_4"
+    assert read_manifest(aside, WEIGHTS_FORMAT)["hash"] == manifests[1]["hash"]
+
+
+def test_rows_stay_for_every_checkpoint_that_stays(whole):
+    rows = [(RunPaths(whole).rollouts(step) / ROWS_FILE).exists() for step in range(8)]
+    assert rows == [False] * 3 + [True] * 5
+
+
+def test_going_back_leaves_nothing_of_the_abandoned_steps(whole, model, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(whole, root)
+    shutil.copytree(RunPaths(root).checkpoint(8), RunPaths(root).checkpoint(5))
+    (RunPaths(root).checkpoint(5) / COMMITTED).unlink()
+    error = succeed(trainer(model, root, "--max-steps", "8", "--ckpt.resume-step", "6", "--ckpt.interval", "3"))
+    assert "step_5 is not used: was not finished" in error
+    assert metrics_of(root) == metrics_of(whole)
+    assert weights_hash(root, 8) == weights_hash(whole, 8)
+    aside = RunPaths(root).abandoned(0)
+    assert sorted(p.name for p in (aside / "weights").iterdir()) == ["step_6", "step_7", "step_8"]
+    assert [p.name for p in (aside / "checkpoints").iterdir()] == ["step_8"]
+    assert [json.loads(x)["step"] for x in (aside / "metrics/trainer.jsonl").read_text().splitlines()] == [6, 7]
+
+
+def test_the_newest_complete_one_is_chosen_and_the_others_are_named(whole, model, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(whole, root)
+    paths = RunPaths(root)
+    shard = next((paths.checkpoint(8) / "trainer").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)  # of the right size: only its hash tells
+    shutil.copytree(paths.checkpoint(6), paths.checkpoint(7))
+    next((paths.checkpoint(7) / "trainer").glob("*.distcp")).write_bytes(b"")
+    (paths.checkpoints_dir / "step_30.tmp").mkdir()
+    error = succeed(trainer(model, root, "--max-steps", "7", "--ckpt.resume-step", "-1"))
+    for name in ("step_8", "step_7", "step_30.tmp"):
+        assert any(f"{name} is not used" in line for line in error.splitlines()), name
+    assert "resumed from" in error and "step_6" in error
+    assert weights_hash(root, 7) == weights_hash(whole, 7)
+    assert find_checkpoints(paths.checkpoints_dir).steps == [3, 6, 7]
+
+
+def test_a_step_that_is_not_there_is_refused_and_those_that_are_are_listed(whole, model):
+    line = fail(trainer(model, whole, "--max-steps", "8", "--ckpt.resume-step", "5"), 2)
+    assert "5" in line and "3, 6, 8" in line
+    assert find_checkpoints(RunPaths(whole).checkpoints_dir).steps == [3, 6, 8]
+
+
+def test_a_flipped_bit_in_the_one_that_is_asked_for_ends_the_resume(whole, model, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(whole, root)
+    shard = next((RunPaths(root).checkpoint(6) / "trainer").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    line = fail(trainer(model, root, "--max-steps", "8", "--ckpt.resume-step", "6"), 1)
+    assert str(shard) in line
+    assert RunPaths(root).weights(8).exists()  # nothing was put aside
+
+
+def test_a_checkpoint_of_another_model_or_command_is_refused(whole, model, words, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(whole, root)
+    more = ["--max-steps", "8", "--ckpt.resume-step", "6"]
+    line = fail(trainer(model, root, *more, "--model.debug.num-layers", "1"), 2)
+    assert "model.layers.1" in line and "model.debug.num_layers was None" in line
+    assert "was written by trainer" in fail(sft(model, words, root, *more), 2)
+
+
+def test_without_resume_step_a_run_is_not_continued_by_accident(whole, model):
+    line = fail(trainer(model, whole, "--max-steps", "8", "--ckpt"), 2)
+    assert line.startswith("error: output_dir:")
+
+
+def test_changed_settings_are_named(halves, model, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(halves, root)
+    error = succeed(trainer(model, root, "--max-steps", "5", "--ckpt.resume-step", "4", "--optim.betas1", "0.5"))
+    assert "optim.betas1 was 0.9 when the checkpoint was written and is 0.5" in error
+
+
+def test_two_halves_of_sft_are_one_whole_to_the_bit(model, words, tmp_path):
+    """The halves end in the middle of an epoch, are saved in the background, and keep the last checkpoint only."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    succeed(sft(model, words, whole, "--max-steps", "8"))
+    succeed(sft(model, words, halves, "--max-steps", "4", "--ckpt"))
+    more = ["--ckpt.save-async", "--ckpt.interval", "1", "--ckpt.keep-last", "1"]
+    succeed(sft(model, words, halves, "--max-steps", "8", "--ckpt.resume-step", "4", *more))
+    assert metrics_of(halves) == metrics_of(whole)
+    assert weights_hash(halves, 8) == weights_hash(whole, 8)
+    assert find_checkpoints(RunPaths(halves).checkpoints_dir).steps == [8]
+    assert weights_hash(halves, 4) != weights_hash(halves, 8)
