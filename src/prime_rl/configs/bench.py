@@ -37,14 +37,23 @@ def use_fake_data(state: State, prefix: str = "", **values: Any) -> None:
             state.put(f"{block}.{key}", value, _FLAG)
 
 
-def sample_alone(state: State, prefix: str = "") -> None:
-    """Let the orchestrator sample every batch from the base model: there is no trainer that it could wait for."""
+def sample_alone(state: State, batch_size: int) -> None:
+    """Let the orchestrator sample every batch from the base model: there is no trainer that it could wait for.
+
+    One batch is in flight unless `max_concurrent` says otherwise, so that batches follow each other as in a run.
+
+    Args:
+        state: changed in place.
+        batch_size: rollouts in a batch, where no source says.
+    """
     if not is_bench(state):
         return
-    state.put(f"{prefix}async_level", state.get(f"{prefix}max_steps"), _FLAG)
+    if state.get("max_concurrent") in (MISSING, None):
+        state.put("max_concurrent", state.get("batch_size") if state.is_set("batch_size") else batch_size, _FLAG)
+    state.put("async_level", state.get("max_steps"), _FLAG)
     for key in ("max_off_policy_steps", "eval", "val"):
-        if state.get(f"{prefix}{key}") not in (MISSING, None):
-            state.put(f"{prefix}{key}", None, _FLAG)
+        if state.get(key) not in (MISSING, None):
+            state.put(key, None, _FLAG)
 
 
 def is_bench(state: State) -> bool:

@@ -148,7 +148,7 @@ class OrchestratorConfig(RootConfig):
         """Complete the merged values before construction."""
         super().prepare(state)
         shorten(state)
-        sample_alone(state)
+        sample_alone(state, cls.model_fields["batch_size"].default)
 
     @model_validator(mode="after")
     def _check(self) -> "OrchestratorConfig":

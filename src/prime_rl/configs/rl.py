@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import RootConfig, later
-from prime_rl.configs.bench import STEPS, sample_alone, shorten, use_fake_data
+from prime_rl.configs.bench import STEPS, shorten, use_fake_data
 from prime_rl.configs.handing import (
     ENDPOINT,
     MODEL_LEN,
@@ -84,7 +84,9 @@ class RLConfig(RootConfig):
     trainer_ranks: int | None = Field(None, ge=1)
     """Trainer processes; None is one per GPU of the trainer. Use it for several ranks on a CPU."""
 
-    ckpt: CkptConfig | None = later(None)
+    ckpt: CkptConfig | None = later(
+        None, because="has no effect yet: a run needs the orchestrator's part too; `trainer` and `sft` alone save theirs"
+    )
     """Checkpoints, for trainer and orchestrator; None writes none."""
 
     wandb: WandbConfig | None = None
@@ -120,7 +122,6 @@ class RLConfig(RootConfig):
         name_wandb_runs(state)
         assign_gpus(state)
         shorten(state, "", "trainer.", "orchestrator.")
-        sample_alone(state, "orchestrator.")
         use_fake_data(state, "trainer.", **_batch_shape(state))
 
     def dry_run_path(self) -> Path:

@@ -101,7 +101,8 @@ class Orchestrator:
                 if self._config.concurrency.adaptive and self._config.max_concurrent is None:
                     tasks.create_task(self._policy.observe_load(stop, self._config.concurrency.interval))
                 await self._ship_all(tasks)
-                await self._wait_for_last_version()
+                if not self._config.bench:  # then there is no trainer that could publish it
+                    await self._wait_for_last_version()
                 await self._evaluator.finish(self._policy.version)
                 stop.set()
         except ExceptionGroup as group:

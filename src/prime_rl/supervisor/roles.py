@@ -22,7 +22,8 @@ def make_roles(config: RLConfig, paths: RunPaths) -> list[Role]:
         ConfigError: the run directory cannot be written.
     """
     write_config(config, paths.run_toml)
-    write_config(config.trainer, paths.config("trainer"))
+    # Half a checkpoint of a run could not be resumed; the loader has said that `ckpt` has no effect.
+    write_config(config.trainer.model_copy(update={"ckpt": None}), paths.config("trainer"))
     write_config(config.orchestrator, paths.config("orchestrator"))
     roles = [_orchestrator(paths), _trainer(config, paths)]
     if config.inference is not None:

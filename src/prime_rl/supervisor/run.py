@@ -11,6 +11,7 @@ from rich.console import Console
 from prime_rl.configs.rl import RLConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run.paths import RunPaths
+from prime_rl.supervisor.bench import benchmark
 from prime_rl.supervisor.checks import check_before_start, clear_earlier_run, unreachable_servers
 from prime_rl.supervisor.children import Child
 from prime_rl.supervisor.lock import hold_lock
@@ -30,7 +31,7 @@ def run(config: RLConfig) -> int:
         RunError: a process failed.
     """
     console = Console(highlight=False)
-    paths = RunPaths(config.output_dir)
+    paths = config.run_paths
     with hold_lock(paths):
         check_before_start(config)
         for old in clear_earlier_run(config, paths):
@@ -41,11 +42,7 @@ def run(config: RLConfig) -> int:
             )
         for url in unreachable_servers(config):
             console.print(f"warning: no server at {url} yet; `rl` starts one itself with --inference")
-        display = Display(paths, config.max_steps, console)
-        outcome = asyncio.run(_run(config, paths, display, console))
-        display.refresh()
-        if outcome.ok or display.story.steps:
-            console.print(display.summary())
+        outcome = benchmark(config, paths, console) if config.bench else _train(config, paths, console)
     if outcome.left:
         console.print(f"warning: processes {list(outcome.left)} could not be ended")
     if outcome.stopped_by is not None:
@@ -54,6 +51,15 @@ def run(config: RLConfig) -> int:
     if outcome.culprit is not None:
         raise _explain(outcome, console)
     return 0
+
+
+def _train(config: RLConfig, paths: RunPaths, console: Console) -> Outcome:
+    display = Display(paths, config.max_steps, console)
+    outcome = asyncio.run(_run(config, paths, display, console))
+    display.refresh()
+    if outcome.ok or display.story.steps:
+        console.print(display.summary())
+    return outcome
 
 
 async def _run(config: RLConfig, paths: RunPaths, display: Display, console: Console) -> Outcome:

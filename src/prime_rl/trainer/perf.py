@@ -1,11 +1,13 @@
 """Model FLOPs of a batch and the peak of the device: what MFU is the quotient of."""
 
+import resource
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from prime_rl.trainer.model import PolicyModel
 
@@ -21,17 +23,23 @@ _ROOF_REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """FLOPs of forward and backward (three times forward; recomputation does not count).
+    """FLOPs of forward and backward; recomputation does not count.
+
+    A matrix costs 2 per element and token in the forward pass and twice that in the backward pass: once for its
+    input's gradient and, unless it is frozen, once for its own.
 
     Attributes:
         body: per token in the blocks' matrices.
         head: per token that meets the output embedding: the trained ones only.
         attention: per token and token of its segment before it, counted causally.
+        upstream_body, upstream_attention: as `total_upstream` counts them.
     """
 
     body: float
     head: float
     attention: float
+    upstream_body: float
+    upstream_attention: float
 
     @classmethod
     def of(cls, policy: PolicyModel) -> "ModelFlops":
@@ -41,18 +49,39 @@ class ModelFlops:
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         active = getattr(config, "num_experts_per_tok", None) or 1
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
-        matrices = 0.0
+        body = matrices = 0.0
         for block in policy.blocks:
             for name, parameter in block.named_parameters():
                 share = active / experts if ".experts." in f".{name}." else 1.0
-                matrices += share * parameter.numel() if parameter.ndim >= 2 else 0.0
-        head = policy.causal_lm.get_output_embeddings().weight.numel()
-        return cls(body=6 * matrices, head=6 * head, attention=12 * config.num_hidden_layers * heads * width)
+                elements = share * parameter.numel() if parameter.ndim >= 2 else 0.0
+                matrices += elements
+                body += _flops_per_element(parameter) * elements
+        head = policy.causal_lm.get_output_embeddings().weight
+        return cls(
+            body=body,
+            head=_flops_per_element(head) * head.numel(),
+            attention=12 * config.num_hidden_layers * heads * width,
+            upstream_body=6 * (matrices + head.numel()),
+            upstream_attention=12 * config.num_hidden_layers * config.hidden_size,
+        )
 
     def total(self, lengths: NDArray[np.integer], scored: int) -> float:
         """FLOPs of segments of `lengths` of which `scored` tokens are trained."""
         tokens = lengths.astype(np.float64)
         return float(self.body * tokens.sum() + self.head * scored + self.attention * (tokens**2).sum() / 2)
+
+    def total_upstream(self, lengths: NDArray[np.integer]) -> float:
+        """FLOPs of the same segments as prime-rl upstream counts them for its published MFU, to compare with those.
+
+        All tokens meet the output embedding, attention is counted in full instead of causally, with hidden size for
+        heads times head dimension, and nothing is frozen.
+        """
+        tokens = lengths.astype(np.float64)
+        return float(self.upstream_body * tokens.sum() + self.upstream_attention * (tokens**2).sum())
+
+
+def _flops_per_element(parameter: nn.Parameter) -> int:
+    return 6 if parameter.requires_grad else 4
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -81,3 +110,10 @@ def _measured_roof(device: torch.device, dtype: torch.dtype) -> float:
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes so far: what torch held on a GPU, the resident set of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from loguru import logger
 from numpy.typing import NDArray
 
@@ -13,7 +12,7 @@ from prime_rl.monitor import Monitor
 from prime_rl.trainer.engine import StepResult
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.parallel import World, compute_dtype
-from prime_rl.trainer.perf import ModelFlops, peak_flops
+from prime_rl.trainer.perf import ModelFlops, peak_flops, peak_memory
 
 _GIB = 1024**3
 
@@ -89,13 +88,12 @@ class Reporter:
     def _performance(self, lengths: NDArray[np.integer], scored: int, seconds: float) -> dict[str, float]:
         """Tokens (never padding) and model FLOPs per second of forward, backward and update."""
         peak = self._peak * self._world.size
-        values = {
+        return {
             "perf/tokens_per_second": int(lengths.sum()) / seconds,
             "perf/mfu": self._flops.total(lengths, scored) / seconds / peak,
+            "perf/mfu_upstream": self._flops.total_upstream(lengths) / seconds / peak,
+            "perf/peak_memory_gib": peak_memory(self._world.device) / _GIB,
         }
-        if self._world.device.type == "cuda":
-            values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated(self._world.device) / _GIB
-        return values
 
     def close(self) -> None:
         """Flush and end the monitor."""

@@ -5,10 +5,11 @@ import time
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.trainer.model import load_policy
+from prime_rl.trainer.model import PolicyModel, load_policy
 from prime_rl.trainer.parallel import World, shard
 from prime_rl.trainer.perf import ModelFlops, peak_flops
 from tests.support.tiny_model import make_tiny_model
@@ -24,6 +25,30 @@ def test_flops_are_six_per_parameter_and_token_plus_attention(tmp_path):
         scores_and_values = 2 * (2 * 64 * length * length) / 2  # causal: half of the square
         forward += 3 * (2 * length * block + scores_and_values)
     assert ModelFlops.of(policy).total(np.array([5, 8]), scored=7) == pytest.approx(3 * forward)
+
+
+def test_what_is_frozen_needs_no_gradient_of_its_own(tmp_path):
+    save(ARCHITECTURES["qwen3"](), tmp_path)
+    policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    trained = ModelFlops.of(policy)
+    policy.requires_grad_(False)
+    frozen = ModelFlops.of(policy)
+    assert (frozen.body, frozen.head) == pytest.approx((trained.body * 2 / 3, trained.head * 2 / 3))
+    assert frozen.attention == trained.attention
+
+
+def test_upstream_counts_as_its_published_figures_say(tmp_path):
+    """Qwen3-0.6B on one H100 (989 TFLOP/s), one sequence a row: 11.90k tokens/s were published as 11.1 % at 16,384
+    tokens, 10.15k as 26.8 % at 65,536."""
+    config = transformers.Qwen3Config(
+        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        flops = ModelFlops.of(PolicyModel(transformers.AutoModelForCausalLM.from_config(config)))
+    for length, tokens_per_second, mfu in ((16_384, 11_900, 0.111), (65_536, 10_150, 0.268)):
+        measured = flops.total_upstream(np.array([length])) / length * tokens_per_second / 989e12
+        assert measured == pytest.approx(mfu, abs=0.0005)
 
 
 def test_sharding_does_not_change_the_count(tmp_path):
