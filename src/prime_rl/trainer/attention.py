@@ -36,8 +36,8 @@ def rl_varlen(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -58,11 +58,15 @@ def rl_varlen(
         context_parallel: the ranks that share the row; None where it is whole.
 
     Returns:
-        [1, T, heads, D] and None.
+        [1, T, heads, D], contiguous because some models view it as [1, T, heads * D], and None.
 
     Raises:
-        ConfigError: the model needs soft-capped scores or attention sinks.
+        ConfigError: the model needs soft-capped scores or attention sinks, or does not hand on the segments.
     """
+    if cu_seq_lens_q is None:
+        raise ConfigError(
+            f"model.name: {type(module).__name__} is not told where segments begin, so packed rows cannot be kept apart"
+        )
     if softcap is not None or s_aux is not None:
         raise ConfigError("model.attn: this model needs score soft-capping or attention sinks, set model.attn='eager'")
     if context_parallel is not None:
@@ -75,7 +79,8 @@ def rl_varlen(
         lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
         parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
         attended = torch.cat([_segment(*part, scaling, sliding_window) for part in parts], 2).transpose(1, 2)
-    return attended if context_parallel is None else context_parallel.gather_heads(attended), None
+    attended = attended if context_parallel is None else context_parallel.gather_heads(attended)
+    return attended.contiguous(), None
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

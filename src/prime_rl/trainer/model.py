@@ -4,12 +4,21 @@ The wrapper, not the transformers model, is what FSDP shards as its root: the ou
 root's forward, where it is gathered, and the backbone is never called past the root's hooks.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.initialization import meta_device_safe_creation_ops
 
 from prime_rl.configs.shared import TokenizerConfig
@@ -37,6 +46,10 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self._logprob_chunk = logprob_chunk
+        text = causal_lm.config.get_text_config()
+        # Two families scale their logits, which is one more temperature: Granite divides, Cohere multiplies.
+        divide, multiply = getattr(text, "logits_scaling", None), getattr(text, "logit_scale", None)
+        self._logit_divisor = (divide or 1.0) / (multiply or 1.0)
         # Found once: sharding gives the blocks another class.
         names = set(causal_lm._no_split_modules or ())
         self.blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
@@ -49,10 +62,11 @@ class PolicyModel(nn.Module):
             is 0 outside the loss mask. Entropy, in nats, carries no gradient.
         """
         hidden = self._hidden(row)
-        head = self.causal_lm.get_output_embeddings().weight
+        hidden, head = self._as_product(hidden)
         scored = row.scored
+        temperature = row.temperature[scored] * self._logit_divisor
         logprobs, entropy = token_logprobs(
-            hidden[scored - 1], head, row.tokens[scored], row.temperature[scored], self._logprob_chunk
+            hidden[scored - 1], head, row.tokens[scored], temperature, self._logprob_chunk
         )
         zeros = torch.zeros_like(row.temperature)
         return zeros.index_put((scored,), logprobs), zeros.index_put((scored,), entropy)
@@ -71,6 +85,13 @@ class PolicyModel(nn.Module):
         )
         return cast(Tensor, output.last_hidden_state)[0]
 
+    def _as_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """States and matrix whose product is the logits: a bias becomes a column, for which every state has a one."""
+        head = self.causal_lm.get_output_embeddings()
+        if getattr(head, "bias", None) is None:
+            return hidden, head.weight
+        return F.pad(hidden, (0, 1), value=1.0), torch.cat([head.weight, head.bias[:, None]], 1)
+
     @property
     def vocabulary(self) -> int:
         """Number of token ids."""
@@ -78,7 +99,7 @@ class PolicyModel(nn.Module):
 
 
 def build_policy(config: TrainerModelConfig) -> PolicyModel:
-    """Build the model on the meta device: its tensors have float32, the precision of the master weights, but no storage.
+    """Build the model on the meta device, its tensors in float32, the precision of the master weights.
 
     Raises:
         ConfigError: the model is missing, or is of a kind that packed rows or the chunked head would get wrong.
@@ -93,9 +114,13 @@ def build_policy(config: TrainerModelConfig) -> PolicyModel:
             causal_lm = AutoModelForCausalLM.from_config(
                 hf_config, **options, trust_remote_code=config.trust_remote_code
             )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+            raise _own_attention(config.name) from None
         raise _cannot_load("model.name", config.name, error) from error
-    _check_supported(config.name, causal_lm)
+    _check_supported(config, causal_lm)
+    with suppress(OSError):  # a model need not have the file
+        causal_lm.generation_config = GenerationConfig.from_pretrained(config.name)
     # Evaluation mode switches dropout off, which would make the trainer disagree with the sampler (I6).
     return PolicyModel(causal_lm.eval(), config.logprob_chunk_size)
 
@@ -136,6 +161,8 @@ def _hf_config(config: TrainerModelConfig) -> Any:
         hf_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise _cannot_load("model.name", config.name, error) from error
+    if getattr(hf_config, "quantization_config", None):
+        raise ConfigError(f"model.name: {config.name} is quantized; train the model whose weights were quantized")
     layers = config.debug.num_layers
     if layers is not None:
         hf_config.num_hidden_layers = min(layers, hf_config.num_hidden_layers)
@@ -156,16 +183,24 @@ def _cannot_load(key: str, name: str, error: Exception) -> ConfigError:
     return ConfigError(f"{key}: cannot load {name!r} as a local directory or from the Hugging Face hub: {reason}")
 
 
-def _check_supported(name: str, causal_lm: PreTrainedModel) -> None:
-    config = causal_lm.config.get_text_config()
-    head = causal_lm.get_output_embeddings()
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    scaled = {
-        key: value
-        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale")
-        if (value := getattr(config, key, None)) not in (None, 1, 1.0)
-    }
-    if others:
+def _check_supported(config: TrainerModelConfig, causal_lm: PreTrainedModel) -> None:
+    name, text = config.name, causal_lm.config.get_text_config()
+    if others := set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES:
         raise ConfigError(f"model.name: {name} has {sorted(others)} layers, which packed rows cannot keep apart")
-    if head is None or getattr(head, "bias", None) is not None or scaled:
-        raise ConfigError(f"model.name: {name} has an output head that is more than one matrix ({scaled or 'bias'})")
+    if not causal_lm._supports_attention_backend:
+        raise _own_attention(name)
+    if causal_lm.get_output_embeddings() is None or getattr(text, "final_logit_softcapping", None):
+        raise ConfigError(f"model.name: {name} has an output head that is more than one matrix (softcapped logits)")
+    sinks = any(key.endswith("sinks") for key, _ in causal_lm.named_parameters())
+    if config.attn in _ATTENTION and (sinks or getattr(text, "attn_logit_softcapping", None)):
+        raise ConfigError(
+            f"model.attn: {name} has attention sinks or softcapped scores, which {config.attn!r} does not compute; "
+            "set model.attn to 'eager'"
+        )
+
+
+def _own_attention(name: str) -> ConfigError:
+    return ConfigError(
+        f"model.name: {name} computes its attention by itself instead of through transformers' interface, so packed "
+        "segments cannot be kept apart"
+    )

@@ -25,10 +25,26 @@ ARCHITECTURES = {
     "mistral_window": lambda: transformers.MistralConfig(**SMALL, sliding_window=5),
     "gemma3_window": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=4),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2
     ),
-}
+    "phi_biased_head": lambda: transformers.PhiConfig(**{**SMALL, "num_key_value_heads": 4}),
+    "phi3_window": lambda: transformers.Phi3Config(**SMALL, sliding_window=5),
+    "olmo2": lambda: transformers.Olmo2Config(**SMALL),
+    "granite_scaled_logits": lambda: transformers.GraniteConfig(
+        **SMALL, logits_scaling=2.0, embedding_multiplier=1.5, residual_multiplier=0.9, attention_multiplier=0.3
+    ),
+    "cohere_scaled_logits": lambda: transformers.CohereConfig(**SMALL),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[1]
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**SMALL, "num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1, n_group=2, topk_group=1,
+    ),
+}  # fmt: skip
 LENGTHS = [9, 2, 17, 1, 12]
 
 
@@ -146,10 +162,30 @@ def test_directory_without_a_model_is_one_line(tmp_path):
         load_tokenizer(TokenizerConfig(name=str(tmp_path)), TrainerModelConfig())
 
 
-def test_models_that_packed_rows_would_get_wrong_are_refused(tmp_path):
-    save(transformers.Gemma2Config(**SMALL, head_dim=16), tmp_path / "gemma2")
-    with pytest.raises(ConfigError, match="softcap"):
-        load_policy(TrainerModelConfig(name=str(tmp_path / "gemma2")), seed=0)
-    save(transformers.PhiConfig(**{**SMALL, "num_key_value_heads": 4}), tmp_path / "phi")
-    with pytest.raises(ConfigError, match="head"):
-        load_policy(TrainerModelConfig(name=str(tmp_path / "phi")), seed=0)
+REFUSED = {
+    "softcapped logits": lambda: transformers.Gemma2Config(**SMALL, head_dim=16),
+    "linear_attention": lambda: transformers.Qwen3NextConfig(
+        **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "by itself": lambda: transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+    "attention sinks": lambda: transformers.GptOssConfig(
+        **SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
+    ),
+    "is quantized": lambda: transformers.LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_models_that_packed_rows_would_get_wrong_are_refused(reason, tmp_path):
+    """Judged by the configuration, before anything is read."""
+    REFUSED[reason]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_hides_the_segments_from_its_attention_is_refused(tmp_path):
+    save(transformers.NemotronConfig(**SMALL), tmp_path)
+    policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    with pytest.raises(ConfigError, match="not told where segments begin"):
+        policy(pack(segments(64)))
