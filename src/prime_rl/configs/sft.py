@@ -79,6 +79,12 @@ class SFTConfig(RootConfig):
     bench_steps: int = Field(STEPS, ge=2)
     """Steps of a benchmark, of which the first is not counted; takes the place of max_steps."""
 
+    memory_profiler_path: Path | None = None
+    """Directory for a CUDA memory snapshot of the first steps, one file a rank."""
+
+    trace_path: Path | None = None
+    """Directory for a profiler trace of the third and fourth step, one file a rank."""
+
     @classmethod
     def prepare(cls, state: Any) -> None:
         """Complete the merged values before construction."""

@@ -114,11 +114,11 @@ class TrainerModelConfig(BaseConfig):
     dp_replicate: int = Field(1, ge=1)
     """Copies of the sharded model (hybrid sharding); weights are gathered inside a copy only."""
 
-    tp: int = later(1, ge=1)
-    """Ranks that share each matrix."""
+    tp: int = Field(1, ge=1)
+    """Tensor parallelism: ranks that share each matrix of the blocks."""
 
-    ep: int = later(1, ge=1)
-    """Ranks that share the experts."""
+    ep: int = Field(1, ge=1)
+    """Expert parallelism: ranks, out of those that shard the model, that share the experts of each layer."""
 
     cp: ContextParallelConfig | None = None
     """Context parallelism: ranks share each row, for rows too long for one; None gives each rank whole rows."""
@@ -128,6 +128,23 @@ class TrainerModelConfig(BaseConfig):
 
     debug: DebugModelConfig = DebugModelConfig()
     """Shrink or randomise the model for a quick test."""
+
+    @model_validator(mode="after")
+    def _parallelism_fits(self) -> "TrainerModelConfig":
+        if self.cp is not None and self.attn not in ("auto", "varlen"):
+            raise ValueError(f"model.cp: attention {self.attn!r} would see one slice of a row; set model.attn='varlen'")
+        if self.lora is not None and self.tp > 1:
+            raise ValueError("model.lora: an adapter cannot be divided over model.tp; set model.tp=1")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_whole(self) -> "TrainerModelConfig":
+        if self.lora is not None and self.tp > 1:
+            raise ValueError(
+                f"model.lora with model.tp = {self.tp}: adapters are not split over ranks; use model.tp = 1, and FSDP "
+                "over all ranks"
+            )
+        return self
 
 
 class FakeDataConfig(BaseConfig):
@@ -238,11 +255,11 @@ class TrainerConfig(RootConfig):
     bench_steps: int = Field(STEPS, ge=2)
     """Steps of a benchmark, of which the first is not counted; takes the place of max_steps."""
 
-    memory_profiler_path: Path | None = later(None)
-    """Write a CUDA memory snapshot here."""
+    memory_profiler_path: Path | None = None
+    """Directory for a CUDA memory snapshot of the first steps, one file a rank."""
 
-    trace_path: Path | None = later(None)
-    """Write a profiler trace here."""
+    trace_path: Path | None = None
+    """Directory for a profiler trace of the third and fourth step, one file a rank."""
 
     heartbeat: HeartbeatConfig | None = later(None)
     """How a dead process on another node is noticed."""

@@ -7,12 +7,14 @@ import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
-from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.monitor import Monitor
 from prime_rl.trainer.engine import StepResult
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.parallel import World, compute_dtype
 from prime_rl.trainer.perf import ModelFlops, peak_flops, peak_memory
+from prime_rl.trainer.profile import Profiler
 
 _GIB = 1024**3
 
@@ -42,15 +44,18 @@ class Stopwatch:
 class Reporter:
     """Computes throughput and hands every step's metrics to the monitor."""
 
-    def __init__(self, policy: PolicyModel, config: TrainerModelConfig, world: World, monitor: Monitor | None) -> None:
+    def __init__(
+        self, policy: PolicyModel, config: TrainerConfig | SFTConfig, world: World, monitor: Monitor | None
+    ) -> None:
         """Take the monitor of rank 0, None on the others. Measures the peak of the device where it is not known."""
+        self._profiler = Profiler(config.trace_path, config.memory_profiler_path, world)
         self._flops, self._world, self._monitor = ModelFlops.of(policy), world, monitor
         if world.leads:
             parameters = sum(p.numel() for p in policy.parameters())
             trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
             which = "" if trained == parameters else f" ({trained:,} trained)"
-            logger.info(f"{config.name}: {parameters:,} parameters{which} on {world.size} x {world.device.type}")
-        self._peak = peak_flops(world.device, compute_dtype(config.dtype, world.device)) if world.leads else 0.0
+            logger.info(f"{config.model.name}: {parameters:,} parameters{which} on {world.size} x {world.device.type}")
+        self._peak = peak_flops(world.device, compute_dtype(config.model.dtype, world.device)) if world.leads else 0.0
 
     def report(
         self,
@@ -69,6 +74,7 @@ class Reporter:
             lengths: tokens of each sample of the whole batch.
             scored: how many of them were trained.
         """
+        self._profiler.step()
         if self._monitor is None:
             return
         metrics = {
@@ -96,7 +102,8 @@ class Reporter:
         }
 
     def close(self) -> None:
-        """Flush and end the monitor."""
+        """Flush and end the monitor and what is still being recorded."""
+        self._profiler.close()
         if self._monitor is not None:
             self._monitor.close()
 

@@ -47,7 +47,7 @@ def train(config: TrainerConfig) -> None:
         objective = build_objective(config.loss, config.model.seq_len)
         next_batch = batch_source(config, paths, policy)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
-        reporter = Reporter(policy, config.model, world, monitor)
+        reporter = Reporter(policy, config, world, monitor)
 
         if progress.step and config.data.fake is None:
             publisher.publish(paths.weights(progress.step), PolicyVersion(checkpoints.branch, progress.step))

@@ -38,7 +38,7 @@ def train(config: SFTConfig) -> None:
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weights_dtype, world.device), world)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
-        reporter = Reporter(policy, config.model, world, monitor)
+        reporter = Reporter(policy, config, world, monitor)
         validate = Validator(config, examples.held_out, engine, world, monitor)
 
         validate(progress.step)
