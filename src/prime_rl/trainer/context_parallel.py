@@ -107,7 +107,7 @@ def check_context_parallel(text: Any, config: TrainerModelConfig, cp: int) -> No
         cp: ranks that share each row.
 
     Raises:
-        ConfigError: the heads cannot be divided, attention is not ours, or positions depend on the length of the row.
+        ConfigError: the heads cannot be divided, or positions depend on the length of the row.
     """
     heads = text.num_attention_heads // config.tp
     kv_heads = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // config.tp
@@ -116,8 +116,6 @@ def check_context_parallel(text: Any, config: TrainerModelConfig, cp: int) -> No
             f"model.cp {cp}: {config.name} has {heads} heads and {kv_heads} key-value heads"
             f"{' on each rank of model.tp' if config.tp > 1 else ''}, which {cp} ranks cannot share evenly"
         )
-    if config.attn not in ("auto", "varlen"):
-        raise ConfigError(f"model.cp: model.attn={config.attn!r} sees one slice of a row only; set model.attn='varlen'")
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type"), *(r.get("rope_type") for r in rope.values() if isinstance(r, dict))}
     if odd := kinds & _WHOLE_ROW_ROPE:

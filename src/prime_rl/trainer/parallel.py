@@ -18,8 +18,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.trainer.context_parallel import ContextParallel, check_context_parallel
+from prime_rl.trainer.expert_parallel import share_experts
 from prime_rl.trainer.memory import offload_policy
 from prime_rl.trainer.model import PolicyModel
+from prime_rl.trainer.tensor_parallel import share_matrices
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -159,14 +161,20 @@ def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> Poli
     if layout.cp > 1:
         check_context_parallel(policy.causal_lm.config.get_text_config(), config, layout.cp)
         policy.context_parallel = ContextParallel(mesh["cp"].get_group())
+    if layout.tp > 1:
+        share_matrices(policy.causal_lm, mesh["tp"])
+    experts = share_experts(policy.causal_lm, expert_mesh(mesh)) if layout.ep > 1 else []
     dtype = compute_dtype(config.dtype, world.device)
     precision = partial(MixedPrecisionPolicy, param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype))
-    share = partial(fully_shard, mesh=data_mesh(mesh), offload_policy=offload_policy(config))
+    share = partial(fully_shard, offload_policy=offload_policy(config))
     reshard = _reshard_after_forward(config, layout.shard * layout.cp)
+    for module in experts:
+        share(module, mesh=_with_copies(mesh, "dp_shard"), mp_policy=precision(), reshard_after_forward=bool(reshard))
     for block in policy.blocks:
-        share(block, mp_policy=precision(), reshard_after_forward=reshard)
+        share(block, mesh=data_mesh(mesh), mp_policy=precision(), reshard_after_forward=reshard)
     # The root's inputs are token ids, temperatures and advantages: casting them to bfloat16 would be wrong.
-    share(policy, mp_policy=precision(cast_forward_inputs=False), reshard_after_forward=False)
+    root = precision(cast_forward_inputs=False)
+    share(policy, mesh=data_mesh(mesh), mp_policy=root, reshard_after_forward=False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -208,18 +216,25 @@ def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks that hold different rows or different parts of rows: [shard], or [replicate, shard]."""
-    return _select(mesh, ("dp_shard", "dp_shard_ep", "cp"))
+    return _with_copies(mesh, _flatten(mesh, ("dp_shard", "dp_shard_ep", "cp")))
 
 
-def _select(mesh: DeviceMesh, sharding: tuple[str, ...]) -> DeviceMesh:
-    """Flatten the dimensions `sharding` into one, with that of the copies before it where there are any."""
-    names = mesh.mesh_dim_names
-    assert names is not None
-    present = tuple(name for name in sharding if name in names)
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that share experts, out of those that shard one copy of the model."""
+    return mesh[_flatten(mesh, ("dp_shard_ep", "cp"))]
+
+
+def _flatten(mesh: DeviceMesh, names: tuple[str, ...]) -> str:
+    """Make one dimension of those of `names` that there are; return its name."""
+    present = tuple(name for name in names if name in (mesh.mesh_dim_names or ()))
     flat = "_".join(present)
     if len(present) > 1:
         mesh[present]._flatten(flat)
-    return mesh["dp_replicate", flat] if "dp_replicate" in names else mesh[flat]
+    return flat
+
+
+def _with_copies(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    return mesh["dp_replicate", name] if "dp_replicate" in (mesh.mesh_dim_names or ()) else mesh[name]
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -1,39 +1,51 @@
 """I9: however the ranks divide the work, loss, gradients and published weights are those of one rank (gloo, fp32)."""
 
 import dataclasses
-import os
-import signal
-import time
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.errors import ConfigError, RunError
+from prime_rl.errors import ConfigError
 from prime_rl.run.assign import PADDING_ROW, assign_rows
 from prime_rl.trainer.engine import Counts, Engine, Minibatch, Objective
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
 from prime_rl.trainer.model import load_tokenizer
-from prime_rl.trainer.parallel import Layout, World, join_world
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.parallel import Layout, World
 from prime_rl.trainer.publish import Publisher
 from prime_rl.types import PolicyVersion
 from tests.support.tiny_model import VOCAB_SIZE, make_tiny_model
 from tests.unit.trainer.world import run_world
 
-# name -> (ranks, model keys)
+# name -> (ranks, models, model keys)
 LAYOUTS = {
-    "shard": (2, {}),
-    "replicate": (2, {"dp_replicate": 2}),
-    "cp": (2, {"cp": {"degree": 2}}),
-    "replicate_shard": (4, {"dp_replicate": 2}),
-    "replicate_cp": (4, {"dp_replicate": 2, "cp": {"degree": 2}}),
-    "cp_shard": (4, {"cp": {"degree": 2}}),
-    "cp_all": (4, {"cp": {"degree": 4}}),  # more ranks than key-value heads
+    "shard": (2, ("dense", "experts"), {}),
+    "replicate": (2, ("dense",), {"dp_replicate": 2}),
+    "cp": (2, ("dense", "sliding"), {"cp": {"degree": 2}}),
+    "tp": (2, ("dense", "experts"), {"tp": 2}),
+    "ep": (2, ("experts",), {"ep": 2}),
+    "replicate_shard": (4, ("dense",), {"dp_replicate": 2}),
+    "reshard_pairs": (4, ("dense",), {"reshard_ranks": 2}),
+    "replicate_cp": (4, ("dense",), {"dp_replicate": 2, "cp": {"degree": 2}}),
+    "cp_shard": (4, ("dense",), {"cp": {"degree": 2}}),
+    "cp_all": (4, ("dense", "sliding"), {"cp": {"degree": 4}}),  # more ranks than key-value heads
+    "tp_shard": (4, ("dense",), {"tp": 2}),
+    "tp_cp": (4, ("dense",), {"tp": 2, "cp": {"degree": 2}}),
+    "ep_shard": (4, ("experts",), {"ep": 2}),
+    "ep_cp": (4, ("experts",), {"ep": 4, "cp": {"degree": 2}}),
+    "ep_tp": (4, ("experts",), {"ep": 2, "tp": 2}),
+    "ep_replicate": (4, ("experts",), {"ep": 2, "dp_replicate": 2}),
 }
+MODELS = ("dense", "sliding", "experts")
+CASES = [f"{model}-{name}" for name, (_, models, _) in LAYOUTS.items() for model in models]
 LENGTHS = [(23, 9, 2), (31,), (5, 4, 3, 17), (2,), (11, 13)]  # rows of odd lengths, one with nothing but two tokens
 
 
@@ -74,41 +86,35 @@ def sequence_objective(scored):
     return Objective(loss / scored.counts.tokens, means)
 
 
-class Recorder(torch.optim.AdamW):
-    """Keeps the gradients of the first step, whole."""
-
-    gradients = None
-
-    def step(self, closure=None):
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if self.gradients is None:
-            self.gradients = [p.grad.full_tensor().clone() for p in parameters]
-        return super().step(closure)
-
-
-def train(world, source, keys, max_norm=1.0):
-    config = TrainerModelConfig(name=str(source), **keys)
-    policy = make_policy(config, 0, world)
-    optimizer = Recorder(policy.parameters(), lr=1e-3, foreach=False)
-    engine = Engine(policy, optimizer, world, max_norm)
-    return policy, optimizer, engine
-
-
 def run_layouts(world, argument):
     """Runs on every rank: three steps under every layout of so many ranks."""
     root, results = Path(argument["root"]), {}
     for name, (source, keys) in argument["layouts"].items():
         world = dataclasses.replace(world, sharers=keys.get("cp", {}).get("degree", 1) * keys.get("tp", 1))
         config = TrainerModelConfig(name=str(root / source), **keys)
-        policy, optimizer, engine = train(world, root / source, keys)
+        policy = make_policy(config, 0, world)
+        optimizer = build_optimizer(AdamWConfig(lr=1e-3), policy)
+        gradients = record_gradients(optimizer, policy)
+        engine = Engine(policy, optimizer, world, max_norm=1.0)
         steps = [engine.step([share(make_rows(n), world)], sequence_objective, 1.0) for n in range(3)]
         results[name] = [dataclasses.asdict(step) for step in steps]
         if world.leads:
-            names = [n for n, _ in policy.causal_lm.named_parameters()]
-            save_file(dict(zip(names, optimizer.gradients, strict=True)), root / f"gradients_{name}.safetensors")
+            save_file(gradients, root / f"gradients_{name}.safetensors")
         tokenizer = load_tokenizer(_no_tokenizer(), config)
         Publisher(policy, tokenizer, torch.float32, world).publish(root / f"out_{name}", PolicyVersion(0, 3))
     return results
+
+
+def record_gradients(optimizer, policy):
+    """Return what the first step fills with its gradients, whole."""
+    kept = {}
+
+    def record(*_):
+        if not kept:
+            kept.update((name, p.grad.full_tensor().clone()) for name, p in policy.causal_lm.named_parameters())
+
+    optimizer.register_step_pre_hook(record)
+    return kept
 
 
 def _no_tokenizer():
@@ -124,35 +130,30 @@ def worlds(tmp_path_factory):
     results = {}
     for size in (1, 2, 4):
         chosen = {f"{source}-alone": (source, {}) for source in MODELS} if size == 1 else {}
-        for name, (ranks, keys) in LAYOUTS.items():
+        for name, (ranks, models, keys) in LAYOUTS.items():
             if ranks == size:
-                chosen |= {f"{source}-{name}": (source, keys) for source in suited(keys)}
+                chosen |= {f"{model}-{name}": (model, keys) for model in models}
         answers = run_world(size, run_layouts, {"root": str(root), "layouts": chosen}, root)
         assert all(answer == answers[0] for answer in answers), "the ranks disagree"
         results |= answers[0]
     return root, results
 
 
-MODELS = ("dense", "sliding")
-
-
-def suited(keys):
-    return MODELS if "cp" in keys else MODELS[:1]
-
-
 def make_models(root):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     make_tiny_model(root / "dense")
-    make_tiny_model(root / "sliding", tie_word_embeddings=False)
-    config = AutoConfig.from_pretrained(root / "sliding")
-    config.use_sliding_window, config.sliding_window = True, 5
-    config.layer_types = ["sliding_attention", "full_attention"]
+    make_variant(root / "sliding", Qwen3Config, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    make_variant(root / "experts", Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+
+
+def make_variant(path, kind, **changes):
+    """A tiny model of another kind, untied, beside the tokenizer of the first."""
+    make_tiny_model(path)
+    keys = AutoConfig.from_pretrained(path).to_dict()
+    for key in ("model_type", "architectures", "layer_types"):
+        keys.pop(key)
+    config = kind(**{**keys, "tie_word_embeddings": False, **changes})
     torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(root / "sliding")
-
-
-CASES = [f"{source}-{name}" for name, (_, keys) in LAYOUTS.items() for source in suited(keys)]
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -172,3 +173,61 @@ def test_layout_is_invisible(worlds, case):
     assert wanted.keys() == got.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=2e-4)
+
+
+def test_the_sliding_model_slides(worlds):
+    config = AutoConfig.from_pretrained(worlds[0] / "sliding")
+    assert config.layer_types == ["full_attention", "sliding_attention"] and config.sliding_window == 5
+
+
+@pytest.mark.parametrize(
+    ("size", "keys", "message"),
+    [
+        (4, {"dp_replicate": 3}, "model.dp_replicate 3 = 3 does not divide the 4 ranks"),
+        (6, {"tp": 2, "cp": {"degree": 2}}, "model.cp 2 x model.tp 2 = 4 does not divide the 6 ranks"),
+        (4, {"ep": 3}, "model.ep 3 must be a multiple of model.cp 1 and divide the 4 ranks"),
+        (4, {"ep": 2, "cp": {"degree": 4}}, "model.ep 2 must be a multiple of model.cp 4"),
+    ],
+)
+def test_sizes_are_checked(size, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        Layout.of(TrainerModelConfig(**keys), size)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [({"cp": {}, "attn": "sdpa"}, "model.attn='varlen'"), ({"lora": {}, "tp": 2}, "set model.tp=1")],
+)
+def test_combinations_are_refused_at_once(keys, message):
+    with pytest.raises(ValueError, match=message):
+        TrainerModelConfig(**keys)
+
+
+def test_ranks_that_share_rows_are_dealt_the_same():
+    ranks = [World(rank, 8, torch.device("cpu"), sharers=4) for rank in range(8)]
+    assert [(w.data_rank, w.data_size) for w in ranks] == [(0, 2)] * 4 + [(1, 2)] * 4
+
+
+REFUSED = {
+    "model.cp 3: .* 4 heads and 2 key-value heads, which 3 ranks": ("dense", {"cp": {"degree": 3}}),
+    "model.tp 3 does not divide the num_attention_heads": ("dense", {"tp": 3}),
+    "model.ep: transformers has no plan": ("dense", {"ep": 3}),
+    "model.ep 3: .*experts.* has 4": ("experts", {"ep": 3}),
+    "model.reshard_ranks 2 does not divide the 3 ranks": ("dense", {"reshard_ranks": 2}),
+}
+
+
+def refuse(world, argument):
+    messages = []
+    for model, keys in argument:
+        with pytest.raises(ConfigError) as caught:
+            make_policy(TrainerModelConfig(name=model, **keys), 0, world)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_the_model_cannot_is_refused(worlds):
+    cases = [(str(worlds[0] / model), keys) for model, keys in REFUSED.values()]
+    for messages in run_world(3, refuse, cases, worlds[0]):
+        for pattern, message in zip(REFUSED, messages, strict=True):
+            assert re.search(pattern, message) and "\n" not in message
