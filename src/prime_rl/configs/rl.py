@@ -140,6 +140,11 @@ class RLConfig(RootConfig):
                 f"trainer.model.seq_len = {self.trainer.model.seq_len} is shorter than "
                 f"orchestrator.seq_len = {self.orchestrator.seq_len}; the trainer must hold whole rows"
             )
+        lora = self.trainer.model.lora
+        if lora is not None and lora.publish == "adapter":
+            raise ValueError(
+                "trainer.model.lora.publish = 'adapter': inference cannot load adapters yet; leave it at 'merged'"
+            )
         return self
 
 
