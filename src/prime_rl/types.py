@@ -83,6 +83,9 @@ class Group:
         env: name of the environment.
         example: index of the example in the environment's data set.
         temperature: that the rollouts were sampled with.
+        top_k: likeliest tokens that the sampler kept at most; 0 is all.
+        top_p: mass of the likeliest tokens that it kept; 1 is all.
+        min_p: it kept tokens at least this likely relative to the likeliest; 0 is all.
     """
 
     group_id: int
@@ -90,6 +93,9 @@ class Group:
     env: str
     example: int
     temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
     @property
     def rewards(self) -> NDArray[np.float64]:

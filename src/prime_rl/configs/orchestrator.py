@@ -24,6 +24,9 @@ from prime_rl.configs.shared import (
     WandbConfig,
 )
 
+_COLDEST = 0.01
+"""vLLM raises a temperature between 0 and this to this."""
+
 
 class OrchestratorConfig(RootConfig):
     """The orchestrator: samples rollouts, scores them, ships batch n, switches inference to v_n."""
@@ -188,8 +191,12 @@ def _check_sampling(sampling: SamplingConfig, whose: str) -> None:
         raise ValueError(
             f"sampling.temperature = 0{whose} gives every rollout of a group the same reward; set it above 0"
         )
-    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+    if sampling.temperature < _COLDEST:
         raise ValueError(
-            f"sampling.top_p < 1, top_k > 0 and min_p > 0{whose} cut the distribution that the trainer differentiates; "
-            "there is no correction for it yet, so leave them at 1, -1 and 0"
+            f"sampling.temperature = {sampling.temperature}{whose}: vLLM samples at {_COLDEST} instead, and the "
+            f"trainer would compute other log-probabilities; set it to {_COLDEST} or more"
+        )
+    if sampling.top_k == 1:
+        raise ValueError(
+            f"sampling.top_k = 1{whose} leaves one token to choose from, whose gradient is 0; set it above 1, or to -1"
         )

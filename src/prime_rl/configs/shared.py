@@ -143,13 +143,13 @@ class SamplingConfig(BaseConfig):
     """Divides the logits before sampling; the trainer applies the same. 0 is greedy (not for training)."""
 
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the likeliest tokens up to this probability mass; 1 keeps all."""
+    """Keep the likeliest tokens up to this probability mass; 1 keeps all. The trainer cuts in the same way."""
 
     top_k: int = Field(-1, ge=-1)
-    """Keep this many of the likeliest tokens; -1 keeps all."""
+    """Keep this many of the likeliest tokens; -1 keeps all. The trainer cuts in the same way."""
 
     min_p: float = Field(0.0, ge=0, le=1)
-    """Keep tokens at least this likely relative to the likeliest; 0 keeps all."""
+    """Keep tokens at least this likely relative to the likeliest; 0 keeps all. The trainer cuts in the same way."""
 
     max_tokens: int | None = Field(None, ge=1)
     """Longest completion of one turn, tokens; None fills the sequence length."""

@@ -108,8 +108,8 @@ class TrainerModelConfig(BaseConfig):
     trust_remote_code: bool = False
     """Run Python code that the model's repository brings along."""
 
-    logprob_chunk_size: int = Field(1024, ge=1)
-    """Tokens of a row whose logits exist at the same time; smaller saves memory."""
+    logprob_chunk_size: int | None = Field(None, ge=1)
+    """Tokens of a row whose logits exist at the same time; smaller saves memory. None: as many as 256 MiB hold."""
 
     dp_replicate: int = Field(1, ge=1)
     """Copies of the sharded model (hybrid sharding); weights are gathered inside a copy only."""

@@ -45,19 +45,22 @@ class TrainEnvironment:
         pool: plays it.
         sampling: vLLM's parameters.
         temperature: of the sampler.
+        truncation: `top_k`, `top_p` and `min_p` as a `Group` has them.
         seed: what sampling is seeded from; None is unseeded.
     """
 
     pool: EnvironmentPool
     sampling: dict[str, Any]
     temperature: float
+    truncation: dict[str, Any]
     seed: int | None
 
     @classmethod
     def of(cls, pool: EnvironmentPool, config: OrchestratorConfig, index: int) -> "TrainEnvironment":
         """Describe environment `index` of `config`, which `pool` plays."""
         sampling = config.sampling_of(config.env[index])
-        return cls(pool, sampling_parameters(sampling), sampling.temperature, sampling.seed)
+        truncation = {"top_k": max(0, sampling.top_k), "top_p": sampling.top_p, "min_p": sampling.min_p}
+        return cls(pool, sampling_parameters(sampling), sampling.temperature, truncation, sampling.seed)
 
 
 class Dispatcher:
@@ -179,7 +182,9 @@ class Dispatcher:
             self._drop(draw.group_id, OVERLONG, str(error))
         else:
             self._refuse_older(rollouts, self._scheduler.version(draw.group_id), server)
-            self._finish(Group(draw.group_id, tuple(rollouts), env.pool.name, draw.example, env.temperature))
+            self._finish(
+                Group(draw.group_id, tuple(rollouts), env.pool.name, draw.example, env.temperature, **env.truncation)
+            )
 
     def _refuse_older(self, rollouts: Sequence[Rollout], version: int, server: Server) -> None:
         """Raise EngineLost where the server was started again unnoticed, and sampled from its base model."""

@@ -5,6 +5,7 @@ Every token of every sample is in exactly one row, and there is no padding.
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,7 +135,19 @@ def pack(
         seq_lens=seq_lens,
         sample_group=np.array([group.group_id for _, group, *_ in ordered], np.int64),
         sample_rollout=np.array([index for _, _, index, _ in ordered], np.int32),
+        **_truncation([group for _, group, *_ in ordered], seq_lens),
     )
+
+
+def _truncation(groups: Sequence[Group], seq_lens: NDArray[np.int32]) -> dict[str, Any]:
+    """Say how the distribution of each token was cut, by the group of its sample; nothing of a cut that nobody made."""
+    cuts = {
+        "top_k": np.array([group.top_k for group in groups], np.int32),
+        "top_p": np.array([group.top_p for group in groups], np.float32),
+        "min_p": np.array([group.min_p for group in groups], np.float32),
+    }
+    neutral = {"top_k": 0, "top_p": 1, "min_p": 0}
+    return {name: np.repeat(cut, seq_lens) for name, cut in cuts.items() if (cut != neutral[name]).any()}
 
 
 def _loss_mask(sample: Sample) -> NDArray[np.uint8]:

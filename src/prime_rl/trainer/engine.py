@@ -65,6 +65,8 @@ class Scored:
         entropy: float32 [T], 0 outside the mask.
         untouched: the weights are still those the step began with: no optimizer step was taken yet.
         counts: of the minibatch that the row belongs to, over all ranks.
+        left_out: bool [T], tokens that the policy's own top-k, top-p and min-p would not keep; None where nothing was
+            cut.
     """
 
     row: MicroBatch
@@ -72,6 +74,7 @@ class Scored:
     entropy: Tensor
     untouched: bool
     counts: Counts
+    left_out: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +152,8 @@ class Engine:
         for i, row in enumerate(minibatch.rows):
             accumulate(self._policy, last=i == len(minibatch.rows) - 1)
             row = row.to(self._world.device)
-            logprobs, entropy = self._policy(row)
-            answer = objective(Scored(row, logprobs, entropy, untouched, minibatch.counts))
+            logprobs, entropy, *left_out = self._policy(row)
+            answer = objective(Scored(row, logprobs, entropy, untouched, minibatch.counts, *left_out))
             answer.loss.backward()
             total += answer.loss.detach()
             means.add(answer.means)

@@ -27,6 +27,7 @@ from prime_rl.errors import ConfigError
 from prime_rl.trainer import attention
 from prime_rl.trainer.lm_head import token_logprobs
 from prime_rl.trainer.micro_batch import MicroBatch
+from prime_rl.trainer.truncation import Truncation
 from prime_rl.trainer.weights import Weights
 
 _ATTENTION = {"auto": attention.NAME, "varlen": attention.NAME}
@@ -42,7 +43,7 @@ class PolicyModel(nn.Module):
         blocks: its transformer blocks in order: what is sharded and checkpointed one by one.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, logprob_chunk: int = 1024) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, logprob_chunk: int | None = None) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self._logprob_chunk = logprob_chunk
@@ -54,22 +55,29 @@ class PolicyModel(nn.Module):
         names = set(causal_lm._no_split_modules or ())
         self.blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
 
-    def forward(self, row: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, row: MicroBatch) -> tuple[Tensor, ...]:
         """Score the row's trained tokens.
 
         Returns:
             logprobs and entropy, float32 [T]; entry t belongs to token t given those before it in its segment, and
-            is 0 outside the loss mask. Entropy, in nats, carries no gradient.
+            is 0 outside the loss mask. Entropy, in nats, carries no gradient. Of a row that says how the sampler cut
+            its distribution also bool [T]: the tokens that this policy's own cut would have left out.
         """
         hidden = self._hidden(row)
         hidden, head = self._as_product(hidden)
         scored = row.scored
-        temperature = row.temperature[scored] * self._logit_divisor
-        logprobs, entropy = token_logprobs(
-            hidden[scored - 1], head, row.tokens[scored], temperature, self._logprob_chunk
+        truncation = Truncation.of(row)
+        logprobs, entropy, left_out = token_logprobs(
+            hidden.index_select(0, scored - 1),
+            head,
+            row.tokens[scored],
+            row.temperature[scored] * self._logit_divisor,
+            self._logprob_chunk,
+            None if truncation is None else truncation[scored],
         )
         zeros = torch.zeros_like(row.temperature)
-        return zeros.index_put((scored,), logprobs), zeros.index_put((scored,), entropy)
+        answers = zeros.index_put((scored,), logprobs), zeros.index_put((scored,), entropy)
+        return answers if truncation is None else (*answers, zeros.index_put((scored,), left_out.float()) > 0)
 
     def _hidden(self, row: MicroBatch) -> Tensor:
         """States after the last norm, [T, hidden]. Both spellings of the segments: ours and flash attention's."""

@@ -24,7 +24,7 @@ def sample(prompt, completion, token):
     )
 
 
-def group(group_id, rollouts, temperature=1.0):
+def group(group_id, rollouts, temperature=1.0, **truncation):
     """Rollouts as lists of samples (prompt, completion); every token of a rollout tells which one it is."""
     played = [
         Rollout(
@@ -36,7 +36,7 @@ def group(group_id, rollouts, temperature=1.0):
         )
         for i, shapes in enumerate(rollouts)
     ]
-    return Group(group_id, tuple(played), "toy", example=group_id, temperature=temperature)
+    return Group(group_id, tuple(played), "toy", example=group_id, temperature=temperature, **truncation)
 
 
 shape = st.tuples(st.integers(0, 9), st.integers(1, 9))
@@ -204,3 +204,18 @@ def test_rows_that_are_full_stay_as_they_are():
     lengths = [60, 40, 70, 30, 99, 1, 50, 50, 97, 3, 96, 2, 2, 80, 10, 10, 55, 45] * 2
     rows = even_rows(lengths, [n * n for n in lengths], 100)
     assert len(rows) == 16 and {sum(lengths[i] for i in row) for row in rows} == {100}
+
+
+def test_how_a_distribution_was_cut_travels_with_its_tokens():
+    groups = [group(0, [[(2, 3)], [(1, 4)]]), group(1, [[(2, 5)]], top_k=50), group(2, [[(3, 3)]], top_p=0.9)]
+    batch = pack(groups, [np.ones(len(g.rollouts)) for g in groups], 40)
+    batch.validate()
+    assert batch.min_p is None
+    owner = np.repeat(batch.sample_group, batch.seq_lens)
+    np.testing.assert_array_equal(batch.top_k, np.where(owner == 1, 50, 0))
+    np.testing.assert_array_equal(batch.top_p, np.where(owner == 2, np.float32(0.9), 1))
+
+
+def test_whole_distributions_need_no_streams():
+    batch = pack([group(0, [[(2, 3)]])], [np.ones(1)], 40)
+    assert not {"top_k", "top_p", "min_p"} & batch.arrays.keys()

@@ -28,6 +28,7 @@ from prime_rl.trainer.losses import (
     token_weights,
 )
 from prime_rl.trainer.means import Weighted
+from prime_rl.trainer.truncation import Truncation
 
 # Bound on the importance ratio of distilled tokens: the default loss's.
 _DISTILLATION_CLIP = 8.0
@@ -160,7 +161,16 @@ def _measure(scored: Scored, inputs: LossInputs, output: LossOutput) -> dict[str
         "importance_ratio/clipped_low": _over(mask, output.low.float()),
         "importance_ratio/clipped_high": _over(mask, output.high.float()),
         "importance_ratio/masked": _over(mask, output.masked.float()),
+        **_left_out(scored, mask),
     }
+
+
+def _left_out(scored: Scored, mask: Tensor) -> dict[str, Weighted]:
+    """Of the tokens whose distribution the sampler cut, how many the policy's own cut leaves out."""
+    truncation = Truncation.of(scored.row)
+    if truncation is None or scored.left_out is None:
+        return {}
+    return {"truncation/left_out": _over(mask & truncation.active, scored.left_out.float())}
 
 
 def _over(mask: Tensor, values: Tensor) -> Weighted:
