@@ -85,7 +85,7 @@ class RLConfig(RootConfig):
     """Trainer processes; None is one per GPU of the trainer. Use it for several ranks on a CPU."""
 
     ckpt: CkptConfig | None = later(
-        None, because="has no effect yet: a run needs the orchestrator's part too; `trainer` and `sft` alone save theirs"
+        None, because="has no effect yet: the orchestrator saves no part of it; `trainer` and `sft` by themselves do"
     )
     """Checkpoints, for trainer and orchestrator; None writes none."""
 

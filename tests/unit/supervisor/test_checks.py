@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from prime_rl.configs import RLConfig
+from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.errors import ConfigError
 from prime_rl.run.paths import RunPaths
 from prime_rl.supervisor import checks, roles
@@ -119,6 +120,13 @@ def test_earlier_run_is_kept_on_request_and_for_a_resume(earlier_run):
     assert "rollouts/ of an earlier run" in refused(checks.clear_earlier_run, RLConfig(clean=False), earlier_run)
     assert checks.clear_earlier_run(RLConfig.load(["--ckpt.resume-step", "1"]), earlier_run) == []
     assert earlier_run.weights(1).is_dir()
+
+
+def test_a_resume_of_a_whole_run_is_refused_as_long_as_half_of_it_would_be_missing(tmp_path):
+    config = RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "1"])
+    assert "cannot resume yet" in refused(checks.check_before_start, config)
+    make_roles(RLConfig.load(["--output-dir", str(tmp_path), "--ckpt"]), RunPaths(tmp_path))
+    assert TrainerConfig.load(["@", str(RunPaths(tmp_path).config("trainer"))]).ckpt is None
 
 
 def test_roles_get_their_configuration_gpus_and_files(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ class Progress:
 
 
 class Checkpointer:
-    """Saves and resumes one trainer. Without a `ckpt` block it does neither, and costs nothing.
+    """Saves and resumes one trainer. Without a `ckpt` block, and in a benchmark, it does neither and costs nothing.
 
     Attributes:
         branch: of this run: 0, or one more than the run that is resumed.
@@ -105,7 +105,7 @@ class Checkpointer:
         """
         self.branch, self.start = 0, 0
         self._config, self._paths, self._world, self._serves, self._parts = config, paths, world, serves, tuple(parts)
-        self._options = config.ckpt
+        self._options = None if config.bench else config.ckpt
         resuming = self._options is not None and self._options.resume_step is not None
         check_output_dir(paths, resuming)
         if self._options is None:

@@ -1,0 +1,223 @@
+"""A checkpoint of two ranks goes on, with the same losses, on one and on four, however they lay the model out."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from prime_rl.configs.lora import LoRAConfig
+from prime_rl.configs.optim import AdamWConfig, MuonConfig, SGDConfig
+from prime_rl.configs.shared import CkptConfig
+from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig, TrainerModelConfig
+from prime_rl.errors import RunError
+from prime_rl.run.checkpoints import find_checkpoints
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.checkpoints import Checkpointer
+from prime_rl.trainer.checkpoints.state import model_tensors, optimizer_tensors
+from prime_rl.trainer.engine import Engine
+from prime_rl.trainer.loading import make_policy
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.rl.batches import fake_batch, split_batch
+from prime_rl.trainer.rl.objective import build_objective
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.world import run_world
+
+BEFORE, AFTER = 2, 3
+OPTIMIZERS = {"adamw": AdamWConfig(lr=1e-3), "muon": MuonConfig(lr=1e-3), "sgd": SGDConfig(lr=1e-2)}
+
+
+def make_config(root, name, resume, **more):
+    optimizer, _, adapter = name.partition("+")
+    lora = LoRAConfig(rank=4, target_modules=["q_proj", "down_proj"]) if adapter else None
+    return TrainerConfig(
+        model=TrainerModelConfig(name=f"{root}/model", lora=lora, **more),
+        optim=OPTIMIZERS[optimizer],
+        ckpt=CkptConfig(interval=BEFORE, resume_step=BEFORE if resume else None),
+        output_dir=Path(root) / name,
+        device="cpu",
+    )
+
+
+def go(world, config, first, last, save=True):
+    """Train from `first` to `last`; return the losses and norms, and the state of the ranks as whole tensors."""
+    checkpoints = Checkpointer(config, RunPaths(config.output_dir), world)
+    policy = make_policy(config.model, 0, world)
+    optimizer = build_optimizer(config.optim, policy)
+    progress = checkpoints.restore(policy, optimizer)
+    assert progress.step == first
+    restored = digest(policy, optimizer)
+    engine = Engine(policy, optimizer, world, 1.0)
+    objective = build_objective(config.loss, 200)
+    data = FakeDataConfig(batch_size=9, seq_len=40, micro_batch_size=2, generate_samples=True)
+    results = []
+    for step in range(first, last):
+        batch = fake_batch(data, 103, row_length=80, seed=3, step=step)
+        result = engine.step(split_batch(batch, step, 2, world, 100), objective, 1.0)
+        results.append((result.loss, result.grad_norm))
+        progress.count(10, 1)
+        if save:
+            checkpoints.step_done(progress, last=False)
+    checkpoints.close()
+    return {"results": results, "restored": restored, "end": digest(policy, optimizer), "tokens": progress.tokens}
+
+
+def digest(policy, optimizer):
+    """Sum and norm of every tensor: equal where the tensors are, whatever their layout."""
+    found = {}
+    for name, tensor in {**model_tensors(policy), **optimizer_tensors(policy, optimizer)}.items():
+        whole = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).double()
+        found[name] = (float(whole.sum()), float(whole.norm()), list(whole.shape))
+    return found
+
+
+def write(world, argument):
+    root, names = argument
+    return {name: go(world, make_config(root, name, False), 0, BEFORE) for name in names}
+
+
+def resume(world, argument):
+    root, names, more = argument
+    return {
+        name: go(world, make_config(root, name, True, **more), BEFORE, BEFORE + AFTER, save=False) for name in names
+    }
+
+
+NAMES = ["adamw", "muon", "sgd", "adamw+lora"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("worlds")
+    make_tiny_model(root / "model")
+    return root, run_world(2, write, (str(root), NAMES), root)[0]
+
+
+@pytest.fixture(scope="module")
+def resumed(written, tmp_path_factory):
+    found = {}
+    for size, layout in ((1, {}), (2, {}), (4, {}), (4, {"dp_replicate": 2})):
+        root = tmp_path_factory.mktemp("resumed") / "root"
+        shutil.copytree(written[0], root)
+        found[size, *layout] = run_world(size, resume, (str(root), NAMES, layout), root)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_comes_back_in_every_layout(written, resumed, name):
+    saved = written[1][name]["end"]
+    for layout, found in resumed.items():
+        restored = found[name]["restored"]
+        assert restored.keys() == saved.keys(), layout
+        for key, (total, norm, shape) in saved.items():
+            assert restored[key][2] == shape
+            assert restored[key][:2] == pytest.approx([total, norm], rel=1e-12, abs=1e-12), (layout, key)
+        assert found[name]["tokens"] == 10 * (BEFORE + AFTER)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_next_three_losses_are_the_same_on_one_two_and_four_ranks(resumed, name):
+    expected = resumed[(2,)][name]["results"]
+    assert len({loss for loss, _ in expected}) == AFTER
+    for layout, found in resumed.items():
+        for (loss, norm), (expected_loss, expected_norm) in zip(found[name]["results"], expected, strict=True):
+            assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5), layout
+            assert norm == pytest.approx(expected_norm, rel=1e-4, abs=1e-5), layout
+
+
+def test_optimizer_state_matters_for_what_follows(written, tmp_path):
+    """Otherwise the tests above would show nothing."""
+    saved = written[1]["adamw"]["end"]
+    moments = [key for key in saved if key.endswith("exp_avg")]
+    assert moments and all(saved[key][1] > 0 for key in moments)
+
+
+def test_only_what_is_trained_is_saved(written):
+    keys = written[1]["adamw+lora"]["end"].keys()
+    assert keys and all("lora_" in key for key in keys)
+
+
+def save_badly(world, argument):
+    """Rank 1 cannot write its shard of the second checkpoint; what every rank then says, and when."""
+    root, save_async = argument
+    base = make_config(root, "adamw", False)
+    config = base.model_copy(
+        update={"ckpt": CkptConfig(interval=1, save_async=save_async), "output_dir": Path(root) / f"bad{save_async}"}
+    )
+    checkpoints = Checkpointer(config, RunPaths(config.output_dir), world)
+    policy = make_policy(config.model, 0, world)
+    progress = checkpoints.restore(policy, build_optimizer(config.optim, policy))
+    progress.count(1, 1)
+    checkpoints.step_done(progress, last=False)
+    checkpoints._wait()
+    if world.rank == 1:
+        dcp.FileSystemWriter.write_data = _no_space
+    progress.count(1, 1)
+    try:
+        checkpoints.step_done(progress, last=False)
+        while True:  # a step without a save, until the background has failed
+            checkpoints._options = checkpoints._options.model_copy(update={"interval": 100})
+            progress.count(1, 1)
+            checkpoints.step_done(progress, last=False)
+    except RunError as error:
+        return [str(error), progress.step]
+
+
+def _no_space(self, plan, planner):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_full_disk_is_one_error_on_every_rank_and_leaves_the_earlier_ones_whole(written, save_async):
+    root, _ = written
+    answers = run_world(2, save_badly, (str(root), save_async), root)
+    for message, _step in answers:
+        assert "step_2" in message and "No space left on device" in message and "GiB free" in message
+        assert "\n" not in message
+    assert save_async or [step for _, step in answers] == [2, 2]
+    found = find_checkpoints(RunPaths(root / f"bad{save_async}").checkpoints_dir)
+    assert found.steps == [1]
+    assert not list((root / f"bad{save_async}").rglob(".tmp-*"))
+
+
+def test_a_save_in_the_background_is_of_the_step_it_was_asked_at(tmp_path):
+    """Training goes on in place while the copies are written."""
+    make_tiny_model(tmp_path / "model")
+    (answer,) = run_world(1, overtake, str(tmp_path), tmp_path)
+    assert answer["moved"] and answer["restored"] == answer["then"]
+
+
+def overtake(world, root):
+    config = make_config(root, "adamw", False)
+    config = config.model_copy(update={"ckpt": CkptConfig(interval=1, save_async=True)})
+    checkpoints = Checkpointer(config, RunPaths(config.output_dir), world)
+    policy = make_policy(config.model, 0, world)
+    progress = checkpoints.restore(policy, build_optimizer(config.optim, policy))
+    progress.count(1, 1)
+    names = dict(policy.named_parameters())
+    then = {name: float(p.full_tensor().double().sum()) for name, p in names.items()}
+    release = _hold(checkpoints)
+    checkpoints.step_done(progress, last=False)
+    with torch.no_grad():
+        for parameter in names.values():
+            parameter.add_(1.0)
+    now = {name: float(p.full_tensor().double().sum()) for name, p in names.items()}
+    release()
+    checkpoints.close()
+    again = Checkpointer(
+        config.model_copy(update={"ckpt": CkptConfig(resume_step=1)}), RunPaths(config.output_dir), world
+    )
+    again.restore(policy, build_optimizer(config.optim, policy))
+    restored = {name: float(p.full_tensor().double().sum()) for name, p in names.items()}
+    return {"then": then, "moved": all(now[name] != then[name] for name in then), "restored": restored}
+
+
+def _hold(checkpoints):
+    """Keep the background from writing until the returned function is called."""
+    import threading
+
+    gate = threading.Event()
+    save = checkpoints._save
+    checkpoints._save = lambda *arguments: (gate.wait(60), save(*arguments))[1]
+    return gate.set
