@@ -1,5 +1,6 @@
 """From configured data to batches: which sets are opened, what validation holds out, how examples become sequences."""
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, vocabulary:
     source = config.data
     if source.type == "fake":
         return Data(_batches(FakeSequences(source, vocabulary), source, config.max_steps), None)
-    sets = [_open_set(source, *which) for which in source.sets]
+    sets = [open_set(source, *which) for which in source.sets]
     held_out: list[TokenSequence] | None = None
     if config.val is not None and not config.bench:
         rows = _validation_rows(config.val, source, sets)
@@ -91,7 +92,12 @@ class DataSet:
     stream: Callable[[int], Reader] | None = None
 
 
-def _open_set(config: SFTDataConfig, name: str, subset: str | None, split: str) -> DataSet:
+def open_set(config: SFTDataConfig, name: str, subset: str | None, split: str) -> DataSet:
+    """Open one of `config.sets`; what is in memory is looked through at once.
+
+    Raises:
+        ConfigError: it is missing, empty or bad.
+    """
     if is_local(name):
         files = find_files(name, subset, split)
         if config.streaming:
@@ -138,7 +144,10 @@ def _validation_rows(val: ValConfig, config: SFTDataConfig, sets: Sequence[DataS
     if val.name or val.split:
         changed = {"name": val.name, "subsets": [], "split": val.split or "train"} if val.name else {"split": val.split}
         other = config.model_copy(update={**changed, "splits": [], "probabilities": []})
-        sets = [_open_set(other, *which) for which in other.sets]
+        try:
+            sets = [open_set(other, *which) for which in other.sets]
+        except ConfigError as error:
+            raise ConfigError(re.sub(r"^data\.(name|split):", r"val.\1:", str(error))) from None
     else:
         sets = [_hold_out(one, val.fraction, [config.seed, _HOLD_OUT, i]) for i, one in enumerate(sets)]
     if config.streaming:

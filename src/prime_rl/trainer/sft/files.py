@@ -41,9 +41,10 @@ def find_files(name: str, subset: str | None, split: str) -> list[Path]:
         return [root]
     found = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     if subset is not None:
-        inside = [path for path in found if subset in (path.relative_to(root).parts[0], _bare(path.relative_to(root)))]
+        names = {path: path.relative_to(root).with_suffix("").as_posix() for path in found}
+        inside = [path for path in found if subset in (names[path], names[path].split("/")[0])]
         if not inside:
-            raise ConfigError(f"data.subsets: {name} holds no {subset}; it has {_shown(_bare(p) for p in found)}")
+            raise ConfigError(f"data.subsets: {name} holds no {subset}; it has {_shown(iter(names.values()))}")
         found = inside
     if not found:
         raise ConfigError(f"data.name: {name} holds no file that ends in {', '.join(SUFFIXES)}")
@@ -145,10 +146,6 @@ def _of_split(files: list[Path], name: str, split: str) -> list[Path]:
 def _split_of(path: Path) -> str | None:
     words = re.split(r"[^a-z]+", path.stem.lower())
     return next((_SPLITS[word] for word in words if word in _SPLITS), None)
-
-
-def _bare(path: Path) -> str:
-    return path.with_suffix("").as_posix()
 
 
 def _shown(names: Iterator[str]) -> str:

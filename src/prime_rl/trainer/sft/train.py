@@ -8,6 +8,7 @@ from prime_rl.monitor import Monitor
 from prime_rl.trainer.checkpoints import Checkpointer
 from prime_rl.trainer.engine import Engine
 from prime_rl.trainer.loading import make_policy
+from prime_rl.trainer.memory import prepare_optimizer
 from prime_rl.trainer.model import load_tokenizer
 from prime_rl.trainer.optim import build_optimizer, schedule_factor
 from prime_rl.trainer.parallel import compute_dtype, join_world
@@ -33,7 +34,7 @@ def train(config: SFTConfig) -> None:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         examples = data.open_data(config, tokenizer, policy.vocabulary)
         batches, steps = examples.batches, examples.batches.steps
-        optimizer = build_optimizer(config.optim, policy)
+        optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
         progress = checkpoints.restore(policy, optimizer, batches)
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weights_dtype, world.device), world)

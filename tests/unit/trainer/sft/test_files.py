@@ -1,0 +1,108 @@
+"""Local data in every format; whatever is wrong with them is one line that says where."""
+
+import json
+
+import pytest
+
+from prime_rl.configs.sft_data import SFTDataConfig
+from prime_rl.errors import ConfigError
+from prime_rl.trainer.sft import data
+from prime_rl.trainer.sft.files import find_files, read_rows
+
+ROW = {"prompt": "a", "completion": "b"}
+
+
+def load(path, **options):
+    config = SFTDataConfig(name=str(path), **options)
+    return [row for which in config.sets for row in data.open_set(config, *which).rows]
+
+
+def test_lines_with_gaps_and_json_of_both_kinds(tmp_path):
+    line = json.dumps(ROW)
+    (tmp_path / "x.jsonl").write_text(f"{line}\n\n{line}")
+    (tmp_path / "array.json").write_text(f"\n [{line}, {line}]")
+    (tmp_path / "lines.json").write_text(f"{line}\n{line}\n")
+    assert [where for where, _ in load(tmp_path / "x.jsonl")] == [f"{tmp_path}/x.jsonl:1", f"{tmp_path}/x.jsonl:3"]
+    assert [row for _, row in load(tmp_path / "array.json")] == [ROW, ROW]
+    assert [row for _, row in load(tmp_path / "lines.json")] == [ROW, ROW]
+    assert len(load(tmp_path)) == 6
+
+
+def test_reading_goes_on_at_a_row(tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"i": i}) + "\n\n" for i in range(5)))
+    (tmp_path / "x.json").write_text(json.dumps([{"i": i} for i in range(5)]))
+    (tmp_path / "x.csv").write_text('i\n0\n1\n"2"\n3\n4\n')
+    for suffix in ("jsonl", "json", "csv"):
+        assert [int(row["i"]) for _, row in read_rows(tmp_path / f"x.{suffix}", 3)] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("x.jsonl", '{"prompt": "a", "completion": "b"}\n{oops\n', r"x.jsonl:2 is not JSON"),
+        ("x.jsonl", "[1]\n", r"x.jsonl:1 is not a JSON object"),
+        ("x.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n', r"x.jsonl:2: the columns are"),
+        ("x.jsonl", "\n", "x.jsonl is empty"),
+        ("x.json", "[{]", "x.json is not JSON"),
+        ("x.json", "[1]", "entry 1 of .*x.json is not a JSON object"),
+        ("x.csv", "prompt,completion\na,b\nc\n", r"x.csv:3 has not one cell per column"),
+        ("x.csv", "a,b\n1,2\n", r"x.csv:2: the columns are \['a', 'b'\]"),
+        ("x.parquet", "nonsense", "x.parquet is not a parquet file"),
+        ("x.txt", "a", "x.txt is none of .jsonl"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_with_its_place(tmp_path, name, content, match):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=match) as error:
+        load(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_files_and_folders(tmp_path):
+    for name in (tmp_path / "none.jsonl", "none.jsonl", tmp_path / "none"):
+        with pytest.raises(ConfigError, match="does not exist"):
+            load(name)
+    with pytest.raises(ConfigError, match="holds no file"):
+        load(tmp_path)
+
+
+def test_a_column_that_is_not_there(tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps(ROW))
+    with pytest.raises(ConfigError, match=r"x.jsonl:1: there is no column 'question', only \['completion', 'prompt'\]"):
+        load(tmp_path / "x.jsonl", prompt_column="question", completion_column="answer")
+
+
+def test_folders_know_subsets_and_splits(tmp_path):
+    for name in ("math/train-00000.jsonl", "math/test.jsonl", "code/train.jsonl", "poems.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(ROW))
+
+    def found(subset, split):
+        return [str(path.relative_to(tmp_path)) for path in find_files(str(tmp_path), subset, split)]
+
+    assert found("math", "train") == ["math/train-00000.jsonl"]
+    assert found("math", "test") == ["math/test.jsonl"]
+    assert found("poems", "train") == ["poems.jsonl"]
+    assert found(None, "train") == ["code/train.jsonl", "math/train-00000.jsonl"]
+    with pytest.raises(ConfigError, match=r"no file .* is called validation; it has"):
+        found("math", "validation")
+    with pytest.raises(ConfigError, match=r"data.subsets: .* holds no prose; it has code/train"):
+        found("prose", "train")
+    assert len(load(tmp_path, subsets=["math", "code"], splits=["test", "train"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"subsets": ["a", "b"], "probabilities": [1.0]}, "probabilities has 1 entries for 2 subsets"),
+        ({"name": "a,b", "splits": ["train"]}, "splits has 1 entries for 2 names"),
+        ({"name": "a,b", "subsets": ["c"]}, "one name"),
+        ({"name": "a,b", "probabilities": [0, 0]}, "probabilities must not be"),
+        ({"name": "a,b", "streaming": True}, "needs probabilities"),
+        ({"prompt_column": "q"}, "belong together"),
+        ({"loss_mask": {"assistant": False}}, "nothing is learned"),
+    ],
+)
+def test_keys_that_do_not_fit_together(options, match):
+    with pytest.raises(ValueError, match=match):
+        SFTDataConfig(**options)

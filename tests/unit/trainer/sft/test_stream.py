@@ -1,0 +1,270 @@
+"""Rows are packed, in an order that the seed fixes; the stream can be left and entered anywhere."""
+
+import csv
+import json
+from itertools import islice
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.sft_data import SFTDataConfig, SFTFakeDataConfig
+from prime_rl.errors import ConfigError
+from prime_rl.trainer.sft import data
+from prime_rl.trainer.sft.chat import TokenSequence
+from prime_rl.trainer.sft.objective import to_micro_batch
+from prime_rl.trainer.sft.sources import InMemory, Interleaved
+from prime_rl.trainer.sft.stream import Batches, pack_all
+from tests.support.tiny_model import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Three sets of words to be reversed, each in another format; the third has as many as the others together."""
+    root = tmp_path_factory.mktemp("files")
+    sets = {
+        name: [f"{name}{i:02}" + "x" * (i * 7 % 11) for i in range(n)] for name, n in (("a", 20), ("b", 12), ("c", 32))
+    }
+    rows = {name: [{"prompt": word, "completion": word[::-1]} for word in words] for name, words in sets.items()}
+    (root / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows["a"]))
+    (root / "b.json").write_text(json.dumps(rows["b"]))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows["c"]), root / "c.parquet", row_group_size=5)
+    with (root / "d.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(rows["a"])
+    return root
+
+
+def open_batches(tokenizer, max_steps=None, val=None, **options):
+    options = {"seq_len": 64, "batch_size": 2, **options}
+    config = SFTConfig(data=SFTDataConfig(**options), max_steps=max_steps, val=val)
+    return data.open_data(config, tokenizer, 128)
+
+
+def words(batches, tokenizer):
+    """The prompts of all sequences, in order."""
+    sequences = [sequence for rows in batches for row in rows for sequence in row]
+    return [tokenizer.decode(s.tokens[: int(np.argmax(s.loss_mask))]) for s in sequences]
+
+
+def make_sequence(length, value=7):
+    return TokenSequence(np.full(length, value, np.int64), np.arange(length) > 0)
+
+
+def test_packing_keeps_every_sequence_once_and_fills_rows():
+    random = np.random.default_rng(0)
+    lengths = random.integers(20, 60, 2000)
+    rows = pack_all([make_sequence(int(n), i) for i, n in enumerate(lengths)], 512)
+    assert all(sum(map(len, row)) <= 512 for row in rows)
+    assert sorted(int(s.tokens[0]) for row in rows for s in row) == list(range(2000))
+    assert len(rows) <= 1.03 * -(-lengths.sum() // 512)
+
+
+def test_packing_does_not_sort_by_length():
+    lengths = np.random.default_rng(0).integers(20, 60, 4000)
+    rows = pack_all([make_sequence(int(n)) for n in lengths], 512)
+    means = [np.mean([len(s) for s in row]) for row in rows[:-40]]
+    early, late = np.mean(means[: len(means) // 2]), np.mean(means[len(means) // 2 :])
+    assert abs(early - late) < 1.0  # sorted, they would differ by 20
+
+
+def test_stacked_rows_hold_one_sequence_each(files, tokenizer):
+    batches = open_batches(tokenizer, name=str(files / "a.jsonl"), pack_function="stack", shuffle=False).batches
+    rows = [row for batch in batches for row in batch]
+    assert [len(row) for row in rows] == [1] * 20
+    assert words([rows], tokenizer) == [f"a{i:02}" + "x" * (i * 7 % 11) for i in range(20)]
+
+
+def drawn(seed, count, size=20, chosen=None):
+    rows = [(f"row {i}", {"i": i}) for i in range(size)]
+    source = InMemory(rows, np.arange(size) if chosen is None else chosen, seed)
+    return [source.draw()[1]["i"] for _ in range(count)]
+
+
+def test_order_is_fixed_by_the_seed_and_new_in_each_pass():
+    assert drawn([1], 40) == drawn([1], 40)
+    assert drawn([1], 40) != drawn([2], 40)
+    assert drawn([1], 40)[:20] != drawn([1], 40)[20:]
+    assert sorted(drawn([1], 40)[:20]) == sorted(drawn([1], 40)[20:]) == list(range(20))
+    assert drawn(None, 40) == [*range(20)] * 2
+
+
+def test_one_pass_has_each_example_of_all_sets_once(files, tokenizer):
+    names = [str(files / name) for name in ("a.jsonl", "b.json", "c.parquet")]
+    batches = open_batches(tokenizer, name=names).batches
+    seen = words(batches, tokenizer)
+    assert len(seen) == len(set(seen)) == 64
+    assert batches.given == batches.steps
+    early = [word[0] for word in seen[:32]]
+    assert all(early.count(kind) >= 4 for kind in "abc"), "the sets are mixed"
+
+
+def test_shares_are_kept_at_any_time(files, tokenizer):
+    names = [str(files / name) for name in ("a.jsonl", "b.json", "c.parquet")]
+    batches = open_batches(tokenizer, max_steps=40, name=names, probabilities=[1, 2, 1], pack_function="stack").batches
+    kinds = [word[0] for word in words(batches, tokenizer)]
+    for end in range(4, 80, 4):
+        assert [kinds[:end].count(kind) for kind in "abc"] == [end // 4, end // 2, end // 4]
+
+
+@pytest.mark.parametrize(("strategy", "count"), [("all_exhausted", 128), ("first_exhausted", 24)])
+def test_when_a_pass_with_shares_ends(files, tokenizer, strategy, count):
+    """b (12 examples) is drawn from every second time, c (32) every fourth."""
+    names = [str(files / name) for name in ("a.jsonl", "b.json", "c.parquet")]
+    options = {"name": names, "probabilities": [0.25, 0.5, 0.25], "stopping_strategy": strategy}
+    seen = words(open_batches(tokenizer, **options).batches, tokenizer)
+    assert abs(len(seen) - count) <= 3
+
+
+STREAMS = {
+    "packed": {"name": "a.jsonl"},
+    "stacked": {"name": "a.jsonl", "pack_function": "stack", "batch_size": 3},
+    "in order": {"name": "d.csv", "shuffle": False},
+    "all": {"name": "a.jsonl,b.json,c.parquet"},
+    "shares": {"name": "a.jsonl,b.json,c.parquet", "probabilities": [1, 3, 2]},
+    "streamed": {"name": "c.parquet", "streaming": True, "shuffle_buffer": 7},
+    "streamed lines": {"name": "a.jsonl", "streaming": True, "shuffle_buffer": 64},
+    "streamed table": {"name": "d.csv", "streaming": True, "shuffle_buffer": 8},
+    "streamed in order": {"name": "a.jsonl", "streaming": True, "shuffle": False, "shuffle_buffer": 3},
+    "streamed shares": {"name": "a.jsonl,b.json,c.parquet", "probabilities": [2, 1, 1], "streaming": True},
+}
+
+
+@pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS.keys())
+def test_the_stream_goes_on_where_it_was_left(files, tokenizer, options):
+    """Left after each of the first batches, through several passes; the place travels as JSON."""
+    options = {**options, "name": [str(files / name) for name in options["name"].split(",")]}
+
+    def fresh(steps):
+        return open_batches(tokenizer, max_steps=steps, **options).batches
+
+    whole = fresh(40)
+    states, batches = [whole.state()], []
+    for batch in whole:
+        batches.append(batch)
+        states.append(json.dumps(whole.state()))
+    states[0] = json.dumps(states[0])
+    for left in (0, 1, 2, 7, 20, 39):
+        again = fresh(40)
+        again.restore(json.loads(states[left]))
+        assert again.given == left
+        rest = list(again)
+        assert len(rest) == 40 - left
+        for one, other in zip(batches[left:], rest, strict=True):
+            assert_same(one, other)
+        assert json.dumps(again.state()) == states[-1]
+
+
+def assert_same(one, other):
+    assert [len(row) for row in one] == [len(row) for row in other]
+    for a, b in zip((s for row in one for s in row), (s for row in other for s in row), strict=True):
+        assert (a.tokens == b.tokens).all() and (a.loss_mask == b.loss_mask).all()
+
+
+def test_one_pass_goes_on_to_its_end(files, tokenizer):
+    """Also among the rows that are closed when nothing more comes."""
+    whole = open_batches(tokenizer, name=str(files / "a.jsonl"), batch_size=1).batches
+    batches, states = [], []
+    for batch in whole:
+        batches.append(batch)
+        states.append(whole.state())
+    assert len(batches) == whole.steps > 3
+    for left, state in enumerate(states, 1):
+        again = open_batches(tokenizer, name=str(files / "a.jsonl"), batch_size=1).batches
+        again.restore(state)
+        rest = list(again)
+        assert len(rest) == len(batches) - left
+        for one, other in zip(batches[left:], rest, strict=True):
+            assert_same(one, other)
+
+
+def test_other_data_are_refused_at_a_resume(files, tokenizer):
+    def fresh(**options):
+        return open_batches(tokenizer, max_steps=4, **{"name": str(files / "a.jsonl"), **options}).batches
+
+    batches = fresh()
+    next(batches)
+    for options in ({"name": str(files / "c.parquet")}, {"seed": 1}, {"seq_len": 8}):
+        with pytest.raises(ConfigError, match=r"ckpt.resume_step: the checkpoint"):
+            fresh(**options).restore(batches.state())
+
+
+def test_streaming_reads_each_example_once_a_pass(files, tokenizer):
+    options = {"streaming": True, "shuffle_buffer": 7, "pack_function": "stack", "batch_size": 1}
+    batches = open_batches(tokenizer, max_steps=64, name=str(files / "c.parquet"), **options).batches
+    seen = words(batches, tokenizer)
+    assert sorted(seen[:32]) == sorted(seen[32:]) == sorted(set(seen))
+    assert seen[:32] != seen[32:], "shuffled anew"
+    assert {int(word[1:3]) for word in seen[:7]} == set(range(7)), "only within the buffer"
+
+
+def test_held_out_examples_are_not_trained_on(files, tokenizer):
+    both = open_batches(tokenizer, name=str(files / "c.parquet"), val={"fraction": 0.25})
+    held, trained = words([both.held_out], tokenizer), words(both.batches, tokenizer)
+    assert len(held) == 8 and len(trained) == 24
+    assert not set(held) & set(trained)
+    again = open_batches(tokenizer, name=str(files / "c.parquet"), val={"fraction": 0.25})
+    assert words([again.held_out], tokenizer) == held
+    few = open_batches(tokenizer, name=str(files / "c.parquet"), val={"fraction": 0.25, "examples": 3})
+    assert words([few.held_out], tokenizer) == held[:3] or set(words([few.held_out], tokenizer)) <= set(held)
+
+
+def test_validation_on_data_of_its_own(files, tokenizer):
+    for streaming in (False, True):
+        own = {"name": str(files / "b.json"), "examples": 5}
+        both = open_batches(tokenizer, 1, own, name=str(files / "a.jsonl"), streaming=streaming)
+        held = words([both.held_out], tokenizer)
+        assert len(held) == 5 and {word[0] for word in held} == {"b"}
+
+
+def test_long_examples_are_cut_and_those_without_anything_to_learn_left_out(tmp_path, tokenizer):
+    rows = [{"prompt": "a", "completion": "b" * 50}, {"prompt": "a" * 50, "completion": "b"}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batches = open_batches(tokenizer, name=str(tmp_path / "x.jsonl"), seq_len=10).batches
+    assert [len(s) for rows in batches for row in rows for s in row] == [10]
+    (tmp_path / "x.jsonl").write_text(json.dumps(rows[1]))
+    for max_steps in (None, 3):
+        with pytest.raises(ConfigError, match=r"no example has anything to learn .* data.seq_len=10"):
+            list(open_batches(tokenizer, max_steps, name=str(tmp_path / "x.jsonl"), seq_len=10).batches)
+
+
+def test_micro_batch_lays_rows_one_after_the_other():
+    batch = to_micro_batch([[make_sequence(3), make_sequence(2)], [make_sequence(4)]])
+    assert batch.boundaries.tolist() == [0, 3, 5, 9]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    assert batch.scored.tolist() == [1, 2, 4, 6, 7, 8]
+    assert batch.longest == 4
+
+
+def fake(**options):
+    return data.FakeSequences(SFTFakeDataConfig(seq_len=16, **options), 50)
+
+
+def test_fake_sequences_follow_the_seed_and_the_position():
+    fixed = [fake().draw()[0] for _ in range(3)]
+    assert [len(s) for s in fixed] == [16] * 3
+    variable = fake(length="variable")
+    assert len({len(variable.draw()[0]) for _ in range(20)}) > 3
+    batches = Batches(fake(length="variable"), 16, 4)
+    first = list(islice(batches, 6))
+    again = Batches(fake(length="variable"), 16, 4)
+    next(again)
+    resumed = Batches(fake(length="variable"), 16, 4)
+    resumed.restore(json.loads(json.dumps(again.state())))
+    for one, other in zip(first[1:], resumed, strict=False):
+        assert_same(one, other)
+
+
+def test_a_source_without_a_share_is_left_alone():
+    one, other = (InMemory([(kind, {})], np.arange(1), None) for kind in "ab")
+    mixed = Interleaved([one, other], [0.0, 2.0], "all")
+    assert mixed.draw()[0] == "b"
+    assert mixed.draw() is None
