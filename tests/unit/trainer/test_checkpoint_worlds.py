@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from prime_rl.configs.lora import LoRAConfig
-from prime_rl.configs.optim import AdamWConfig, MuonConfig, SGDConfig
+from prime_rl.configs.optim import AdamWConfig, MuonConfig
 from prime_rl.configs.shared import CkptConfig
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig, TrainerModelConfig
 from prime_rl.errors import RunError
@@ -25,7 +25,8 @@ from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_world
 
 BEFORE, AFTER = 2, 3
-OPTIMIZERS = {"adamw": AdamWConfig(lr=1e-3), "muon": MuonConfig(lr=1e-3), "sgd": SGDConfig(lr=1e-2)}
+OPTIMIZERS = {"adamw": AdamWConfig(lr=1e-3), "muon": MuonConfig(lr=1e-3)}
+NAMES = ["adamw", "muon", "adamw+lora"]
 
 
 def make_config(root, name, resume, **more):
@@ -72,35 +73,33 @@ def digest(policy, optimizer):
     return found
 
 
-def write(world, argument):
-    root, names = argument
-    return {name: go(world, make_config(root, name, False), 0, BEFORE) for name in names}
+def write(world, root):
+    return {name: go(world, make_config(root, name, False), 0, BEFORE) for name in NAMES}
 
 
 def resume(world, argument):
-    root, names, more = argument
-    return {
-        name: go(world, make_config(root, name, True, **more), BEFORE, BEFORE + AFTER, save=False) for name in names
-    }
-
-
-NAMES = ["adamw", "muon", "sgd", "adamw+lora"]
+    copies, layouts = argument
+    return [
+        {name: go(world, make_config(copy, name, True, **more), BEFORE, BEFORE + AFTER, save=False) for name in NAMES}
+        for copy, more in zip(copies, layouts, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     root = tmp_path_factory.mktemp("worlds")
     make_tiny_model(root / "model")
-    return root, run_world(2, write, (str(root), NAMES), root)[0]
+    return root, run_world(2, write, str(root), root)[0]
 
 
 @pytest.fixture(scope="module")
 def resumed(written, tmp_path_factory):
     found = {}
-    for size, layout in ((1, {}), (2, {}), (4, {}), (4, {"dp_replicate": 2})):
-        root = tmp_path_factory.mktemp("resumed") / "root"
-        shutil.copytree(written[0], root)
-        found[size, *layout] = run_world(size, resume, (str(root), NAMES, layout), root)[0]
+    for size, layouts in {1: [{}], 2: [{}], 4: [{}, {"dp_replicate": 2}]}.items():
+        root = tmp_path_factory.mktemp("resumed")
+        copies = [str(shutil.copytree(written[0], root / str(i))) for i in range(len(layouts))]
+        answers = run_world(size, resume, (copies, layouts), root)[0]
+        found |= {(size, *layout): answer for layout, answer in zip(layouts, answers, strict=True)}
     return found
 
 
