@@ -1,5 +1,6 @@
 """One server, started by hand, under several runs one after the other: none finds anything of the one before."""
 
+import json
 import os
 import shlex
 import signal
@@ -84,6 +85,19 @@ def test_two_runs_one_after_the_other(
         assert_serves(free_server, run.paths, STEPS)
         assert identity(free_server)[2:] != base[2:], "it has learned nothing that could be forgotten"
     free_server.reload()
+    assert identity(free_server) == base
+
+
+def test_bench(free_server: Server, base: tuple[Any, ...], start: StartCommand, tmp_path: Path) -> None:
+    """Inference and the trainer one after the other, each alone; the server is left as it was."""
+    values = with_server(free_server, tmp_path / "run", 1, async_level=1, max_steps=500, bench=True)
+    run = start("rl", values, tmp_path / "run")
+    assert run.end() == 0, run.story()
+    figures = json.loads((tmp_path / "run/bench/bench.json").read_text())
+    assert figures["orchestrator"]["perf/rollouts_per_second"]["min"] > 0
+    assert figures["trainer"]["tokens"]["mean"] == ORCHESTRATOR["batch_size"] * 64
+    sampled, trained = (metrics_of(RunPaths(tmp_path / "run/bench"), role) for role in ("orchestrator", "trainer"))
+    assert len(sampled) == len(trained) == 4
     assert identity(free_server) == base
 
 

@@ -44,6 +44,23 @@ def torchrun(ranks, arguments):
     return done.returncode, done.stderr
 
 
+def test_the_output_of_each_rank_goes_to_files_and_rank_0_to_the_console(inputs, tmp_path):
+    """torchrun's own flags, on the file that the README names."""
+    logs, ranks = tmp_path / "logs", 2
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    command += ["--local-ranks-filter", "0", "--log-dir", str(logs), "--redirects", "3", "--tee", "3"]
+    command += [str(ROOT / "src/prime_rl/trainer/sft/train.py"), "--model.name", str(inputs / "model")]
+    command += ["--data.type", "fake", "--data.batch-size", "2", "--max-steps", "2", "--device", "cpu"]
+    command += ["--output-dir", str(tmp_path / "out")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    console = (done.stdout + done.stderr).splitlines()
+    assert any("[default0]" in line or "default0" in line for line in console)
+    assert not any("default1" in line for line in console), "rank 1 is filtered out"
+    assert {path.parent.name for path in logs.rglob("stderr.log")} == {"0", "1"}
+
+
 @pytest.fixture(scope="module")
 def first(inputs, tmp_path_factory):
     root = tmp_path_factory.mktemp("first")
