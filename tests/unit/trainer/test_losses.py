@@ -1,95 +1,238 @@
-"""AIPO against an independent NumPy version written from the formula; I10 on extreme inputs."""
+"""Every loss against an independent NumPy version written from its formula; I10 on extreme inputs."""
 
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 
-from prime_rl.configs.trainer import AIPOLossConfig
-from prime_rl.trainer.losses import LOSSES, LossInputs, build_loss, cross_entropy
-from prime_rl.trainer.losses.base import MAX_LOG_RATIO
+from prime_rl.configs.loss import LossConfig
+from prime_rl.errors import ConfigError
+from prime_rl.trainer.losses import LOSSES, LossInputs, build_loss, cross_entropy, distillation, kl_penalty
+from tests.unit.trainer import golden_losses as golden
+
+INF = float("inf")
+# What is not a default: every branch of every loss.
+VARIANTS = {
+    "aipo": [{}, {"ratio_clip": 1.5}],
+    "ppo": [{}, {"eps_low": 0.1, "eps_high": 0.5}, {"dual_clip": 1.5}],
+    "grpo": [{}],
+    "dr_grpo": [{}],
+    "gspo": [{}, {"eps_low": 0.2, "eps_high": 0.3}],
+    "cispo": [{}, {"eps_low": 0.3, "eps_high": 0.5}],
+    "reinforce": [{}],
+    "tis": [{}],
+    "dppo": [{}, {"dppo_mask_low": 0.02, "dppo_mask_high": 0.03, "adv_tau": 2.0, "kl_tau": 0.5}],
+    "icepop": [
+        {},
+        {"token_mask_low": 0.5, "token_mask_high": 2.0, "kl_tau": 0.3},
+        {"geo_mask_low": 0.9, "geo_mask_high": 1.1, "teacher_tau": 0.7},
+        {"sequence_mask_low": 0.2, "sequence_mask_high": 4.0, "ratio_type": "sequence", "sequence_clip_high": 1.5},
+    ],
+    "decoupled_ppo": [{}, {"weight_clip": 1.2}],
+}
+CASES = [(name, variant) for name, variants in VARIANTS.items() for variant in variants]
 
 
-def make_inputs(logprobs, sampler, advantages, mask):
+def config_of(name, variant):
+    return TypeAdapter(LossConfig).validate_python({"type": name, **variant})
+
+
+def draw(seed, length=48, spread=1.5, segments=5):
+    random = np.random.default_rng(seed)
+    sampler = -random.exponential(1.5, length)
+    shift = random.normal(0, spread / 2, segments)
+    cuts = np.sort(random.integers(0, segments, length))
+    logprobs = np.minimum(sampler + random.normal(0, spread, length) + shift[cuts], -1e-3)
+    return {
+        "logprobs": logprobs,
+        "sampler": sampler,
+        "advantages": random.normal(size=length),
+        "mask": random.random(length) < 0.8,
+        "segments": cuts,
+        "proximal": logprobs + random.normal(0, 0.3, length),
+        "reference": logprobs + random.normal(0, 0.3, length),
+    }
+
+
+def tensors(row):
+    row = {name: np.asarray(values) for name, values in row.items()}
+    floats = {name: torch.tensor(row[name], dtype=torch.float32) for name in row if name not in ("mask", "segments")}
     return LossInputs(
-        logprobs=torch.tensor(logprobs, dtype=torch.float32, requires_grad=True),
-        sampler_logprobs=torch.tensor(sampler, dtype=torch.float32),
-        advantages=torch.tensor(advantages, dtype=torch.float32),
-        mask=torch.tensor(mask, dtype=torch.bool),
-        segment_ids=torch.zeros(len(mask), dtype=torch.int64),
+        logprobs=floats["logprobs"].requires_grad_(),
+        sampler_logprobs=floats["sampler"],
+        advantages=floats["advantages"],
+        mask=torch.tensor(row["mask"], dtype=torch.bool),
+        segment_ids=torch.tensor(row["segments"], dtype=torch.int64),
+        proximal_logprobs=floats.get("proximal"),
+        ref_logprobs=floats.get("reference"),
     )
 
 
-def reference_aipo(logprobs, sampler, advantages, mask, clip):
-    """Loss and gradient, token by token, in double precision."""
-    loss, gradient = 0.0, np.zeros(len(mask))
-    for t in range(len(mask)):
-        if not mask[t]:
-            continue
-        log_ratio = min(max(float(logprobs[t]) - float(sampler[t]), -MAX_LOG_RATIO), MAX_LOG_RATIO)
-        ratio = np.exp(log_ratio)
-        loss -= min(ratio, clip) * advantages[t]
-        if ratio < clip and log_ratio > -MAX_LOG_RATIO:
-            gradient[t] = -ratio * advantages[t]
-    return loss, gradient
-
-
-def check_against_reference(logprobs, sampler, advantages, mask, clip=8.0):
-    inputs = make_inputs(logprobs, sampler, advantages, mask)
-    output = build_loss(AIPOLossConfig(ratio_clip=clip))(inputs)
-    output.loss.backward()
-    loss, gradient = reference_aipo(logprobs, sampler, advantages, mask, clip)
-    np.testing.assert_allclose(output.loss.item(), loss, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(inputs.logprobs.grad.numpy(), gradient, rtol=1e-5, atol=1e-6)
+def check(name, variant, row):
+    """Loss and gradient of every token are the formula's; returns what the loss answered."""
+    config, inputs = config_of(name, variant), tensors(row)
+    output = build_loss(config)(inputs)
+    (gradient,) = torch.autograd.grad(output.loss.sum(), inputs.logprobs)
+    keys = config.model_dump(exclude={"type", "normalization", "fixed_length", "kl"})
+    as_read = {key: np.float32(values) if key not in ("mask", "segments") else values for key, values in row.items()}
+    losses, slopes = golden.GOLDEN[name](golden.Row(**as_read), **keys)
+    np.testing.assert_allclose(output.loss.detach().numpy(), losses, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
+    assert not (output.low | output.high | output.masked)[~inputs.mask].any()
     return output
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_aipo_is_the_formula(seed):
-    random = np.random.default_rng(seed)
-    sampler = -random.exponential(2.0, 64).astype(np.float32)
-    logprobs = sampler + random.normal(0, 1.5, 64).astype(np.float32)
-    output = check_against_reference(logprobs, sampler, random.normal(size=64), random.random(64) < 0.7)
-    assert output.clipped.any()  # the random ratios reach beyond 8, so the clip is exercised
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_a_loss_is_its_formula(name, variant):
+    outputs = [check(name, variant, draw(seed)) for seed in range(4)]
+    touched = sum(int((o.low | o.high).sum()) for o in outputs)
+    assert (touched > 0) == (name != "reinforce")  # what is clipped or masked was among it
 
 
-@pytest.mark.parametrize("gap", [90.0, -90.0, 1e4, -1e4])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_finite_for_extreme_ratios(gap, advantage):
-    output = check_against_reference([gap - 100.0, -1.0], [-100.0, -1.0], [advantage, 0.5], [True, True])
-    assert torch.isfinite(output.loss)
+def test_there_is_a_golden_version_of_every_loss():
+    assert set(VARIANTS) == set(LOSSES) == set(golden.GOLDEN)
 
 
-def test_ratio_is_clipped_at_delta():
-    output = check_against_reference(
-        [np.log(3.0), np.log(3.0)], [0.0, np.log(2.0)], [1.0, -2.0], [True, True], clip=2.0
-    )
-    assert output.loss.item() == pytest.approx(-(2.0 * 1.0 + 1.5 * -2.0))
-    assert output.clipped.tolist() == [True, False]
+EXTREMES = {
+    "ratio e^90": {"logprobs": [-1.0, -2.0], "sampler": [-91.0, -2.0]},
+    "ratio e^-90": {"logprobs": [-91.0, -2.0], "sampler": [-1.0, -2.0]},
+    "all e^90": {"logprobs": [-1.0, -2.0], "sampler": [-91.0, -92.0]},
+    "all e^-90": {"logprobs": [-91.0, -92.0], "sampler": [-1.0, -2.0]},
+    "trainer -inf": {"logprobs": [-INF, -2.0], "sampler": [-1.0, -2.0]},
+    "sampler -inf": {"logprobs": [-1.0, -2.0], "sampler": [-INF, -2.0]},
+    "both -inf": {"logprobs": [-INF, -2.0], "sampler": [-INF, -2.0]},
+    "certain": {"logprobs": [0.0, 0.0], "sampler": [0.0, -1e-9]},
+}
 
 
-def test_empty_mask_is_zero_with_zero_gradient():
-    check_against_reference([-1.0, -2.0], [-3.0, -1.0], [1.0, 1.0], [False, False])
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_finite_for_extreme_inputs(name, variant, extreme):
+    """I10: for log-ratios of +-90 and log-probabilities of minus infinity, loss and gradient are finite, and right."""
+    for advantage in (1.5, -1.5, 0.0):
+        values = EXTREMES[extreme]
+        row = values | {
+            "advantages": [advantage, 0.5],
+            "mask": [True, True],
+            "segments": [0, 0],
+            "proximal": [-1.5, -2.0],
+            "reference": [-INF, -2.0],
+        }
+        output = check(name, variant, row)
+        assert torch.isfinite(output.loss).all()
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("field", ["sampler_logprobs", "advantages", "logprobs"])
-def test_what_is_masked_cannot_poison_the_gradient(poison, field):
-    values = {"logprobs": [-1.0, -1.0], "sampler_logprobs": [-1.0, -1.0], "advantages": [1.0, 1.0]}
-    values[field] = [-1.0 if field != "advantages" else 1.0, poison]
-    for loss in (build_loss(AIPOLossConfig()), cross_entropy):
-        inputs = make_inputs(values["logprobs"], values["sampler_logprobs"], values["advantages"], [True, False])
-        output = loss(inputs)
-        output.loss.backward()
-        assert torch.isfinite(output.loss)
-        assert torch.isfinite(inputs.logprobs.grad).all()
-        assert inputs.logprobs.grad[1] == 0
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_one_token_and_none(name, variant):
+    one = {key: values[:1] for key, values in draw(0).items()}
+    check(name, variant, one | {"mask": np.array([True])})
+    output = check(name, variant, draw(1) | {"mask": np.zeros(48, bool)})
+    assert (output.loss == 0).all()
 
 
-def test_cross_entropy_sums_negative_logprobs():
-    inputs = make_inputs([-1.0, -2.0, -4.0], [0.0] * 3, [0.0] * 3, [True, False, True])
-    assert cross_entropy(inputs).loss.item() == 5.0
+@pytest.mark.parametrize("field", ["sampler", "advantages", "logprobs", "proximal", "reference"])
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_what_is_masked_cannot_poison_the_gradient(name, variant, field):
+    row, answers = draw(2), []
+    for poison in (-1.0, float("nan"), INF, -INF):
+        inputs = tensors(row | {field: np.where(row["mask"], row[field], poison)})
+        loss = build_loss(config_of(name, variant))(inputs).loss.sum()
+        answers.append((loss, torch.autograd.grad(loss, inputs.logprobs)[0]))
+    for loss, gradient in answers[1:]:
+        assert torch.equal(loss, answers[0][0]) and torch.equal(gradient, answers[0][1])
 
 
-def test_every_loss_is_configured_by_its_keyword_arguments():
-    assert set(LOSSES) == {"aipo"}
-    assert build_loss(AIPOLossConfig(ratio_clip=3.0)).keywords == {"ratio_clip": 3.0}
+@pytest.mark.parametrize("straight_through", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimators_are_their_formulas(estimator, straight_through):
+    for row in (draw(0), EXTREMES["all e^90"] | {"reference": [-95.0, -INF], "mask": [True] * 2, "segments": [0, 0]}):
+        inputs = tensors({"advantages": [0.0] * 2, **row})
+        value = kl_penalty(inputs.logprobs, inputs.ref_logprobs, inputs.mask, estimator, straight_through)
+        (gradient,) = torch.autograd.grad(value.sum(), inputs.logprobs)
+        as_read = {key: np.float32(v) if key not in ("mask", "segments") else v for key, v in row.items()}
+        as_read.setdefault("advantages", [0.0] * 2)
+        losses, slopes = golden.kl(golden.Row(**as_read), estimator, straight_through)
+        np.testing.assert_allclose(value.detach().numpy(), losses, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
+
+
+def test_kl_estimators_estimate_the_kl_and_k2_its_gradient():
+    """Expectations over a whole distribution: k1 and k3 give the KL, k2 (or straight_through) its gradient."""
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    policy = torch.log_softmax(logits, 0)
+    reference = torch.log_softmax(torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64), 0)
+    everywhere = torch.ones(50, dtype=torch.bool)
+    kl = (policy.exp() * (policy - reference)).sum()
+    (exact,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    gradients = {}
+    for estimator in ("k1", "k2", "k3"):
+        for straight_through in (False, True):
+            value = kl_penalty(policy, reference, everywhere, estimator, straight_through)
+            expected = (policy.exp().detach() * value).sum()
+            if estimator != "k2":
+                assert expected.item() == pytest.approx(kl.item(), rel=1e-9)
+            (gradients[estimator, straight_through],) = torch.autograd.grad(expected, logits, retain_graph=True)
+    torch.testing.assert_close(gradients["k2", False], exact)
+    torch.testing.assert_close(gradients["k1", True], exact)
+    torch.testing.assert_close(gradients["k3", True], exact)
+    assert gradients["k1", False].abs().max() < 1e-9
+    assert (gradients["k3", False] - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("extreme", [None, *EXTREMES])
+def test_distillation_is_its_formula(extreme):
+    row = draw(3)
+    if extreme:
+        row = EXTREMES[extreme] | {"reference": [-3.0, -INF], "advantages": [0, 0], "mask": [1, 1], "segments": [0, 0]}
+    inputs = tensors(row)
+    value = distillation(inputs.logprobs, inputs.sampler_logprobs, inputs.ref_logprobs, inputs.mask, ratio_clip=1.5)
+    (gradient,) = torch.autograd.grad(value.sum(), inputs.logprobs)
+    as_read = {key: np.float32(v) if key not in ("mask", "segments") else v for key, v in row.items()}
+    losses, slopes = golden.distillation(golden.Row(**as_read), ratio_clip=1.5)
+    np.testing.assert_allclose(value.detach().numpy(), losses, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
+
+
+def test_cross_entropy_is_the_negative_logprob():
+    logprobs = torch.tensor([-1.0, -2.0, -INF, float("nan")], requires_grad=True)
+    loss = cross_entropy(logprobs, torch.tensor([True, False, True, False]))
+    assert loss.tolist() == [1.0, 0.0, 1e4, 0.0]
+    loss.sum().backward()
+    assert logprobs.grad.tolist() == [-1.0, 0.0, 0.0, 0.0]
+
+
+def half_advantage(inputs, scale=0.5):
+    return torch.where(inputs.mask, -scale * inputs.advantages * inputs.logprobs, 0.0)
+
+
+def one_number(inputs):
+    return inputs.logprobs.sum()
+
+
+def broken(inputs):
+    raise KeyError("no such thing")
+
+
+def custom(function, **kwargs):
+    return config_of("custom", {"import_path": f"tests.unit.trainer.test_losses:{function}", "kwargs": kwargs})
+
+
+def test_a_loss_of_ones_own():
+    inputs = tensors(draw(0))
+    halves, doubles = (build_loss(custom("half_advantage", **keys))(inputs) for keys in ({}, {"scale": 2.0}))
+    torch.testing.assert_close(4 * halves.loss, doubles.loss)
+    assert not halves.masked.any()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("one_number", r"returned \(\); return one loss per token, \[48\]"),
+        ("broken", "failed: KeyError"),
+        ("x", "no such"),
+    ],
+)
+def test_a_loss_of_ones_own_that_is_wrong_is_one_line(function, said):
+    with pytest.raises(ConfigError, match=said) as raised:
+        build_loss(custom(function))(tensors(draw(0)))
+    assert "\n" not in str(raised.value)
