@@ -137,15 +137,6 @@ class TrainerModelConfig(BaseConfig):
             raise ValueError("model.lora: an adapter cannot be divided over model.tp; set model.tp=1")
         return self
 
-    @model_validator(mode="after")
-    def _adapters_are_whole(self) -> "TrainerModelConfig":
-        if self.lora is not None and self.tp > 1:
-            raise ValueError(
-                f"model.lora with model.tp = {self.tp}: adapters are not split over ranks; use model.tp = 1, and FSDP "
-                "over all ranks"
-            )
-        return self
-
 
 class FakeDataConfig(BaseConfig):
     """Random batches instead of the orchestrator's, for tests and benchmarks."""
