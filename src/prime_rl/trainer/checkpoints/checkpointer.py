@@ -177,6 +177,7 @@ class Checkpointer:
             "branch": self.branch,
             "command": self._config.command,
             "world": self._world.size,
+            "device": self._world.device.type,
             "progress": asdict(progress),
             "data": self._stream.state() if self._stream is not None else None,
             "config": config,

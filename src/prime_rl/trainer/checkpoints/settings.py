@@ -7,8 +7,8 @@ _DECIDING = (
     "model.name", "model.lora", "model.dtype", "model.reduce_dtype", "model.debug", "optim", "scheduler", "loss",
     "minibatches", "data", "seed",
 )  # fmt: skip
-# How rows are shared among forward passes changes no result beyond rounding, and nothing that is saved.
-_IGNORED = {"data.micro_batch_size"}
+# How rows are shared among forward passes changes no result beyond rounding, and what is published nothing at all.
+_IGNORED = {"data.micro_batch_size", "model.lora.publish"}
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

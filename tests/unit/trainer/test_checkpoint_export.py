@@ -1,0 +1,96 @@
+"""What a checkpoint exports is what its run has published, and loads in transformers (and in peft's layout)."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.run.checkpoints import COMMITTED
+from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.export import export, model_config
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.world import run_command, run_world
+
+LORA = ["--model.lora.rank", "4", "--model.lora.target-modules", "q_proj,down_proj"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Full weights and adapters: two steps of sft each, with a checkpoint of the last."""
+    root = tmp_path_factory.mktemp("runs")
+    make_tiny_model(root / "model", std=0.05)
+    for name, more in (("full", []), ("lora", LORA)):
+        arguments = ["--model.name", root / "model", "--output-dir", root / name, "--max-steps", "2", "--ckpt"]
+        data = ["--data.type", "fake", "--data.batch-size", "2", "--data.seq-len", "16", "--optim.lr", "1e-2"]
+        code, error = run_command("sft", [*arguments, *data, "--device", "cpu", *more])
+        assert code == 0, error[-3000:]
+    return root
+
+
+def in_process(world, argument):
+    """`export` joins a world of its own, so it runs where there is none."""
+    torch.distributed.destroy_process_group()
+    checkpoint, target, *more = argument
+    try:
+        _without_ranks(checkpoint, target, *more)
+    finally:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+def _without_ranks(checkpoint, target, dtype, adapter=False):
+    import os
+    from pathlib import Path
+
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name)
+    export(Path(checkpoint), Path(target), dtype, adapter=adapter)
+
+
+def checkpoint_of(runs, name):
+    return RunPaths(runs / name).checkpoint(2)
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_it_is_what_was_published(runs, name, tmp_path):
+    run_world(1, in_process, (str(checkpoint_of(runs, name)), str(tmp_path / "out"), "float32"), tmp_path)
+    published = read_manifest(RunPaths(runs / name).weights(2), WEIGHTS_FORMAT)
+    assert read_manifest(tmp_path / "out", WEIGHTS_FORMAT)["tensors"] == published["tensors"]
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert loaded.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_another_dtype_and_adapters_alone(runs, tmp_path):
+    run_world(1, in_process, (str(checkpoint_of(runs, "full")), str(tmp_path / "half"), "bfloat16"), tmp_path)
+    tensors = load_file(tmp_path / "half" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    run_world(1, in_process, (str(checkpoint_of(runs, "lora")), str(tmp_path / "peft"), "float32", True), tmp_path)
+    assert all("lora_" in name for name in load_file(tmp_path / "peft" / "adapter_model.safetensors"))
+
+
+def test_what_cannot_be_exported_is_refused(runs, tmp_path):
+    good = checkpoint_of(runs, "full")
+    with pytest.raises(ConfigError, match="exists already"):
+        export(good, tmp_path, "float32")
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        export(tmp_path / "step_3", tmp_path / "out", "float32")
+    manifest = read_manifest(good / "trainer", "prime_rl.checkpoint/1")
+    with pytest.raises(ConfigError, match="--adapter"):
+        model_config(manifest, None, adapter=True)
+    shard = next((good / "trainer").glob("*.distcp"))
+    content = shard.read_bytes()
+    try:
+        shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(RunError, match="damaged"):
+            export(good, tmp_path / "out", "float32")
+    finally:
+        shard.write_bytes(content)
+    (good / COMMITTED).rename(good / "gone")
+    try:
+        with pytest.raises(ConfigError, match="not finished"):
+            export(good, tmp_path / "out", "float32")
+    finally:
+        (good / "gone").rename(good / COMMITTED)
