@@ -1,6 +1,5 @@
 """Where the ranks meet: the process group, FSDP2 sharding (I9, I7)."""
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +11,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.trainer.context_parallel import ContextParallel, check_context_parallel
 from prime_rl.trainer.expert_parallel import share_experts
+from prime_rl.trainer.layout import Layout, Mesh
 from prime_rl.trainer.memory import offload_policy
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.tensor_parallel import share_matrices
@@ -35,12 +34,14 @@ class World:
         size: how many there are.
         device: where this rank computes.
         sharers: ranks in a row that work on the same rows of a batch, because they share sequences or matrices.
+        timeout_s: longest wait of one rank for another.
     """
 
     rank: int
     size: int
     device: torch.device
     sharers: int = 1
+    timeout_s: float = 600.0
 
     @property
     def leads(self) -> bool:
@@ -80,46 +81,6 @@ class World:
             raise RunError(f"{what} failed on another rank, whose log says why")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the ranks divide the work; the product of `replicate`, `shard`, `cp` and `tp` is the number of ranks.
-
-    Attributes:
-        replicate: copies of the sharded model.
-        shard: ranks among which a copy is sharded, besides those of `cp`.
-        cp: ranks that share each sequence.
-        tp: ranks that share each matrix.
-        ep: ranks, out of `shard` and `cp`, that share the experts.
-    """
-
-    replicate: int
-    shard: int
-    cp: int
-    tp: int
-    ep: int
-
-    @classmethod
-    def of(cls, config: TrainerModelConfig, size: int) -> "Layout":
-        """Divide `size` ranks as `config` asks for.
-
-        Raises:
-            ConfigError: they cannot be divided so.
-        """
-        cp = config.cp.degree if config.cp else 1
-        factors = {"dp_replicate": config.dp_replicate, "cp": cp, "tp": config.tp}
-        asked = " x ".join(f"model.{name} {factor}" for name, factor in factors.items() if factor > 1)
-        product = math.prod(factors.values())
-        if size % product:
-            raise ConfigError(f"{asked} = {product} does not divide the {size} ranks; start a multiple of {product}")
-        shard = size // product
-        if config.ep > 1 and (config.ep % cp or (shard * cp) % config.ep):
-            raise ConfigError(
-                f"model.ep {config.ep} must be a multiple of model.cp {cp} and divide the {shard * cp} ranks that "
-                "shard one copy of the model"
-            )
-        return cls(config.dp_replicate, shard, cp, config.tp, config.ep)
-
-
 @contextmanager
 def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | None = None) -> Iterator[World]:
     """Join the process group that torchrun describes in the environment, or be a world of one without torchrun.
@@ -141,9 +102,23 @@ def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | Non
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    yield World(dist.get_rank(), dist.get_world_size(), chosen, layout.cp * layout.tp)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), chosen, layout.sharers, timeout_s)
+    except RuntimeError as error:
+        if not _lost_a_rank(error):
+            raise
+        first = str(error).strip().split("\n")[0]
+        raise RunError(
+            f"rank {dist.get_rank()} lost another rank, which ended or did not answer within {timeout_s:g} s; its own "
+            f"log, and the first failure that torchrun names, say why ({first})"
+        ) from error
     # Not reached after an error: the group would wait for ranks that may never come; the process ends anyway.
     dist.destroy_process_group()
+
+
+def _lost_a_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed; gloo says so only by where in its sources it did."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> PolicyModel:
@@ -157,24 +132,24 @@ def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> Poli
         ConfigError: the model cannot be divided as `config` asks for.
     """
     layout = Layout.of(config, world.size)
-    mesh = make_mesh(layout, world.device.type)
-    if layout.cp > 1:
+    assert world.sharers == layout.sharers, "this world deals rows for another layout"
+    mesh = Mesh(layout, world.device.type, world.timeout_s)
+    if mesh.cp is not None:
         check_context_parallel(policy.causal_lm.config.get_text_config(), config, layout.cp)
-        policy.context_parallel = ContextParallel(mesh["cp"].get_group())
-    if layout.tp > 1:
-        share_matrices(policy.causal_lm, mesh["tp"])
-    experts = share_experts(policy.causal_lm, expert_mesh(mesh)) if layout.ep > 1 else []
+        policy.context_parallel = ContextParallel(mesh.cp.get_group())
+    if mesh.tp is not None:
+        share_matrices(policy.causal_lm, mesh.tp)
     dtype = compute_dtype(config.dtype, world.device)
     precision = partial(MixedPrecisionPolicy, param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype))
     share = partial(fully_shard, offload_policy=offload_policy(config))
     reshard = _reshard_after_forward(config, layout.shard * layout.cp)
-    for module in experts:
-        share(module, mesh=_with_copies(mesh, "dp_shard"), mp_policy=precision(), reshard_after_forward=bool(reshard))
+    if mesh.experts is not None:
+        for experts in share_experts(policy.causal_lm, mesh.experts):
+            share(experts, mesh=mesh.beside_experts, mp_policy=precision(), reshard_after_forward=bool(reshard))
     for block in policy.blocks:
-        share(block, mesh=data_mesh(mesh), mp_policy=precision(), reshard_after_forward=reshard)
+        share(block, mesh=mesh.data, mp_policy=precision(), reshard_after_forward=reshard)
     # The root's inputs are token ids, temperatures and advantages: casting them to bfloat16 would be wrong.
-    root = precision(cast_forward_inputs=False)
-    share(policy, mesh=data_mesh(mesh), mp_policy=root, reshard_after_forward=False)
+    share(policy, mesh=mesh.data, mp_policy=precision(cast_forward_inputs=False), reshard_after_forward=False)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -194,47 +169,6 @@ def _reshard_after_forward(config: TrainerModelConfig, ranks: int) -> bool | int
     if ranks % wanted:
         raise ConfigError(f"model.reshard_ranks {wanted} does not divide the {ranks} ranks that shard the model")
     return True if wanted == ranks else wanted
-
-
-def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """Arrange the ranks; those that exchange most lie next to each other.
-
-    Dimensions, of which those of size 1 are left out: dp_replicate, dp_shard, dp_shard_ep (the part of the sharding
-    ranks that share experts), cp, tp.
-    """
-    inside = max(1, layout.ep // layout.cp)
-    sizes = {
-        "dp_replicate": layout.replicate,
-        "dp_shard": layout.shard // inside,
-        "dp_shard_ep": inside,
-        "cp": layout.cp,
-        "tp": layout.tp,
-    }
-    kept = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-
-
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that hold different rows or different parts of rows: [shard], or [replicate, shard]."""
-    return _with_copies(mesh, _flatten(mesh, ("dp_shard", "dp_shard_ep", "cp")))
-
-
-def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that share experts, out of those that shard one copy of the model."""
-    return mesh[_flatten(mesh, ("dp_shard_ep", "cp"))]
-
-
-def _flatten(mesh: DeviceMesh, names: tuple[str, ...]) -> str:
-    """Make one dimension of those of `names` that there are; return its name."""
-    present = tuple(name for name in names if name in (mesh.mesh_dim_names or ()))
-    flat = "_".join(present)
-    if len(present) > 1:
-        mesh[present]._flatten(flat)
-    return flat
-
-
-def _with_copies(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    return mesh["dp_replicate", name] if "dp_replicate" in (mesh.mesh_dim_names or ()) else mesh[name]
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:

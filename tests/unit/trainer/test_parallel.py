@@ -15,11 +15,12 @@ from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError
 from prime_rl.run.assign import PADDING_ROW, assign_rows
 from prime_rl.trainer.engine import Counts, Engine, Minibatch, Objective
+from prime_rl.trainer.layout import Layout
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
 from prime_rl.trainer.model import load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.parallel import Layout, World
+from prime_rl.trainer.parallel import World
 from prime_rl.trainer.publish import Publisher
 from prime_rl.types import PolicyVersion
 from tests.support.tiny_model import VOCAB_SIZE, make_tiny_model
@@ -90,8 +91,8 @@ def run_layouts(world, argument):
     """Runs on every rank: three steps under every layout of so many ranks."""
     root, results = Path(argument["root"]), {}
     for name, (source, keys) in argument["layouts"].items():
-        world = dataclasses.replace(world, sharers=keys.get("cp", {}).get("degree", 1) * keys.get("tp", 1))
         config = TrainerModelConfig(name=str(root / source), **keys)
+        world = dataclasses.replace(world, sharers=Layout.of(config, world.size).sharers)
         policy = make_policy(config, 0, world)
         optimizer = build_optimizer(AdamWConfig(lr=1e-3), policy)
         gradients = record_gradients(optimizer, policy)
@@ -220,8 +221,10 @@ REFUSED = {
 def refuse(world, argument):
     messages = []
     for model, keys in argument:
+        config = TrainerModelConfig(name=model, **keys)
+        world = dataclasses.replace(world, sharers=Layout.of(config, world.size).sharers)
         with pytest.raises(ConfigError) as caught:
-            make_policy(TrainerModelConfig(name=model, **keys), 0, world)
+            make_policy(config, 0, world)
         messages.append(str(caught.value))
     return messages
 
