@@ -5,6 +5,7 @@ name, and then cut; at most one module's own parameters are whole at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import xxhash
@@ -50,7 +51,7 @@ def draw_weights(causal_lm: PreTrainedModel, names: set[str], seed: int) -> None
             drawn.update(map(id, fresh.values()))
             _mark(value for key, value in parameters.items() if key not in fresh)
             with guard_torch_init_functions():
-                draw_whole(module, fresh, f"{seed}/{name}", lambda m=module, o=owner: o._init_weights(m))
+                draw_whole(module, fresh, f"{seed}/{name}", partial(owner._init_weights, module))
 
 
 def draw_whole(module: nn.Module, parameters: Mapping[str, Tensor], stream: str, draw: Callable[[], object]) -> None:

@@ -1,5 +1,7 @@
-"""Which part of a tensor is this rank's. Whatever fills a sharded policy goes through here, so that every rank and every
-layout (FSDP, hybrid, tensor and expert parallel) holds its part of one and the same whole tensor (I9).
+"""Which part of a tensor is this rank's (I9).
+
+Whatever fills a sharded policy goes through here, so that in every layout (FSDP, hybrid, tensor and expert parallel)
+each rank holds its part of one and the same whole tensor.
 """
 
 from collections.abc import Sequence

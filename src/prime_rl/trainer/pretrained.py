@@ -7,7 +7,7 @@ checked against the model before the first byte of a weight is read.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -73,7 +73,7 @@ class Pretrained:
         self.names = covered
         self.missing = self._check_missing(causal_lm, covered)
         self._check_plain_shapes(causal_lm)
-        self._check_tied(causal_lm, covered)
+        self._check_tied(causal_lm)
         # What publishing has to undo; transformers' own from_pretrained leaves the same note.
         causal_lm._weight_conversions = [entry for entry in self._mapping if entry.was_used()]
 
@@ -179,21 +179,21 @@ class Pretrained:
                     if shape != wanted:
                         raise ConfigError(self._wrong_shape(group, group.target, shape, wanted))
 
-    def _check_tied(self, causal_lm: PreTrainedModel, covered: set[str]) -> None:
+    def _check_tied(self, causal_lm: PreTrainedModel) -> None:
         """Refuse files whose output head differs from the embedding that the configuration says it shares.
 
         transformers would untie the two, an inference engine would not: the sampler would be another policy.
         """
         plain = {group.target: group.sources[group.target][0] for group in self._groups if group.converter is None}
+        pairs = [(name, other) for name, others in _shared_names(causal_lm).items() for other in others]
         with _Reader(self._where) as reader:
-            for name, others in _shared_names(causal_lm).items():
-                for other in others:
-                    if name < other and {name, other} <= plain.keys() & covered:
-                        if not _equal(reader.lazy(plain[name]), reader.lazy(plain[other])):
-                            raise ConfigError(
-                                f"model.name: config.json in {self._directory} ties {other} to {name}, but "
-                                "the files hold two that differ; set tie_word_embeddings to false there"
-                            )
+            for name, other in pairs:
+                both = name < other and name in plain and other in plain
+                if both and not _equal(reader.lazy(plain[name]), reader.lazy(plain[other])):
+                    raise ConfigError(
+                        f"model.name: config.json in {self._directory} ties {name} and {other}, but the files hold two "
+                        "that differ; set tie_word_embeddings to false there"
+                    )
 
     def _wrong_shape(self, group: Group, name: str, shape: list[int], wanted: list[int]) -> str:
         sources = [source for names in group.sources.values() for source in names]
@@ -236,7 +236,7 @@ def _tensor_files(directory: Path, files: list[Path]) -> dict[str, Path]:
     where: dict[str, Path] = {}
     for file in files:
         try:
-            with safe_open(file, "pt") as opened:
+            with safe_open(file, "pt", backend="pread") as opened:
                 where.update(dict.fromkeys(opened.keys(), file))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"model.name: {file} cannot be read: {error}") from None
@@ -260,7 +260,7 @@ class _Reader:
         """The tensor, of which nothing is read before it is sliced."""
         file = self._where[name]
         if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(file, "pt"))
+            self._open[file] = self._stack.enter_context(safe_open(file, "pt", backend="pread"))
         return self._open[file].get_slice(name)
 
     def whole(self, name: str) -> Tensor:
@@ -296,7 +296,7 @@ def _equal(one: Any, other: Any) -> bool:
     if shape != other.get_shape():
         return False
     rows = max(1, _SAME_ELEMENTS // max(1, torch.Size(shape[1:]).numel()))
-    parts: Iterator[slice] = (slice(begin, begin + rows) for begin in range(0, shape[0], rows))
+    parts = (slice(begin, min(begin + rows, shape[0])) for begin in range(0, shape[0], rows))
     return all(torch.equal(one[part].float(), other[part].float()) for part in parts)
 
 
