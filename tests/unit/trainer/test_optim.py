@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loguru import logger
 
 from prime_rl.configs.optim import (
     AdamWConfig,
@@ -132,6 +133,14 @@ def test_the_schedule_is_a_factor_on_every_peak(models):
         "matrix": 0.5,
         "vector": 0.5,
     }
+
+
+def test_rates_without_effect_are_told(models):
+    said = list[str]()
+    handler = logger.add(said.append, format="{message}", level="WARNING")
+    build_optimizer(AdamWConfig(embedding_lr=2.0, unembedding_lr=3.0), load(models[True]))
+    logger.remove(handler)
+    assert said == ["optim.unembedding_lr has no effect: the output head is tied to the embedding\n"]
 
 
 def test_frozen_parameters_are_in_no_group(models):

@@ -18,8 +18,6 @@ def parameter_groups(config: OptimConfig, policy: PolicyModel) -> list[dict[str,
     """
     embeddings = {id(m.weight) for m in policy.modules() if isinstance(m, nn.Embedding)}
     head = policy.causal_lm.get_output_embeddings().weight
-    if id(head) in embeddings and config.unembedding_lr not in (None, config.embedding_lr):
-        logger.warning("optim.unembedding_lr has no effect: the output head is tied to the embedding")
     rates = {"embedding": config.embedding_lr, "unembedding": config.unembedding_lr, "matrix": config.matrix_lr}
     members: dict[str, list[nn.Parameter]] = {"matrix": [], "vector": [], "embedding": [], "unembedding": []}
     for parameter in policy.parameters():
@@ -32,6 +30,11 @@ def parameter_groups(config: OptimConfig, policy: PolicyModel) -> list[dict[str,
         else:
             role = "matrix" if parameter.ndim >= 2 else "vector"
         members[role].append(parameter)
+    for role, rate in rates.items():
+        if rate is not None and not members[role]:
+            tied = role == "unembedding" and id(head) in embeddings
+            reason = "the output head is tied to the embedding" if tied else "no weights of that kind are trained"
+            logger.warning(f"optim.{role}_lr has no effect: {reason}")
     return [
         {
             "params": parameters,
