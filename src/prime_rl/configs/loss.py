@@ -37,6 +37,11 @@ class _Loss(BaseConfig):
     kl: KLConfig | None = None
     """Penalty on the divergence from a reference model (`reference`); None has none."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of a reference model are needed."""
+        return self.kl is not None
+
 
 class _Clip(_Loss):
     eps_low: float = Field(0.2, ge=0, le=1)
@@ -192,6 +197,11 @@ class IcePopLossConfig(_Loss):
     teacher_tau: float = Field(0.0, ge=0)
     """Factor of log(reference / trainer), added to the advantages; needs reference log-probabilities."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of a reference model are needed."""
+        return self.kl is not None or self.teacher_tau > 0
+
 
 class DecoupledPPOLossConfig(_Clip):
     """Decoupled PPO: the surrogate around the weights the step began with, weighed for what the sampler differs."""
@@ -214,6 +224,10 @@ class CustomLossConfig(_Loss):
 
     kwargs: dict[str, object] = Field({})
     """Keyword arguments of the function, after the LossInputs."""
+
+    proximal: bool = False
+    """Compute the policy's log-probabilities before the first update of each step; with several minibatches that is
+    one more forward pass."""
 
     @field_validator("import_path")
     @classmethod

@@ -258,6 +258,14 @@ class TrainerConfig(RootConfig):
     max_concurrent_runs: int = later(1, ge=1)
     """Runs that share this trainer, one LoRA adapter each."""
 
+    @property
+    def reference_name(self) -> str | None:
+        """Reference model that the trainer scores; None where the loss needs none, or the batches bring its answers."""
+        reference = self.reference or (ReferenceConfig() if self.loss.needs_reference else None)
+        if reference is None or reference.source == "batch":
+            return None
+        return reference.name or self.model.name
+
     @classmethod
     def prepare(cls, state: Any) -> None:
         """Complete the merged values before construction."""

@@ -88,15 +88,19 @@ def add_adapters(policy: PolicyModel, config: LoRAConfig, compute_dtype: torch.d
     Raises:
         ConfigError: a target that the model does not have.
     """
-    policy.requires_grad_(False)
-    base_dtype = compute_dtype if config.base_dtype == "auto" else getattr(torch, config.base_dtype)
-    for parameter in policy.parameters():
-        # In place: whoever notes parameters for loading goes on knowing them.
-        parameter.data = parameter.data.to(base_dtype)
+    freeze(policy, compute_dtype if config.base_dtype == "auto" else getattr(torch, config.base_dtype))
     for name in _targets(policy, config):
         policy.causal_lm.set_submodule(name, AdaptedLinear(policy.causal_lm.get_submodule(name), config))
     if any(p.ndim > 2 for p in policy.parameters()):
         logger.warning("model.lora: experts that are kept as one stack of matrices get no adapter and stay frozen")
+
+
+def freeze(policy: PolicyModel, dtype: torch.dtype) -> None:
+    """Let the policy's parameters be constants of type `dtype`, in place."""
+    policy.requires_grad_(False)
+    for parameter in policy.parameters():
+        # In place: whoever notes parameters for loading goes on knowing them.
+        parameter.data = parameter.data.to(dtype)
 
 
 def adapted_layers(policy: PolicyModel) -> dict[str, AdaptedLinear]:

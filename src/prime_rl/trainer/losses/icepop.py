@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from prime_rl.errors import RunError
 from prime_rl.trainer.losses.base import (
     LossInputs,
     LossOutput,
@@ -51,7 +52,9 @@ def icepop(
         total = sequence_sum(difference, inputs.segment_ids).clamp(-20.0, 20.0)
         ratio = total.exp().clamp(max=sequence_clip_high)
     target = adv_tau * masked_advantages(inputs) - kl_tau * difference
-    if teacher_tau and inputs.ref_logprobs is not None:
+    if teacher_tau:
+        if inputs.ref_logprobs is None:
+            raise RunError("loss.teacher_tau needs a reference model, and the batch has no ref_logprobs; set reference")
         target = target + teacher_tau * limited_difference(inputs.ref_logprobs, inputs.logprobs.detach(), mask)
     dropped = low | high
     weight = torch.where(dropped, 0.0, ratio * target)

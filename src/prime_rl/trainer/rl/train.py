@@ -25,6 +25,7 @@ from prime_rl.trainer.publish import Publisher
 from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
 from prime_rl.trainer.rl.objective import build_objective
+from prime_rl.trainer.rl.reference import References
 from prime_rl.types import PolicyVersion
 
 
@@ -45,6 +46,7 @@ def train(config: TrainerConfig) -> None:
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weight_broadcast.dtype, world.device), world)
         objective = build_objective(config.loss, config.model.seq_len)
+        references = References(config, policy, world)
         next_batch = batch_source(config, paths, policy)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config, world, monitor)
@@ -57,7 +59,7 @@ def train(config: TrainerConfig) -> None:
             clock.lap("wait_for_batch")
             factor = schedule_factor(config.scheduler, config.optim.lr, step, config.max_steps)
             minibatches = split_batch(batch, step, config.minibatches, world, room=config.model.seq_len)
-            result = engine.step(minibatches, objective, factor)
+            result = engine.step(references.score(minibatches), objective, factor)
             clock.lap("train")
             publisher.publish(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1))
             clock.lap("publish")
