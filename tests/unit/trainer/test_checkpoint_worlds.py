@@ -12,6 +12,7 @@ from prime_rl.configs.optim import AdamWConfig, MuonConfig
 from prime_rl.configs.shared import CkptConfig
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig, TrainerModelConfig
 from prime_rl.errors import RunError
+from prime_rl.run import checkpoints as files
 from prime_rl.run.checkpoints import find_checkpoints
 from prime_rl.run.paths import RunPaths
 from prime_rl.trainer.checkpoints import Checkpointer
@@ -220,3 +221,56 @@ def _hold(checkpoints):
     save = checkpoints._save
     checkpoints._save = lambda *arguments: (gate.wait(60), save(*arguments))[1]
     return gate.set
+
+
+POINTS = {"hash_file": [1], "seal_part": [1], "commit_checkpoint": [1], "write_json": [1], "prune": [1, 2]}
+
+
+def die_and_resume(world, root):
+    """Die at each point of saving checkpoint 2; say what counts then, and what does after a resume to step 3."""
+    config = make_config(root, "adamw", False)
+    answers = {}
+    for point in POINTS:
+        mine = config.model_copy(update={"output_dir": Path(root) / point, "ckpt": CkptConfig(interval=1)})
+        paths = RunPaths(mine.output_dir)
+        checkpoints = Checkpointer(mine, paths, world)
+        policy = make_policy(config.model, 0, world)
+        optimizer = build_optimizer(config.optim, policy)
+        progress = checkpoints.restore(policy, optimizer)
+        progress.count(1, 1)
+        checkpoints.step_done(progress, last=False)
+        whole = getattr(files, point)
+        setattr(files, point, _die)
+        progress.count(1, 1)
+        with pytest.raises(_Killed):
+            checkpoints.step_done(progress, last=False)
+        setattr(files, point, whole)
+        before = find_checkpoints(paths.checkpoints_dir).steps
+        newest = mine.model_copy(update={"ckpt": CkptConfig(interval=1, resume_step=-1)})
+        again = Checkpointer(newest, paths, world)
+        progress = again.restore(policy, optimizer)
+        start = progress.step
+        while progress.step < 3:
+            progress.count(1, 1)
+            again.step_done(progress, last=False)
+        left = [str(p) for p in paths.checkpoints_dir.rglob(".*") if p.name != ".metadata"]
+        answers[point] = [before, start, find_checkpoints(paths.checkpoints_dir).steps, left]
+    return answers
+
+
+class _Killed(BaseException):
+    """Nothing is cleaned up, as after SIGKILL."""
+
+
+def _die(*_args, **_kwargs):
+    raise _Killed
+
+
+def test_death_at_any_point_of_a_save_costs_that_checkpoint_at_most(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    (answers,) = run_world(1, die_and_resume, str(tmp_path), tmp_path)
+    for point, counts in POINTS.items():
+        before, start, after, left = answers[point]
+        assert before == counts and start == counts[-1], point
+        assert after == [1, 2, 3], point
+        assert left == [], point

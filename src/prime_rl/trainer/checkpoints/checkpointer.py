@@ -213,7 +213,7 @@ class Checkpointer:
             ) from error
         if self._world.leads:
             size = sum(file.stat().st_size for file in (checkpoint / PART).iterdir()) / 1024**2
-            logger.info(f"saved {checkpoint}: {size:,.0f} MiB in {time.perf_counter() - begin:.1f} s")
+            logger.info(f"saved {checkpoint}: {size:,.1f} MiB in {time.perf_counter() - begin:.1f} s")
 
     def _write(self, checkpoint: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
         temporary = checkpoint / _temporary(PART)
