@@ -44,7 +44,8 @@ class SFTDataConfig(BaseConfig):
     """Split of a Hugging Face data set."""
 
     subsets: StrList = Field([])
-    """Subsets of the data set to mix: configurations of a Hugging Face data set, files or folders of a local folder."""
+    """Subsets of the data set to mix: configurations of a Hugging Face data set, files or folders of a local folder.
+    A single file is its own only subset."""
 
     splits: StrList = Field([])
     """Split of each of several subsets or names; empty means `split` for all."""
@@ -119,7 +120,7 @@ class SFTDataConfig(BaseConfig):
     def sets(self) -> list[tuple[str, str | None, str]]:
         """Name, subset and split of each set."""
         pairs: list[tuple[str, str | None]] = [(name, None) for name in self.name]
-        if self.subsets:
+        if self.subsets and not (len(self.subsets) == 1 and Path(self.name[0]).expanduser().is_file()):
             pairs = [(self.name[0], subset) for subset in self.subsets]
         splits = self.splits or [self.split] * len(pairs)
         return [(name, subset, split) for (name, subset), split in zip(pairs, splits, strict=True)]

@@ -7,14 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.run.paths import RunPaths
+from prime_rl.trainer.sft import data
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_command
 
 ROOT = Path(__file__).parents[3]
 STEPS = 6
+VALIDATE = ("--val.fraction", "0.2", "--val.interval", "4")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,8 @@ def sft(inputs, root, *more, ranks=1):
     arguments += ["--data.seq-len", "64", "--data.batch-size", "5", "--optim.lr", "1e-2", "--device", "cpu", *more]
     code, error = run_command("sft", arguments) if ranks == 1 else torchrun(ranks, arguments)
     assert code == 0, error[-3000:]
-    return [json.loads(line) for line in RunPaths(root).metrics("trainer").read_text().splitlines()]
+    lines = [json.loads(line) for line in RunPaths(root).metrics("trainer").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], [line for line in lines if "val/loss" in line]
 
 
 def torchrun(ranks, arguments):
@@ -64,18 +70,60 @@ def test_the_output_of_each_rank_goes_to_files_and_rank_0_to_the_console(inputs,
 @pytest.fixture(scope="module")
 def first(inputs, tmp_path_factory):
     root = tmp_path_factory.mktemp("first")
-    return root, sft(inputs, root, "--max-steps", STEPS, "--weights-interval", "4")
+    return root, sft(inputs, root, "--max-steps", STEPS, "--weights-interval", "4", *VALIDATE)
 
 
 def test_it_learns_and_reports(first):
-    _, lines = first
+    _, (lines, _) = first
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
     assert {"grad_norm", "entropy", "lr", "perf/mfu", "time/train", "tokens"} <= lines[0].keys()
 
 
+def test_validation_is_at_the_start_in_between_and_at_the_end(first):
+    _, (_, validations) = first
+    assert [line["step"] for line in validations] == [0, 4, STEPS]
+    losses = [line["val/loss"] for line in validations]
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_validation_loss_is_the_mean_over_all_held_out_tokens(first, inputs):
+    """Computed anew with transformers alone, example by example, from the published weights."""
+    root, (_, validations) = first
+    model = AutoModelForCausalLM.from_pretrained(RunPaths(root).weights(STEPS), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    options = {"data": {"type": "sft", "name": str(inputs / "words.jsonl"), "seq_len": 64}, "val": {"fraction": 0.2}}
+    held_out = data.open_data(SFTConfig(**options), tokenizer).held_out
+    total = count = 0
+    for sequence in (sequence for row in held_out for sequence in row):
+        tokens = torch.from_numpy(sequence.tokens)
+        labels = tokens.masked_fill(~torch.from_numpy(sequence.loss_mask), -100)
+        learned = int(sequence.loss_mask.sum())
+        total += model(tokens[None], labels=labels[None]).loss.item() * learned
+        count += learned
+    assert validations[-1]["val/loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.name", "gone.jsonl"], "error: data.name: gone.jsonl does not exist"),
+        (["--data.prompt-column", "q", "--data.completion-column", "a"], "words.jsonl:1: there is no column 'q', only"),
+        (["--val.name", "gone.jsonl"], "error: val.name: gone.jsonl does not exist"),
+        (["--data.streaming"], "max_steps: how many steps a pass is"),
+        (["--data.seq-len", "4"], "no example has anything to learn"),
+    ],
+)
+def test_bad_input_is_one_line(inputs, tmp_path, arguments, message):
+    common = ["--model.name", inputs / "model", "--data.name", inputs / "words.jsonl", "--output-dir", tmp_path]
+    code, error = run_command("sft", [*common, "--device", "cpu", *arguments])
+    assert code == 2
+    assert message in error and "Traceback" not in error
+    assert len([line for line in error.splitlines() if " WARNING " not in line]) == 1
+
+
 def test_weights_are_published_at_the_interval_and_at_the_end(first):
-    root, lines = first
+    root, (lines, _) = first
     published = sorted(p.name for p in RunPaths(root).weights_dir.iterdir())
     assert published == ["step_4", "step_6"]
     assert read_manifest(RunPaths(root).weights(6), WEIGHTS_FORMAT)["step"] == 6
@@ -83,9 +131,10 @@ def test_weights_are_published_at_the_interval_and_at_the_end(first):
 
 
 def test_the_same_command_gives_the_same_bytes(first, inputs, tmp_path):
-    root, lines = first
-    again = sft(inputs, tmp_path, "--max-steps", STEPS, "--weights-interval", "4")
+    root, (lines, validations) = first
+    again, validated = sft(inputs, tmp_path, "--max-steps", STEPS, "--weights-interval", "4", *VALIDATE)
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
+    assert [line["val/loss"] for line in validated] == [line["val/loss"] for line in validations]
     for step in (4, 6):
         one, two = (RunPaths(r).weights(step) / "model.safetensors" for r in (root, tmp_path))
         assert one.read_bytes() == two.read_bytes()
@@ -93,14 +142,17 @@ def test_the_same_command_gives_the_same_bytes(first, inputs, tmp_path):
 
 def test_two_ranks_learn_like_one(first, inputs, tmp_path):
     """I9 for supervised fine-tuning, with several rows to a micro-batch on the two ranks."""
-    lines = sft(inputs, tmp_path, "--max-steps", STEPS, "--data.micro-batch-size", "2", ranks=2)
-    for one, two in zip(first[1], lines, strict=True):
+    _, (ones, validations) = first
+    lines, validated = sft(inputs, tmp_path, "--max-steps", STEPS, "--data.micro-batch-size", "2", *VALIDATE, ranks=2)
+    for one, two in zip(ones, lines, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+    for one, two in zip(validations, validated, strict=True):
+        assert two["val/loss"] == pytest.approx(one["val/loss"], rel=1e-4)
 
 
 def test_without_max_steps_it_goes_once_through_the_data(inputs, tmp_path):
-    lines = sft(inputs, tmp_path, "--scheduler.type", "linear", "--data.batch-size", "4")
+    lines, _ = sft(inputs, tmp_path, "--scheduler.type", "linear", "--data.batch-size", "4")
     assert 1 < len(lines) < 20
     assert RunPaths(tmp_path).weights(len(lines)).exists()
     assert lines[-1]["lr"] < lines[0]["lr"]

@@ -48,7 +48,7 @@ class Data:
     held_out: list[Row] | None
 
 
-def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Data:
+def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Open all data of a run.
 
     Raises:
@@ -56,7 +56,7 @@ def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, vocabulary:
     """
     source = config.data
     if source.type == "fake":
-        return Data(_batches(FakeSequences(source, vocabulary), source, config.max_steps), None)
+        return Data(_batches(FakeSequences(source, tokenizer.vocab_size), source, config.max_steps), None)
     sets = [open_set(source, *which) for which in source.sets]
     held_out: list[TokenSequence] | None = None
     if config.val is not None and not config.bench:

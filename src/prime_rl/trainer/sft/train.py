@@ -30,10 +30,10 @@ def train(config: SFTConfig) -> None:
     paths = config.run_paths
     with join_world(config.device, config.dist_timeout_seconds, config.model) as world:
         checkpoints = Checkpointer(config, paths, world)
-        policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
-        examples = data.open_data(config, tokenizer, policy.vocabulary)
+        examples = data.open_data(config, tokenizer)
         batches, steps = examples.batches, examples.batches.steps
+        policy = make_policy(config.model, config.seed, world)
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
         progress = checkpoints.restore(policy, optimizer, batches)
         engine = Engine(policy, optimizer, world, config.optim.max_norm)

@@ -46,7 +46,7 @@ def files(tmp_path_factory):
 def open_batches(tokenizer, max_steps=None, val=None, **options):
     options = {"seq_len": 64, "batch_size": 2, **options}
     config = SFTConfig(data=SFTDataConfig(**options), max_steps=max_steps, val=val)
-    return data.open_data(config, tokenizer, 128)
+    return data.open_data(config, tokenizer)
 
 
 def words(batches, tokenizer):
