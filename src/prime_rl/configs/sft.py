@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, RootConfig
 from prime_rl.configs.bench import STEPS, shorten
+from prime_rl.configs.memory import check_memory
 from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
 from prime_rl.configs.sft_data import SFTDataConfig, SFTFakeDataConfig, ValConfig
 from prime_rl.configs.shared import (
@@ -108,6 +109,11 @@ class SFTConfig(RootConfig):
             files = [name for name in data.name if Path(name).expanduser().is_file()]
             if files:
                 raise ValueError(f"val.split: {files[0]} is a file, which has no splits; give val.name")
+        return self
+
+    @model_validator(mode="after")
+    def _memory_fits_together(self) -> "SFTConfig":
+        check_memory(self.model, self.optim)
         return self
 
     @model_validator(mode="after")

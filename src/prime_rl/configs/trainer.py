@@ -1,14 +1,20 @@
 """Keys of `uv run trainer`."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig, RootConfig, later
 from prime_rl.configs.bench import STEPS, shorten, use_fake_data
-from prime_rl.configs.loss import AIPOLossConfig, LossConfig, ReferenceConfig
 from prime_rl.configs.lora import LoRAConfig
+from prime_rl.configs.loss import AIPOLossConfig, LossConfig, ReferenceConfig
+from prime_rl.configs.memory import (
+    ActivationCheckpointConfig,
+    ActivationOffloadConfig,
+    CompileConfig,
+    check_memory,
+)
 from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig, check_schedule
 from prime_rl.configs.shared import (
     DEFAULT_MODEL,
@@ -21,30 +27,6 @@ from prime_rl.configs.shared import (
     TokenizerConfig,
     WandbConfig,
 )
-
-
-class CompileConfig(BaseConfig):
-    """torch.compile of each transformer block."""
-
-    fullgraph: bool = False
-    """Fail where a block does not compile as one graph."""
-
-
-class ActivationCheckpointConfig(BaseConfig):
-    """Recompute activations in the backward pass instead of keeping them."""
-
-    freq: int = Field(1, ge=1)
-    """Recompute every freq-th block; 1 saves most memory."""
-
-
-class ActivationOffloadConfig(BaseConfig):
-    """Keep activations in host memory until the backward pass."""
-
-    pin_memory: bool = True
-    """Use page-locked host memory."""
-
-    max_inflight_activations: int = Field(5, ge=1)
-    """How many may be on their way at once."""
 
 
 class ContextParallelConfig(BaseConfig):
@@ -87,17 +69,20 @@ class TrainerModelConfig(BaseConfig):
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
     """Precision in which gradients are summed over ranks."""
 
-    compile: CompileConfig | None = later(None)
+    compile: CompileConfig | None = None
     """torch.compile; None runs eagerly."""
 
     ac: ActivationCheckpointConfig | None = None
     """Activation checkpointing; None keeps all activations."""
 
-    ac_offloading: ActivationOffloadConfig | None = later(None)
-    """Offload activations to host memory."""
+    ac_offloading: ActivationOffloadConfig | None = None
+    """Keep what blocks save for the backward pass in host memory; None keeps it on the device."""
 
-    fsdp_cpu_offload: bool = later(False)
-    """Keep parameters and optimizer state in host memory."""
+    fsdp_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory, and update them there; not with Muon."""
+
+    optim_cpu_offload: bool = False
+    """Keep the optimizer's state in host memory, and bring it to the device a part at a time for the update."""
 
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass; less memory, one more gather."""
@@ -277,6 +262,11 @@ class TrainerConfig(RootConfig):
     def _nccl_is_later(self) -> "TrainerConfig":
         if self.weight_broadcast.type != "filesystem":
             raise ValueError("weight_broadcast.type 'nccl' is not there yet; use 'filesystem'")
+        return self
+
+    @model_validator(mode="after")
+    def _memory_fits_together(self) -> "TrainerConfig":
+        check_memory(self.model, self.optim)
         return self
 
     @model_validator(mode="after")

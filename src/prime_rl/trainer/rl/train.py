@@ -18,6 +18,7 @@ from prime_rl.run.wait import wait_for
 from prime_rl.trainer.checkpoints import Checkpointer
 from prime_rl.trainer.engine import Engine
 from prime_rl.trainer.loading import make_policy
+from prime_rl.trainer.memory import prepare_optimizer
 from prime_rl.trainer.model import PolicyModel, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer, schedule_factor
 from prime_rl.trainer.parallel import compute_dtype, join_world
@@ -41,7 +42,7 @@ def train(config: TrainerConfig) -> None:
         checkpoints = Checkpointer(config, paths, world, serves=True)
         policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
-        optimizer = build_optimizer(config.optim, policy)
+        optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
         progress = checkpoints.restore(policy, optimizer)
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weight_broadcast.dtype, world.device), world)
