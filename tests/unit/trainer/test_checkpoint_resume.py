@@ -172,6 +172,8 @@ def test_a_checkpoint_of_another_model_or_command_is_refused(whole, model, words
     more = ["--max-steps", "8", "--ckpt.resume-step", "6"]
     line = fail(trainer(model, root, *more, "--model.debug.num-layers", "1"), 2)
     assert "model.layers.1" in line and "model.debug.num_layers was None" in line
+    line = fail(trainer(model, root, *more, "--optim.type", "muon"), 2)
+    assert "optim.type = muon" in line and "adamw" in line
     assert "was written by trainer" in fail(sft(model, words, root, *more), 2)
 
 

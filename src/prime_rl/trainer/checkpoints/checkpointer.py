@@ -319,6 +319,12 @@ class Checkpointer:
                 f"the checkpoint was written by {manifest['command']}, not by {self._config.command}; to start from "
                 "its weights, export them (prime_rl.trainer.export) and give the folder as model.name"
             )
+        before, now = manifest["config"]["optim"]["type"], self._config.optim.type
+        if before != now:
+            raise ConfigError(
+                f"optim.type = {now}, but the checkpoint has the state of {before}; resume with that, or export its "
+                "weights (prime_rl.trainer.export) and begin a new run with them"
+            )
         for line in changes(manifest["config"], self._config.model_dump(mode="json")) if self._world.leads else ():
             logger.warning(f"this resume is not a continuation to the bit: {line}")
 
