@@ -98,7 +98,7 @@ class StepResult:
         loss: mean over the minibatches; None if every one was skipped.
         grad_norm: mean over the minibatches of the norm before clipping; None if every one was skipped.
         skipped: minibatches whose gradient or loss was not finite, which took no optimizer step.
-        means: what the objective reported, as means; None where nothing was counted.
+        means: what the objective reported, and how experts were used, as means; None where nothing was counted.
         rates: the learning rates that were used, `lr` and `lr/<role>`.
     """
 
@@ -140,7 +140,7 @@ class Engine:
             loss=sum(losses) / len(losses) if losses else None,
             grad_norm=sum(norms) / len(norms) if norms else None,
             skipped=len(minibatches) - len(norms),
-            means=means.reduce(self._world),
+            means=means.reduce(self._world) | self._policy.routing.reduce(self._world.sum, self._world.device),
             rates=rates,
         )
 

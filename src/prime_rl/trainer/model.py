@@ -27,6 +27,7 @@ from prime_rl.errors import ConfigError
 from prime_rl.trainer import attention
 from prime_rl.trainer.lm_head import token_logprobs
 from prime_rl.trainer.micro_batch import MicroBatch
+from prime_rl.trainer.moe import Routing
 from prime_rl.trainer.truncation import Truncation
 from prime_rl.trainer.weights import Weights
 
@@ -41,6 +42,7 @@ class PolicyModel(nn.Module):
     Attributes:
         causal_lm: the transformers model.
         blocks: its transformer blocks in order: what is sharded and checkpointed one by one.
+        routing: counts what the routers of a mixture of experts choose.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, logprob_chunk: int | None = None) -> None:
@@ -51,6 +53,7 @@ class PolicyModel(nn.Module):
         # Two families scale their logits, which is one more temperature: Granite divides, Cohere multiplies.
         divide, multiply = getattr(text, "logits_scaling", None), getattr(text, "logit_scale", None)
         self._logit_divisor = (divide or 1.0) / (multiply or 1.0)
+        self.routing = Routing(causal_lm)
         # Found once: sharding gives the blocks another class.
         names = set(causal_lm._no_split_modules or ())
         self.blocks = [module for module in causal_lm.modules() if type(module).__name__ in names]
@@ -63,6 +66,7 @@ class PolicyModel(nn.Module):
             is 0 outside the loss mask. Entropy, in nats, carries no gradient. Of a row that says how the sampler cut
             its distribution also bool [T]: the tokens that this policy's own cut would have left out.
         """
+        self.routing.counting = len(row.scored) > 0
         hidden = self._hidden(row)
         hidden, head = self._as_product(hidden)
         scored = row.scored
