@@ -1,0 +1,59 @@
+"""What `sft` publishes is a model that inference serves: it answers as it was taught, chat template and all."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_rl.run.paths import RunPaths
+from tests.support.server import Server, inference_server
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 80
+ANSWERS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "acht minus drei"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """Question and answer in columns of these names, learned by heart."""
+    root = tmp_path_factory.mktemp("sft")
+    model = make_tiny_model(root / "model", std=0.02)
+    rows = [{"question": question, "answer": answer} for question, answer in ANSWERS.items()]
+    (root / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
+    command = [sys.executable, "-m", "prime_rl.trainer.sft.train", "--model.name", str(model), "--device", "cpu"]
+    command += ["--data.name", str(root / "words.jsonl"), "--data.as-messages", "--data.seq-len", "256"]
+    command += ["--data.batch-size", "2", "--val.interval", "40", "--val.fraction", "0.2"]
+    command += ["--max-steps", str(STEPS), "--optim.lr", "1e-2", "--output-dir", str(root / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return RunPaths(root / "out")
+
+
+@pytest.fixture(scope="module")
+def served(run: RunPaths, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with inference_server(run.weights(STEPS), tmp_path_factory.mktemp("served") / "server.log") as server:
+        yield server
+
+
+def test_validation_loss_falls(run: RunPaths) -> None:
+    lines = [json.loads(line) for line in run.metrics("trainer").read_text().splitlines()]
+    losses = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+    assert list(losses) == [0, 40, 80]
+    assert losses[80] < 0.1 < 3.0 < losses[0]
+
+
+def test_the_server_gives_the_answers_that_were_learned(served: Server, run: RunPaths) -> None:
+    assert Path(served.model) == run.weights(STEPS)
+    for question, answer in ANSWERS.items():
+        message = {"role": "user", "content": question}
+        reply = served.post(
+            "/v1/chat/completions", model=served.model, messages=[message], temperature=0, max_tokens=32
+        )
+        choice = reply.raise_for_status().json()["choices"][0]
+        assert choice["message"]["content"] == answer
+        assert choice["finish_reason"] == "stop", "the token that ends the turn was learned, too"
