@@ -61,7 +61,9 @@ def _key(path: tuple[str, ...], node: Node, default: object) -> Iterator[str]:
     assert node.field is not None
     if path[-1] == "type" and len(path) > 1:
         return
-    yield f"  {flag(path)} {node.metavar}"
+    # A long choice is broken between two of its names.
+    typed = f"{flag(path)} {node.metavar}".replace("|", "| ")
+    yield from (line.replace("| ", "|") for line in _wrap(typed, first=2))
     yield from _wrap(f"{node.field.description}{_later(node)} [default: {_show(default)}]")
 
 
@@ -82,8 +84,10 @@ def _show(value: object) -> str:
     return str(value)
 
 
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT)
+def _wrap(text: str, first: int = _INDENT) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=" " * first, subsequent_indent=" " * _INDENT, break_on_hyphens=False
+    )
 
 
 def _doc(model: type[BaseConfig]) -> str:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.algorithm import Algorithm, apply_algorithm, measure_fixed_length
 from prime_rl.configs.base import RootConfig, later
 from prime_rl.configs.bench import STEPS, shorten, use_fake_data
 from prime_rl.configs.handing import (
@@ -56,6 +57,10 @@ class RLConfig(RootConfig):
 
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of GPU memory for inference; None leaves it to inference (0.9)."""
+
+    algorithm: Algorithm | None = None
+    """Sets the matching orchestrator.advantage and trainer.loss, docs/losses.md; either can still be set by itself.
+    None leaves both at their defaults, which are those of aipo."""
 
     seed: int | None = None
     """Seed of trainer and orchestrator; None leaves it to each (42)."""
@@ -115,8 +120,10 @@ class RLConfig(RootConfig):
         switch_blocks(state, "ckpt", ("trainer.ckpt", "orchestrator.ckpt"), together=True)
         switch_blocks(state, "wandb", ("trainer.wandb", "orchestrator.wandb"), together=False)
         move_run(state)
+        apply_algorithm(state)
         hand_over(state, VALUES)
         hand_over(state, MODEL_LEN)
+        measure_fixed_length(state, OrchestratorConfig.model_fields["seq_len"].default)
         if not state.is_set("orchestrator.client.base_url"):
             hand_over(state, ENDPOINT)
         name_wandb_runs(state)
