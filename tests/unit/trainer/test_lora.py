@@ -67,8 +67,9 @@ def train_adapters(world: World, argument: str):
     root, results = Path(argument), {}
     tokenizer = load_tokenizer(TokenizerConfig(name=str(root / "dense")), TrainerModelConfig(name=str(root / "dense")))
     for name in ("dense", "moe"):
-        ac = ActivationCheckpointConfig() if name == "dense" else None
-        policy, steps = train(world, root / name, LORA if name == "dense" else ATTENTION, ac=ac)
+        # The dense one recomputes activations, and on four ranks is two copies over two ranks each.
+        options = {"ac": ActivationCheckpointConfig(), "dp_replicate": max(1, world.size // 2)}
+        policy, steps = train(world, root / name, **(options if name == "dense" else {"lora": ATTENTION}))
         results[name] = [[step.loss, step.grad_norm] for step in steps]
         for kind in ("merged", "adapter"):
             publish(world, policy, tokenizer, root / f"{name}_{kind}_{world.size}", kind)

@@ -163,8 +163,9 @@ def test_world_size_and_layout_are_invisible(tmp_path):
 
 
 def train_policy(world: World, argument: str):
-    """Runs on every rank: three steps of the engine; returns the norm and a sum of every parameter."""
-    config = TrainerModelConfig(name=argument)
+    """Runs on every rank: three steps of the engine; returns the learning rates and the whole weights."""
+    replicas, path = argument.split(" ")
+    config = TrainerModelConfig(name=path, dp_replicate=int(replicas))
     policy = make_policy(config, 0, world)
     optim = MuonConfig(lr=1e-3, embedding_lr=2e-3, matrix_lr=5e-3, weight_decay=0.1)
     engine = Engine(policy, build_optimizer(optim, policy), world, max_norm=1.0)
@@ -175,9 +176,10 @@ def train_policy(world: World, argument: str):
 
 
 def test_a_policy_trains_to_the_same_weights_on_any_number_of_ranks(tmp_path):
-    path = str(make_tiny_model(tmp_path / "tiny"))
-    answers = {size: run_world(size, train_policy, path, tmp_path)[0] for size in (1, 2, 4)}
-    assert answers[1]["rates"] == {"lr": 5e-4, "lr/embedding": 1e-3, "lr/matrix": 2.5e-3}
-    for size in (2, 4):
-        for name, values in answers[size]["weights"].items():
-            np.testing.assert_allclose(values, answers[1]["weights"][name], atol=2e-5, err_msg=f"{size} {name}")
+    path = make_tiny_model(tmp_path / "tiny")
+    layouts = [(1, 1), (2, 1), (4, 1), (4, 2)]  # ranks, of which copies of the sharded model
+    alone, *others = [run_world(size, train_policy, f"{copies} {path}", tmp_path)[0] for size, copies in layouts]
+    assert alone["rates"] == {"lr": 5e-4, "lr/embedding": 1e-3, "lr/matrix": 2.5e-3}
+    for layout, answer in zip(layouts[1:], others, strict=True):
+        for name, values in answer["weights"].items():
+            np.testing.assert_allclose(values, alone["weights"][name], atol=2e-5, err_msg=f"{layout} {name}")
