@@ -1,12 +1,14 @@
 """Keys of the data that `uv run sft` learns from and is validated on."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.shared import StrList
+from prime_rl.configs.shared import StrList, split_commas
+
+FloatList = Annotated[list[float], BeforeValidator(split_commas)]
 
 
 class LossMaskConfig(BaseConfig):
@@ -50,7 +52,7 @@ class SFTDataConfig(BaseConfig):
     splits: StrList = Field([])
     """Split of each of several subsets or names; empty means `split` for all."""
 
-    probabilities: list[float] = Field([])
+    probabilities: FloatList = Field([])
     """Share of the examples that each of several subsets or names gets; empty goes once through all, mixed by size."""
 
     stopping_strategy: Literal["all_exhausted", "first_exhausted"] = "all_exhausted"

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.sft_data import SFTDataConfig
 from prime_rl.errors import ConfigError
 from prime_rl.trainer.sft import data
@@ -106,3 +107,25 @@ def test_folders_know_subsets_and_splits(tmp_path):
 def test_keys_that_do_not_fit_together(options, match):
     with pytest.raises(ValueError, match=match):
         SFTDataConfig(**options)
+
+
+def test_lists_are_typed_with_commas():
+    config = SFTConfig.load(["--data.name", "a.jsonl,b.jsonl", "--data.probabilities", "3,1", "--val.name", "c.jsonl"])
+    assert isinstance(config.data, SFTDataConfig) and config.val is not None
+    assert (config.data.name, config.data.probabilities) == (["a.jsonl", "b.jsonl"], [3.0, 1.0])
+    assert config.val.name == ["c.jsonl"]
+    assert SFTConfig.load(["--val"]).val is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--data.type", "fake"], "max_steps: fake data never end"),
+        (["--data.type", "fake", "--max-steps", "1", "--val"], "val: data.type is fake"),
+        (["--data.streaming", "--max-steps", "1", "--val"], "give val.name or val.split"),
+        (["--data.name", __file__, "--val.split", "test"], "is a file, which has no splits; give val.name"),
+    ],
+)
+def test_keys_of_a_run_that_do_not_fit_together(arguments, match):
+    with pytest.raises(ConfigError, match=match):
+        SFTConfig.load(arguments)

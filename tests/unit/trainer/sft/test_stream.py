@@ -8,14 +8,16 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets import Dataset
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.sft_data import SFTDataConfig, SFTFakeDataConfig
 from prime_rl.errors import ConfigError
 from prime_rl.trainer.sft import data
 from prime_rl.trainer.sft.chat import TokenSequence
+from prime_rl.trainer.sft.hub import StreamReader
 from prime_rl.trainer.sft.objective import to_micro_batch
-from prime_rl.trainer.sft.sources import InMemory, Interleaved
+from prime_rl.trainer.sft.sources import InMemory, Interleaved, Streamed
 from prime_rl.trainer.sft.stream import Batches, pack_all
 from tests.support.tiny_model import make_tokenizer
 
@@ -204,6 +206,24 @@ def test_streaming_reads_each_example_once_a_pass(files, tokenizer):
     assert sorted(seen[:32]) == sorted(seen[32:]) == sorted(set(seen))
     assert seen[:32] != seen[32:], "shuffled anew"
     assert {int(word[1:3]) for word in seen[:7]} == set(range(7)), "only within the buffer"
+
+
+def test_a_stream_of_the_datasets_library_goes_on_where_it_was_left():
+    """Also in the middle of what it reads at once, in another shard, in another pass."""
+    rows = Dataset.from_list([{"i": i} for i in range(50)])
+
+    def fresh():
+        return Streamed(lambda _: StreamReader(rows.to_iterable_dataset(num_shards=4), "numbers"), 7, [1])
+
+    whole, seen, states = fresh(), [], []
+    for _ in range(120):
+        states.append(json.dumps(whole.state()))
+        seen.append(whole.draw()[1]["i"])
+    assert sorted(seen[:50]) == sorted(seen[50:100]) == list(range(50))
+    for left in (0, 1, 6, 7, 8, 33, 50, 51, 119):
+        again = fresh()
+        again.restore(json.loads(states[left]))
+        assert [again.draw()[1]["i"] for _ in range(120 - left)] == seen[left:]
 
 
 def test_held_out_examples_are_not_trained_on(files, tokenizer):
