@@ -57,8 +57,8 @@ class TrainerModelConfig(BaseConfig):
     seq_len: int = Field(2048, ge=1)
     """Most tokens in one forward pass: rows are laid together up to it. At least the orchestrator's seq_len."""
 
-    impl: Literal["auto", "hf", "liger_kernel", "custom"] = "auto"
-    """Implementation of the model; auto takes the best there is."""
+    impl: Literal["auto", "hf", "liger_kernel"] = "auto"
+    """Implementation: transformers' own (hf and auto), or fused kernels for norms and MLPs (CUDA, liger-kernel)."""
 
     attn: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel; auto takes the fastest that keeps packed segments apart exactly."""

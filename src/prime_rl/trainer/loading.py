@@ -11,6 +11,7 @@ import torch
 
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError
+from prime_rl.trainer.kernels import fuse_kernels
 from prime_rl.trainer.lora import add_adapters, freeze
 from prime_rl.trainer.memory import prepare_blocks
 from prime_rl.trainer.model import PolicyModel, build_policy
@@ -33,7 +34,7 @@ def make_policy(config: TrainerModelConfig, seed: int, world: World, frozen: boo
         ConfigError: the model is missing, or of a kind that cannot be trained as configured.
         RunError: another rank, on a node with other files, found so.
     """
-    policy, weights = _on_every_rank(world, lambda: _find(config, seed))
+    policy, weights = _on_every_rank(world, lambda: _find(config, seed, world.device))
     if frozen:
         freeze(policy, compute_dtype(config.dtype, world.device))
     if config.lora is not None:
@@ -46,8 +47,9 @@ def make_policy(config: TrainerModelConfig, seed: int, world: World, frozen: boo
     return policy
 
 
-def _find(config: TrainerModelConfig, seed: int) -> tuple[PolicyModel, Weights]:
+def _find(config: TrainerModelConfig, seed: int, device: torch.device) -> tuple[PolicyModel, Weights]:
     policy = build_policy(config)
+    fuse_kernels(policy.causal_lm, config, device)
     return policy, Weights(policy.causal_lm, config, seed)
 
 

@@ -25,6 +25,7 @@ from prime_rl.configs.shared import TokenizerConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError
 from prime_rl.trainer import attention
+from prime_rl.trainer.kernels import fuse_kernels
 from prime_rl.trainer.lm_head import token_logprobs
 from prime_rl.trainer.micro_batch import MicroBatch
 from prime_rl.trainer.moe import Routing
@@ -117,8 +118,6 @@ def build_policy(config: TrainerModelConfig) -> PolicyModel:
         ConfigError: the model is missing, or is of a kind that packed rows or the chunked head would get wrong.
     """
     attention.register()
-    if config.impl not in ("auto", "hf"):
-        raise ConfigError(f"model.impl={config.impl!r} is not there yet; use 'auto' or 'hf'")
     hf_config = _hf_config(config)
     options = {"dtype": torch.float32, "attn_implementation": _ATTENTION.get(config.attn, config.attn)}
     try:
@@ -148,6 +147,7 @@ def load_policy(config: TrainerModelConfig, seed: int) -> PolicyModel:
         ConfigError: the model is missing or cannot be trained.
     """
     policy, cpu = build_policy(config), torch.device("cpu")
+    fuse_kernels(policy.causal_lm, config, cpu)
     Weights(policy.causal_lm, config, seed).fill(policy, policy.causal_lm, cpu, cpu)
     return policy
 
