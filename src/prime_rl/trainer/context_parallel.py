@@ -33,6 +33,7 @@ class RowSlice:
         boundaries: int32 [segments + 1], of the whole row; what it was filled up with is a segment of its own.
         longest: length of the longest segment.
         begin: place of the slice's first token in the row.
+        filled: how many of the tokens, from the first on, are the row's own.
         scored: int64, the trained tokens that the states of this slice predict, as places in the row.
     """
 
@@ -41,6 +42,7 @@ class RowSlice:
     boundaries: Tensor
     longest: int
     begin: int
+    filled: int
     scored: Tensor
 
 
@@ -55,7 +57,7 @@ class ContextParallel:
     def slice(self, row: MicroBatch) -> RowSlice:
         """Cut this rank's slice out of `row`."""
         if self._group is None:
-            return RowSlice(row.tokens, row.position_ids, row.boundaries, row.longest, 0, row.scored)
+            return RowSlice(row.tokens, row.position_ids, row.boundaries, row.longest, 0, len(row.tokens), row.scored)
         tokens, position_ids, boundaries, longest = row.tokens, row.position_ids, row.boundaries, row.longest
         missing = -len(tokens) % self.size
         if missing:
@@ -68,7 +70,8 @@ class ContextParallel:
         begin = self._group.rank() * length
         mine = slice(begin, begin + length)
         scored = row.scored[(row.scored > begin) & (row.scored <= begin + length)]
-        return RowSlice(tokens[mine], position_ids[mine], boundaries, longest, begin, scored)
+        filled = min(max(len(row.tokens) - begin, 0), length)
+        return RowSlice(tokens[mine], position_ids[mine], boundaries, longest, begin, filled, scored)
 
     def whole(self, values: Tensor) -> Tensor:
         """Put a row of [T] values together, of which every rank has those of its slice, and 0 elsewhere."""

@@ -25,6 +25,7 @@ from prime_rl.configs.shared import TokenizerConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError
 from prime_rl.trainer import attention
+from prime_rl.trainer.context_parallel import ContextParallel, RowSlice
 from prime_rl.trainer.kernels import fuse_kernels
 from prime_rl.trainer.lm_head import token_logprobs
 from prime_rl.trainer.micro_batch import MicroBatch
@@ -44,6 +45,7 @@ class PolicyModel(nn.Module):
         causal_lm: the transformers model.
         blocks: its transformer blocks in order: what is sharded and checkpointed one by one.
         routing: counts what the routers of a mixture of experts choose.
+        context_parallel: the ranks that share each row; set where the model is sharded.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, logprob_chunk: int | None = None) -> None:
@@ -54,6 +56,7 @@ class PolicyModel(nn.Module):
         # Two families scale their logits, which is one more temperature: Granite divides, Cohere multiplies.
         divide, multiply = getattr(text, "logits_scaling", None), getattr(text, "logit_scale", None)
         self._logit_divisor = (divide or 1.0) / (multiply or 1.0)
+        self.context_parallel = ContextParallel()
         self.routing = Routing(causal_lm)
         # Found once: sharding gives the blocks another class.
         names = set(causal_lm._no_split_modules or ())
@@ -67,25 +70,30 @@ class PolicyModel(nn.Module):
             is 0 outside the loss mask. Entropy, in nats, carries no gradient. Of a row that says how the sampler cut
             its distribution also bool [T]: the tokens that this policy's own cut would have left out.
         """
-        self.routing.counting = len(row.scored) > 0
-        hidden = self._hidden(row)
+        mine = self.context_parallel.slice(row)
+        self.routing.counted = mine.filled if len(row.scored) else 0
+        hidden = self._hidden(mine)
         hidden, head = self._as_product(hidden)
-        scored = row.scored
+        scored = mine.scored
+        temperature = row.temperature[scored] * self._logit_divisor
         truncation = Truncation.of(row)
         logprobs, entropy, left_out = token_logprobs(
-            hidden.index_select(0, scored - 1),
+            hidden.index_select(0, scored - 1 - mine.begin),
             head,
             row.tokens[scored],
-            row.temperature[scored] * self._logit_divisor,
+            temperature,
             self._logprob_chunk,
             None if truncation is None else truncation[scored],
         )
-        zeros = torch.zeros_like(row.temperature)
-        answers = zeros.index_put((scored,), logprobs), zeros.index_put((scored,), entropy)
-        return answers if truncation is None else (*answers, zeros.index_put((scored,), left_out.float()) > 0)
+        zeros, whole = torch.zeros_like(row.temperature), self.context_parallel.whole
+        answers = whole(zeros.index_put((scored,), logprobs)), whole(zeros.index_put((scored,), entropy))
+        if truncation is None:
+            return answers
+        return *answers, whole(zeros.index_put((scored,), left_out.float())) > 0
 
-    def _hidden(self, row: MicroBatch) -> Tensor:
-        """States after the last norm, [T, hidden]. Both spellings of the segments: ours and flash attention's."""
+    def _hidden(self, row: RowSlice) -> Tensor:
+        """States after the last norm, [t, hidden]. Both spellings of the segments: ours and flash attention's."""
+        shared = {"context_parallel": self.context_parallel} if self.context_parallel.size > 1 else {}
         output = self.causal_lm.base_model(
             input_ids=row.tokens[None],
             position_ids=row.position_ids[None],
@@ -95,6 +103,7 @@ class PolicyModel(nn.Module):
             cu_seq_lens_k=row.boundaries,
             max_length_q=row.longest,
             max_length_k=row.longest,
+            **shared,
         )
         return cast(Tensor, output.last_hidden_state)[0]
 

@@ -21,12 +21,12 @@ class Routing:
     quotient.
 
     Attributes:
-        counting: whether the tokens of the calls to come are counted.
+        counted: how many tokens of the calls to come are counted; what follows them fills up a row.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Watch the experts of `model`, none in a dense one; to be made before ranks share the experts."""
-        self.counting = False
+        self.counted = 0
         self._experts: list[int] = []
         # Per layer: tokens of each expert; sum over tokens of the share of the first expert; tokens.
         self._counts: Tensor | None = None
@@ -63,8 +63,9 @@ class Routing:
 
     def _watch(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def before(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if self.counting and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self._count(layer, arguments[1].detach(), arguments[2].detach().double())
+            if self.counted and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                chosen, weights = (x[: self.counted].detach() for x in arguments[1:3])
+                self._count(layer, chosen, weights.double())
 
         return before
 

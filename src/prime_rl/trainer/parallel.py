@@ -1,6 +1,8 @@
 """Where the ranks meet: the process group, FSDP2 sharding (I9, I7)."""
 
+import atexit
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.tensor_parallel import share_matrices
 
 Device = Literal["auto", "cpu", "cuda"]
+
+_EXIT_CODES: dict[type[BaseException], int] = {ConfigError: 2, KeyboardInterrupt: 130}  # as run_main gives them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +97,64 @@ def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | Non
     Raises:
         ConfigError: cuda is asked for and absent, this node has fewer devices than ranks, or the ranks cannot be
             divided as `model` asks for.
+        RunError: in place of the error of a collective whose other ranks ended or did not answer.
     """
     layout = Layout.of(model or TrainerModelConfig(), int(os.environ.get("WORLD_SIZE", 1)))
     chosen = _choose_device(device)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with lost_ranks_told(timeout_s), _exit_without_peers():
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         yield World(dist.get_rank(), dist.get_world_size(), chosen, layout.sharers, timeout_s)
-    except RuntimeError as error:
-        if not _lost_a_rank(error):
-            raise
-        first = str(error).strip().split("\n")[0]
-        raise RunError(
-            f"rank {dist.get_rank()} lost another rank, which ended or did not answer within {timeout_s:g} s; its own "
-            f"log, and the first failure that torchrun names, say why ({first})"
-        ) from error
     # Not reached after an error: the group would wait for ranks that may never come; the process ends anyway.
     dist.destroy_process_group()
 
 
-def _lost_a_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed; gloo says so only by where in its sources it did."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+@contextmanager
+def lost_ranks_told(timeout_s: float) -> Iterator[None]:
+    """Turn the error of a collective whose other ranks ended, or did not answer in time, into one line.
+
+    Raises:
+        RunError: says which rank found out; torchrun says which one ended first.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo says that it was a collective only by where in its sources it failed.
+        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+            raise
+        first = str(error).strip().split("\n")[0]
+        raise RunError(
+            f"rank {os.environ.get('RANK', 0)} lost another rank, which ended or did not answer in {timeout_s:g} s: "
+            f"its log, and the first failure that torchrun names, say why ({first})"
+        ) from error
+
+
+@contextmanager
+def _exit_without_peers() -> Iterator[None]:
+    """After an error, end the process before the interpreter takes its groups apart.
+
+    That waits for threads that talk to ranks which are gone, and on gloo now and then aborts, which would hide the exit
+    code. Handlers registered after this one (W&B's) run all the same.
+    """
+    code = list[int]()
+
+    def end_at_once() -> None:
+        if code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code[0])
+
+    if "RANK" in os.environ:
+        atexit.register(end_at_once)
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:  # whatever it is, it goes on to run_main, whose exit code this is
+        code.append(_EXIT_CODES.get(type(error), 1))
+        raise
 
 
 def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> PolicyModel:

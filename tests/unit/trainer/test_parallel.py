@@ -1,7 +1,10 @@
 """I9: however the ranks divide the work, loss, gradients and published weights are those of one rank (gloo, fp32)."""
 
 import dataclasses
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3Moe
 
 from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.run.assign import PADDING_ROW, assign_rows
 from prime_rl.trainer.engine import Counts, Engine, Minibatch, Objective
 from prime_rl.trainer.layout import Layout
@@ -20,7 +23,7 @@ from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
 from prime_rl.trainer.model import load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parallel import World, lost_ranks_told
 from prime_rl.trainer.publish import Publisher
 from prime_rl.types import PolicyVersion
 from tests.support.tiny_model import VOCAB_SIZE, make_tiny_model
@@ -47,6 +50,7 @@ LAYOUTS = {
 }
 MODELS = ("dense", "sliding", "experts")
 CASES = [f"{model}-{name}" for name, (_, models, _) in LAYOUTS.items() for model in models]
+STEPS = 3
 LENGTHS = [(23, 9, 2), (31,), (5, 4, 3, 17), (2,), (11, 13)]  # rows of odd lengths, one with nothing but two tokens
 
 
@@ -67,6 +71,11 @@ def make_rows(step):
             )
         )
     return rows
+
+
+def poison(rows):
+    """One rank's gradient of one row is not finite."""
+    rows[0].advantages[int(rows[0].scored[3])] = np.nan
 
 
 def share(rows, world):
@@ -97,7 +106,9 @@ def run_layouts(world, argument):
         optimizer = build_optimizer(AdamWConfig(lr=1e-3), policy)
         gradients = record_gradients(optimizer, policy)
         engine = Engine(policy, optimizer, world, max_norm=1.0)
-        steps = [engine.step([share(make_rows(n), world)], sequence_objective, 1.0) for n in range(3)]
+        batches = [make_rows(n) for n in range(STEPS)]
+        poison(batches[-1])
+        steps = [engine.step([share(rows, world)], sequence_objective, 1.0) for rows in batches]
         results[name] = [dataclasses.asdict(step) for step in steps]
         if world.leads:
             save_file(gradients, root / f"gradients_{name}.safetensors")
@@ -162,11 +173,14 @@ def test_layout_is_invisible(worlds, case):
     """I9: loss, gradient norm and every gradient of the first step, loss and norm of three, and what is published."""
     root, results = worlds
     alone = f"{case.split('-')[0]}-alone"
-    for wanted, got in zip(results[alone], results[case], strict=True):
+    assert len(results[case]) == STEPS
+    for wanted, got in zip(results[alone][:-1], results[case][:-1], strict=True):
         for key in ("loss", "grad_norm"):
             assert got[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-5)
         assert got["means"] == pytest.approx(wanted["means"], rel=1e-5)
         assert got["skipped"] == 0
+    # I10: what is not finite on one rank is skipped on all, and what is published is as if it had not been.
+    assert (results[case][-1]["skipped"], results[case][-1]["grad_norm"]) == (1, None)
     wanted, got = (load_file(root / f"gradients_{name}.safetensors") for name in (alone, case))
     for name, gradient in wanted.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
@@ -234,3 +248,73 @@ def test_what_the_model_cannot_is_refused(worlds):
     for messages in run_world(3, refuse, cases, worlds[0]):
         for pattern, message in zip(REFUSED, messages, strict=True):
             assert re.search(pattern, message) and "\n" not in message
+
+
+def count_collectives(world, path):
+    """Runs on every rank: how often a step with one row, and one with five, sums gradients."""
+    counts = {}
+    for name, keys in {"shard": {}, "replicate": {"dp_replicate": 2}}.items():
+        policy = make_policy(TrainerModelConfig(name=path, **keys), 0, world)
+        engine = Engine(policy, build_optimizer(AdamWConfig(), policy), world, max_norm=None)
+        rows = make_rows(0)
+        minibatches = [Minibatch(part, Counts(10)) for part in (rows[:1], rows)]
+        engine.step(minibatches, sequence_objective, 1.0)  # the first pass of a fresh policy may do more
+        counts[name] = [collectives_in(lambda m=m, e=engine: e.step([m], sequence_objective, 1.0)) for m in minibatches]
+    return counts
+
+
+def collectives_in(action):
+    """Count what `action` calls; torch 2.13 has other names for it than 2.11."""
+    names = (
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+        "all_reduce",
+        "all_gather_into_tensor",
+        "all_gather_single",
+    )
+    counts = dict.fromkeys(("reduce_scatter", "all_reduce", "all_gather"), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (name for name in names if hasattr(torch.distributed, name)):
+            kind, original = "_".join(name.split("_")[:2]), getattr(torch.distributed, name)
+
+            def counting(*args, kind=kind, original=original, **kwargs):
+                counts[kind] += 1
+                return original(*args, **kwargs)
+
+            patch.setattr(torch.distributed, name, counting)
+        action()
+    return counts
+
+
+def test_accumulation_sums_once(worlds):
+    """Gradients of five rows travel as often as those of one, however the model is sharded."""
+    for counts in run_world(2, count_collectives, str(worlds[0] / "dense"), worlds[0]):
+        sharded, replicated = counts["shard"], counts["replicate"]
+        assert sharded[0]["reduce_scatter"] == sharded[1]["reduce_scatter"] == 3, "two blocks and the root"
+        assert sharded[0]["all_gather"] < sharded[1]["all_gather"]
+        assert replicated[0]["all_reduce"] == replicated[1]["all_reduce"] > 3
+
+
+def lose_a_rank(world, argument):
+    """Runs on two ranks: the second ends, or stops answering, between two steps."""
+    path, how = argument
+    world = dataclasses.replace(world, sharers=2, timeout_s=2.0)
+    policy = make_policy(TrainerModelConfig(name=path, cp={"degree": 2}), 0, world)
+    engine = Engine(policy, build_optimizer(AdamWConfig(), policy), world, max_norm=None)
+    engine.step([share(make_rows(0), world)], sequence_objective, 1.0)
+    if world.rank == 1:
+        os._exit(1) if how == "dies" else signal.pause()
+    begin = time.monotonic()
+    try:
+        with lost_ranks_told(world.timeout_s):
+            engine.step([share(make_rows(1), world)], sequence_objective, 1.0)
+    except RunError as error:
+        return [str(error), time.monotonic() - begin]
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_rank_ends_the_others(worlds, how):
+    """I7: at once where its connections close, else after the world's time limit, which holds in every group."""
+    ((message, seconds),) = run_world(2, lose_a_rank, (str(worlds[0] / "dense"), how), worlds[0], lost=(1,))
+    assert "rank 0 lost another rank" in message and "\n" not in message
+    assert seconds < 20

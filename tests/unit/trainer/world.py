@@ -18,8 +18,11 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["prime_rl.trainer.rl.train", "prime_rl.trainer.sft.train", "datasets"])
 
 
-def run_world(size, function, argument, tmp_path, timeout=120):
-    """Return, per rank, what `function(world, argument)` returned; fail with the traceback of a rank that raised."""
+def run_world(size, function, argument, tmp_path, timeout=120, lost=()):
+    """Return, per rank, what `function(world, argument)` returned; fail with the traceback of a rank that raised.
+
+    Ranks in `lost` are not expected to answer or to end; they are left out.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -30,8 +33,13 @@ def run_world(size, function, argument, tmp_path, timeout=120):
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(timeout)
+    for rank in lost:
+        results.pop(rank)
+    for rank, process in enumerate(processes):
+        if rank not in lost:
+            process.join(timeout)
+    for rank in lost:
+        processes.pop(rank).kill()
     stuck = [process for process in processes if process.is_alive()]
     for process in stuck:
         process.kill()
