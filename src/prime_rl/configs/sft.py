@@ -105,6 +105,8 @@ class SFTConfig(RootConfig):
             raise ValueError("max_steps: how many steps a pass is, streaming does not tell; set max_steps")
         if val is not None and not (val.name or val.split) and data.streaming:
             raise ValueError("val.fraction: a stream cannot be parted; give val.name or val.split")
+        if val is not None and val.name == data.name and (val.split or "train") == data.split:
+            raise ValueError("val.name: these are the data to train on; leave it out to hold a part of them out")
         if val is not None and val.split and not val.name:
             files = [name for name in data.name if Path(name).expanduser().is_file()]
             if files:

@@ -43,7 +43,7 @@ class SFTDataConfig(BaseConfig):
     """A .jsonl, .json, .csv or .parquet file, a folder of these, or a Hugging Face id; several are mixed."""
 
     split: str = "train"
-    """Split of a Hugging Face data set."""
+    """Split of a Hugging Face data set, or of a local folder where the names of its files tell splits apart."""
 
     subsets: StrList = Field([])
     """Subsets of the data set to mix: configurations of a Hugging Face data set, files or folders of a local folder.
@@ -157,7 +157,7 @@ class ValConfig(BaseConfig):
     """What to validate on, as `data.name`; with neither `name` nor `split`, a part of `data` is held out."""
 
     split: str | None = None
-    """Split of a Hugging Face data set; by itself, that split of `data.name`."""
+    """Split to validate on; by itself, that split of `data.name`."""
 
     fraction: float = Field(0.05, gt=0, lt=1)
     """Share of `data` that is held out where neither `name` nor `split` is given."""

@@ -279,6 +279,7 @@ DOCUMENTED_PATHS = [
     "configs/reverse_text/cpu.toml",
     "configs/reverse_text/gpu.toml",
     "configs/reverse_text/sft_cpu.toml",
+    "configs/sft/gsm8k.toml",
     "configs/debug/synthesize.toml",
 ]  # fmt: skip
 

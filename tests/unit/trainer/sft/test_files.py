@@ -123,6 +123,7 @@ def test_lists_are_typed_with_commas():
         (["--data.type", "fake"], "max_steps: fake data never end"),
         (["--data.type", "fake", "--max-steps", "1", "--val"], "val: data.type is fake"),
         (["--data.streaming", "--max-steps", "1", "--val"], "give val.name or val.split"),
+        (["--data.name", "a.jsonl", "--val.name", "a.jsonl"], "val.name: these are the data to train on"),
         (["--data.name", __file__, "--val.split", "test"], "is a file, which has no splits; give val.name"),
     ],
 )
