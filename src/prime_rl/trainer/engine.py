@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from prime_rl.errors import RunError
@@ -143,6 +144,19 @@ class Engine:
             means=means.reduce(self._world) | self._policy.routing.reduce(self._world.sum, self._world.device),
             rates=rates,
         )
+
+    @torch.no_grad()
+    def evaluate(self, minibatch: Minibatch, objective: Callable[[Scored], Objective]) -> float:
+        """Compute the loss of a minibatch and change nothing. All ranks call it together."""
+        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        for row in minibatch.rows:
+            row = row.to(self._world.device)
+            logprobs, entropy, *left_out = self._policy(row)
+            total += objective(Scored(row, logprobs, entropy, True, minibatch.counts, *left_out)).loss
+        for module in self._policy.modules():
+            if isinstance(module, FSDPModule):  # no backward pass follows that would give the gathered weights back
+                module.reshard()
+        return self._world.sum_rows(total).item()
 
     def _backward(
         self, minibatch: Minibatch, objective: Callable[[Scored], Objective], means: Means, untouched: bool
