@@ -10,8 +10,10 @@ import transformers
 from prime_rl.configs.shared import TokenizerConfig
 from prime_rl.configs.trainer import DebugModelConfig, TrainerModelConfig
 from prime_rl.errors import ConfigError
+from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.micro_batch import make_micro_batch
 from prime_rl.trainer.model import load_policy, load_tokenizer
+from prime_rl.trainer.parallel import World
 from tests.support.tiny_model import make_tiny_model
 
 SMALL = {
@@ -51,6 +53,15 @@ LENGTHS = [9, 2, 17, 1, 12]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def lone_world():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(rank=0, size=1, device=torch.device("cpu"))
+    dist.destroy_process_group()
 
 
 def segments(vocabulary, lengths=LENGTHS):
@@ -93,6 +104,43 @@ def test_logprobs_are_those_of_transformers(name, tmp_path):
             torch.testing.assert_close(got[1:], wanted, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(spread[1:], -(every.exp() * every).sum(-1)[:-1], rtol=1e-4, atol=1e-5)
             assert got[0] == spread[0] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "gemma3_window", "phi_biased_head", "granite_scaled_logits", "mixtral"])
+def test_gradients_are_those_of_transformers(name, tmp_path):
+    reference = save(ARCHITECTURES[name](), tmp_path)
+    policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    parts = segments(64)
+    weights = torch.randn(sum(LENGTHS), generator=torch.Generator().manual_seed(1))
+    (policy(pack(parts))[0] * weights).sum().backward()
+    for part, weight in zip(parts, weights.split(LENGTHS), strict=True):
+        every = torch.log_softmax(reference(torch.from_numpy(part)[None]).logits[0], -1)
+        (every[:-1].gather(1, torch.from_numpy(part[1:, None]))[:, 0] * weight[1:]).sum().backward()
+    wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for key, parameter in policy.causal_lm.named_parameters():
+        scale = wanted[key].abs().max().clamp(min=1.0)
+        torch.testing.assert_close(parameter.grad / scale, wanted[key] / scale, rtol=0, atol=1e-5, msg=key)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_bfloat16_computes_what_transformers_does_and_trains_float32(name, lone_world, tmp_path):
+    exact = save(ARCHITECTURES[name](), tmp_path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    policy = make_policy(TrainerModelConfig(name=str(tmp_path), dtype="bfloat16"), 0, lone_world)
+    (part,) = segments(64, [40])
+    logprobs = policy(pack([part]))[0]
+    logprobs.sum().backward()
+    assert {p.dtype for p in policy.parameters()} == {p.grad.dtype for p in policy.parameters()} == {torch.float32}
+    with torch.no_grad():
+        tokens = torch.from_numpy(part)
+        wanted, in_float32 = (
+            torch.log_softmax(model(tokens[None]).logits[0].float(), -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+            for model in (reference, exact)
+        )
+    rounding = (wanted - in_float32).abs()
+    assert (logprobs[1:] - in_float32).abs().mean() > 1e-4  # it is not float32 in disguise
+    assert (logprobs[1:] - in_float32).abs().mean() < 2 * rounding.mean()
+    assert (logprobs[1:] - wanted).abs().max() < 2 * rounding.max()
 
 
 @pytest.mark.parametrize("attn", ["varlen", "sdpa", "eager"])
