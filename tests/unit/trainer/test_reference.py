@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.configs.loss import AIPOLossConfig, DecoupledPPOLossConfig, KLConfig, ReferenceConfig
+from prime_rl.configs.loss import AIPOLossConfig, DecoupledPPOLossConfig, GSPOLossConfig, KLConfig, ReferenceConfig
 from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.trainer import FakeDataConfig, LoRAConfig, TrainerConfig, TrainerModelConfig
 from prime_rl.trainer.engine import Engine
@@ -54,8 +54,9 @@ class Trained:
 def on_ranks(world, path):
     """Runs on every rank."""
     base = Trained(world, path, loss=KL)
+    by_sequence = GSPOLossConfig(eps_low=0.2, eps_high=0.2, kl=KL.kl)
     lora = Trained(world, path, loss=KL, lora=LoRAConfig(rank=4))
-    other = Trained(world, path, loss=KL, reference=ReferenceConfig(name=path.replace("policy", "reference")))
+    other = Trained(world, path, loss=by_sequence, reference=ReferenceConfig(name=path.replace("policy", "reference")))
     decoupled = Trained(world, path, loss=DecoupledPPOLossConfig(), minibatches=3)
     results = {}
     for name, trained in {"base": base, "lora": lora, "other": other, "decoupled": decoupled}.items():

@@ -12,7 +12,7 @@ def clip(inputs: LossInputs, *, eps_low: float, eps_high: float, dual_clip: floa
     With `dual_clip` = c, tokens of negative advantage lose at most c |A|: min(that, -c A) where A < 0.
 
     PPO (arXiv:1707.06347, equation 7) as used by GRPO (arXiv:2402.03300, equation 3); separate bounds are DAPO's
-    clip-higher (arXiv:2503.14476, section 3.1), the third bound is dual-clip PPO (arXiv:1912.09729, equation 5).
+    clip-higher (arXiv:2503.14476, section 3.1), the third bound is dual-clip PPO (arXiv:1912.09729).
     """
     return clipped_surrogate(
         log_ratio(inputs).exp(), masked_advantages(inputs), inputs.mask, eps_low, eps_high, dual_clip

@@ -10,8 +10,8 @@ def decoupled_ppo(inputs: LossInputs, *, eps_low: float, eps_high: float, weight
     The proximal policy is the trainer's before the first update of the step; w is at most `weight_clip`, None for no
     bound. Before the first update u is 1 and the gradient that of importance sampling with weight w.
 
-    Hilton et al., Batch size-invariance for policy optimization (arXiv:2110.00641), equation 5; in AReaL
-    (arXiv:2505.24298, section 5.2) for asynchronous training of language models.
+    Hilton et al., Batch size-invariance for policy optimization (arXiv:2110.00641), the decoupled clipped
+    objective; in AReaL (arXiv:2505.24298, section 5.2) for asynchronous training of language models.
     """
     proximal = inputs.logprobs.detach() if inputs.proximal_logprobs is None else inputs.proximal_logprobs
     weight = limited_difference(proximal, inputs.sampler_logprobs, inputs.mask).exp()

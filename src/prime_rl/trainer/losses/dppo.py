@@ -13,7 +13,7 @@ def dppo(
     d = trainer probability - sampler probability. Left out of the first term are tokens with A > 0 and
     d > `dppo_mask_high`, or A <= 0 and d < -`dppo_mask_low`; the second holds all of them. r is not clipped.
 
-    Divergence PPO with the binary total variation (arXiv:2602.04879, section 4); the squared log-ratio is the
+    Divergence PPO with the binary total variation (arXiv:2602.04879); the squared log-ratio is the
     regulariser of Kimi k1.5 (arXiv:2501.12599, section 2.3.2).
     """
     difference = log_ratio(inputs)

@@ -12,7 +12,7 @@ def gspo(inputs: LossInputs, *, eps_low: float, eps_high: float) -> LossOutput:
     for all tokens of a sequence and sequence normalisation, value and gradient are those of the sequence-level
     objective; advantages may also differ by token.
 
-    Group sequence policy optimisation (arXiv:2507.18071), equations 5 to 7 and, for s_t, 13 and 14 (GSPO-token).
+    Group sequence policy optimisation (arXiv:2507.18071); s_t is its GSPO-token.
     """
     token = log_ratio(inputs)
     sequence = sequence_mean(token, inputs.mask, inputs.segment_ids).detach()

@@ -38,7 +38,7 @@ def icepop(
     within the sequence bounds. rho is r, or for `ratio_type` "sequence" the product of r over the sequence, at most
     `sequence_clip_high`. A' = adv_tau * A + teacher_tau * (reference logprob - trainer logprob).
 
-    IcePop (arXiv:2510.18855, section on training-inference discrepancy): its masking by token; the masks by
+    IcePop (arXiv:2510.18855): its masking by token; the masks by
     sequence and the terms in A' come from prime-rl.
     """
     difference = log_ratio(inputs).detach()

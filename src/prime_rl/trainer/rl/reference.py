@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.loss import CustomLossConfig, DecoupledPPOLossConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.errors import RunError
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.trainer.engine import Minibatch
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.lora import adapted_layers
@@ -76,7 +76,10 @@ class References:
 def _load(config: TrainerConfig, name: str, world: World) -> PolicyModel:
     """Load a frozen copy, laid out like the policy, in the precision of the forward pass."""
     nothing_to_train = {"name": name, "lora": None, "ac": None, "ac_offloading": None}
-    return make_policy(config.model.model_copy(update=nothing_to_train), config.seed, world, frozen=True)
+    try:
+        return make_policy(config.model.model_copy(update=nothing_to_train), config.seed, world, frozen=True)
+    except ConfigError as error:
+        raise ConfigError(f"reference.name = {name!r}: {error}") from error
 
 
 def _add(minibatch: Minibatch, field: str, score: Callable[[MicroBatch], Tensor]) -> Minibatch:
