@@ -38,8 +38,7 @@ def icepop(
     within the sequence bounds. rho is r, or for `ratio_type` "sequence" the product of r over the sequence, at most
     `sequence_clip_high`. A' = adv_tau * A + teacher_tau * (reference logprob - trainer logprob).
 
-    IcePop (arXiv:2510.18855): its masking by token; the masks by
-    sequence and the terms in A' come from prime-rl.
+    IcePop (arXiv:2510.18855) masks by token; the masks by sequence and the terms in A' are additions.
     """
     difference = log_ratio(inputs).detach()
     ratio, mask = difference.exp(), inputs.mask
