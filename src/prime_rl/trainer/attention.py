@@ -1,7 +1,8 @@
 """I8 packing is invisible: attention over a packed row never crosses the boundary between two segments.
 
-Registered with transformers under the name `rl_varlen`. transformers' own route, a block-diagonal mask derived from
-position ids, costs time quadratic in the row and is silently dropped when an attention mask is passed as well.
+Registered with transformers as `rl_varlen`, and as `rl_varlen_long` where cuDNN may help. transformers' own route, a
+block-diagonal mask derived from position ids, costs time quadratic in the row and is silently dropped when an attention
+mask is passed as well.
 """
 
 import inspect
@@ -14,19 +15,43 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from prime_rl.errors import ConfigError
+from prime_rl.trainer import cudnn_attention
 from prime_rl.trainer.context_parallel import ContextParallel
 from prime_rl.trainer.segment_op import segment_attention
 
 NAME = "rl_varlen"
+LONG_NAME = "rl_varlen_long"
 
 
 def register() -> None:
-    """Make `attn_implementation="rl_varlen"` known to transformers. Calling it again changes nothing.
+    """Make both names known to transformers. Calling it again changes nothing.
 
     Deliberately without a mask function: transformers then makes no mask at all, where for a known one it would first
     look at the position ids, and on CUDA wait for every kernel before it.
     """
     AttentionInterface.register(NAME, rl_varlen)
+    AttentionInterface.register(LONG_NAME, rl_varlen_long)
+
+
+def implementation(attn: str) -> str:
+    """Name for transformers of what `model.attn` asks for; `auto` looks at the device."""
+    if attn == "auto":
+        return LONG_NAME if _cudnn_works() else NAME
+    return NAME if attn == "varlen" else attn
+
+
+def rl_varlen_long(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """`rl_varlen`, which leaves long rows of one segment in half precision to cuDNN."""
+    special = ("sliding_window", "softcap", "s_aux", "context_parallel")
+    segments, length = options.get("cu_seq_lens_q"), query.shape[2]
+    alone = segments is not None and len(segments) == 2 and length >= cudnn_attention.LEAST_TOKENS
+    plain = query.is_cuda and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 128
+    if alone and plain and all(options.get(name) is None for name in special):
+        attended = cudnn_attention.attend(query, key, value, options.get("scaling"))
+        return attended.transpose(1, 2).contiguous(), None
+    return rl_varlen(module, query, key, value, attention_mask, **options)
 
 
 def rl_varlen(
@@ -111,6 +136,11 @@ def _flash(
     behind = -1 if window is None else window - 1
     out = varlen_attn(*packed, bounds, bounds, longest, longest, scale=scaling, window_size=(behind, 0), **extra)
     return out[None, ..., :width]
+
+
+@cache
+def _cudnn_works() -> bool:
+    return cudnn_attention.works_here()
 
 
 @cache

@@ -56,8 +56,7 @@ class MicroBatch:
         if self.tokens.device == device:
             return self
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in values.items()}
-        return type(self)(**moved)
+        return type(self)(**{k: _move(v, device) if isinstance(v, Tensor) else v for k, v in values.items()})
 
 
 def make_micro_batch(
@@ -119,6 +118,11 @@ def masked_row(streams: Mapping[str, np.dtype[Any]] | None = None) -> MicroBatch
     nothing = np.zeros(2, np.int64)
     zeros = {name: np.zeros(2, dtype) for name, dtype in (streams or {}).items()}
     return make_micro_batch(nothing, nothing, [2], streams=zeros)
+
+
+def _move(values: Tensor, device: torch.device) -> Tensor:
+    """Copy; to CUDA from page-locked memory, since for any other the driver first waits for all work in the stream."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def _floats(values: NDArray[np.floating]) -> Tensor:

@@ -33,7 +33,7 @@ from prime_rl.trainer.moe import Routing
 from prime_rl.trainer.truncation import Truncation
 from prime_rl.trainer.weights import Weights
 
-_ATTENTION = {"auto": attention.NAME, "varlen": attention.NAME}
+_SEGMENTED = ("auto", "varlen")
 # What a packed row is exact for; recurrent layers would carry state from one segment into the next.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -128,14 +128,14 @@ def build_policy(config: TrainerModelConfig) -> PolicyModel:
     """
     attention.register()
     hf_config = _hf_config(config)
-    options = {"dtype": torch.float32, "attn_implementation": _ATTENTION.get(config.attn, config.attn)}
+    options = {"dtype": torch.float32, "attn_implementation": attention.implementation(config.attn)}
     try:
         with torch.device("meta"), meta_device_safe_creation_ops():
             causal_lm = AutoModelForCausalLM.from_config(
                 hf_config, **options, trust_remote_code=config.trust_remote_code
             )
     except (OSError, ValueError, ImportError, KeyError) as error:
-        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+        if isinstance(error, KeyError) and error.args[0] in (attention.NAME, attention.LONG_NAME):
             raise _own_attention(config.name) from None
         raise _cannot_load("model.name", config.name, error) from error
     _check_supported(config, causal_lm)
@@ -213,7 +213,7 @@ def _check_supported(config: TrainerModelConfig, causal_lm: PreTrainedModel) -> 
     if causal_lm.get_output_embeddings() is None or getattr(text, "final_logit_softcapping", None):
         raise ConfigError(f"model.name: {name} has an output head that is more than one matrix (softcapped logits)")
     sinks = any(key.endswith("sinks") for key, _ in causal_lm.named_parameters())
-    if config.attn in _ATTENTION and (sinks or getattr(text, "attn_logit_softcapping", None)):
+    if config.attn in _SEGMENTED and (sinks or getattr(text, "attn_logit_softcapping", None)):
         raise ConfigError(
             f"model.attn: {name} has attention sinks or softcapped scores, which {config.attn!r} does not compute; "
             "set model.attn to 'eager'"

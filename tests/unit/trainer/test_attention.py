@@ -81,3 +81,52 @@ def test_packing_is_invisible_on_cuda(tmp_path, dtype, tolerance):
         single = torch.cat([reference(pack([part]))[0] for part in parts])
     assert len(packed) == sum(LENGTHS)
     torch.testing.assert_close(packed.cpu(), single, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "extra", "taken"),
+    [([0, 11], {}, True), ([0, 4, 11], {}, False), ([0, 11], {"sliding_window": 3}, False)],
+)
+def test_only_a_long_row_of_one_segment_goes_to_cudnn(monkeypatch, bounds, extra, taken):
+    """With stand-ins, on a CPU: a tensor that calls itself one of CUDA, and torch's own kernel in cuDNN's place."""
+    rows = []
+
+    def attend(query, key, value, scale):
+        rows.append(query.shape)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
+
+    class Claims(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(attention.cudnn_attention, "attend", attend)
+    monkeypatch.setattr(attention.cudnn_attention, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(
+        attention,
+        "_flash",
+        lambda q, k, v, b, *_: attention.segment_attention(
+            *(x.as_subclass(torch.Tensor) for x in (q, k, v)), b, 0.3, extra.get("sliding_window")
+        )[0].transpose(1, 2),
+    )
+    query, key, value = (torch.randn(1, heads, 11, 16).bfloat16() for heads in (4, 2, 2))
+    options = {"cu_seq_lens_q": torch.tensor(bounds, dtype=torch.int32), "max_length_q": 11, "scaling": 0.3, **extra}
+    wanted, _ = attention.rl_varlen(torch.nn.Module(), query, key, value, None, **options)
+    got, _ = attention.rl_varlen_long(torch.nn.Module(), query.as_subclass(Claims), key, value, None, **options)
+    assert bool(rows) == taken
+    torch.testing.assert_close(got.as_subclass(torch.Tensor), wanted, rtol=0, atol=2e-2)
+
+
+def test_what_attn_stands_for(monkeypatch):
+    monkeypatch.setattr(attention, "_cudnn_works", lambda: True)
+    assert [attention.implementation(a) for a in ("auto", "varlen", "sdpa")] == ["rl_varlen_long", "rl_varlen", "sdpa"]
+    monkeypatch.setattr(attention, "_cudnn_works", lambda: False)
+    assert attention.implementation("auto") == "rl_varlen"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cudnn_agrees_where_it_is_used():
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("older than Hopper")
+    assert attention.cudnn_attention.works_here()
