@@ -31,8 +31,9 @@ from prime_rl.trainer.sft.sources import (
 )
 from prime_rl.trainer.sft.stream import Batches, Row, pack_all
 
-# First numbers of seeds, so that what is drawn for different purposes differs.
-_TRAIN, _HOLD_OUT, _VALIDATE = range(3)
+# What follows `data.seed` in the seeds of other draws than a pass through all data, which is [seed, pass]; NumPy takes
+# missing numbers for zeros, so these differ from it in the fourth place.
+_HOLD_OUT, _VALIDATE, _SHARES = (0, 0, 1), (0, 0, 2), (0, 0, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +125,16 @@ def mix(sets: Sequence[DataSet], config: SFTDataConfig, once: bool) -> Interleav
         config: shares and seeds.
         once: end after one pass.
     """
-    seed = [config.seed, _TRAIN] if config.shuffle else None
     sources: list[Source] = []
     if config.probabilities or config.streaming:
         for i, one in enumerate(sets):
-            own = None if seed is None else [*seed, i]
+            seed = [config.seed, *_SHARES, i] if config.shuffle else None
             if one.stream is not None:
-                sources.append(Streamed(one.stream, config.shuffle_buffer, own))
+                sources.append(Streamed(one.stream, config.shuffle_buffer, seed))
             else:
-                sources.append(InMemory(one.rows, one.chosen, own))
+                sources.append(InMemory(one.rows, one.chosen, seed))
     else:
-        sources.append(InMemory(*_chained(sets), seed))
+        sources.append(InMemory(*_chained(sets), [config.seed] if config.shuffle else None))
     stop = {"all_exhausted": "all", "first_exhausted": "first"}[config.stopping_strategy] if once else None
     return Interleaved(sources, config.probabilities or [1.0] * len(sources), cast(Any, stop))
 
@@ -149,12 +149,12 @@ def _validation_rows(val: ValConfig, config: SFTDataConfig, sets: Sequence[DataS
         except ConfigError as error:
             raise ConfigError(re.sub(r"^data\.(name|split):", r"val.\1:", str(error))) from None
     else:
-        sets = [_hold_out(one, val.fraction, [config.seed, _HOLD_OUT, i]) for i, one in enumerate(sets)]
+        sets = [_hold_out(one, val.fraction, [config.seed, *_HOLD_OUT, i]) for i, one in enumerate(sets)]
     if config.streaming:
         streams = [one.stream(0) for one in sets if one.stream is not None]
         return [row for stream in streams for row in stream.take(val.examples or 2**62)]
     rows, chosen = _chained(sets)
-    order = permuted(chosen, [config.seed, _VALIDATE])
+    order = permuted(chosen, [config.seed, *_VALIDATE])
     return [rows[int(i)] for i in order[: val.examples]]
 
 
