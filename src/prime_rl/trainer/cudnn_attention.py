@@ -53,7 +53,7 @@ def works_here() -> bool:
         logger.info(f"no attention by cuDNN: {str(error).splitlines()[0]}")
         return False
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        wanted = F.scaled_dot_product_attention(*two, is_causal=True)
+        wanted = F.scaled_dot_product_attention(two[0], two[1], two[2], is_causal=True)
         wanted.sum().backward()
     pairs = [(got, wanted), *((a.grad, b.grad) for a, b in zip(one, two, strict=True))]
     far = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs if a is not None and b is not None)
