@@ -200,3 +200,14 @@ def test_two_halves_of_sft_are_one_whole_to_the_bit(model, words, tmp_path):
     assert weights_hash(halves, 8) == weights_hash(whole, 8)
     assert find_checkpoints(RunPaths(halves).checkpoints_dir).steps == [8]
     assert weights_hash(halves, 4) != weights_hash(halves, 8)
+
+
+def test_random_generators_go_on_too(model, tmp_path):
+    """Dropout of adapters is drawn anew in each step; a reference model is loaded by both runs."""
+    more = ["--model.lora.rank", "4", "--model.lora.dropout", "0.5", "--loss.kl.coef", "0.1"]
+    for name, steps in (("whole", [["4"]]), ("halves", [["2", "--ckpt"], ["4", "--ckpt.resume-step", "2"]])):
+        ship(tmp_path / name, 4)
+        for arguments in steps:
+            succeed(trainer(model, tmp_path / name, *more, "--max-steps", *arguments))
+    assert metrics_of(tmp_path / "whole") == metrics_of(tmp_path / "halves")
+    assert weights_hash(tmp_path / "whole", 4) == weights_hash(tmp_path / "halves", 4)

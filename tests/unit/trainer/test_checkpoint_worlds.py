@@ -1,6 +1,8 @@
 """A checkpoint of two ranks goes on, with the same losses, on one and on four, however they lay the model out."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -274,3 +276,34 @@ def test_death_at_any_point_of_a_save_costs_that_checkpoint_at_most(tmp_path):
         assert before == counts and start == counts[-1], point
         assert after == [1, 2, 3], point
         assert left == [], point
+
+
+def lose_a_rank(world, argument):
+    """Rank 1 is killed while it writes its shard."""
+    root, save_async = argument
+    config = make_config(root, "adamw", False)
+    config = config.model_copy(
+        update={"output_dir": Path(root) / f"lost{save_async}", "ckpt": CkptConfig(interval=1, save_async=save_async)}
+    )
+    checkpoints = Checkpointer(config, RunPaths(config.output_dir), world)
+    policy = make_policy(config.model, 0, world)
+    progress = checkpoints.restore(policy, build_optimizer(config.optim, policy))
+    progress.count(1, 1)
+    checkpoints.step_done(progress, last=False)
+    checkpoints._wait()
+    if world.rank == 1:
+        dcp.FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    progress.count(1, 1)
+    try:
+        checkpoints.step_done(progress, last=False)
+        checkpoints.close()
+    except RunError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_a_rank_that_dies_while_saving_is_one_error_and_the_earlier_one_is_whole(written, save_async):
+    root, _ = written
+    (message,) = run_world(2, lose_a_rank, (str(root), save_async), root, timeout=30, lost=(1,))
+    assert "cannot save" in message and "rank 0 lost another rank" in message and "\n" not in message
+    assert find_checkpoints(RunPaths(root / f"lost{save_async}").checkpoints_dir).steps == [1]

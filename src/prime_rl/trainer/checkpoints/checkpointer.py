@@ -32,7 +32,7 @@ from prime_rl.run.rewind import next_branch, rewind
 from prime_rl.trainer.checkpoints import state
 from prime_rl.trainer.checkpoints.reader import TensorReader
 from prime_rl.trainer.checkpoints.settings import changes, settings_of
-from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parallel import World, lost_ranks_told
 from prime_rl.trainer.start import check_output_dir
 
 PART = "trainer"
@@ -124,6 +124,8 @@ class Checkpointer:
     def restore(self, policy: nn.Module, optimizer: Optimizer, stream: DataStream | None = None) -> Progress:
         """Give model, optimizer, random generators and data the state of the checkpoint, if this run resumes one.
 
+        Called last before the first step, so that nothing draws random numbers in between.
+
         Args:
             policy: sharded; later saves read it too.
             optimizer: over its trained parameters.
@@ -204,8 +206,9 @@ class Checkpointer:
         begin = time.perf_counter()
         checkpoint = self._checkpoint(step)
         try:
-            self._write(checkpoint, tensors, fields)
-        except (OSError, RuntimeError, RunError, dcp.CheckpointException) as error:
+            with lost_ranks_told(self._config.dist_timeout_seconds):
+                self._write(checkpoint, tensors, fields)
+        except (OSError, RunError, dcp.CheckpointException) as error:
             if self._world.leads:
                 shutil.rmtree(checkpoint / _temporary(PART), ignore_errors=True)
             raise RunError(

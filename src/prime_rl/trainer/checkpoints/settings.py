@@ -5,7 +5,7 @@ from typing import Any
 
 _DECIDING = (
     "model.name", "model.lora", "model.dtype", "model.reduce_dtype", "model.debug", "optim", "scheduler", "loss",
-    "minibatches", "data", "seed",
+    "reference", "minibatches", "data", "seed",
 )  # fmt: skip
 # How rows are shared among forward passes changes no result beyond rounding, and what is published nothing at all.
 _IGNORED = {"data.micro_batch_size", "model.lora.publish"}

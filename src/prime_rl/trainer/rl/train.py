@@ -43,7 +43,6 @@ def train(config: TrainerConfig) -> None:
         policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
-        progress = checkpoints.restore(policy, optimizer)
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weight_broadcast.dtype, world.device), world)
         objective = build_objective(config.loss, config.model.seq_len)
@@ -52,6 +51,7 @@ def train(config: TrainerConfig) -> None:
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config, world, monitor)
 
+        progress = checkpoints.restore(policy, optimizer)
         if progress.step and config.data.fake is None:
             publisher.publish(paths.weights(progress.step), PolicyVersion(checkpoints.branch, progress.step))
         for step in range(progress.step, config.max_steps) if config.max_steps else count(progress.step):

@@ -35,13 +35,13 @@ def train(config: SFTConfig) -> None:
         batches, steps = examples.batches, examples.batches.steps
         policy = make_policy(config.model, config.seed, world)
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
-        progress = checkpoints.restore(policy, optimizer, batches)
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weights_dtype, world.device), world)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config, world, monitor)
         validate = Validator(config, examples.held_out, engine, world, monitor)
 
+        progress = checkpoints.restore(policy, optimizer, batches)
         validate(progress.step)
         for step, rows in enumerate(batches, progress.step):
             clock = Stopwatch()
