@@ -80,20 +80,27 @@ def rl_varlen(
         max_length_q: length of the longest segment.
         scaling: factor on the scores; 1/sqrt(D) if None.
         sliding_window: a token sees this many tokens, itself included; all if None.
+        softcap: bound on the scores, applied as softcap * tanh(scores / softcap).
+        s_aux: [heads], a score in each softmax that belongs to no token (attention sink).
         context_parallel: the ranks that share the row; None where it is whole.
 
     Returns:
         [1, T, heads, D], contiguous because some models view it as [1, T, heads * D], and None.
 
     Raises:
-        ConfigError: the model needs soft-capped scores or attention sinks, or does not hand on the segments.
+        ConfigError: the model does not hand on the segments, or has sinks or softcapped scores and ranks share rows.
     """
     if cu_seq_lens_q is None:
         raise ConfigError(
             f"model.name: {type(module).__name__} is not told where segments begin, so packed rows cannot be kept apart"
         )
     if softcap is not None or s_aux is not None:
-        raise ConfigError("model.attn: this model needs score soft-capping or attention sinks, set model.attn='eager'")
+        if context_parallel is not None:
+            raise ConfigError("model.cp: ranks cannot share rows of a model with softcapped scores or attention sinks")
+        lengths = (cu_seq_lens_q[1:] - cu_seq_lens_q[:-1]).tolist()
+        pieces = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+        explicit = [_explicit_segment(*piece, scaling, sliding_window, softcap, s_aux) for piece in pieces]
+        return torch.cat(explicit, 2).transpose(1, 2).contiguous(), None
     if context_parallel is not None:
         query, key, value = context_parallel.spread_heads(query, key, value)
     if query.is_cuda and query.dtype != torch.float32:  # the flash kernel knows half precision only
@@ -116,6 +123,30 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, w
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
     )
+
+
+def _explicit_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """What no kernel here computes, with all scores of the segment in memory: quadratic in its length."""
+    length, groups = query.shape[2], query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_()
+    if window is not None:
+        seen.triu_(1 - window)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(len(scores), -1, length, 1).to(scores.dtype)], 3)
+    return torch.softmax(scores, 3, dtype=torch.float32)[..., :length].to(value.dtype) @ value
 
 
 def _flash(

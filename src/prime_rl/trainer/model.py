@@ -4,6 +4,8 @@ The wrapper, not the transformers model, is what FSDP shards as its root: the ou
 root's forward, where it is gathered, and the backbone is never called past the root's hooks.
 """
 
+import inspect
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -212,12 +214,17 @@ def _check_supported(config: TrainerModelConfig, causal_lm: PreTrainedModel) -> 
         raise _own_attention(name)
     if causal_lm.get_output_embeddings() is None or getattr(text, "final_logit_softcapping", None):
         raise ConfigError(f"model.name: {name} has an output head that is more than one matrix (softcapped logits)")
-    sinks = any(key.endswith("sinks") for key, _ in causal_lm.named_parameters())
-    if config.attn in _SEGMENTED and (sinks or getattr(text, "attn_logit_softcapping", None)):
+    if config.attn in ("sdpa", "eager") and not _masks_segments(causal_lm):
         raise ConfigError(
-            f"model.attn: {name} has attention sinks or softcapped scores, which {config.attn!r} does not compute; "
-            "set model.attn to 'eager'"
+            f"model.attn: {name} makes its mask without position ids, so {config.attn!r} would not keep packed "
+            "segments apart; set model.attn to 'auto'"
         )
+
+
+def _masks_segments(causal_lm: PreTrainedModel) -> bool:
+    """Whether the model hands position ids to transformers' masks, which tell segments by them; read in its source."""
+    source = inspect.getsource(type(causal_lm.base_model).forward)
+    return re.search(r"mask\w*\([^)]*position_ids|mask_kwargs = \{[^}]*position_ids", source) is not None
 
 
 def _own_attention(name: str) -> ConfigError:

@@ -223,12 +223,10 @@ def weight_files(directory: Path) -> list[Path]:
         return files
     if index.is_file():
         raise ConfigError(f"model.name: {index} names {lost[0].name}, which is not there")
-    if other := sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")]):
-        raise ConfigError(
-            f"model.name: {directory} has its weights in {other[0].name}, a pickle, which is not read; rewrite them as "
-            "safetensors: AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(DIRECTORY)"
-        )
-    raise ConfigError(f"model.name: {directory} has neither {_SINGLE} nor {_INDEX}")
+    raise ConfigError(
+        f"model.name: {directory} has neither {_SINGLE} nor {_INDEX}; weights in another format (.bin) are not read, "
+        "rewrite them: AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(DIRECTORY)"
+    )
 
 
 def _tensor_files(directory: Path, files: list[Path]) -> dict[str, Path]:

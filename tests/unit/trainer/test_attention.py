@@ -7,7 +7,6 @@ import torch
 import torch.nn.attention.varlen as varlen
 
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.errors import ConfigError
 from prime_rl.trainer import attention
 from prime_rl.trainer.model import load_policy
 from prime_rl.trainer.parallel import join_world, shard
@@ -56,13 +55,24 @@ def test_flash_is_called_as_segments_need(monkeypatch, kernel, window):
     torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
-def test_what_segments_cannot_do_is_refused(extra):
-    tensors = [torch.randn(1, 4, 3, 8)] * 3
-    with pytest.raises(ConfigError, match=r"model\.attn"):
-        attention.rl_varlen(
-            torch.nn.Module(), *tensors, None, cu_seq_lens_q=torch.tensor([0, 3]), max_length_q=3, **extra
-        )
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 0.0]])
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_and_softcapped_scores_are_computed_by_definition(softcap, sinks, window):
+    bounds = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
+    query, key, value = torch.randn(1, 4, 11, 8), torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8)
+    got, _ = attention.rl_varlen(
+        torch.nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=6, scaling=0.7,
+        sliding_window=window, softcap=softcap, s_aux=None if sinks is None else torch.tensor(sinks),
+    )  # fmt: skip
+    for begin, end in pairwise(bounds.tolist()):
+        for t in range(begin, end):
+            first = begin if window is None else max(begin, t + 1 - window)
+            for h in range(4):
+                scores = 0.7 * (key[0, h // 2, first : t + 1] @ query[0, h, t])
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                weights = scores.exp() / (scores.exp().sum() + (0 if sinks is None else torch.tensor(sinks[h]).exp()))
+                torch.testing.assert_close(got[0, t, h], weights @ value[0, h // 2, first : t + 1])
 
 
 @pytest.mark.gpu

@@ -41,6 +41,9 @@ ARCHITECTURES = {
         **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[1]
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss_sinks_window": lambda: transformers.GptOssConfig(
+        **SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**SMALL, "num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
         n_shared_experts=1, kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
@@ -106,7 +109,9 @@ def test_logprobs_are_those_of_transformers(name, tmp_path):
             assert got[0] == spread[0] == 0
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "gemma3_window", "phi_biased_head", "granite_scaled_logits", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_tied", "gemma3_window", "phi_biased_head", "granite_scaled_logits", "gpt_oss_sinks_window"]
+)
 def test_gradients_are_those_of_transformers(name, tmp_path):
     reference = save(ARCHITECTURES[name](), tmp_path)
     policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
@@ -216,9 +221,6 @@ REFUSED = {
         **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
     "by itself": lambda: transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
-    "attention sinks": lambda: transformers.GptOssConfig(
-        **SMALL, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
-    ),
     "is quantized": lambda: transformers.LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}),
 }
 
@@ -230,6 +232,12 @@ def test_models_that_packed_rows_would_get_wrong_are_refused(reason, tmp_path):
     with pytest.raises(ConfigError, match=reason) as caught:
         load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
     assert "\n" not in str(caught.value)
+
+
+def test_a_mask_that_knows_no_segments_is_refused(tmp_path):
+    ARCHITECTURES["gpt_oss_sinks_window"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="without position ids"):
+        load_policy(TrainerModelConfig(name=str(tmp_path), attn="eager"), seed=0)
 
 
 def test_a_model_that_hides_the_segments_from_its_attention_is_refused(tmp_path):
