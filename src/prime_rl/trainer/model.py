@@ -35,7 +35,6 @@ from prime_rl.trainer.moe import Routing
 from prime_rl.trainer.truncation import Truncation
 from prime_rl.trainer.weights import Weights
 
-_SEGMENTED = ("auto", "varlen")
 # What a packed row is exact for; recurrent layers would carry state from one segment into the next.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
