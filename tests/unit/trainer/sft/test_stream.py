@@ -20,6 +20,7 @@ from prime_rl.trainer.sft.objective import to_micro_batch
 from prime_rl.trainer.sft.sources import InMemory, Interleaved, Streamed
 from prime_rl.trainer.sft.stream import Batches, pack_all
 from tests.support.tiny_model import make_tokenizer
+from tests.unit.trainer.sft.test_chat import THINKING_STRIPPED
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,28 @@ def assert_same(one, other):
     assert [len(row) for row in one] == [len(row) for row in other]
     for a, b in zip((s for row in one for s in row), (s for row in other for s in row), strict=True):
         assert (a.tokens == b.tokens).all() and (a.loss_mask == b.loss_mask).all()
+
+
+@pytest.mark.parametrize("pack_function", ["cat", "stack"])
+def test_a_batch_may_end_in_the_middle_of_an_example(tmp_path, pack_function):
+    """The template rewrites history, so an example is three sequences, of which a batch takes some."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = THINKING_STRIPPED
+    turns = [(role, f"{role[0]}{i}=x") for i in range(3) for role in ("user", "assistant")]
+    chats = [[{"role": role, "content": f"{n}{text}"} for role, text in turns] for n in range(5)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    options = {"name": str(tmp_path / "x.jsonl"), "pack_function": pack_function, "batch_size": 1, "seq_len": 160}
+    whole = open_batches(tokenizer, max_steps=12, **options).batches
+    batches, states = [], []
+    for batch in whole:
+        batches.append(batch)
+        states.append(whole.state())
+    assert any(state["pending"] for state in states)
+    for left, state in enumerate(states, 1):
+        again = open_batches(tokenizer, max_steps=12, **options).batches
+        again.restore(state)
+        for one, other in zip(batches[left:], again, strict=True):
+            assert_same(one, other)
 
 
 def test_one_pass_goes_on_to_its_end(files, tokenizer):
