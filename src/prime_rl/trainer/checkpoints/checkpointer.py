@@ -7,13 +7,14 @@ goes over a group of its own, so that a save in the background never mixes with 
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,13 @@ from prime_rl.run.batch import delete_rows
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.rewind import next_branch, rewind
 from prime_rl.trainer.checkpoints import state
+from prime_rl.trainer.checkpoints.agreement import Agreement, os_reason
 from prime_rl.trainer.checkpoints.reader import TensorReader
 from prime_rl.trainer.checkpoints.settings import changes, settings_of
 from prime_rl.trainer.parallel import World, lost_ranks_told
 from prime_rl.trainer.start import check_output_dir
 
 PART = "trainer"
-Value = TypeVar("Value")
 
 
 class DataStream(Protocol):
@@ -113,13 +114,14 @@ class Checkpointer:
         self._directory = paths.root / self._options.path
         timeout = timedelta(seconds=config.dist_timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._ranks = Agreement(world, self._group)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if self._options.save_async else None
         self._pending: Future[None] | None = None
         self._resumed: files.Commit | None = None
         if resuming:
             self._go_back(self._options.resume_step)
         else:
-            self._on_lead(self._refuse_earlier)
+            self._ranks.on_lead(self._refuse_earlier)
 
     def restore(self, policy: nn.Module, optimizer: Optimizer, stream: DataStream | None = None) -> Progress:
         """Give model, optimizer, random generators and data the state of the checkpoint, if this run resumes one.
@@ -211,6 +213,8 @@ class Checkpointer:
         except (OSError, RunError, dcp.CheckpointException) as error:
             if self._world.leads:
                 shutil.rmtree(checkpoint / _temporary(PART), ignore_errors=True)
+                with suppress(OSError):  # another part is in it
+                    checkpoint.rmdir()
             raise RunError(
                 f"cannot save {checkpoint}: {_reason(error)} ({_free(self._directory)}); earlier checkpoints are whole"
             ) from error
@@ -220,10 +224,10 @@ class Checkpointer:
 
     def _write(self, checkpoint: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
         temporary = checkpoint / _temporary(PART)
-        self._on_lead(lambda: files.clear_unfinished(checkpoint, PART))
+        self._ranks.on_lead(lambda: files.clear_unfinished(checkpoint, PART))
         writer = dcp.FileSystemWriter(temporary, sync_files=True)
         dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
-        hashes = self._gather(lambda: self._hash_own(temporary))
+        hashes = self._ranks.gather(lambda: self._hash_own(temporary))
 
         options = self._options
         assert options is not None
@@ -235,7 +239,7 @@ class Checkpointer:
             kept = files.prune(self._directory, options.keep_last, options.keep_interval)
             delete_rows(self._paths, below=kept[0])
 
-        self._on_lead(seal)
+        self._ranks.on_lead(seal)
 
     def _hash_own(self, temporary: Path) -> dict[str, str]:
         """Hash the files that this rank wrote, each on the node where they are still in memory."""
@@ -266,10 +270,10 @@ class Checkpointer:
 
     def _go_back(self, wanted: int | None) -> None:
         """Choose the checkpoint, newest first, by size and then by hash; put aside what came after it."""
-        candidates = self._on_lead(lambda: self._candidates(wanted))
+        candidates = self._ranks.on_lead(lambda: self._candidates(wanted))
         for commit in candidates:
             part = self._checkpoint(commit.step) / PART
-            damage = self._share(partial(files.check_hashes, part, self._world.rank, self._world.size))
+            damage = self._ranks.failure(partial(files.check_hashes, part, self._world.rank, self._world.size))
             if damage is None:
                 self._resumed = commit
                 break
@@ -285,7 +289,7 @@ class Checkpointer:
             )
         if self._resumed is None and self._world.leads:
             logger.warning(f"{self._directory} has no complete checkpoint: starting at step 0")
-        self.branch = self._on_lead(self._rewind)
+        self.branch = self._ranks.on_lead(self._rewind)
 
     def _candidates(self, wanted: int | None) -> list[files.Commit]:
         found = files.find_checkpoints(self._directory)
@@ -343,28 +347,6 @@ class Checkpointer:
     def _checkpoint(self, step: int) -> Path:
         return self._directory / f"step_{step}"
 
-    def _gather(self, work: Callable[[], Value]) -> list[Value]:
-        """Do `work` on every rank; return what all returned, or raise everywhere the first error of any."""
-        value, error = _attempt(work)
-        answers: list[Any] = [None] * self._world.size
-        dist.all_gather_object(answers, (value, error), group=self._group)
-        first = next((error for _, error in answers if error is not None), None)
-        if first is not None:
-            raise first
-        return [value for value, _ in answers]
-
-    def _on_lead(self, work: Callable[[], Value]) -> Value:
-        """Do `work` on rank 0 alone; return its answer, or raise its error, everywhere."""
-        return self._gather(lambda: work() if self._world.leads else None)[0]  # type: ignore[return-value]
-
-    def _share(self, work: Callable[[], None]) -> RunError | None:
-        """Do `work` on every rank; return the first error, the same everywhere."""
-        try:
-            self._gather(work)
-        except RunError as error:
-            return error
-        return None
-
 
 def load_model_and_optimizer(
     part: Path, policy: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None = None, hint: str = ""
@@ -388,15 +370,6 @@ def load_model_and_optimizer(
         state.restore_optimizer(policy, optimizer, moments)
 
 
-def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
-    try:
-        return work(), None
-    except (ConfigError, RunError) as error:
-        return None, error
-    except OSError as error:
-        return None, RunError(_reason(error))
-
-
 def _temporary(part: str) -> str:
     return f".tmp-{part}"
 
@@ -411,9 +384,11 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, dcp.CheckpointException):
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {_reason(cause)}"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    if isinstance(error, OSError):
+        return os_reason(error)
+    line = str(error).strip().split("\n")[0] or type(error).__name__
+    # What torch's writer says of a write that ended early; the disk's own error does not get through it.
+    return f"the disk did not take a whole file ({line})" if "inline_container" in line else line
 
 
 def _free(directory: Path) -> str:
