@@ -38,13 +38,13 @@ LAYOUTS = {
     "ep": (2, ("experts",), {"ep": 2}),
     "replicate_shard": (4, ("dense",), {"dp_replicate": 2}),
     "reshard_pairs": (4, ("dense",), {"reshard_ranks": 2}),
-    "replicate_cp": (4, ("dense",), {"dp_replicate": 2, "cp": {"degree": 2}}),
+    "replicate_cp": (4, ("dense",), {"dp_replicate": 2, "cp": {"degree": 2}, "fsdp_cpu_offload": True}),
     "cp_shard": (4, ("dense",), {"cp": {"degree": 2}}),
     "cp_all": (4, ("dense", "sliding"), {"cp": {"degree": 4}}),  # more ranks than key-value heads
     "tp_shard": (4, ("dense",), {"tp": 2}),
-    "tp_cp": (4, ("dense",), {"tp": 2, "cp": {"degree": 2}}),
+    "tp_cp": (4, ("dense",), {"tp": 2, "cp": {"degree": 2}, "ac": {"freq": 1}}),
     "ep_shard": (4, ("experts",), {"ep": 2}),
-    "ep_cp": (4, ("experts",), {"ep": 4, "cp": {"degree": 2}}),
+    "ep_cp": (4, ("experts",), {"ep": 4, "cp": {"degree": 2}, "ac": {"freq": 1}}),
     "ep_tp": (4, ("experts",), {"ep": 2, "tp": 2}),
     "ep_replicate": (4, ("experts",), {"ep": 2, "dp_replicate": 2}),
 }
