@@ -47,7 +47,7 @@ def works_here() -> bool:
     two = [x.clone().requires_grad_() for x in one]
     one = [x.requires_grad_() for x in one]
     try:
-        got = attend(*one, None)
+        got = attend(one[0], one[1], one[2], None)
         got.sum().backward()
     except RuntimeError as error:  # however torch says that cuDNN lacks it
         logger.info(f"no attention by cuDNN: {str(error).splitlines()[0]}")
