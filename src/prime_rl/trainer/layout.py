@@ -41,8 +41,9 @@ class Layout:
         factors = {"dp_replicate": config.dp_replicate, "cp": cp, "tp": config.tp}
         product = math.prod(factors.values())
         if size % product:
-            asked = " x ".join(f"model.{name} {factor}" for name, factor in factors.items() if factor > 1)
-            raise ConfigError(f"{asked} = {product} does not divide the {size} ranks; start a multiple of {product}")
+            asked = [f"model.{name} {factor}" for name, factor in factors.items() if factor > 1]
+            what = " x ".join(asked) + (f" = {product}" if len(asked) > 1 else "")
+            raise ConfigError(f"{what} does not divide the {size} ranks; start a multiple of {product}")
         shard = size // product
         if config.ep > 1 and (config.ep % cp or (shard * cp) % config.ep):
             raise ConfigError(

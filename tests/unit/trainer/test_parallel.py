@@ -198,7 +198,7 @@ def test_the_sliding_model_slides(worlds):
 @pytest.mark.parametrize(
     ("size", "keys", "message"),
     [
-        (4, {"dp_replicate": 3}, "model.dp_replicate 3 = 3 does not divide the 4 ranks"),
+        (4, {"dp_replicate": 3}, "model.dp_replicate 3 does not divide the 4 ranks"),
         (6, {"tp": 2, "cp": {"degree": 2}}, "model.cp 2 x model.tp 2 = 4 does not divide the 6 ranks"),
         (4, {"ep": 3}, "model.ep 3 must be a multiple of model.cp 1 and divide the 4 ranks"),
         (4, {"ep": 2, "cp": {"degree": 4}}, "model.ep 2 must be a multiple of model.cp 4"),
