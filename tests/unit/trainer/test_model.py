@@ -38,6 +38,9 @@ ARCHITECTURES = {
     ),
     "cohere_scaled_logits": lambda: transformers.CohereConfig(**SMALL),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "qwen3_moe_some_dense": lambda: transformers.Qwen3MoeConfig(
         **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[1]
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),

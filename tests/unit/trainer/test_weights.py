@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from prime_rl.configs.trainer import DebugModelConfig, TrainerModelConfig
 from prime_rl.errors import ConfigError, RunError
-from prime_rl.trainer import hub, placement
+from prime_rl.trainer import hub, placement, pretrained
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.materialise import compute_buffers, give_storage
 from prime_rl.trainer.model import load_policy
@@ -55,13 +55,20 @@ def test_parameters_and_buffers_are_what_transformers_loads(name, models):
 def load_all(world, argument):
     """Runs on every rank: load, gather and compare with transformers; return what differs and what was read."""
     read, differs, random = {}, [], {}
-    cut = placement.read_runs
+    cut, whole_of = placement.read_runs, pretrained._Reader.whole
     for name in SHARDED:
         path = Path(argument) / name
         elements = []
-        placement.read_runs = lambda source, runs, e=elements: e.append(cut(source, runs)) or e[-1]
+
+        def noted(part, source, e=elements):
+            if not isinstance(source, torch.Tensor):  # that is read already
+                e.append(part)
+            return part
+
+        placement.read_runs = lambda source, runs, note=noted: note(cut(source, runs), source)
+        pretrained._Reader.whole = lambda reader, key, note=noted: note(whole_of(reader, key), key)
         policy = make_policy(TrainerModelConfig(name=str(path)), 0, world)
-        placement.read_runs = cut
+        placement.read_runs, pretrained._Reader.whole = cut, whole_of
         whole = sum(parameter.numel() for parameter in policy.parameters())
         read[name] = sum(part.numel() for part in elements) / whole
         reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
