@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from prime_rl.errors import ConfigError
-from prime_rl.trainer import cudnn_attention
+from prime_rl.trainer import cudnn_attention, half_attention
 from prime_rl.trainer.context_parallel import ContextParallel
 from prime_rl.trainer.segment_op import segment_attention
 
@@ -120,6 +120,8 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, w
     if window is not None and window < length:
         ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
         mask = ones.tril_().triu_(1 - window)
+    if query.dtype != torch.float32 and query.device.type == "cpu" and length <= half_attention.LONGEST:
+        return half_attention.attend(query, key, value, mask, scaling)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
     )

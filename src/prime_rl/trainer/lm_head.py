@@ -191,9 +191,9 @@ def _add_product(total: Tensor, slope: Tensor, weight: Tensor) -> None:
 
 @cache
 def _score_compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_score_functional, dynamic=True)
+    return torch.compile(_score_functional)
 
 
 @cache
 def _slope_compiled() -> Callable[..., Tensor]:
-    return torch.compile(_slope_functional, dynamic=True)
+    return torch.compile(_slope_functional)

@@ -55,6 +55,42 @@ def test_temperature_is_in_the_logprobs(server: Server, models: Models) -> None:
         assert gap(logprobs_of(cold), logprobs_of(warm)) > 1e-3
 
 
+def test_trainer_cuts_the_distribution_as_the_sampler_does(server: Server, models: Models) -> None:
+    """I6 under top-k, top-p and min-p, alone and together, several temperatures, all in one packed row."""
+    import numpy as np
+    import torch
+
+    from prime_rl.configs.trainer import TrainerModelConfig
+    from prime_rl.trainer.micro_batch import make_micro_batch
+    from prime_rl.trainer.model import load_policy
+
+    cuts = {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.8, "min_p": 0.02}, {}
+    asked = [(cut, temperature) for cut in cuts for temperature in (0.7, 1.0, 1.3)]
+    choices = [
+        server.generate(PROMPT, temperature=temperature, seed=i, max_tokens=64, **cut)
+        for i, (cut, temperature) in enumerate(asked)
+    ]
+    length = len(PROMPT) + 64
+    streams = {
+        "top_k": np.repeat(np.array([cut.get("top_k", 0) for cut, _ in asked], np.int32), length),
+        "top_p": np.repeat(np.array([cut.get("top_p", 1) for cut, _ in asked], np.float32), length),
+        "min_p": np.repeat(np.array([cut.get("min_p", 0) for cut, _ in asked], np.float32), length),
+    }
+    tokens = np.concatenate([[*PROMPT, *choice["token_ids"]] for choice in choices])
+    mask = np.tile(np.arange(length) >= len(PROMPT), len(asked))
+    temperature = np.repeat(np.array([t for _, t in asked], np.float32), length)
+    row = make_micro_batch(tokens, mask, [length] * len(asked), temperature=temperature, streams=streams)
+    policy = load_policy(TrainerModelConfig(name=str(models.base)), seed=0)
+    with torch.no_grad():
+        logprobs, _, left_out = policy(row)
+    measured = [value for choice in choices for value in logprobs_of(choice)]
+    assert gap(logprobs[row.scored].tolist(), measured) <= AGREEMENT
+    assert not left_out.any()
+    with torch.no_grad():
+        whole, _ = policy(make_micro_batch(tokens, mask, [length] * len(asked), temperature=temperature))
+    assert (whole - logprobs).abs().reshape(len(asked), length).amax(-1)[:12].min() > 1e-3, "the cuts were felt"
+
+
 async def test_version_spans_equal_the_switch(server: Server, models: Models, reference: Reference) -> None:
     def switch_twice() -> None:
         start = metric(server, "vllm:generation_tokens_total")

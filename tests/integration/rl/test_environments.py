@@ -22,18 +22,21 @@ ENVIRONMENTS = ["alphabet_sort", "calculator", "talking_taskset"]
 def test_every_kind_of_environment_is_trained_in(
     start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Multi-turn, tools, and v1; the trainer agrees with the sampler on every token of every turn (I6)."""
+    """Multi-turn, tools, and v1; the trainer agrees with the sampler on every token of every turn (I6).
+
+    Each is sampled with a cut of its own, one with none.
+    """
     packages = [str(ROOT / "tests/support/packages"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, packages)))
     orchestrator = {
         "batch_size": 24,
         "rollouts_per_example": 4,
-        "sampling": {"max_tokens": 32},
+        "sampling": {"max_tokens": 32, "temperature": 1.0, "top_k": 50},
         "rendering": {"chat_template": str(ROOT / "configs/chat_templates/tools.jinja")},
         "env": [
             {"id": "alphabet_sort", "args": {"min_turns": 3, "max_turns": 3, "max_names_per_turn": 2}},
-            {"id": "calculator", "args": {"difficulty": "easy"}},
-            {"id": "talking_taskset", "args": {"task": {"per_letter": 0.1}}},
+            {"id": "calculator", "args": {"difficulty": "easy"}, "sampling": {"top_k": -1}},
+            {"id": "talking_taskset", "args": {"task": {"per_letter": 0.1}}, "sampling": {"top_p": 0.9, "min_p": 0.01}},
         ],
     }
     values = rl_values(
@@ -51,11 +54,15 @@ def test_every_kind_of_environment_is_trained_in(
     assert len(trained) == STEPS
     for line in trained:
         assert 0 <= line["mismatch_kl/on_policy"] < 1e-4
+        assert line["mismatch_logprob/on_policy"] < 1e-4
+        assert line["truncation/left_out"] < 1e-3
     assert trained[0]["grad_norm"] > 0  # later ones may be alike: the learning rate is absurd
     told = [json.loads(line) for step in range(STEPS) for line in run.paths.samples(step).read_text().splitlines()]
     assert {rollout["env"] for rollout in told} == set(ENVIRONMENTS)
     rows = load_file(run.paths.rollouts(STEPS - 1) / "rows.safetensors")
     assert max(sampled_stretches(rows)) == 3  # three turns in one sample, what lies between them masked
+    assert set(rows["top_k"].tolist()) == {0, 50}
+    assert set(rows["top_p"].tolist()) == {1.0, float(np.float32(0.9))}
 
 
 def sampled_stretches(rows: dict[str, np.ndarray]) -> list[int]:

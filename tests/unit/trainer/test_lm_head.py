@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from prime_rl.trainer import lm_head
 from prime_rl.trainer.lm_head import token_logprobs
 
 
@@ -54,6 +55,41 @@ def test_half_precision_weights_give_exact_logprobs(chunk):
     torch.testing.assert_close(logprobs, expected.float(), rtol=0, atol=1e-5)
     torch.testing.assert_close(hidden.grad.double(), doubles[0].grad, rtol=0.02, atol=0.05)
     torch.testing.assert_close(weight.grad.double(), doubles[1].grad, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_is_compiled_is_what_runs_eagerly(cut):
+    """CUDA compiles its own version of the arithmetic; uncompiled it is the same on a CPU."""
+    *_, targets, temperature = make()
+    logits, scale = torch.randn(37, 101), torch.randn(37)
+    lowest = torch.randn(37) if cut else None
+    normaliser = logits.logsumexp(-1)
+    for a, b in zip(
+        lm_head._score_functional(logits, logits, targets),
+        lm_head._score(logits.clone(), torch.empty_like(logits), targets),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+    slope = lm_head._slope_functional(logits, temperature, normaliser, lowest, scale)
+    torch.testing.assert_close(slope, lm_head._slope(logits.clone(), temperature, normaliser, lowest, scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_cuda_equals_double_precision(dtype, chunk):
+    hidden, weight, targets, temperature = make(dtype=dtype)
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected, entropy = full(*doubles, targets, temperature)
+    expected.sum().backward()
+    leaves = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
+    logprobs, measured, _ = token_logprobs(*leaves, targets.cuda(), temperature.cuda(), chunk)
+    logprobs.sum().backward()
+    torch.testing.assert_close(logprobs.cpu().double(), expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(measured.cpu().double(), entropy, rtol=0, atol=1e-3)
+    for leaf, double in zip(leaves, doubles, strict=True):
+        torch.testing.assert_close(leaf.grad.cpu().double(), double.grad, rtol=0.02, atol=0.05)
 
 
 def test_no_tokens_keep_the_graph_connected():
