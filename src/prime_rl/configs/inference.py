@@ -81,6 +81,13 @@ class InferenceConfig(RootConfig):
     lease_seconds: float = Field(30, gt=0)
     """Seconds after its last admin call until a run loses its lease of the server."""
 
+    kv_on_switch: Literal["keep", "recompute"] = "keep"
+    """KV cache of completions that a switch interrupts: kept, or computed anew by the new weights."""
+
+    canary_tolerance: float | None = Field(None, gt=0)
+    """Largest difference between our log-probabilities of a version's canary and the trainer's; a larger one ends the
+    run. None is 1e-4 where both compute in float32, else 5e-2."""
+
     vllm: dict[str, Any] = Field({})
     """Any further argument of vLLM's server, such as `vllm.max_num_seqs`."""
 

@@ -38,14 +38,14 @@ def find_base_model(name: str, revision: str | None = None) -> BaseModel:
         directory = _download(name, revision)
     try:
         config = json.loads((directory / "config.json").read_text())
-        digest = content_hash(hash_tensors(directory))
+        tensors = hash_tensors(directory)
     except (ArtifactError, OSError, ValueError) as error:
         raise ConfigError(f"model.name: {name} is not a Hugging Face model with safetensors weights: {error}") from None
     shapes = read_shapes(directory)
     # A configuration that leaves the key out means its model class's default; a checkpoint without a head is clear.
     declared = config.get("text_config", config).get("tie_word_embeddings") or config.get("tie_word_embeddings")
     tied = declared is True or "lm_head.weight" not in shapes
-    return BaseModel(Policy(PolicyVersion(0, 0), digest, directory), shapes, tied)
+    return BaseModel(Policy(PolicyVersion(0, 0), content_hash(tensors), directory, tensors), shapes, tied)
 
 
 def _download(name: str, revision: str | None) -> Path:

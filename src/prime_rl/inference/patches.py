@@ -54,17 +54,24 @@ def repack_tied_head(model: torch.nn.Module) -> None:
 
 
 def add_switch_utility() -> None:
-    """Give the engine a call that reaches its scheduler: `switch_policy`. vLLM has none that carries an argument.
+    """Give the engine calls that reach its scheduler: `switch_policy` and `last_pause`. vLLM has none for that.
 
-    Adds a method and replaces nothing. To be called in the engine process.
+    `switch_policy` also sets the version that is attached to tokens: each call waits in a queue, and this one is part
+    of the pause. Adds methods and replaces nothing. To be called in the engine process.
     Without it no server starts: all of tests/integration/inference fails.
     """
     from vllm.v1.engine.core import EngineCore
 
-    def switch_policy(core: Any, content_hash: str) -> None:
-        core.scheduler.switch_policy(content_hash)
+    def switch_policy(core: Any, version: str, content_hash: str, recompute: bool) -> None:
+        core.set_weight_version(version)
+        core.scheduler.switch_policy(content_hash, recompute)
+
+    def last_pause(core: Any) -> float:
+        seconds: float = core.scheduler.last_pause_s
+        return seconds
 
     EngineCore.switch_policy = switch_policy
+    EngineCore.last_pause = last_pause
 
 
 def die_with_parent() -> None:

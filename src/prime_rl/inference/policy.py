@@ -1,14 +1,18 @@
 """Which policy the server samples from, and how it changes.
 
-Invariant (I5): `PolicyServer.policy` is what the engine samples from. A candidate is checked in full while sampling
-goes on; only then is the engine paused, loaded, told its version and the salt of its prefix cache, and resumed.
-Until the pause a refusal costs nothing. A failure during the pause leaves weights that are neither the old nor the
-new ones, so nothing is ever sampled from them: the engine stays paused and the server ends with an error.
+Invariant (I5): `PolicyServer.policy` is what the engine samples from. A candidate is read, checked and staged in full
+while sampling goes on; only then is the engine paused, given the staged weights, told its version and the salt of its
+prefix cache, and resumed. Until the pause a refusal costs nothing. A failure during the pause leaves weights that are
+neither the old nor the new ones, so nothing is ever sampled from them: the engine stays paused and the server ends with
+an error. After the switch the canary is asked; a policy that answers wrongly is named in every answer from then on.
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,20 +23,45 @@ from prime_rl.types import PolicyVersion
 PauseMode = Literal["keep", "abort"]
 
 
+class PolicyWrongError(Exception):
+    """The loaded weights do not say what the trainer's do; the message holds version, directory and difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What staging took: seconds, and bytes over all workers."""
+
+    seconds: float = 0.0
+    bytes: int = 0
+
+
 class Engine(Protocol):
     """What switching needs of the engine."""
+
+    dtype: str
+    """In which it computes, e.g. "float32"."""
+
+    async def stage(self, policy: Policy, overtaken: Callable[[], str | None]) -> Staged:
+        """Read and check the policy's weights, and make them ready, while sampling goes on.
+
+        Raises:
+            WeightsRefusedError: they are not what was published, or `overtaken` named something newer.
+        """
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; "keep" freezes the requests in flight, "abort" ends them."""
 
     async def load(self, policy: Policy) -> None:
-        """Load the policy's weights into the paused model."""
+        """Put the staged weights into the paused model."""
 
     async def commit(self, policy: Policy) -> None:
         """Tag the tokens from here on with the policy's version and its cache entries with its hash."""
 
-    async def resume(self) -> None:
-        """Go on sampling."""
+    async def resume(self) -> float:
+        """Go on sampling; return for how many seconds nothing was sampled."""
+
+    async def prompt_logprobs(self, token_ids: tuple[int, ...]) -> list[list[float]]:
+        """Compute the log-probabilities of tokens 1 ... T-1, on each copy of the model."""
 
 
 class PolicyServer:
@@ -45,10 +74,18 @@ class PolicyServer:
         tied: the model's output head is its embedding.
         lease: who may switch.
         fail: called with a message when the weights are in an undefined state; it must end the server.
+        canary_tolerance: largest difference of a canary's log-probability; None is that of rounding.
     """
 
     def __init__(
-        self, engine: Engine, base: Policy, shapes: Shapes, tied: bool, lease: Lease, fail: Callable[[str], None]
+        self,
+        engine: Engine,
+        base: Policy,
+        shapes: Shapes,
+        tied: bool,
+        lease: Lease,
+        fail: Callable[[str], None],
+        canary_tolerance: float | None = None,
     ) -> None:
         self.policy = base
         self._engine = engine
@@ -57,6 +94,12 @@ class PolicyServer:
         self._tied = tied
         self._lease = lease
         self._fail = fail
+        self._canary_tolerance = canary_tolerance
+        self._canary_difference: float | None = None
+        self._wrong: str | None = None
+        self._staged: tuple[Policy, Staged] | None = None
+        self._asked: list[PolicyVersion] = []
+        self._returning = 0
         self._lock = asyncio.Lock()
 
     async def start(self) -> None:
@@ -77,6 +120,19 @@ class PolicyServer:
         self._lease.release(run_id)
         return self.describe()
 
+    async def stage(self, version: PolicyVersion, weight_dir: Path, run_id: str | None) -> dict[str, Any]:
+        """Read, check and stage a published version, so that `update` has little left to do.
+
+        Several servers that are staged first switch within milliseconds of each other. One version is staged at a time.
+
+        Returns:
+            The staged version with `stage_s` and `bytes`.
+
+        Raises: as `update`.
+        """
+        self._lease.take(run_id)
+        return await _to_the_end(self._stage_only(version, weight_dir, run_id))
+
     async def update(self, version: PolicyVersion, weight_dir: Path, run_id: str | None) -> dict[str, Any]:
         """Switch to a published version, keeping the requests in flight.
 
@@ -88,11 +144,14 @@ class PolicyServer:
             run_id: the run that asks; it takes or renews the lease.
 
         Returns:
-            The loaded version, and `pause_s`, seconds without sampling, of which `load_s` for loading.
+            The loaded version; `stage_s`, seconds of reading and checking while sampling went on; `pause_s`, seconds
+            without sampling, of which `load_s` for putting `bytes` in place; `canary_difference`.
 
         Raises:
             LeaseHeldError: another run holds the server.
-            WeightsRefusedError: older than what is loaded, or not what was published, or not for this model.
+            WeightsRefusedError: older than what is loaded, or not what was published, or not for this model, or
+                overtaken by a newer version while it was staged.
+            PolicyWrongError: loaded, but the canary's log-probabilities are not the trainer's.
         """
         self._lease.take(run_id)
         return await _to_the_end(self._update(version, weight_dir, run_id))
@@ -102,49 +161,118 @@ class PolicyServer:
 
         Raises:
             LeaseHeldError: another run holds the server.
+            WeightsRefusedError: the base model's files have changed since the start.
         """
         self._lease.take(run_id)
         return await _to_the_end(self._reload())
 
     def _loaded(self) -> dict[str, Any]:
         version = self.policy.version
-        return {"branch": version.branch, "step": version.step, "hash": self.policy.hash}
+        described = {"branch": version.branch, "step": version.step, "hash": self.policy.hash}
+        return described | {"canary_difference": self._canary_difference}
+
+    async def _stage_only(self, version: PolicyVersion, weight_dir: Path, run_id: str | None) -> dict[str, Any]:
+        with self._asking(version):
+            async with self._lock:
+                policy = await self._check(version, weight_dir, run_id)
+                staged = await self._stage(policy)
+                described = {"branch": version.branch, "step": version.step, "hash": policy.hash}
+                return described | {"stage_s": staged.seconds, "bytes": staged.bytes}
 
     async def _update(self, version: PolicyVersion, weight_dir: Path, run_id: str | None) -> dict[str, Any]:
-        async with self._lock:
-            if version < self.policy.version:
-                raise WeightsRefusedError(
-                    f"version {version} (branch.step) is older than {self.policy.version}, which is loaded; "
-                    "a new run starts with POST /reload_weights"
-                )
-            checked = await asyncio.to_thread(check_weights, weight_dir, version, self._shapes, self._tied)
-            self._lease.renew(run_id)
-            if (version, checked.hash) == (self.policy.version, self.policy.hash):
-                return self._loaded() | {"pause_s": 0.0, "load_s": 0.0}
-            return await self._switch(checked, "keep")
+        with self._asking(version):
+            async with self._lock:
+                policy = await self._check(version, weight_dir, run_id)
+                if (version, policy.hash) == (self.policy.version, self.policy.hash):
+                    answer = {"stage_s": 0.0, "pause_s": 0.0, "load_s": 0.0, "bytes": 0}
+                else:
+                    answer = await self._switch(policy, "keep", await self._stage(policy))
+                    await self._ask_canary(policy)
+                if self._wrong is not None:
+                    raise PolicyWrongError(self._wrong)
+                return answer | self._loaded()
 
     async def _reload(self) -> dict[str, Any]:
-        async with self._lock:
-            return await self._switch(self._base, "abort")
+        self._returning += 1
+        try:
+            async with self._lock:
+                staged = Staged() if self._base.hash == self.policy.hash else await self._stage(self._base)
+                return await self._switch(self._base, "abort", staged)
+        finally:
+            self._returning -= 1
 
-    async def _switch(self, target: Policy, mode: PauseMode) -> dict[str, Any]:
-        start = time.perf_counter()
+    async def _check(self, version: PolicyVersion, weight_dir: Path, run_id: str | None) -> Policy:
+        if version < self.policy.version:
+            raise WeightsRefusedError(
+                f"version {version} (branch.step) of {weight_dir} is older than {self.policy.version}, which is "
+                "loaded; a new run starts with POST /reload_weights"
+            )
+        policy = await asyncio.to_thread(check_weights, weight_dir, version, self._shapes, self._tied)
+        self._lease.renew(run_id)
+        return policy
+
+    async def _stage(self, policy: Policy) -> Staged:
+        """Stage `policy`, unless it is loaded or staged already."""
+        if policy.hash == self.policy.hash:
+            return Staged()
+        if self._staged is not None and self._staged[0] == policy:
+            return self._staged[1]
+        self._staged = None
+
+        def overtaken() -> str | None:
+            if policy is self._base:
+                return None
+            newest = max(self._asked, default=policy.version)
+            newer = "the base model" if self._returning else f"version {newest}" if newest > policy.version else None
+            return newer and f"version {policy.version} of {policy.path} was overtaken by {newer} while it was staged"
+
+        staged = await self._engine.stage(policy, overtaken)
+        self._staged = (policy, staged)
+        return staged
+
+    async def _switch(self, target: Policy, mode: PauseMode, staged: Staged) -> dict[str, Any]:
         await self._engine.pause(mode)
         paused = time.perf_counter()
         complete = False
         try:
             if target.hash != self.policy.hash:
+                self._staged = None
                 await self._engine.load(target)
             loaded = time.perf_counter()
             await self._engine.commit(target)
-            self.policy = target
+            self.policy, self._canary_difference, self._wrong = target, None, None
             complete = True
         finally:
-            if complete:
-                await self._engine.resume()
-            else:
+            if not complete:
                 self._fail(f"loading {target.path} failed half way: the weights are undefined, so the server stops")
-        return self._loaded() | {"pause_s": time.perf_counter() - start, "load_s": loaded - paused}
+        pause_s = await self._engine.resume()
+        answer = {"stage_s": staged.seconds, "pause_s": pause_s, "load_s": loaded - paused, "bytes": staged.bytes}
+        return self._loaded() | answer
+
+    async def _ask_canary(self, policy: Policy) -> None:
+        """Compare what the model says with what the trainer says of the same tokens; sampling goes on meanwhile."""
+        canary = policy.canary
+        if canary is None:
+            return
+        answers = await self._engine.prompt_logprobs(canary.token_ids)
+        differences = [canary.difference(answer) for answer in answers]
+        difference = max(differences, key=lambda d: math.inf if math.isnan(d) else d)
+        tolerance = self._canary_tolerance or canary.tolerance(self._engine.dtype)
+        self._canary_difference = difference if math.isfinite(difference) else None
+        if not difference <= tolerance:
+            self._wrong = (
+                f"version {policy.version} of {policy.path} is loaded, but is not the trainer's: log-probabilities of "
+                f"its canary differ by {difference:.3g}, more than {tolerance:.3g} (canary_tolerance)"
+            )
+
+    @contextmanager
+    def _asking(self, version: PolicyVersion) -> Iterator[None]:
+        """Let a version that is being staged know what else is asked for."""
+        self._asked.append(version)
+        try:
+            yield
+        finally:
+            self._asked.remove(version)
 
 
 async def _to_the_end(operation: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prime_rl.inference.lease import LeaseHeldError
-from prime_rl.inference.policy import PolicyServer
+from prime_rl.inference.policy import PolicyServer, PolicyWrongError
 from prime_rl.inference.weights import WeightsRefusedError
 from prime_rl.types import PolicyVersion
 
@@ -20,7 +20,7 @@ class _Body(BaseModel):
 
 
 class UpdateBody(_Body):
-    """Body of POST /update_weights."""
+    """Body of POST /update_weights and /stage_weights."""
 
     weight_dir: Path
     branch: int = Field(0, ge=0)
@@ -40,22 +40,36 @@ class ReleaseBody(_Body):
     run_id: str
 
 
-def make_router(server: PolicyServer, model_name: str, api_key: str | None) -> APIRouter:
+def make_router(
+    server: PolicyServer,
+    model_name: str,
+    api_key: str | None,
+    measure: Callable[[], Awaitable[dict[str, float]]] | None = None,
+) -> APIRouter:
     """Make the routes.
 
     A refusal answers {"error": why}: 400 for bad weights or a bad body, 401 without the key, 409 if another run
-    holds the server.
+    holds the server, 422 for weights that were loaded and are not the trainer's.
 
     Args:
         server: what they steer.
         model_name: the name under which the model is served.
         api_key: the key that every call must bring as a bearer token; None lets all through.
+        measure: times what a switch costs at the least; benchmarks compare with it.
     """
     router = APIRouter(dependencies=[Depends(_key_check(api_key))])
 
     @router.get("/policy")
     async def policy(run_id: str | None = None) -> dict[str, Any]:
         return {**server.describe(run_id), "model": model_name}
+
+    @router.post("/stage_weights")
+    async def stage_weights(request: Request) -> JSONResponse:
+        async def call() -> dict[str, Any]:
+            body = UpdateBody.model_validate_json(await request.body())
+            return await server.stage(PolicyVersion(body.branch, body.step), body.weight_dir, body.run_id)
+
+        return await _answer(call)
 
     @router.post("/update_weights")
     async def update_weights(request: Request) -> JSONResponse:
@@ -80,6 +94,12 @@ def make_router(server: PolicyServer, model_name: str, api_key: str | None) -> A
 
         return await _answer(call)
 
+    if measure is not None:
+
+        @router.post("/measure_switch")
+        async def measure_switch() -> dict[str, float]:
+            return await measure()
+
     return router
 
 
@@ -93,6 +113,8 @@ async def _answer(call: Callable[[], Awaitable[dict[str, Any]]]) -> JSONResponse
         return JSONResponse({"error": str(error)}, 400)
     except LeaseHeldError as error:
         return JSONResponse({"error": str(error)}, 409)
+    except PolicyWrongError as error:
+        return JSONResponse({"error": str(error)}, 422)
 
 
 def _key_check(api_key: str | None) -> Callable[[Request], None]:

@@ -4,6 +4,9 @@ A client may bring a salt of its own (to keep tenants apart, say). It is appende
 so no client can reach an entry of other weights. A content hash holds no colon, which makes the two parts separable.
 """
 
+CANARY = "canary-"
+"""How the name of a request begins with which the server looks at what it has loaded (`canary`)."""
+
 
 def mix(content_hash: str, client_salt: str | None) -> str:
     """Return the salt of a request: the hash of the weights that will prefill it, then what the client sent."""

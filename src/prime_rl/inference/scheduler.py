@@ -11,11 +11,17 @@ not be the new policy's. So the salt is decided here, where it can be known, at 
    prefilled again. With the server's salt in place it costs one comparison.
 2. *Switch, requests in mid-prefill.* They have sampled no token, so the first one must be the new policy's alone:
    they give their blocks back and are prefilled again from the start.
-3. *Switch, requests in mid-generation.* They keep their blocks (`kv_on_switch = keep`), and what they compute from now
-   on rests on KV of both policies. It is true of neither, so the hash chain of the request is broken: its later blocks
-   are cached under hashes that no other request can produce.
+3. *Switch, requests in mid-generation.* Under `kv_on_switch = keep` they keep their blocks, and what they compute from
+   now on rests on KV of both policies. It is true of neither, so the hash chain of the request is broken: its later
+   blocks are cached under hashes that no other request can produce. Under `recompute` they give their blocks back, as
+   vLLM lets requests do when it runs out of them: prompt and sampled tokens are prefilled again by the new weights,
+   under the new salt, and sampling goes on from there.
 
 Hence, by induction over steps, an entry under salt h holds KV of weights h only, also when h is loaded again later.
+
+A canary (`canary`) is a request of the server itself, of 64 tokens and one step. It goes ahead of what waits, and where
+no seat or no block is free the youngest running request makes room: a version would be doubted for as long as the
+longest rollout takes.
 """
 
 import secrets
@@ -26,29 +32,75 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from prime_rl.inference import patches
-from prime_rl.inference.salt import remix
+from prime_rl.inference.salt import CANARY, remix
 
 
 class SyncPolicyScheduler(Scheduler):
     """vLLM's scheduler with a prefix cache that is divided by policy."""
 
     content_hash = ""
+    last_pause_s = 0.0
+    _paused_at = 0.0
+    _canary: Request | None = None
 
-    def switch_policy(self, content_hash: str) -> None:
-        """Salt by `content_hash` from here on. The engine must be paused, its last step processed."""
+    def switch_policy(self, content_hash: str, recompute: bool = False) -> None:
+        """Salt by `content_hash` from here on. The engine must be paused, its last step processed.
+
+        Args:
+            content_hash: of the weights that are loaded now.
+            recompute: requests in flight give up the KV that other weights computed.
+        """
         if content_hash == self.content_hash:
             return
         self.content_hash = content_hash
-        self._restart([request for request in self.running if not request.num_output_tokens])
+        self._restart([request for request in self.running if recompute or not request.num_output_tokens])
         for request in self.requests.values():
             if request.num_computed_tokens:
                 self._break_chain(request)
         # The workers dropped the old weights' image embeddings when they loaded; the scheduler's list must agree.
         self.reset_encoder_cache()
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or go on, and take the time of the pause."""
+        super().set_pause_state(pause_state)
+        if pause_state == PauseState.UNPAUSED:
+            self.last_pause_s = time.monotonic() - self._paused_at
+        else:
+            self._paused_at = time.monotonic()
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; a canary before all others."""
+        super().add_request(request)
+        if request.request_id.startswith(CANARY):
+            self._canary = request
+            self.waiting.remove_request(request)
+            self.waiting.prepend_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Choose what the next step computes; a canary that waits is part of it."""
+        if self._canary is not None and self._pause_state == PauseState.UNPAUSED:
+            self._seat(self._canary)
+            self._canary = None
+        return super().schedule(*args, **kwargs)
+
+    def _seat(self, canary: Request) -> None:
+        """Let the youngest running requests make room for a waiting one, if there is none."""
+        if canary.status != RequestStatus.WAITING:
+            return
+        blocks = (canary.num_tokens // self.block_size + 1) * len(self.kv_cache_config.kv_cache_groups)
+        pool = self.kv_cache_manager.block_pool
+        while self.running and (
+            len(self.running) >= self.max_num_active_reqs or pool.get_num_free_blocks() < len(self.running) + blocks
+        ):
+            self._restart([self.running[-1]])
+        self.waiting.remove_request(canary)
+        self.waiting.prepend_request(canary)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         """Salt the request by the loaded weights, then look it up."""

@@ -6,14 +6,16 @@ does, with our routes, our scheduler (`scheduler.make_scheduler`) and our worker
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -23,10 +25,12 @@ from prime_rl.errors import ConfigError, RunError
 from prime_rl.inference import arguments
 from prime_rl.inference.lease import Lease
 from prime_rl.inference.model import BaseModel, find_base_model
-from prime_rl.inference.policy import PauseMode, PolicyServer
+from prime_rl.inference.policy import PauseMode, PolicyServer, Staged
 from prime_rl.inference.routes import make_router
-from prime_rl.inference.salt import mix
-from prime_rl.inference.weights import Policy
+from prime_rl.inference.salt import CANARY, mix
+from prime_rl.inference.version_header import PolicyVersionHeader
+from prime_rl.inference.weights import Policy, WeightsRefusedError
+from prime_rl.types import PolicyVersion
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
     from prime_rl.configs.inference import InferenceConfig
 
+_POLL_S = 0.02
 # To end the requests in flight, and then to write their answers.
 _CLOSE_TIMEOUT_S = 3
 # The same where the engine is dead: what waits for it waits in vain, and who looks for the cause waits for us.
@@ -42,28 +47,96 @@ _FAILED_CLOSE_TIMEOUT_S = 1
 
 
 class VllmEngine:
-    """`policy.Engine` over vLLM's asynchronous engine."""
+    """`policy.Engine` over vLLM's asynchronous engine.
 
-    def __init__(self, client: "AsyncLLM") -> None:
+    Args:
+        client: vLLM's.
+        recompute: `kv_on_switch = recompute`: requests in flight are prefilled again by the new weights.
+    """
+
+    def __init__(self, client: "AsyncLLM", recompute: bool = False) -> None:
+        self.dtype = str(client.model_config.dtype).removeprefix("torch.")
         self._client = client
         self._core = client.engine_core
+        self._recompute = recompute
+        self._copies = client.vllm_config.parallel_config.data_parallel_size
+
+    async def prepare(self, base: Policy) -> None:
+        """Let the workers follow their engines to the end, and know what they have loaded. To be called once, first."""
+        await self._workers("follow_engine")
+        await self._workers("prepare_switches", str(base.path))
+
+    async def stage(self, policy: Policy, overtaken: Callable[[], str | None]) -> Staged:
+        """Stage on all workers, each in a thread of its own."""
+        key = f"{policy.version} {policy.hash}"
+        await self._workers("stage_policy", key, str(policy.path), dict(policy.tensors))
+        while True:
+            states = await self._workers("staged_policy", key)
+            errors = [state["error"] for state in states if state["state"] == "failed"]
+            if reason := errors[0] if errors else overtaken():
+                await self._workers("drop_policy")
+                raise WeightsRefusedError(reason)
+            if all(state["state"] == "staged" for state in states):
+                return Staged(max(s["stage_s"] for s in states), sum(s["bytes"] for s in states))
+            await asyncio.sleep(_POLL_S)  # a worker has no way to call; a question costs it a moment between two steps
 
     async def pause(self, mode: PauseMode) -> None:
         """Return when the step in progress is done. The cache is kept: it is divided by policy."""
         await self._core.pause_scheduler_async(mode=mode, clear_cache=False)
 
     async def load(self, policy: Policy) -> None:
-        """Load on all workers."""
-        await self._client.collective_rpc("load_policy", args=(str(policy.path),))
+        """Put in place on all workers."""
+        await self._workers("load_policy", f"{policy.version} {policy.hash}")
 
     async def commit(self, policy: Policy) -> None:
         """Set the version that the engine attaches to each token, and the salt of what it caches."""
-        await self._client.update_weight_version(str(policy.version))
-        await self._core.call_utility_async("switch_policy", policy.hash)
+        await self._engines("switch_policy", str(policy.version), policy.hash, self._recompute)
 
-    async def resume(self) -> None:
-        """Schedule again."""
+    async def resume(self) -> float:
+        """Schedule again; the engines themselves tell how long they did not."""
         await self._client.resume_generation()
+        return max(await self._engines("last_pause"))
+
+    async def prompt_logprobs(self, token_ids: tuple[int, ...]) -> list[list[float]]:
+        """Ask each copy of the model, ahead of what waits (`scheduler`), under a salt that is used once."""
+        return list(await asyncio.gather(*(self._prompt_logprobs(token_ids, rank) for rank in range(self._copies))))
+
+    async def measure(self) -> dict[str, float]:
+        """Time what no switch can avoid, in the first worker, while nothing is sampled; see `WeightSwitch.measure`."""
+        await self.pause("keep")
+        try:
+            limits: list[dict[str, float]] = await self._workers("measure_switch_limit")
+        finally:
+            await self.resume()
+        return limits[0]
+
+    async def _prompt_logprobs(self, token_ids: tuple[int, ...], rank: int) -> list[float]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            max_tokens=1, temperature=1.0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        name = f"{CANARY}{secrets.token_hex(8)}"
+        answers = self._client.generate(
+            {"prompt_token_ids": list(token_ids), "cache_salt": name},
+            sampling,
+            request_id=name,
+            data_parallel_rank=rank if self._copies > 1 else None,
+        )
+        async for answer in answers:
+            logprobs = answer.prompt_logprobs[1:]
+        return [entry[token].logprob for entry, token in zip(logprobs, token_ids[1:], strict=True)]
+
+    async def _engines(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every engine; one answer each."""
+        answers: list[Any] = await self._core.call_utility_all_async(method, *args)
+        return answers
+
+    async def _workers(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker of every engine; one answer each."""
+        answers = await self._engines("collective_rpc", method, None, args, None)
+        return [answer for engine in answers for answer in engine]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -124,24 +197,29 @@ async def _serve(
     args.api_key = [api_key] if api_key else None
     end: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
     async with build_async_engine_client(args) as client:
-        policies = PolicyServer(
-            VllmEngine(client), base.policy, base.shapes, base.tied, Lease(config.lease_seconds), partial(_end, end)
-        )
-        await client.collective_rpc("follow_engine")
+        engine = VllmEngine(client, config.kv_on_switch == "recompute")
+        lease, fail = Lease(config.lease_seconds), partial(_end, end)
+        await engine.prepare(base.policy)
+        policies = PolicyServer(engine, base.policy, base.shapes, base.tied, lease, fail, config.canary_tolerance)
         await policies.start()
         salt_requests(client, policies)
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
-        app.include_router(make_router(policies, args.served_model_name[0], api_key))
+        app.include_router(make_router(policies, args.served_model_name[0], api_key, engine.measure))
         await init_app_state(client, app.state, args, tasks)
         logger.info(f"serving {config.model.name} on port {args.port} after {time.monotonic() - started:.1f} s")
-        await serve_http(app, client, listener, args, end)
+        await serve_http(app, client, listener, args, end, lambda: policies.policy.version)
     if reason := end.result():
         raise RunError(reason)
 
 
 async def serve_http(
-    app: "FastAPI", client: "AsyncLLM", listener: socket.socket, args: Namespace, end: "asyncio.Future[str | None]"
+    app: "FastAPI",
+    client: "AsyncLLM",
+    listener: socket.socket,
+    args: Namespace,
+    end: "asyncio.Future[str | None]",
+    version: Callable[[], PolicyVersion],
 ) -> None:
     """Serve until `end` has a result: None after SIGINT or SIGTERM, else why the server cannot go on.
 
@@ -150,7 +228,7 @@ async def serve_http(
     from vllm.entrypoints.launchers.launcher import NoSignalServer
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    http = NoSignalServer(_http_config(app, args))
+    http = NoSignalServer(_http_config(PolicyVersionHeader(app, version), args))
     app.state.server = http  # where vLLM's error handlers look for it
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -198,7 +276,7 @@ def salt_requests(client: "AsyncLLM", policies: PolicyServer) -> None:
     core.add_request_async = add_salted
 
 
-def _http_config(app: "FastAPI", args: Namespace) -> uvicorn.Config:
+def _http_config(app: PolicyVersionHeader, args: Namespace) -> uvicorn.Config:
     """What vLLM's own entry point sets of its HTTP server."""
     from vllm import envs
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config

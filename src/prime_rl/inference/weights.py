@@ -1,14 +1,19 @@
-"""What is checked of a weights directory before a running model is touched (I5: loaded is what was published)."""
+"""What is checked of a weights directory before its tensors are read (I5: loaded is what was published).
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+Here are the manifest, the sizes of the files, and their headers: cheap, and without torch. The tensors themselves are
+hashed by `reading`, on the bytes that are loaded.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
+from prime_rl.inference.canary import Canary, parse_canary
 from prime_rl.run.artifact import WEIGHTS_FORMAT, ArtifactError, read_manifest
-from prime_rl.run.tensors import content_hash, hash_tensors
+from prime_rl.run.tensors import content_hash
 from prime_rl.types import PolicyVersion
 
 Shapes = dict[str, tuple[int, ...]]
@@ -20,24 +25,54 @@ class WeightsRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy version on disk: its place, and the content hash of its tensors."""
+    """A policy version on disk.
+
+    Attributes:
+        version: which one.
+        hash: content hash of its tensors.
+        path: directory.
+        tensors: hash of each tensor by name, as its manifest has it.
+        canary: the trainer's log-probabilities under it, if they were published.
+    """
 
     version: PolicyVersion
     hash: str
     path: Path
+    tensors: Mapping[str, str] = field(default_factory=dict, repr=False)
+    canary: Canary | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor lies: `size` bytes from `begin` of `file`; `dtype` as safetensors spells it."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+def read_places(directory: Path) -> list[TensorPlace]:
+    """Read the headers of the safetensors files in `directory`: tensors by file, in their order there.
+
+    Raises:
+        ArtifactError: no safetensors file, or one that is truncated or malformed; names the file.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ArtifactError(f"{directory} holds no .safetensors file")
+    return [place for file in files for place in _places(file)]
 
 
 def read_shapes(directory: Path) -> Shapes:
-    """Read tensor name -> shape from the headers of the safetensors files in `directory`."""
-    shapes: Shapes = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="np") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    return shapes
+    """Read tensor name -> shape; raises as `read_places`."""
+    return {place.name: place.shape for place in read_places(directory)}
 
 
 def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: bool) -> Policy:
-    """Check that `directory` holds, whole and unaltered, the published weights of `version` for the running model.
+    """Check that `directory` claims to hold the published weights of `version`, whole, for the running model.
 
     Args:
         directory: a published weights directory.
@@ -46,23 +81,41 @@ def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: b
         tied: the model's output head is its embedding, so that a checkpoint may hold `lm_head.weight` or leave it out.
 
     Raises:
-        WeightsRefusedError: the manifest is missing, malformed or of another version, a file is missing or altered,
-            or a tensor is missing, unknown or of another shape.
+        WeightsRefusedError: the manifest is missing, malformed or of another version, a file is missing or of another
+            size, or a tensor is missing, unknown or of another shape.
     """
     try:
         manifest = read_manifest(directory, WEIGHTS_FORMAT)
-        tensors = hash_tensors(directory)
         shapes = read_shapes(directory)
-    except (ArtifactError, SafetensorError, OSError) as error:
+        _check_manifest(directory, manifest, version, shapes)
+        canary = parse_canary(manifest)
+    except (ArtifactError, OSError) as error:
         raise WeightsRefusedError(str(error)) from None
-    except KeyError as error:
-        raise WeightsRefusedError(f"the manifest of {directory} lacks {error}") from None
-    _check_manifest(directory, manifest, version, tensors)
+    except ValueError as error:
+        raise WeightsRefusedError(f"the manifest of {directory} is malformed: {error}") from None
     _check_shapes(directory, shapes, base, ignored={"lm_head.weight"} if tied else set())
-    return Policy(version, manifest["hash"], directory)
+    return Policy(version, manifest["hash"], directory, manifest["tensors"], canary)
 
 
-def _check_manifest(directory: Path, manifest: dict[str, Any], version: PolicyVersion, tensors: dict[str, str]) -> None:
+def _places(file: Path) -> Iterator[TensorPlace]:
+    """Read one header: its length as u64, then JSON, then the tensors."""
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, size)))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if 8 + length + end > size:
+                raise ArtifactError(f"{file} is truncated: tensor {name} ends at byte {8 + length + end} of {size}")
+            yield TensorPlace(file, name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{file} is not a safetensors file: {error}") from None
+
+
+def _check_manifest(directory: Path, manifest: dict[str, Any], version: PolicyVersion, shapes: Shapes) -> None:
     declared = (manifest.get("branch"), manifest.get("step"))
     if declared != (version.branch, version.step):
         raise WeightsRefusedError(
@@ -72,10 +125,11 @@ def _check_manifest(directory: Path, manifest: dict[str, Any], version: PolicyVe
     published = manifest.get("tensors")
     if not isinstance(published, Mapping):
         raise WeightsRefusedError(f"the manifest of {directory} lists no tensors")
-    altered = sorted(name for name in tensors.keys() | published.keys() if tensors.get(name) != published.get(name))
-    if altered:
-        raise WeightsRefusedError(f"{directory} is not what was published: tensor {_list(altered)} has another hash")
-    if manifest.get("hash") != content_hash(tensors):
+    if absent := sorted(published.keys() - shapes.keys()):
+        raise WeightsRefusedError(f"{directory} is not what was published: it lacks tensor {_list(absent)}")
+    if added := sorted(shapes.keys() - published.keys()):
+        raise WeightsRefusedError(f"{directory} is not what was published: its manifest lacks tensor {_list(added)}")
+    if manifest.get("hash") != content_hash(published):
         raise WeightsRefusedError(f"{directory} is not what was published: its content hash is another")
 
 

@@ -25,7 +25,8 @@ def test_refuses_a_flipped_byte(server: Server, models: Models, tmp_path: Path) 
     before, policy = server.generate(PROMPT), server.policy()
     answer = server.post("/update_weights", weight_dir=str(directory), step=7)
     assert answer.status_code == 400
-    assert "is not what was published: tensor model.norm.weight has another hash" in answer.json()["error"]
+    said = f"{file} is not what was published: tensor model.norm.weight has another hash"
+    assert answer.json()["error"] == said
     assert server.policy() == policy
     assert server.generate(PROMPT)["token_ids"] == before["token_ids"]
 
@@ -75,7 +76,8 @@ def test_only_a_smaller_version_is_refused(server: Server, models: Models, tmp_p
     server.update(models.published[2], 2)
     older = server.post("/update_weights", weight_dir=str(models.published[1]), step=1)
     assert older.status_code == 400
-    assert "version 0.1 (branch.step) is older than 0.2" in older.json()["error"]
+    said = f"version 0.1 (branch.step) of {models.published[1]} is older than 0.2, which is loaded"
+    assert said in older.json()["error"]
     again = server.update(models.published[2], 2)
     assert (again["step"], again["pause_s"]) == (2, 0.0)
     assert server.update(rewound, 1, branch=1)["branch"] == 1

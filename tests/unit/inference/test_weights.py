@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from prime_rl.inference.weights import Shapes, WeightsRefusedError, check_weights, read_shapes
+from prime_rl.run.artifact import ArtifactError
 from prime_rl.types import PolicyVersion
 from tests.support.tiny_model import publish_weights
 
@@ -57,7 +58,10 @@ def test_accepts_what_was_published(tmp_path: Path) -> None:
         ({"branch": 1}, "declares branch 1, step 7"),
         ({"hash": "0" * 32}, "its content hash is another"),
         ({"tensors": None}, "lists no tensors"),
-        ({"tensors": {}}, "tensor embed.weight (and 1 more) has another hash"),
+        ({"tensors": {}}, "its manifest lacks tensor embed.weight (and 1 more)"),
+        ({"tensors": {"embed.weight": "", "norm.weight": "", "head.weight": ""}}, "it lacks tensor head.weight"),
+        ({"canary": {"token_ids": [1, 2]}}, "is malformed: canary: KeyError: 'logprobs'"),
+        ({"canary": {"token_ids": [1, 2], "logprobs": [0.0] * 4, "dtype": "float32"}}, "2 token ids and 4 log-prob"),
     ],
 )
 def test_refuses_a_manifest_that_lies(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
@@ -65,13 +69,13 @@ def test_refuses_a_manifest_that_lies(tmp_path: Path, fields: dict[str, Any], re
 
 
 def test_refuses_altered_files(tmp_path: Path) -> None:
+    """What is inside the tensors is looked at when they are read: test_reading.py."""
     directory = _publish(tmp_path)
-    _change(directory, lambda content: content.__setitem__(-1, 1))
-    assert "tensor norm.weight has another hash" in _reason(directory)
+    file = directory / "model-1.safetensors"
     _change(directory, lambda content: content.pop())
-    assert "bytes, its manifest says" in _reason(directory)
-    (directory / "model-1.safetensors").unlink()
-    assert "has None bytes" in _reason(directory)
+    assert f"{file} has 95 bytes, its manifest says 96" in _reason(directory)
+    file.unlink()
+    assert f"{file} has None bytes" in _reason(directory)
     (directory / "manifest.json").write_text("{")
     assert "is not JSON" in _reason(directory)
     (directory / "manifest.json").write_text('{"format": "prime_rl.weights/1"}')
@@ -92,6 +96,22 @@ def test_refuses_altered_files(tmp_path: Path) -> None:
 def test_refuses_another_model(tmp_path: Path, shapes: Shapes, reason: str) -> None:
     directory = _publish(tmp_path, shapes)
     assert reason.format(directory) in _reason(directory)
+
+
+def test_tells_which_file_is_no_safetensors_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for content, reason in [
+        (b"", "is not a safetensors file"),
+        (b"\xff" * 64, "is not a safetensors file"),
+        (b"\x02" + b"\x00" * 7 + b"[]", "is not a safetensors file"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(ArtifactError, match=f"{file} {reason}"):
+            read_shapes(tmp_path)
+    save_file({"a": np.zeros(4)}, file)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match=f"{file} is truncated: tensor a ends at byte"):
+        read_shapes(tmp_path)
 
 
 def test_a_tied_head_may_be_written_or_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,200 @@
+"""I5 in a worker: a version is read, checked and made ready in a thread of its own; the pause puts it in place.
+
+    stage ----> staging ----> staged ----> put in place
+                   |  \\
+                   |   `----> failed       a file is not what was published: nothing was touched
+                   `--------> (gone)       dropped, or overtaken by the next stage
+
+One version is staged at a time: the next one stops the one before it at its next tensor and takes its memory. Where a
+model does not suit `standby` (quantized, with adapters ...), the checkpoint's tensors themselves are staged and vLLM's
+layer-wise reload runs during the pause.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from prime_rl.inference.patches import repack_tied_head
+from prime_rl.inference.reading import Cancelled, read_verified
+from prime_rl.inference.standby import Standby, Unsuitable, why_not
+
+logger = logging.getLogger(__name__)
+
+State = Literal["staging", "staged", "failed", "gone"]
+
+
+@dataclass
+class _Version:
+    """One version on its way."""
+
+    key: str
+    directory: Path
+    hashes: Mapping[str, str]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    state: State = "staging"
+    error: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+    standby: Standby | None = None
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+class WeightSwitch:
+    """What one worker knows of the versions it is given.
+
+    Args:
+        worker: vLLM's worker.
+        base: directory of the weights that it has loaded at its start.
+    """
+
+    def __init__(self, worker: Any, base: Path) -> None:
+        self._worker = worker
+        self._base = base
+        self._version: _Version | None = None
+        self._kept: frozenset[str] | None = None
+        self._unsuitable = why_not(worker.vllm_config, worker.device)
+        self._pinned: dict[tuple[str, ...], Tensor] | None = {} if worker.device.type == "cuda" else None
+
+    def stage(self, key: str, directory: Path, hashes: Mapping[str, str]) -> None:
+        """Start to read and check a version; returns at once. What was staged before is dropped."""
+        before = self.drop()
+        version = self._version = _Version(key, directory, hashes)
+        version.thread = threading.Thread(target=self._stage, args=(version, before), name="stage", daemon=True)
+        version.thread.start()
+
+    def state(self, key: str) -> dict[str, Any]:
+        """Tell how far the version is, and how long and how large it was."""
+        version = self._version
+        if version is None or version.key != key:
+            return {"state": "gone", "error": "", "stage_s": 0.0, "bytes": 0}
+        return {
+            "state": version.state,
+            "error": version.error,
+            "stage_s": version.seconds,
+            "bytes": version.bytes,
+        }
+
+    def drop(self) -> threading.Thread | None:
+        """Forget what is staged; return the thread that still has to notice."""
+        version, self._version = self._version, None
+        if version is None:
+            return None
+        version.cancelled.set()
+        return version.thread
+
+    def put_in_place(self, key: str) -> None:
+        """Load the version that was staged under `key`. Nothing may be sampled meanwhile.
+
+        Raises:
+            RuntimeError: it is not staged.
+        """
+        version = self._version
+        if version is None or version.key != key or version.state != "staged":
+            raise RuntimeError(f"{key} is not staged")
+        self._version = None
+        if version.standby is None:
+            self._reload(version.tensors)
+            return
+        version.standby.put_in_place(self._kept or frozenset())
+        runner = self._worker.model_runner
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+        threading.Thread(target=version.standby.retire, name="retire", daemon=True).start()
+
+    def measure(self) -> dict[str, float]:
+        """Time what a switch cannot avoid, in this very process: copying the bytes, and vLLM's own processing.
+
+        Returns:
+            Size in `bytes`; seconds `copy_s` to copy the parameters once into memory that is already there, and
+            `process_s` for `process_weights_after_loading` of all layers.
+
+        Raises:
+            Unsuitable: of such a model vLLM's reload does both at once.
+        """
+        self._check_suitable()
+        standby = self._standby()
+        parameters = list(standby.mirror.parameters())
+        for parameter in parameters:
+            parameter.data.normal_()
+        targets = [torch.zeros_like(parameter.data, device=self._worker.device) for parameter in parameters]
+        start = time.perf_counter()
+        for target, parameter in zip(targets, parameters, strict=True):
+            target.copy_(parameter.data, non_blocking=True)
+        self._synchronize()
+        copied = time.perf_counter()
+        standby.pack()
+        self._synchronize()
+        processed = time.perf_counter()
+        return {"bytes": standby.bytes, "copy_s": copied - start, "process_s": processed - copied}
+
+    def _stage(self, version: _Version, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+        start = time.perf_counter()
+        try:
+            if self._worker.device.type == "cuda":
+                torch.cuda.set_device(self._worker.device)  # a thread begins with the first one
+            with torch.inference_mode(False), torch.no_grad():
+                self._prove(version)
+                weights = read_verified(version.directory, version.hashes, version.cancelled.is_set)
+                if self._unsuitable:
+                    version.tensors = list(weights)
+                    version.bytes = sum(tensor.nbytes for _, tensor in version.tensors)
+                else:
+                    version.standby = self._standby()
+                    version.standby.load(weights)
+                    version.bytes = version.standby.bytes
+                    version.standby.pack()
+            version.seconds = time.perf_counter() - start
+            version.state = "staged"
+        except Cancelled:
+            version.state = "gone"
+        except Exception as error:
+            version.error = str(error) or type(error).__name__
+            version.state = "failed"
+            logger.warning("staging %s failed", version.directory, exc_info=error)
+
+    def _prove(self, version: _Version) -> None:
+        """Once for each model: see that a mirror gets everything a checkpoint holds."""
+        if self._unsuitable or self._kept is not None:
+            return
+        try:
+            self._kept = self._standby().prove(read_verified(self._base, None, version.cancelled.is_set))
+        except Unsuitable as reason:
+            self._unsuitable = str(reason)
+        if self._unsuitable:
+            logger.warning("weights are switched by vLLM's own reload, with a longer pause: %s", self._unsuitable)
+
+    def _check_suitable(self) -> None:
+        if self._unsuitable:
+            raise Unsuitable(self._unsuitable)
+
+    def _standby(self) -> Standby:
+        model = self._worker.model_runner.get_model()
+        return Standby(model, self._worker.model_config.dtype, self._pinned)
+
+    def _synchronize(self) -> None:
+        if self._worker.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _reload(self, tensors: list[tuple[str, Tensor]]) -> None:
+        # It warns of every layer without a tensor of its own (rotary tables, a tied head); names were checked before.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        self._worker.reload_weights(weights_iterator=_drain(tensors))
+        if self._worker.model_config.hf_text_config.tie_word_embeddings:
+            repack_tied_head(self._worker.model_runner.get_model())
+
+
+def _drain(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors and let each go."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
