@@ -9,6 +9,8 @@ Logits, sums and softmaxes are in float32 whatever the dtype of the weights: bfl
 to 0.06, and a log-probability with it.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -191,9 +193,16 @@ def _add_product(total: Tensor, slope: Tensor, weight: Tensor) -> None:
 
 @cache
 def _score_compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_score_functional)
+    return _compile(_score_functional)
 
 
 @cache
 def _slope_compiled() -> Callable[..., Tensor]:
-    return torch.compile(_slope_functional)
+    return _compile(_slope_functional)
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile where that can be done: triton needs a C compiler at run time. Otherwise each operation is a kernel."""
+    compiler = any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))
+    compiled: Callable[..., Any] = torch.compile(function) if compiler else function
+    return compiled
