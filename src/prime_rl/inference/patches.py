@@ -53,6 +53,21 @@ def repack_tied_head(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Let experts on a CPU be packed again from the weights that are about to be loaded.
+
+    Their kernel is built, and their weights are packed for it, when they are processed for the first time. Later calls
+    only copy the new weights, unpacked, to where packed ones are expected: right for kernels of GPUs, whose addresses
+    must stay, and nonsense on a CPU. Without a kernel the next processing is a first one.
+
+    Without it tests/integration/inference/test_architectures.py::test_experts_follow_the_switch fails.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
 def add_switch_utility() -> None:
     """Give the engine calls that reach its scheduler: `switch_policy` and `last_pause`. vLLM has none for that.
 

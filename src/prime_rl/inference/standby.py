@@ -34,6 +34,8 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materiali
 from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
+from prime_rl.inference.patches import forget_packed_experts
+
 Weights = Iterable[tuple[str, Tensor]]
 Buffers = dict[tuple[str, ...], Tensor]
 
@@ -70,6 +72,7 @@ class Standby:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, pinned: Buffers | None = None) -> None:
+        self._model = model
         self._dtype = dtype
         self._pinned = pinned
         self._mirrors: dict[int, nn.Module] = {}
@@ -126,6 +129,8 @@ class Standby:
 
     def put_in_place(self, kept: frozenset[str]) -> None:
         """Give the model these weights. Nothing may be sampled meanwhile; a failure leaves neither old nor new ones."""
+        if self._pinned is None:
+            forget_packed_experts(self._model)
         for prefix, live, mirror in self._pairs:
             if _is_late(mirror):
                 _process_late(live, mirror)

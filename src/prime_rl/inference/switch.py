@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from prime_rl.inference.patches import repack_tied_head
+from prime_rl.inference.patches import forget_packed_experts, repack_tied_head
 from prime_rl.inference.reading import Cancelled, read_verified
 from prime_rl.inference.standby import Standby, Unsuitable, why_not
 
@@ -188,9 +188,12 @@ class WeightSwitch:
     def _reload(self, tensors: list[tuple[str, Tensor]]) -> None:
         # It warns of every layer without a tensor of its own (rotary tables, a tied head); names were checked before.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        model = self._worker.model_runner.get_model()
+        if self._worker.device.type == "cpu":
+            forget_packed_experts(model)
         self._worker.reload_weights(weights_iterator=_drain(tensors))
         if self._worker.model_config.hf_text_config.tie_word_embeddings:
-            repack_tied_head(self._worker.model_runner.get_model())
+            repack_tied_head(model)
 
 
 def _drain(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -6,13 +6,13 @@ hashed by `reading`, on the bytes that are loaded.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prime_rl.inference.canary import Canary, parse_canary
-from prime_rl.run.artifact import WEIGHTS_FORMAT, ArtifactError, read_manifest
+from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.run.tensors import content_hash
 from prime_rl.types import PolicyVersion
 
@@ -86,14 +86,14 @@ def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: b
     """
     try:
         manifest = read_manifest(directory, WEIGHTS_FORMAT)
-        shapes = read_shapes(directory)
-        _check_manifest(directory, manifest, version, shapes)
+        places = {place.name: place for place in read_places(directory)}
+        _check_manifest(directory / MANIFEST, manifest, version, places.keys())
         canary = parse_canary(manifest)
     except (ArtifactError, OSError) as error:
         raise WeightsRefusedError(str(error)) from None
     except ValueError as error:
-        raise WeightsRefusedError(f"the manifest of {directory} is malformed: {error}") from None
-    _check_shapes(directory, shapes, base, ignored={"lm_head.weight"} if tied else set())
+        raise WeightsRefusedError(f"{directory / MANIFEST} is malformed: {error}") from None
+    _check_shapes(directory, places, base, ignored={"lm_head.weight"} if tied else set())
     return Policy(version, manifest["hash"], directory, manifest["tensors"], canary)
 
 
@@ -115,35 +115,37 @@ def _places(file: Path) -> Iterator[TensorPlace]:
         raise ArtifactError(f"{file} is not a safetensors file: {error}") from None
 
 
-def _check_manifest(directory: Path, manifest: dict[str, Any], version: PolicyVersion, shapes: Shapes) -> None:
+def _check_manifest(file: Path, manifest: dict[str, Any], version: PolicyVersion, names: Set[str]) -> None:
     declared = (manifest.get("branch"), manifest.get("step"))
     if declared != (version.branch, version.step):
         raise WeightsRefusedError(
-            f"{directory} declares branch {declared[0]}, step {declared[1]}; "
+            f"{file} declares branch {declared[0]}, step {declared[1]}; "
             f"asked for was branch {version.branch}, step {version.step}"
         )
     published = manifest.get("tensors")
     if not isinstance(published, Mapping):
-        raise WeightsRefusedError(f"the manifest of {directory} lists no tensors")
-    if absent := sorted(published.keys() - shapes.keys()):
-        raise WeightsRefusedError(f"{directory} is not what was published: it lacks tensor {_list(absent)}")
-    if added := sorted(shapes.keys() - published.keys()):
-        raise WeightsRefusedError(f"{directory} is not what was published: its manifest lacks tensor {_list(added)}")
+        raise WeightsRefusedError(f"{file} lists no tensors")
+    if absent := sorted(published.keys() - names):
+        raise WeightsRefusedError(f"{file.parent} is not what was published: it lacks tensor {_list(absent)}")
+    if added := sorted(names - published.keys()):
+        raise WeightsRefusedError(f"{file.parent} is not what was published: {MANIFEST} lacks tensor {_list(added)}")
     if manifest.get("hash") != content_hash(published):
-        raise WeightsRefusedError(f"{directory} is not what was published: its content hash is another")
+        raise WeightsRefusedError(f"{file} is not what was published: its content hash is another")
 
 
-def _check_shapes(directory: Path, shapes: Shapes, base: Shapes, ignored: set[str]) -> None:
-    missing = sorted(base.keys() - shapes.keys() - ignored)
-    unknown = sorted(shapes.keys() - base.keys() - ignored)
+def _check_shapes(directory: Path, places: Mapping[str, TensorPlace], base: Shapes, ignored: set[str]) -> None:
+    missing = sorted(base.keys() - places.keys() - ignored)
+    unknown = sorted(places.keys() - base.keys() - ignored)
     if missing:
         raise WeightsRefusedError(f"{directory} lacks tensor {_list(missing)} of the model that is served")
     if unknown:
-        raise WeightsRefusedError(f"{directory} holds tensor {_list(unknown)}, unknown to the model that is served")
-    for name in sorted(shapes.keys() & base.keys()):
-        if shapes[name] != base[name]:
+        raise WeightsRefusedError(
+            f"{places[unknown[0]].file} holds tensor {_list(unknown)}, unknown to the model that is served"
+        )
+    for name in sorted(places.keys() & base.keys()):
+        if places[name].shape != base[name]:
             raise WeightsRefusedError(
-                f"tensor {name} of {directory} has shape {list(shapes[name])}, "
+                f"tensor {name} of {places[name].file} has shape {list(places[name].shape)}, "
                 f"the model that is served {list(base[name])}"
             )
 

@@ -54,11 +54,11 @@ def test_accepts_what_was_published(tmp_path: Path) -> None:
     ("fields", "reason"),
     [
         ({"format": "other/1"}, "has format 'other/1'"),
-        ({"step": 8}, "declares branch 0, step 8; asked for was branch 0, step 7"),
+        ({"step": 8}, "manifest.json declares branch 0, step 8; asked for was branch 0, step 7"),
         ({"branch": 1}, "declares branch 1, step 7"),
         ({"hash": "0" * 32}, "its content hash is another"),
         ({"tensors": None}, "lists no tensors"),
-        ({"tensors": {}}, "its manifest lacks tensor embed.weight (and 1 more)"),
+        ({"tensors": {}}, "manifest.json lacks tensor embed.weight (and 1 more)"),
         ({"tensors": {"embed.weight": "", "norm.weight": "", "head.weight": ""}}, "it lacks tensor head.weight"),
         ({"canary": {"token_ids": [1, 2]}}, "is malformed: canary: KeyError: 'logprobs'"),
         ({"canary": {"token_ids": [1, 2], "logprobs": [0.0] * 4, "dtype": "float32"}}, "2 token ids and 4 log-prob"),
@@ -88,8 +88,11 @@ def test_refuses_altered_files(tmp_path: Path) -> None:
     ("shapes", "reason"),
     [
         ({"embed.weight": (8, 4)}, "lacks tensor norm.weight"),
-        ({**BASE, "extra.weight": (1,)}, "holds tensor extra.weight, unknown to the model"),
-        ({**BASE, "norm.weight": (5,)}, "tensor norm.weight of {} has shape [5], the model that is served [4]"),
+        ({**BASE, "extra.weight": (1,)}, "model-1.safetensors holds tensor extra.weight, unknown to the model"),
+        (
+            {**BASE, "norm.weight": (5,)},
+            "tensor norm.weight of {}/model-1.safetensors has shape [5], the model that is served [4]",
+        ),
         ({**BASE, "lm_head.weight": (8, 4)}, "holds tensor lm_head.weight"),
     ],
 )
