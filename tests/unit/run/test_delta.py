@@ -1,7 +1,7 @@
 """I5: a delta leads from its base to its result, bit by bit, or to one error that names the file."""
 
-import json
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from prime_rl.run.artifact import WEIGHTS_FORMAT, ArtifactError, publish
 from prime_rl.run.delta import Delta, DeltaError, apply, encode, patch
-from prime_rl.run.delta.container import Entry, write_delta
+from prime_rl.run.delta.container import write_delta
 from prime_rl.run.tensors import RawTensor, content_hash, hash_tensors, map_tensors
 from prime_rl.types import PolicyVersion
 
@@ -25,6 +25,7 @@ def weights(seed=0):
         "scale": np.array(3.5),
         "empty": np.empty((0, 8), np.float32),
         "frozen": random.standard_normal(100, np.float32),
+        "head": random.standard_normal((64, 8), np.float32),
     }
 
 
@@ -32,7 +33,7 @@ def stepped(tensors, seed=1, share=0.05):
     """The same, a share of its elements changed by one in the last place; `frozen` stays."""
     random = np.random.default_rng(seed)
     new = {name: tensor.copy() for name, tensor in tensors.items()}
-    for name in ("embed", "layer.0", "steps"):
+    for name in ("embed", "layer.0", "steps", "head"):
         bits = new[name].view(f"i{new[name].itemsize}")
         bits += random.random(bits.shape) < share
     new["scale"] += 1
@@ -92,14 +93,14 @@ def test_in_place(pair):
     base, new, delta = pair
     buffers = {name: tensor.copy() for name, tensor in base.items()}
     places = {name: tensor.__array_interface__["data"] for name, tensor in buffers.items()}
-    assert patch(buffers, delta) == 4
+    assert patch(buffers, delta) == 5
     assert_same(buffers, new)
     assert places == {name: tensor.__array_interface__["data"] for name, tensor in buffers.items()}
 
 
 def test_a_second_time_changes_nothing(pair):
     base, new, delta = pair
-    assert patch(base, delta) == 4
+    assert patch(base, delta) == 5
     assert patch(base, delta) == 0
     assert_same(base, new)
     assert_same(dict(apply(new, delta)), new)
@@ -107,7 +108,22 @@ def test_a_second_time_changes_nothing(pair):
 
 def test_an_interrupted_patch_is_finished(pair):
     base, new, delta = pair
-    assert patch({**base, "embed": new["embed"].copy(), "scale": new["scale"].copy()}, delta) == 2
+    """`embed` is coded together with `head`, and is new already; `scale` is alone."""
+    base |= {name: new[name].copy() for name in ("embed", "scale")}
+    assert_same(dict(apply(base, delta)), new)
+    assert patch(base, delta) == 3
+    assert_same(base, new)
+
+
+def test_large_tensors_are_coded_alone_and_in_blocks(pair, tmp_path, monkeypatch):
+    base, new, small = pair
+    monkeypatch.setattr("prime_rl.run.delta.codec.BLOCK_BYTES", 1024)
+    delta = encode(base, new, tmp_path / "blocks.bin")
+    assert (len(small.units), len(delta.units)) == (4, 7)
+    monkeypatch.undo()  # the file itself says how it is split
+    assert_same(dict(apply(base, delta)), new)
+    assert patch(base, delta) == 5
+    assert_same(base, new)
 
 
 def test_the_copy_leaves_the_base_alone(pair):
@@ -121,7 +137,7 @@ def test_threads_make_the_same_file(pair, tmp_path):
     again = encode(base, new, tmp_path / "again.bin", threads=3)
     assert again.path.read_bytes() == delta.path.read_bytes()
     assert_same(dict(apply(base, again, threads=3)), new)
-    assert patch(base, again, threads=3) == 4
+    assert patch(base, again, threads=3) == 5
     assert_same(base, new)
 
 
@@ -271,20 +287,34 @@ def test_a_directory_that_is_not_what_was_published(tmp_path):
 def test_a_wrong_result_is_not_yielded(pair, tmp_path):
     """A delta whose file is sound and whose blocks lead elsewhere, as a fault of the writer would make it."""
     base, _, delta = pair
-    whole = delta.path.read_bytes()
-    index = whole[whole.index(b'{"format"') : -24]
-    fields = json.loads(index)
-    tensors = fields["tensors"]
-    tensors["embed"]["result"] = "0" * 32
-    assert tensors["embed"]["size"]
-    entries = [(n, Entry(**{**e, "shape": tuple(e["shape"])}), [bytes(delta.blocks(n))]) for n, e in tensors.items()]
-    write_delta(tmp_path / "wrong.bin", entries, None, None, delta.block_bytes)
-    with pytest.raises(DeltaError, match=r"wrong\.bin does not lead to its result: tensor embed has another hash"):
-        dict(apply(base, Delta.open(tmp_path / "wrong.bin")))
-    cut = [(n, e, [b[0][:-9]] if n == "embed" else b) for n, e, b in entries]
-    write_delta(tmp_path / "cut.bin", cut, None, None, delta.block_bytes)
-    with pytest.raises(DeltaError, match=r"cut\.bin is malformed: tensor embed"):
-        dict(apply(base, Delta.open(tmp_path / "cut.bin")))
+
+    def write(path, hashes, blocks):
+        units = [({n: replace(delta.entries[n], **hashes.get(n, {})) for n in u.names}, blocks(u)) for u in delta.units]
+        write_delta(path, units, None, None, delta.block_bytes)
+        return Delta.open(path)
+
+    def sound(unit):
+        return [bytes(delta.blocks(unit))]
+
+    wrong = write(tmp_path / "wrong.bin", {"embed": {"result": "0" * 32}}, sound)
+    cut = write(tmp_path / "cut.bin", {}, lambda unit: [sound(unit)[0][:-9]])
+    longer = write(tmp_path / "longer.bin", {}, lambda unit: [*sound(unit), b"more"])
+    for attempt in (patch, lambda base, delta: dict(apply(base, delta))):
+        with pytest.raises(DeltaError, match=r"wrong\.bin does not lead to its result: tensor embed has another hash"):
+            attempt(weights(), wrong)
+        with pytest.raises(DeltaError, match=r"cut\.bin is malformed: tensor \w+"):
+            attempt(weights(), cut)
+        with pytest.raises(DeltaError, match=r"longer\.bin is malformed: tensor \w+.*4 bytes are left over"):
+            attempt(weights(), longer)
+    assert dict(apply(base, write(tmp_path / "sound.bin", {}, sound)))
+
+
+def test_an_index_that_does_not_hold_together(pair, tmp_path):
+    _, _, delta = pair
+    entries = dict(delta.entries)
+    write_delta(tmp_path / "twice.bin", [(entries, []), ({"embed": entries["embed"]}, [])], None, None, 8)
+    with pytest.raises(DeltaError, match=r"twice\.bin is malformed: units and tensors differ"):
+        Delta.open(tmp_path / "twice.bin")
 
 
 def test_tensors_that_cannot_be_written(pair):

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 
 from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.run.delta.block import BLOCK_BYTES, decode_block, encode_block
-from prime_rl.run.delta.container import Delta, DeltaError, Entry, write_delta
+from prime_rl.run.delta.container import Delta, DeltaError, Entry, Unit, write_delta
 from prime_rl.run.tensors import RawTensor, map_tensors
 from prime_rl.types import PolicyVersion
 
@@ -68,12 +69,16 @@ def encode(
     old, now = _read(base, "the base", base_version), _read(new, "the new version", version)
     _check_same(f"{old.label} and {now.label} make no delta", now.tensors, old.tensors)
 
-    def code(name: str) -> tuple[str, Entry, list[bytes]]:
-        before, after = old.tensors[name], now.tensors[name]
-        entry = Entry(after.dtype, after.shape, _true_hash(name, old), _true_hash(name, now))
-        return name, entry, [] if entry.base == entry.result else _encode_tensor(before, after)
+    def code(names: list[str]) -> tuple[dict[str, Entry], list[bytes]]:
+        entries = {
+            name: Entry(now.tensors[name].dtype, now.tensors[name].shape, _true_hash(name, old), _true_hash(name, now))
+            for name in names
+        }
+        if all(entry.base == entry.result for entry in entries.values()):
+            return entries, []
+        return entries, _encode_unit([old.tensors[name] for name in names], [now.tensors[name] for name in names])
 
-    write_delta(path, _in_order(code, now.tensors, threads), old.version, now.version, BLOCK_BYTES)
+    write_delta(path, _in_order(code, _units(now.tensors), threads), old.version, now.version, BLOCK_BYTES)
     return Delta.open(path)
 
 
@@ -100,10 +105,7 @@ def apply(
     """
     old = _read(base, "the base", version)
     outdated = _outdated(delta, old, threads)
-    return (
-        (name, _patched(delta, name, old.tensors[name], copy=True) if name in outdated else old.tensors[name])
-        for name in delta.entries
-    )
+    return (made for unit in delta.units for made in _make(delta, unit, old.tensors, outdated, in_place=False))
 
 
 def patch(
@@ -134,7 +136,9 @@ def patch(
     if locked:
         raise ValueError(f"tensor {locked[0]} is not writable")
     outdated = _outdated(delta, old, threads)
-    return sum(1 for _ in _in_order(lambda name: _patched(delta, name, old.tensors[name]), outdated, threads))
+    for _ in _in_order(lambda unit: _make(delta, unit, old.tensors, outdated, in_place=True), delta.units, threads):
+        pass
+    return len(outdated)
 
 
 def _read(weights: Weights, label: str, version: PolicyVersion | None) -> _Version:
@@ -190,23 +194,66 @@ def _outdated(delta: Delta, base: _Version, threads: int) -> set[str]:
     return {name for name, entry in delta.entries.items() if found[name] != entry.result}
 
 
-def _encode_tensor(base: RawTensor, new: RawTensor) -> list[bytes]:
-    places = range(0, new.data.size, BLOCK_BYTES)
-    return [encode_block(base.data[i : i + BLOCK_BYTES], new.data[i : i + BLOCK_BYTES], new.dtype) for i in places]
+def _units(tensors: Mapping[str, RawTensor]) -> list[list[str]]:
+    """Group names: small tensors of a dtype are coded together, whose tables of codes would outweigh their changes."""
+    units: list[list[str]] = []
+    small: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.data.size >= BLOCK_BYTES // 4:
+            units.append([name])
+            continue
+        unit = small.setdefault(tensor.dtype, [])
+        if sum(tensors[other].data.size for other in unit) + tensor.data.size > BLOCK_BYTES:
+            units.append(unit)
+            unit = small[tensor.dtype] = []
+        unit.append(name)
+    return units + list(small.values())
 
 
-def _patched(delta: Delta, name: str, base: RawTensor, copy: bool = False) -> RawTensor:
-    """Turn a tensor into its result, in place or as a copy."""
-    entry, blocks = delta.entries[name], delta.blocks(name)
-    result = replace(base, data=base.data.copy()) if copy else base
+def _encode_unit(base: list[RawTensor], new: list[RawTensor]) -> list[bytes]:
+    before, after = (side[0].data if len(side) == 1 else _joined(side) for side in (base, new))
+    places = (slice(begin, begin + BLOCK_BYTES) for begin in range(0, after.size, BLOCK_BYTES))
+    return [encode_block(before[place], after[place], new[0].dtype) for place in places]
+
+
+def _joined(tensors: list[RawTensor]) -> NDArray[np.uint8]:
+    return np.concatenate([tensor.data for tensor in tensors])
+
+
+def _make(
+    delta: Delta, unit: Unit, base: Mapping[str, RawTensor], outdated: set[str], in_place: bool
+) -> list[tuple[str, RawTensor]]:
+    """Make the results of a unit, in place or as new memory; what is up to date is passed on as it is."""
+    before = [base[name] for name in unit.names]
+    if outdated.isdisjoint(unit.names):
+        return list(zip(unit.names, before, strict=True))
+    direct = in_place and len(before) == 1
+    data = before[0].data if direct else _joined(before)
+    _decode_unit(delta, unit, data)
+    made: list[tuple[str, RawTensor]] = []
+    begin = 0
+    for name, tensor in zip(unit.names, before, strict=True):
+        result = replace(tensor, data=data[begin : begin + tensor.data.size])
+        begin += tensor.data.size
+        if name not in outdated:
+            result = tensor
+        elif result.digest(name) != delta.entries[name].result:
+            raise DeltaError(f"{delta.path} does not lead to its result: tensor {name} has another hash")
+        elif in_place and not direct:
+            tensor.data[:] = result.data
+        made.append((name, result))
+    return made
+
+
+def _decode_unit(delta: Delta, unit: Unit, data: NDArray[np.uint8]) -> None:
+    blocks, dtype = delta.blocks(unit), delta.entries[unit.names[0]].dtype
     try:
-        for begin in range(0, result.data.size, delta.block_bytes):
-            blocks = blocks[decode_block(blocks, result.data[begin : begin + delta.block_bytes], entry.dtype) :]
+        for begin in range(0, data.size, delta.block_bytes):
+            blocks = blocks[decode_block(blocks, data[begin : begin + delta.block_bytes], dtype) :]
+        if blocks.nbytes:
+            raise ValueError(f"{blocks.nbytes} bytes are left over")
     except (ValueError, struct.error, zlib.error) as error:
-        raise DeltaError(f"{delta.path} is malformed: tensor {name}: {error}") from None
-    if blocks.nbytes or result.digest(name) != entry.result:
-        raise DeltaError(f"{delta.path} does not lead to its result: tensor {name} has another hash")
-    return result
+        raise DeltaError(f"{delta.path} is malformed: tensor {unit.names[0]}: {error}") from None
 
 
 def _in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:

@@ -1,14 +1,16 @@
 """I4, I5: the file of a delta. It is whole and unaltered, or it is not opened; and it names what it starts from.
 
-    magic | blocks of the first tensor | ... of the last | index (JSON) | length of the index | xxh3_64 | magic
+    magic | blocks of the first unit | ... of the last | index (JSON, zlib) | length of the index | xxh3_64 | magic
 
-The index comes last, so that the file is written in one pass; xxh3_64 is over all that stands before it.
+A unit is one tensor, or several small ones. The index comes last, so that the file is written in one pass; xxh3_64 is
+over all that stands before it.
 """
 
 import json
 import struct
+import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +40,27 @@ class Entry:
         shape: of the tensor.
         base: its hash before, as in the manifest of the base version.
         result: its hash after; equal to `base` where nothing changed.
-        offset: of its blocks in the file, filled in when it is written.
-        size: of its blocks in bytes, 0 where nothing changed.
     """
 
     dtype: str
     shape: tuple[int, ...]
     base: str
     result: str
-    offset: int = 0
-    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Tensors that are coded together, as if they were one.
+
+    Attributes:
+        names: of the tensors, in the order in which their bytes follow each other.
+        offset: of its blocks in the file.
+        size: of its blocks in bytes, 0 where none of the tensors changed.
+    """
+
+    names: tuple[str, ...]
+    offset: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +71,9 @@ class Delta:
         path: the file.
         base_version: that it starts from; None where it was made of weights without a manifest.
         version: that it leads to, or None.
-        block_bytes: tensors are coded in blocks of this many bytes.
-        entries: tensor name -> entry, in the order of the file.
+        block_bytes: units are coded in blocks of this many bytes.
+        entries: tensor name -> entry.
+        units: that together hold every tensor once.
         data: the file, mapped.
     """
 
@@ -68,6 +82,7 @@ class Delta:
     version: PolicyVersion | None
     block_bytes: int
     entries: dict[str, Entry]
+    units: tuple[Unit, ...]
     data: memoryview
 
     @classmethod
@@ -82,18 +97,19 @@ class Delta:
         if not path.stat().st_size:
             raise DeltaError(f"{path} is empty")
         data = np.memmap(path, np.uint8, mode="r").data
-        fields, index = _read_index(path, data)
+        fields, end = _read_index(path, data)
         try:
-            entries = {
-                name: Entry(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in fields["tensors"].items()
-            }
             before, after = _read_version(fields["base"]), _read_version(fields["result"])
+            entries = {name: Entry(e[0], tuple(e[1]), e[2], e[3]) for name, e in fields["tensors"].items()}
+            units = tuple(Unit(tuple(u[0]), u[1], u[2]) for u in fields["units"])
             block_bytes = int(fields["block_bytes"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DeltaError(f"the index of {path} is malformed: {error!r}") from None
-        if any(entry.offset + entry.size > index for entry in entries.values()):
-            raise DeltaError(f"the index of {path} is malformed: a tensor reaches beyond the blocks")
-        return cls(path, before, after, block_bytes, entries, data)
+        if any(unit.offset + unit.size > end for unit in units):
+            raise DeltaError(f"the index of {path} is malformed: a unit reaches beyond the blocks")
+        if sorted(name for unit in units for name in unit.names) != sorted(entries):
+            raise DeltaError(f"the index of {path} is malformed: units and tensors differ")
+        return cls(path, before, after, block_bytes, entries, units, data)
 
     @property
     def base_hash(self) -> str:
@@ -110,29 +126,29 @@ class Delta:
         """Content hash of the version that it leads to."""
         return content_hash(self.hashes)
 
-    def blocks(self, name: str) -> memoryview:
-        """Return the coded blocks of a tensor."""
-        entry = self.entries[name]
-        return self.data[entry.offset : entry.offset + entry.size]
+    def blocks(self, unit: Unit) -> memoryview:
+        """Return the coded blocks of a unit."""
+        return self.data[unit.offset : unit.offset + unit.size]
 
 
 def write_delta(
     path: Path,
-    tensors: Iterable[tuple[str, Entry, list[bytes]]],
+    units: Iterable[tuple[dict[str, Entry], list[bytes]]],
     base_version: PolicyVersion | None,
     version: PolicyVersion | None,
     block_bytes: int,
 ) -> None:
-    """Write a delta as its tensors come; nothing is left of it where they end in an error.
+    """Write a delta as its units come; nothing is left of it where they end in an error.
 
     Args:
         path: the file, which must not exist yet.
-        tensors: name, entry (its place in the file is filled in here) and coded blocks.
+        units: the entries of each by name, and its coded blocks, [] where none of its tensors changed.
         base_version: that the delta starts from, None if unknown.
         version: that it leads to, None if unknown.
-        block_bytes: that tensors were split into.
+        block_bytes: that units were split into.
     """
     entries: dict[str, Entry] = {}
+    places: list[tuple[list[str], int, int]] = []
     digest = xxhash.xxh3_64()
     with path.open("xb") as file:
 
@@ -142,30 +158,27 @@ def write_delta(
 
         try:
             write(_MAGIC)
-            for name, entry, blocks in tensors:
+            for unit, blocks in units:
                 offset = file.tell()
                 for block in blocks:
                     write(block)
-                entries[name] = replace(entry, offset=offset, size=file.tell() - offset)
-            index = json.dumps(_index(entries, base_version, version, block_bytes)).encode()
-            write(index)
-            write(_LENGTH.pack(len(index)))
+                entries |= unit
+                places.append((list(unit), offset, file.tell() - offset))
+            index = {
+                "format": FORMAT,
+                "base": _side(base_version, {name: entry.base for name, entry in entries.items()}),
+                "result": _side(version, {name: entry.result for name, entry in entries.items()}),
+                "block_bytes": block_bytes,
+                "tensors": {name: astuple(entry) for name, entry in entries.items()},
+                "units": places,
+            }
+            packed = zlib.compress(json.dumps(index, separators=(",", ":")).encode(), 9)
+            write(packed)
+            write(_LENGTH.pack(len(packed)))
             file.write(_END.pack(digest.intdigest(), _MAGIC))
         except BaseException:
             path.unlink()
             raise
-
-
-def _index(
-    entries: dict[str, Entry], base_version: PolicyVersion | None, version: PolicyVersion | None, block_bytes: int
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "base": _side(base_version, {name: entry.base for name, entry in entries.items()}),
-        "result": _side(version, {name: entry.result for name, entry in entries.items()}),
-        "block_bytes": block_bytes,
-        "tensors": {name: asdict(entry) for name, entry in entries.items()},
-    }
 
 
 def _side(version: PolicyVersion | None, hashes: dict[str, str]) -> dict[str, Any]:
@@ -191,7 +204,7 @@ def _read_index(path: Path, data: memoryview) -> tuple[dict[str, Any], int]:
         raise DeltaError(f"{path} is damaged: its checksum is another")
     end -= _LENGTH.size
     begin = end - _LENGTH.unpack_from(data, end)[0]
-    fields: dict[str, Any] = json.loads(bytes(data[begin:end]))
+    fields: dict[str, Any] = json.loads(zlib.decompress(data[begin:end]))
     if fields.get("format") != FORMAT:
         raise DeltaError(f"{path} has format {fields.get('format')!r}, expected {FORMAT!r}")
     return fields, begin
