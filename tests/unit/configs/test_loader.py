@@ -128,7 +128,8 @@ def test_union_keeps_its_variant_and_forgets_the_keys_of_another():
     assert SFTConfig.load(["--optim.weight-decay", "0"]).optim.lr == SFTConfig().optim.lr != TrainerConfig().optim.lr
     file = write("t.toml", '[optim]\nbetas1 = 0.5\n[scheduler]\ntype = "cosine"\n')
     config = TrainerConfig.load(
-        ["@", file, "--optim.momentum", "0.3", "--optim.type", "sgd", "--scheduler.min-lr", "1"]
+        ["@", file, "--optim.momentum", "0.3", "--optim.type", "sgd", "--optim.lr", "2", "--scheduler.min-lr", "1"]
+        + ["--max-steps", "9"]
     )
     assert (config.optim.type, config.optim.momentum) == ("sgd", 0.3)
     assert (config.scheduler.type, config.scheduler.min_lr) == ("cosine", 1.0)
@@ -363,8 +364,8 @@ def test_help_lists_every_key_with_doc_and_default(root, capsys):
 
 
 def test_keys_of_later_work_say_so_once(capsys):
-    RLConfig.load(["--trainer.model.lora.rank", "4", "--trainer.model.lora.alpha", "4"])
-    assert capsys.readouterr().err == "warning: trainer.model.lora has no effect yet\n"
+    RLConfig.load(["--trainer.heartbeat.timeout", "4"])
+    assert capsys.readouterr().err == "warning: trainer.heartbeat has no effect yet\n"
     RLConfig.load(["--trainer.optim.lr", "4"])
     assert capsys.readouterr().err == ""
 

@@ -33,22 +33,24 @@ def solve(body):
 
 @pytest.mark.slow
 async def test_tool_calls_and_results_are_learned_by_sft_as_they_were_said(synthesize):
-    from prime_rl.trainer.sft.chat import encode_example
-    from prime_rl.trainer.sft.data import encode_all, load_examples
+    from prime_rl.trainer.sft.data import encode_row
+    from prime_rl.trainer.sft.files import read_rows
 
     async with fake_chat() as server:
         server.reply = solve
         path = await synthesize(server.url, CALCULATOR, rollouts_per_example=2, min_reward=1.0)
-    examples = load_examples(SFTDataConfig(name=str(path)))
+    options = SFTDataConfig(name=[str(path)], seq_len=4096)
+    rows = list(read_rows(path))
+    examples = [example for _, example in rows]
     assert len(examples) == 6
     assert {(example["env"], example["reward"]) for example in examples} == {("calculator", 1.0)}
     tokenizer = make_tokenizer()
-    for example in examples:
+    for where, example in rows:
         roles = [message["role"] for message in example["messages"]]
         assert roles == ["system", "user", "assistant", "tool", "assistant"]
         call = example["messages"][2]["tool_calls"][0]
         assert call["id"] == example["messages"][3]["tool_call_id"] == "call_abc"
-        (sequence,) = encode_example(example, tokenizer)
+        (sequence,) = encode_row((where, example), tokenizer, options)
         text, taught = tokenizer.decode(sequence.tokens), learned(sequence, tokenizer)
         assert f'{{"name": "calculate", "arguments": {json.dumps(call["function"]["arguments"])}}}' in taught
         assert example["messages"][4]["content"] in taught
@@ -56,7 +58,6 @@ async def test_tool_calls_and_results_are_learned_by_sft_as_they_were_said(synth
         assert f"<tool_response>{result}</tool_response>" in text
         assert "tool_response" not in taught, "what the tool says is not learned"
         assert '"name": "calculate", "description"' in text, "the model sees the tools that it had"
-    assert len(encode_all(examples, tokenizer, seq_len=4096)) == 6
 
 
 @pytest.mark.slow
