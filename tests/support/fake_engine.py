@@ -24,6 +24,8 @@ class FakeEngine:
         self.reply = None  # callable(request body) -> (token ids, finish reason), instead of tokens up to max_tokens
         self.url = ""
         self.metrics = ""  # the page of GET /metrics
+        self.switch: dict = {}  # what /update_weights answers of the switch
+        self.refusal = ""  # why it refuses
         self.running: web.AppRunner | None = None
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -54,9 +56,11 @@ class FakeEngine:
 
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.refusal:
+            return web.json_response({"error": self.refusal}, status=400)
         manifest = json.loads((Path(body["weight_dir"]) / "manifest.json").read_text())
         self.branch, self.step, self.hash = body["branch"], body["step"], manifest["hash"]
-        return web.json_response(self.loaded() | {"pause_s": 0.0, "load_s": 0.0})
+        return web.json_response(self.loaded() | {"pause_s": 0.0, "load_s": 0.0} | self.switch)
 
     async def reload(self, request: web.Request) -> web.Response:
         run_id = (await request.json()).get("run_id")

@@ -63,7 +63,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
     Without it tests/integration/inference/test_architectures.py::test_experts_follow_the_switch fails.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 

@@ -53,15 +53,19 @@ class LoadedPolicy:
         version: of the weights.
         hash: of their content.
         is_ours: the server is leased by the run that asked.
+        stage_s: how long the weights were read and checked while sampling went on, seconds.
         pause_s: how long sampling stood still, seconds.
-        load_s: how long the switch took in all, seconds.
+        load_s: how much of that the weights took, seconds.
+        canary_difference: largest difference to the trainer's log-probabilities of the version's canary, if it has one.
     """
 
     version: PolicyVersion
     hash: str
     is_ours: bool = False
+    stage_s: float = 0.0
     pause_s: float = 0.0
     load_s: float = 0.0
+    canary_difference: float | None = None
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -168,8 +172,10 @@ class Engine:
             version=PolicyVersion(answer["branch"], answer["step"]),
             hash=answer["hash"],
             is_ours=answer.get("run_id") == self._run_id,
+            stage_s=answer.get("stage_s", 0.0),
             pause_s=answer.get("pause_s", 0.0),
             load_s=answer.get("load_s", 0.0),
+            canary_difference=answer.get("canary_difference"),
         )
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:

@@ -185,11 +185,8 @@ class Orchestrator:
             **self._tally.next_batch(self._dispatcher.complete.values()),
             **self._ledger.stream.metrics(),
             **self._lag.metrics(),
-            "policy/version": self._policy.version,
-            "time/switch": self._policy.switch_s,
-            "time/switch_pause": self._policy.pause_s,
+            **self._policy.metrics(),
             "workers/deaths": sum(env.pool.deaths for env in self._environments),
-            "servers/deaths": self._policy.deaths,
         }
         rows = sample_rows(groups, advantages)
         await asyncio.to_thread(write_rows, self._paths.samples(step), rows)

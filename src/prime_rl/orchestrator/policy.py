@@ -114,8 +114,8 @@ class Policy:
         """
         self.servers = servers
         self.switch_s = 0.0
-        self.pause_s = 0.0
         self.deaths = 0
+        self._last: list[LoadedPolicy] = []
         self._paths = paths
         self._on_change = on_change
         self._before_switch = before_switch
@@ -128,6 +128,18 @@ class Policy:
         """Step of the oldest version that a server samples from."""
         up = [server.version.step for server in self.servers if server.up]
         return min(up or [server.version.step for server in self.servers])
+
+    def metrics(self) -> dict[str, float]:
+        """Tell what is sampled from, and what the last switch cost on the slowest server."""
+        canaries = [loaded.canary_difference for loaded in self._last if loaded.canary_difference is not None]
+        return {
+            "policy/version": self.version,
+            "servers/deaths": self.deaths,
+            "time/switch": self.switch_s,
+            "time/switch_stage": max((loaded.stage_s for loaded in self._last), default=0.0),
+            "time/switch_pause": max((loaded.pause_s for loaded in self._last), default=0.0),
+            **({"canary/max_logprob_difference": max(canaries)} if canaries else {}),
+        }
 
     def by_load(self, rollouts: int) -> list[Server]:
         """Return the servers that have room for so many rollouts, the least loaded first."""
@@ -261,8 +273,9 @@ class Policy:
         if not loaded:
             return
         self.switch_s = time.monotonic() - started
-        self.pause_s = max(answer.pause_s for answer in loaded)
-        logger.info("switched to version {} in {:.2f} s (pause {:.2f} s)", step, self.switch_s, self.pause_s)
+        self._last = loaded
+        pause_s = max(answer.pause_s for answer in loaded)
+        logger.info("switched to version {} in {:.2f} s (pause {:.3f} s)", step, self.switch_s, pause_s)
         await self._notify()
         for old in steps_in(self._paths.weights_dir):
             if old < step:

@@ -152,6 +152,35 @@ async def test_a_server_that_loads_something_else_ends_the_run(tmp_path):
     assert "another" in str(error)
 
 
+async def test_weights_that_are_refused_end_the_run_in_the_servers_words(tmp_path):
+    """Altered, or not what the trainer says they are: one error, and nothing has moved."""
+    paths = RunPaths(tmp_path)
+    said = f"{paths.weights(1)}/model.safetensors is not what was published: tensor a has another hash"
+    async with fake_engine() as engine:
+        engine.refusal = said
+        with pytest.raises(ExceptionGroup) as caught:
+            async with policy_of(paths, [engine]) as (policy, _):
+                publish_version(paths, 1)
+                await asyncio.Event().wait()
+    (error,) = caught.value.exceptions
+    assert isinstance(error, RunError)
+    assert str(error) == f"{engine.url}/update_weights answered 400: {said}"
+    assert (policy.version, engine.step) == (0, 0)
+
+
+async def test_what_a_switch_cost_is_told_of_the_slowest_server(tmp_path):
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, changes):
+        assert "canary/max_logprob_difference" not in policy.metrics()
+        one.switch = {"stage_s": 2.0, "pause_s": 0.1, "canary_difference": 1e-6}
+        two.switch = {"stage_s": 1.0, "pause_s": 0.3, "canary_difference": 3e-6}
+        publish_version(paths, 1)
+        await changes.until(lambda: policy.version == 1)
+        metrics = policy.metrics()
+        assert (metrics["time/switch_stage"], metrics["time/switch_pause"]) == (2.0, 0.3)
+        assert metrics["canary/max_logprob_difference"] == 3e-6
+
+
 async def test_room_is_what_the_controller_leaves(tmp_path):
     async with fake_engine() as engine, policy_of(RunPaths(tmp_path), [engine], limit=10) as (policy, _):
         server = policy.servers[0]

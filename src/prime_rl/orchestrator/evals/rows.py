@@ -52,8 +52,10 @@ class RolloutRow(msgspec.Struct, frozen=True, omit_defaults=True):
         tools: list[dict[str, Any]] = []
         if isinstance(rollout, Conversation):
             messages, tools = list(rollout.messages), list(rollout.tools)
-        versions = [sample.versions[sample.versions >= 0] for sample in rollout.samples]
-        versions = [array for array in versions if len(array)]
+        sampled = [sample.versions[sample.versions >= 0] for sample in rollout.samples]
+        versions = [int(end) for array in sampled if len(array) for end in (array.min(), array.max())]
+        if isinstance(rollout, Conversation) and rollout.versions is not None:
+            versions += rollout.versions
         return cls(
             reward=rollout.reward,
             metrics=rollout.metrics,
@@ -61,8 +63,8 @@ class RolloutRow(msgspec.Struct, frozen=True, omit_defaults=True):
             tokens=rollout.sampled_tokens,
             messages=messages,
             tools=tools,
-            min_version=min((int(array.min()) for array in versions), default=None),
-            max_version=max((int(array.max()) for array in versions), default=None),
+            min_version=min(versions, default=None),
+            max_version=max(versions, default=None),
         )
 
 

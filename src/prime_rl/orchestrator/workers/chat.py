@@ -1,7 +1,7 @@
 """Any server that speaks OpenAI's chat completions: messages in, a message out, for rollouts that are not trained on.
 
-The server renders the prompt and parses tool calls and reasoning. It tells no token ids and no versions, so these
-rollouts have no samples.
+The server renders the prompt and parses tool calls and reasoning. It tells no token ids, so these rollouts have no
+samples. Ours tells between which policy versions an answer was sampled (headers `X-Policy-Version` and `-End`).
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from prime_rl.orchestrator.engine import EngineError, EngineLost
 from prime_rl.orchestrator.messages import Message, normalise
 from prime_rl.orchestrator.tool_calls import Parsed, ToolCall
 from prime_rl.orchestrator.workers.recorder import PromptTooLong, Reply
-from prime_rl.types import Sample
+from prime_rl.types import PolicyVersion, Sample
 
 _RETRIES = 2
 """A reset connection says nothing of the server."""
@@ -113,18 +113,19 @@ class ChatServer:
         body: dict[str, Any] = {"model": self._model, "messages": to_wire(messages), **_wanted(sampling)}
         if tools:
             body["tools"] = tools
-        raw = await self._post(body)
+        raw, versions = await self._post(body)
         try:
             completion = self._decoder.decode(raw)
-            return _reply(completion.choices[0], completion.usage or _Usage())
+            return _reply(completion.choices[0], completion.usage or _Usage(), versions)
         except (msgspec.DecodeError, IndexError) as error:
             raise EngineError(f"{self.url}/chat/completions answered what is not understood: {error}") from None
 
-    async def _post(self, body: Mapping[str, Any]) -> bytes:
+    async def _post(self, body: Mapping[str, Any]) -> tuple[bytes, tuple[int, int] | None]:
+        """Return the answer and the versions that sampled it."""
         lost = busy = 0
         while True:
             try:
-                status, pause, data = await self._try(body)
+                status, headers, data = await self._try(body)
             except TimeoutError:
                 raise EngineError(f"{self.url} did not answer within {self._timeout.total:.0f} s") from None
             except aiohttp.ClientError as error:
@@ -133,23 +134,21 @@ class ChatServer:
                     raise EngineLost(f"the server at {self.url} cannot be reached: {error}") from None
                 continue
             if status == 200:
-                return data
+                return data, _versions(headers)
             said = _said(data)
             if status in (400, 413, 422) and any(words in said.lower() for words in _OVERFLOW):
                 raise ContextFull(said)
             busy += 1
             if status not in _BUSY or busy > _BUSY_RETRIES:
                 raise EngineError(f"{self.url}/chat/completions answered {status}: {said}")
-            await asyncio.sleep(min(pause or 2.0 ** (busy - 1), _LONGEST_PAUSE_S))
+            await asyncio.sleep(min(_wanted_pause(headers) or 2.0 ** (busy - 1), _LONGEST_PAUSE_S))
 
-    async def _try(self, body: Mapping[str, Any]) -> tuple[int, float | None, bytes]:
-        """Return the status, how long the server wants to be left alone, and the answer."""
+    async def _try(self, body: Mapping[str, Any]) -> tuple[int, Mapping[str, str], bytes]:
+        """Return the status, the headers, and the answer."""
         if self._session is None:
             raise RuntimeError("ChatServer is used outside of `async with`")
         async with self._session.post(f"{self.url}/chat/completions", json=body) as response:
-            after = response.headers.get("Retry-After", "")
-            pause = float(after) if after.replace(".", "", 1).isdigit() else None
-            return response.status, pause, await response.read()
+            return response.status, response.headers, await response.read()
 
 
 class ChatRecorder:
@@ -194,6 +193,13 @@ class ChatRecorder:
         """How many tokens were sampled in all turns, as the server counts."""
         return sum(reply.completion_tokens for reply in self.turns)
 
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version that may have sampled a turn, if the server tells of every turn."""
+        spans = [reply.versions for reply in self.turns]
+        told = [span for span in spans if span is not None]
+        return (min(a for a, _ in told), max(b for _, b in told)) if told and len(told) == len(spans) else None
+
     def _turn_seed(self) -> dict[str, int]:
         if self._seed is None:
             return {}
@@ -223,7 +229,24 @@ def _wanted(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in sampling.items() if value is not None and _NEUTRAL.get(key) != value}
 
 
-def _reply(choice: _Choice, usage: _Usage) -> Reply:
+def _wanted_pause(headers: Mapping[str, str]) -> float | None:
+    """How long a busy server wants to be left alone, seconds."""
+    after = headers.get("Retry-After", "")
+    return float(after) if after.replace(".", "", 1).isdigit() else None
+
+
+def _versions(headers: Mapping[str, str]) -> tuple[int, int] | None:
+    """Steps of the versions that were loaded when the request came and when it was answered."""
+    try:
+        return (
+            PolicyVersion.parse(headers["X-Policy-Version"]).step,
+            PolicyVersion.parse(headers["X-Policy-Version-End"]).step,
+        )
+    except (KeyError, ValueError):
+        return None  # not a server of ours
+
+
+def _reply(choice: _Choice, usage: _Usage, versions: tuple[int, int] | None) -> Reply:
     message = choice.message
     calls = message.tool_calls or []
     parsed = Parsed(
@@ -237,6 +260,7 @@ def _reply(choice: _Choice, usage: _Usage) -> Reply:
         is_truncated=choice.finish_reason == "length",
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
+        versions=versions,
     )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class WorkerHost:
     def __init__(self) -> None:
         """Nothing is started yet."""
         self._control: socket.socket | None = None
-        self._server: asyncio.subprocess.Process | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
         self._jobs: dict[int, asyncio.Future[int]] = {}
         self._ends: dict[int, asyncio.Future[int]] = {}
@@ -69,12 +70,10 @@ class WorkerHost:
         server = self._server
         self._hang_up()  # upon which it kills all workers and ends
         try:
-            async with asyncio.timeout(_CLOSE_S):
-                await server.wait()
-        except TimeoutError:
-            with suppress(ProcessLookupError):
-                server.kill()
-            await server.wait()
+            await asyncio.to_thread(server.wait, _CLOSE_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            await asyncio.to_thread(server.wait)
 
     async def start(self, log: Path | None) -> WorkerProcess:
         """Start a worker.
@@ -127,15 +126,14 @@ class WorkerHost:
                 return self._control
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self._server = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "prime_rl.orchestrator.workers.forkserver",
-                    str(theirs.fileno()),
+                module = "prime_rl.orchestrator.workers.forkserver"
+                # Not by the event loop: uvloop runs Python code in the child before it becomes another program, which
+                # crashes there if threads of this process have used torch. This way takes a millisecond.
+                self._server = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
                     start_new_session=True,
                 )
             ours.setblocking(False)

@@ -115,6 +115,7 @@ class _Messages(msgspec.Struct, frozen=True, array_like=True):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     completion_tokens: int
+    versions: tuple[int, int] | None = None
 
 
 class _Rollout(msgspec.Struct, frozen=True, array_like=True):
@@ -216,7 +217,7 @@ def _pack(rollout: Rollout) -> _Rollout:
     ]
     kept = None
     if isinstance(rollout, Conversation):
-        kept = _Messages(list(rollout.messages), list(rollout.tools), rollout.completion_tokens)
+        kept = _Messages(list(rollout.messages), list(rollout.tools), rollout.completion_tokens, rollout.versions)
     return _Rollout(samples, rollout.reward, rollout.metrics, rollout.is_truncated, list(rollout.text), kept)
 
 
@@ -233,4 +234,4 @@ def _unpack(rollout: _Rollout) -> Rollout:
     fields = (samples, rollout.reward, rollout.metrics, rollout.is_truncated, tuple(rollout.text))
     if (kept := rollout.kept) is None:
         return Rollout(*fields)
-    return Conversation(*fields, tuple(kept.messages), tuple(kept.tools), kept.completion_tokens)
+    return Conversation(*fields, tuple(kept.messages), tuple(kept.tools), kept.completion_tokens, kept.versions)

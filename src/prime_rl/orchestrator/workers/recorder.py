@@ -37,6 +37,7 @@ class Reply:
         prompt_tokens: how many tokens the engine was given.
         completion_tokens: how many it sampled.
         turn: the tokens themselves, where the server tells them.
+        versions: oldest and newest policy version that may have sampled it, where the server tells no tokens but these.
     """
 
     parsed: Parsed
@@ -45,6 +46,7 @@ class Reply:
     prompt_tokens: int
     completion_tokens: int
     turn: Turn | None = None
+    versions: tuple[int, int] | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -90,6 +92,11 @@ class Recorder(Protocol):
     @property
     def completion_tokens(self) -> int:
         """How many tokens were sampled in all turns."""
+        ...
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """Oldest and newest policy version of all turns; None where samples tell, or nobody does."""
         ...
 
 
@@ -157,6 +164,11 @@ class TurnRecorder:
     def completion_tokens(self) -> int:
         """How many tokens were sampled in all turns."""
         return sum(len(turn.generation.token_ids) for turn in self.turns)
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """None: the samples have the version of every token."""
+        return None
 
     def _prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Prompt:
         if self._renderer.strategy == "interleaved":

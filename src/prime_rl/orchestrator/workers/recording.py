@@ -60,4 +60,5 @@ class Recording:
         return Conversation(
             samples, reward, metrics, is_truncated, text,
             messages=tuple(messages), tools=tuple(recorder.tools), completion_tokens=recorder.completion_tokens,
+            versions=recorder.versions,
         )  # fmt: skip

@@ -8,10 +8,13 @@ from aiohttp import web
 
 from prime_rl.configs.shared import EnvConfig
 from prime_rl.orchestrator.engine import EngineError, EngineLost
+from prime_rl.orchestrator.evals.rows import RolloutRow
 from prime_rl.orchestrator.workers import adapters, chat
 from prime_rl.orchestrator.workers.chat import ChatRecorder, ChatServer
 from prime_rl.orchestrator.workers.conversation import Conversation
+from prime_rl.orchestrator.workers.protocol import Played
 from prime_rl.orchestrator.workers.recorder import PromptTooLong
+from prime_rl.orchestrator.workers.recording import Recording
 from tests.support.fake_chat import calls, fake_chat, says
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
@@ -66,6 +69,31 @@ async def test_a_cut_completion_is_truncated():
         assert (await recorder.ask(ASK, None, {})).is_truncated
         assert recorder.is_truncated
     assert "seed" not in fake.requests[0]
+
+
+async def test_our_own_server_tells_the_versions():
+    """A rollout was sampled between the oldest and the newest version of its turns; it may not be known of one."""
+
+    def answer(*versions):
+        names = ("X-Policy-Version", "X-Policy-Version-End")
+        body = {"choices": [says("42")], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
+        return web.json_response(body, headers=dict(zip(names, versions, strict=False)))
+
+    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
+        recorder = ChatRecorder(server)
+        assert recorder.versions is None
+        for versions in (("0.4", "0.5"), ("0.3", "0.4")):
+            fake.fault = lambda _, versions=versions: answer(*versions)
+            await recorder.ask(ASK, None, {})
+        assert recorder.versions == (3, 5)
+        [rollout] = Played.pack(
+            1, [Recording(None, keep_messages=True).rollout(recorder, ASK, 1.0, {}, False)]
+        ).unpack()
+        assert (RolloutRow.of(rollout).min_version, RolloutRow.of(rollout).max_version) == (3, 5)
+        for versions in ((), ("latest", "0.4")):
+            fake.fault = lambda _, versions=versions: answer(*versions)
+            await recorder.ask(ASK, None, {})
+            assert recorder.versions is None
 
 
 @pytest.mark.parametrize("status", [429, 503])
