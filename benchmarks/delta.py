@@ -1,0 +1,352 @@
+"""How many bytes is a delta, against the entropy of what changed and against XOR + zstd? And how fast?
+
+    uv run python benchmarks/delta.py --json benchmarks/results/delta.json
+    uv run --extra cpu python benchmarks/delta.py --reverse-text outputs/delta      # real weights, three minutes more
+    uv run python benchmarks/delta.py --pair run/weights/step_8 run/weights/step_9  # published weights of your own
+
+Synthetic: decoder layers in the shapes of a 0.6B model, bfloat16, Gaussian with sigma 0.02, of which 1, 2 and 6 % of
+the elements change from one version to the next.
+
+adam    a few simulated steps of Adam; the learning rate is chosen so that the last one changes that share
+drawn   elements drawn at random, 85 % of them changed by one unit in the last place
+
+over entropy     bytes of the file, all of it, over N (H(p) + p H(steps)) / 8: the entropy of which elements change, and
+                 of the steps that they change by, both counted in these very weights (limit 1.0)
+xor over delta   bytes of XOR with the base, tensor by tensor, compressed by zstd -1, over bytes of the file
+MB/s             of model bytes, one thread, CPU time, the best of three, in turns. Ours write and read the file and
+                 compute and check all hashes; XOR + zstd does neither
+
+`--json FILE` writes the figures. Exit code 1 if a result was not the new version bit by bit.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pyarrow
+from numpy.typing import NDArray
+
+from prime_rl.run.delta import Delta, apply, encode, patch
+from prime_rl.run.paths import RunPaths, steps_in
+from prime_rl.run.tensors import RawTensor, map_tensors
+
+SHARES = (0.01, 0.02, 0.06)
+LAYER = {
+    "q_proj": (2048, 1024), "k_proj": (1024, 1024), "v_proj": (1024, 1024), "o_proj": (1024, 2048),
+    "gate_proj": (3072, 1024), "up_proj": (3072, 1024), "down_proj": (1024, 3072),
+    "input_layernorm": (1024,), "post_attention_layernorm": (1024,), "q_norm": (128,), "k_norm": (128,),
+}  # fmt: skip
+SIGMA = 0.02
+STEPS, SIGNAL_TO_NOISE, BETAS = 8, 0.3, (0.9, 0.95)
+ROUNDS = 3
+
+ROOT = Path(__file__).resolve().parents[1]
+RATES = {
+    "the recipe's rate, 6e-4 at most": "--max-steps 12",
+    "rate 1e-6": "--max-steps 8 --trainer.optim.lr 1e-6 --trainer.scheduler.warmup-steps 0 "
+    "--trainer.scheduler.min-lr 1e-6",
+}
+
+Tensors = Mapping[str, RawTensor]
+Words = NDArray[np.uint16]
+Floats = NDArray[np.float32]
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    results: dict[str, Any] = {}
+    if arguments.pair:
+        results["pair"] = compare(*(map_tensors(directory) for directory in arguments.pair))
+        print(f"{HEADER}\n{row('pair', results['pair'])}", flush=True)
+    else:
+        results |= {"delta": measure(arguments.layers, seed=arguments.seed), "drawn": {}}
+        for share in SHARES:
+            results["drawn"][str(share)] = compare(*drawn_pair(share, arguments.layers, arguments.seed))
+        print(HEADER)
+        for kind, name in (("delta", "adam"), ("drawn", "drawn")):
+            print("\n".join(row(f"{name} {share}", figures) for share, figures in results[kind].items()), flush=True)
+    if arguments.reverse_text:
+        results["reverse_text"] = {
+            name: reverse_text(arguments.reverse_text / f"run_{i}", RATES[name].split()) for i, name in enumerate(RATES)
+        }
+        print("\n".join(row(f"reverse_text, {name}", run) for name, run in results["reverse_text"].items()))
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if '"exact": false' not in json.dumps(results) else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2, help="of 31 MB each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pair", type=Path, nargs=2, metavar="DIR", help="measure these weights instead")
+    parser.add_argument(
+        "--reverse-text", type=Path, metavar="DIR", help="run the CPU recipe there, measure its weights"
+    )
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser.parse_args()
+
+
+def measure(layers: int = 2, shares: Sequence[float] = SHARES, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """Measure pairs of a simulated Adam step.
+
+    Returns:
+        Share that was asked for, as a string -> the figures of `compare`; `over_entropy` and `xor_over_delta` first.
+    """
+    path = adam_path(layers, seed)
+    return {str(share): compare(*adam_pair(path, share)) for share in shares}
+
+
+# ----------------------------------------------------------------------------------------------------- weights
+
+
+def adam_path(layers: int, seed: int) -> dict[str, tuple[Floats, Floats, Floats]]:
+    """Simulate Adam at rate 1; return by tensor the weights, and the sum of updates before and after the last step.
+
+    Gradients do not depend on the weights, so that another rate scales the path.
+    """
+    random = np.random.default_rng(seed)
+    return {f"layers.{i}.{n}": adam_tensor(random, shape) for i in range(layers) for n, shape in LAYER.items()}
+
+
+def adam_tensor(random: np.random.Generator, shape: tuple[int, ...]) -> tuple[Floats, Floats, Floats]:
+    def normal() -> Floats:
+        return random.standard_normal(shape, np.float32)
+
+    weights, mean = SIGMA * normal(), SIGNAL_TO_NOISE * normal()
+    first, second, moved = (np.zeros(shape, np.float32) for _ in range(3))
+    for step in range(1, STEPS + 1):
+        gradient = mean + normal()
+        first += (1 - BETAS[0]) * (gradient - first)
+        second += (1 - BETAS[1]) * (gradient**2 - second)
+        before = moved.copy()
+        moved -= first / (1 - BETAS[0] ** step) / np.sqrt(second / (1 - BETAS[1] ** step))
+    return weights, before, moved
+
+
+def adam_pair(path: Mapping[str, tuple[Floats, Floats, Floats]], share: float) -> tuple[Tensors, Tensors]:
+    """Choose the rate at which `share` of the elements change in the last step; found on one tensor, by bisection."""
+    weights, before, after = next(iter(path.values()))
+    low, high = np.float32(1e-9), np.float32(1e-2)
+    for _ in range(30):
+        rate = np.sqrt(low) * np.sqrt(high)
+        changed = (bfloat16(weights + rate * before) != bfloat16(weights + rate * after)).mean()
+        if changed > share:
+            high = rate
+        else:
+            low = rate
+    return tuple({n: raw(bfloat16(p[0] + rate * p[i])) for n, p in path.items()} for i in (1, 2))  # type: ignore[return-value]
+
+
+def drawn_pair(share: float, layers: int, seed: int) -> tuple[Tensors, Tensors]:
+    """Draw which elements change, and by how many units in the last place."""
+    random = np.random.default_rng(seed)
+    base = {
+        f"layers.{i}.{n}": bfloat16(SIGMA * random.standard_normal(shape, np.float32))
+        for i in range(layers)
+        for n, shape in LAYER.items()
+    }
+    new = {}
+    for name, words in base.items():
+        sizes = np.where(random.random(words.shape) < 0.85, 1, 1 + random.geometric(0.4, words.shape))
+        signed = np.where(random.random(words.shape) < 0.5, sizes, -sizes).astype(np.uint16)
+        new[name] = np.where(random.random(words.shape) < share, words + signed, words)
+    return {n: raw(words) for n, words in base.items()}, {n: raw(words) for n, words in new.items()}
+
+
+def bfloat16(values: Floats) -> Words:
+    """Round to the nearest bfloat16, ties to even; as bit patterns."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def raw(words: Words) -> RawTensor:
+    return RawTensor("BF16", words.shape, words.reshape(-1).view(np.uint8))
+
+
+# --------------------------------------------------------------------------------------------------- measuring
+
+
+def compare(base: Tensors, new: Tensors) -> dict[str, Any]:
+    """Code one pair both ways, with and without a clock; check that what comes back is `new`."""
+    size = sum(tensor.data.size for tensor in new.values())
+    counted = count(base, new)
+    codec = pyarrow.Codec("zstd", compression_level=1)
+    buffers = {name: RawTensor(t.dtype, t.shape, t.data.copy()) for name, t in base.items()}
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        start = time.process_time()
+        result = call(*arguments)
+        seconds.setdefault(name, []).append(time.process_time() - start)
+        return result
+
+    with tempfile.TemporaryDirectory() as directory:
+        for i in range(ROUNDS):
+            delta: Delta = timed("encode", encode, base, new, Path(directory) / f"{i}")
+            packed: list[bytes] = timed("xor_encode", xor_zstd, codec, base, new)
+            timed("xor_decode", undo_xor_zstd, codec, base, packed)
+            for name, tensor in base.items():
+                buffers[name].data[:] = tensor.data
+            timed("decode", patch, buffers, delta)
+        exact = same(buffers, new) and same(dict(apply(base, delta)), new)
+        stored = delta.path.stat().st_size
+    xor = sum(map(len, packed))
+    return {
+        "over_entropy": stored / counted["entropy_bytes"],
+        "xor_over_delta": xor / stored,
+        **counted,
+        "full_bytes": size,
+        "delta_bytes": stored,
+        "xor_zstd_bytes": xor,
+        **{f"{name}_mb_s": size / min(times) / 1e6 for name, times in seconds.items()},
+        "exact": exact,
+    }
+
+
+def count(base: Tensors, new: Tensors) -> dict[str, float]:
+    """Count what changed.
+
+    Returns:
+        changed: share of the elements. one_unit: share of these that changed by one unit. entropy_bytes: of which
+        elements change and by what step. given_exponent: the same entropy if the reader's exponent of each element is
+        taken into account, over `entropy_bytes`: what a coder that does so could reach.
+    """
+    before = np.concatenate([numbers(base[name]) for name in new])
+    steps = np.concatenate([numbers(new[name]) for name in new]) - before
+    exponents = np.where(before < 0, ~before, before) >> 7
+    hit = steps != 0
+    total = entropy_bits(hit) + entropy_bits(steps[hit])
+    # What two have together, less what one has alone, is what the other adds.
+    which = entropy_bits(2 * exponents + hit) - entropy_bits(exponents)
+    how_far = entropy_bits((exponents[hit] << 16) + steps[hit]) - entropy_bits(exponents[hit])
+    return {
+        "changed": float(hit.mean()),
+        "one_unit": float((abs(steps[hit]) == 1).mean()),
+        "entropy_bytes": total / 8,
+        "given_exponent": (which + how_far) / total,
+    }
+
+
+def numbers(tensor: RawTensor) -> NDArray[np.int32]:
+    """Number the bfloat16 values in ascending order: equal to the bits of the magnitude, negative below zero."""
+    words = tensor.data.view(np.uint16).astype(np.int32)
+    return np.where(words < 0x8000, words, 0x7FFF - words)
+
+
+def entropy_bits(symbols: NDArray[Any]) -> float:
+    """Bits that all of them take together, each coded by how often it occurs among them."""
+    counts = np.unique_counts(symbols).counts
+    return float((counts * np.log2(symbols.size / counts)).sum())
+
+
+def xor_zstd(codec: Any, base: Tensors, new: Tensors) -> list[bytes]:
+    return [codec.compress(tensor.data ^ new[name].data, asbytes=True) for name, tensor in base.items()]
+
+
+def undo_xor_zstd(codec: Any, base: Tensors, packed: Sequence[bytes]) -> list[NDArray[np.uint8]]:
+    coded = zip(base.values(), packed, strict=True)
+    return [np.frombuffer(codec.decompress(data, tensor.data.size), np.uint8) ^ tensor.data for tensor, data in coded]
+
+
+def same(found: Tensors, expected: Tensors) -> bool:
+    return all(np.array_equal(found[name].data, tensor.data) for name, tensor in expected.items())
+
+
+# ------------------------------------------------------------------------------------------------- a real run
+
+
+def reverse_text(directory: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """Run the CPU recipe with published weights in bfloat16; return medians over pairs of successive versions."""
+    shutil.rmtree(directory, ignore_errors=True)
+    kept = directory / "kept"
+    kept.mkdir(parents=True)
+    paths = RunPaths((directory / "run").resolve())
+    command = [str(Path(sys.executable).with_name("rl")), "@", str(ROOT / "configs/reverse_text/cpu.toml"), *settings]
+    command += ["--trainer.weight-broadcast.dtype", "bfloat16", "--output-dir", str(paths.root)]
+    with (directory / "rl.log").open("w") as log, keeping(paths, kept):
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
+    versions = [map_tensors(kept / f"step_{step}") for step in steps_in(kept)]
+    pairs = [compare(base, new) for base, new in pairwise(versions)]
+    keys = [key for key in pairs[0] if key != "exact"]
+    return {
+        **{key: median(pair[key] for pair in pairs) for key in keys},
+        "exact": all(pair["exact"] for pair in pairs),
+        "pairs": len(pairs),
+        "worst": {"over_entropy": max(p["over_entropy"] for p in pairs),
+                  "xor_over_delta": min(p["xor_over_delta"] for p in pairs)},
+    }  # fmt: skip
+
+
+@contextmanager
+def keeping(paths: RunPaths, kept: Path) -> Iterator[None]:
+    """Link every published version as it appears: the run deletes it as soon as inference has a newer one."""
+    done = threading.Event()
+
+    def link_all() -> None:
+        for step in steps_in(paths.weights_dir):
+            if not (kept / f"step_{step}").exists():
+                link(paths.weights(step), kept / f"step_{step}")
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            link_all()
+        link_all()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def link(version: Path, target: Path) -> None:
+    target.mkdir()
+    try:
+        os.link(version / "model.safetensors", target / "model.safetensors")
+    except FileNotFoundError:  # deleted at this very moment
+        target.rmdir()
+
+
+# ---------------------------------------------------------------------------------------------------- the table
+
+HEADER = (
+    "| weights | changed | of these by one unit | bytes, % of full | over entropy | XOR + zstd over delta | "
+    "encode, decode MB/s | XOR + zstd MB/s | exact |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def row(name: str, figures: Mapping[str, Any]) -> str:
+    """Format the figures of one pair as a row of the table."""
+    cells = [
+        name,
+        f"{figures['changed']:.2%}",
+        f"{figures['one_unit']:.0%}",
+        f"{figures['delta_bytes'] / figures['full_bytes']:.2%}",
+        f"{figures['over_entropy']:.3f}",
+        f"{figures['xor_over_delta']:.2f}",
+        f"{figures['encode_mb_s']:.0f}, {figures['decode_mb_s']:.0f}",
+        f"{figures['xor_encode_mb_s']:.0f}, {figures['xor_decode_mb_s']:.0f}",
+        "yes" if figures["exact"] else "NO",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
