@@ -49,7 +49,7 @@ from prime_rl.trainer.micro_batch import make_micro_batch
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.parallel import World, compute_dtype, join_world
 from prime_rl.trainer.perf import ModelFlops, peak_flops
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.publication import Publisher
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
 from prime_rl.trainer.rl.objective import build_objective
 from prime_rl.trainer.sft.objective import sft_objective

@@ -209,6 +209,9 @@ class FileBroadcastConfig(BaseConfig):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the published weights; auto is bfloat16 on CUDA and float32 on CPU."""
 
+    directory: Path | None = None
+    """Folder on this node to write versions to, such as /dev/shm, linked from `weights/`; the last is written there."""
+
 
 class NCCLBroadcastConfig(BaseConfig):
     """Weights travel over NCCL."""

@@ -4,7 +4,6 @@ I7: a server that dies is noticed within seconds, taken out, and brought to the 
 """
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -15,7 +14,7 @@ from loguru import logger
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.concurrency import ConcurrencyController, Load, parse_load
 from prime_rl.orchestrator.engine import Engine, EngineError, EngineLost, LoadedPolicy
-from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest, remove
 from prime_rl.run.paths import RunPaths, steps_in
 from prime_rl.run.wait import changes
 from prime_rl.types import PolicyVersion
@@ -279,7 +278,7 @@ class Policy:
         await self._notify()
         for old in steps_in(self._paths.weights_dir):
             if old < step:
-                await asyncio.to_thread(shutil.rmtree, self._paths.weights(old))
+                await asyncio.to_thread(remove, self._paths.weights(old))
 
     def _newest(self) -> int | None:
         published = steps_in(self._paths.weights_dir)

@@ -36,27 +36,63 @@ def publish(target: Path, write: Callable[[Path], Mapping[str, Any]]) -> dict[st
         ArtifactError: the target exists already.
         OSError: the disk is full, the directory not writable ...; nothing is left behind.
     """
+    temporary = begin(target)
+    try:
+        return commit(temporary, target, write(temporary))
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def begin(target: Path) -> Path:
+    """Make the temporary directory, beside `target`, into which the files of the artifact go before `commit`.
+
+    Raises:
+        ArtifactError: the target exists already.
+        OSError: the directory is not writable ...
+    """
     if target.exists():
         raise ArtifactError(f"{target} exists already; an artifact is never written twice")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".tmp-{target.name}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir()
-        fields = write(temporary)
-        files = {p.name: p.stat().st_size for p in sorted(temporary.iterdir()) if p.name != MANIFEST}
-        manifest = {**fields, "files": files}
-        (temporary / MANIFEST).write_text(json.dumps(manifest))
-        for path in temporary.iterdir():
-            path.chmod(0o644)  # safetensors writes 0600, which another user's server could not read
-            fsync(path)
-        fsync(temporary)
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, target: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Close what `begin` has begun: write the manifest, make all durable, rename. Whoever calls it clears up errors.
+
+    Returns:
+        The manifest as written: `fields` and `files`, name -> size in bytes.
+
+    Raises:
+        OSError: the disk is full ...
+    """
+    files = {p.name: p.stat().st_size for p in sorted(temporary.iterdir()) if p.name != MANIFEST}
+    manifest = {**fields, "files": files}
+    (temporary / MANIFEST).write_text(json.dumps(manifest))
+    for path in temporary.iterdir():
+        path.chmod(0o644)  # safetensors writes 0600, which another user's server could not read
+        fsync(path)
+    fsync(temporary)
+    temporary.rename(target)
     fsync(target.parent)
     return manifest
+
+
+def remove(path: Path) -> None:
+    """Delete an artifact, and what it links to where it is a link; nothing if it is not there.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if path.is_symlink():
+        place = path.resolve()
+        path.unlink()  # first: a reader never meets a link to half an artifact
+        shutil.rmtree(place, ignore_errors=True)
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:

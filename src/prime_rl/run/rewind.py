@@ -10,7 +10,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from prime_rl.run.artifact import fsync
+from prime_rl.run.artifact import fsync, remove
 from prime_rl.run.checkpoints import RESUME, Commit, write_json
 from prime_rl.run.paths import RunPaths, step_of
 
@@ -53,7 +53,10 @@ def _move_steps(directory: Path, target: Path, above: int) -> None:
     moved = [entry for entry in directory.iterdir() if (step := step_of(entry)) is not None and step > above]
     for entry in moved:
         target.mkdir(parents=True, exist_ok=True)
-        shutil.move(entry, target / entry.name)  # renames, unless ckpt.path is on another disk
+        if entry.is_symlink():  # weights in memory (weight_broadcast.directory), which should not stay there
+            remove(entry)
+        else:
+            shutil.move(entry, target / entry.name)  # renames, unless ckpt.path is on another disk
     if moved:
         fsync(directory)
 

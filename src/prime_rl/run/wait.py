@@ -7,7 +7,7 @@ every event and at least four times a second.
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from watchfiles import awatch, watch
@@ -22,13 +22,14 @@ class DeadlineError(RunError):
     """What was waited for did not come in time; the message names it and who should have made it."""
 
 
-def wait_for(path: Path, timeout_s: float, owner: str) -> None:
+def wait_for(path: Path, timeout_s: float, owner: str, check: Callable[[], None] = lambda: None) -> None:
     """Block until `path` exists.
 
     Args:
         path: what to wait for; its parent is made if missing, so that it can be watched.
         timeout_s: seconds until the wait is given up.
         owner: who makes the path and where its log is, for the error.
+        check: called again and again; raises what makes waiting pointless.
 
     Raises:
         DeadlineError: `timeout_s` passed.
@@ -44,6 +45,7 @@ def wait_for(path: Path, timeout_s: float, owner: str) -> None:
     ):  # fmt: skip
         if path.exists():
             return
+        check()
         if time.monotonic() > deadline:
             raise DeadlineError(f"waited {timeout_s:.0f} s for {path}, which {owner} should have written")
 

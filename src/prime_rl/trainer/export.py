@@ -24,7 +24,7 @@ from prime_rl.trainer.checkpoints import PART, load_model_and_optimizer
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.model import load_tokenizer
 from prime_rl.trainer.parallel import join_world
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.publication import Publisher
 from prime_rl.trainer.start import start_process
 from prime_rl.types import PolicyVersion
 

@@ -64,6 +64,7 @@ class Reporter:
         clock: Stopwatch,
         lengths: NDArray[np.integer],
         scored: int,
+        publication: Mapping[str, float | None] | None = None,
     ) -> None:
         """Report step `step`.
 
@@ -73,6 +74,7 @@ class Reporter:
             clock: with a lap `train`; every lap becomes `time/<name>`.
             lengths: tokens of each sample of the whole batch.
             scored: how many of them were trained.
+            publication: metrics of the publisher.
         """
         self._profiler.step()
         if self._monitor is None:
@@ -87,6 +89,7 @@ class Reporter:
             "time/step": clock.total,
             **{f"time/{name}": seconds for name, seconds in clock.laps.items()},
             **self._performance(lengths, scored, clock.laps["train"]),
+            **(publication or {}),
         }
         self._monitor.log(step, metrics)
         logger.info(_line(step, metrics))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.loss import AIPOLossConfig
+from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.trainer import ActivationCheckpointConfig, FakeDataConfig, TrainerModelConfig
 from prime_rl.errors import RunError
 from prime_rl.trainer.engine import Engine
@@ -19,7 +19,7 @@ from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.model import load_policy, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.publication import Publisher
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
 from prime_rl.trainer.rl.objective import rl_objective
 from prime_rl.types import PolicyVersion

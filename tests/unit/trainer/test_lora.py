@@ -24,7 +24,7 @@ from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.model import load_policy, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.publication import Publisher
 from prime_rl.trainer.rl.batches import split_batch
 from prime_rl.trainer.rl.objective import rl_objective
 from prime_rl.types import PolicyVersion

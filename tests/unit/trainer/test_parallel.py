@@ -24,7 +24,7 @@ from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
 from prime_rl.trainer.model import load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.parallel import World, lost_ranks_told
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.publication import Publisher
 from prime_rl.types import PolicyVersion
 from tests.support.tiny_model import VOCAB_SIZE, make_tiny_model
 from tests.unit.trainer.world import run_world

@@ -11,6 +11,7 @@ switch then waits for the evaluation, `hold_s` seconds at most; `held_s` is what
 """
 
 import asyncio
+import errno
 import shutil
 import time
 from collections import Counter
@@ -277,8 +278,14 @@ async def _play_with_patience(
 
 
 def _link(source: str, target: str) -> None:
-    with suppress(FileExistsError):
+    try:
         Path(target).hardlink_to(source)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copy2(source, target)  # the version is in memory (weight_broadcast.directory)
 
 
 def _headline(schedule: Schedule, metrics: Summary) -> str:

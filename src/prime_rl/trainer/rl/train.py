@@ -3,15 +3,18 @@
 Run by `trainer`, or on several ranks by `torchrun --nproc-per-node N src/prime_rl/trainer/rl/train.py @ config.toml`.
 """
 
-import shutil
 from collections.abc import Callable
 from itertools import count
 
 import numpy as np
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
 
+from prime_rl.configs.shared import FileBroadcastConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.errors import ConfigError
 from prime_rl.monitor import Monitor
+from prime_rl.run.artifact import remove
 from prime_rl.run.batch import ROWS_FILE, Batch, read_batch
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.wait import wait_for
@@ -21,8 +24,8 @@ from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.memory import prepare_optimizer
 from prime_rl.trainer.model import PolicyModel, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer, schedule_factor
-from prime_rl.trainer.parallel import compute_dtype, join_world
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.parallel import World, compute_dtype, join_world
+from prime_rl.trainer.publication import Publisher
 from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
 from prime_rl.trainer.rl.objective import build_objective
@@ -44,16 +47,16 @@ def train(config: TrainerConfig) -> None:
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
-        publisher = Publisher(policy, tokenizer, compute_dtype(config.weight_broadcast.dtype, world.device), world)
+        publisher = make_publisher(config, policy, tokenizer, optimizer, world)
         objective = build_objective(config.loss, config.model.seq_len)
         references = References(config, policy, world)
-        next_batch = batch_source(config, paths, policy)
+        next_batch = batch_source(config, paths, policy, publisher)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config, world, monitor)
 
         progress = checkpoints.restore(policy, optimizer)
         if progress.step and config.data.fake is None:
-            publisher.publish(paths.weights(progress.step), PolicyVersion(checkpoints.branch, progress.step))
+            publisher.start(paths.weights(progress.step), PolicyVersion(checkpoints.branch, progress.step))
         for step in range(progress.step, config.max_steps) if config.max_steps else count(progress.step):
             clock = Stopwatch()
             batch = next_batch(step)
@@ -62,21 +65,49 @@ def train(config: TrainerConfig) -> None:
             minibatches = split_batch(batch, step, config.minibatches, world, room=config.model.seq_len)
             result = engine.step(references.score(minibatches), objective, factor)
             clock.lap("train")
-            publisher.publish(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1))
+            last = step + 1 == config.max_steps
+            publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1), last)
             clock.lap("publish")
             if world.leads:
                 clean_up(config, paths, step)
-            reporter.report(step, result, clock, batch.seq_lens, batch.loss_tokens)
+            reporter.report(step, result, clock, batch.seq_lens, batch.loss_tokens, publisher.metrics())
             progress.count(len(batch.tokens), len(batch.seq_lens), len(np.unique(batch.sample_group)))
-            checkpoints.step_done(progress, last=progress.step == config.max_steps)
+            checkpoints.step_done(progress, last)
         checkpoints.close()
+        publisher.close()
+        if world.leads and config.data.fake is not None:
+            remove(paths.weights(progress.step))
         reporter.close()
 
 
-def batch_source(config: TrainerConfig, paths: RunPaths, policy: PolicyModel) -> Callable[[int], Batch]:
+def make_publisher(
+    config: TrainerConfig,
+    policy: PolicyModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: Optimizer,
+    world: World,
+) -> Publisher:
+    """Make what publishes each version while the next step already runs."""
+    options = config.weight_broadcast
+    publisher = Publisher(
+        policy,
+        tokenizer,
+        compute_dtype(options.dtype, world.device),
+        world,
+        directory=options.directory if isinstance(options, FileBroadcastConfig) else None,
+        canary=compute_dtype(config.model.dtype, world.device),
+    )
+    publisher.guard(optimizer)
+    return publisher
+
+
+def batch_source(
+    config: TrainerConfig, paths: RunPaths, policy: PolicyModel, publisher: Publisher
+) -> Callable[[int], Batch]:
     """Return what gives the batch of a step: the run directory, where every rank waits by itself, or a generator.
 
-    The source raises ConfigError where the orchestrator was given another bound.
+    The source raises ConfigError where the orchestrator was given another bound, and while it waits what goes wrong
+    with the publication: the batch may never come without the version.
     """
     fake = config.data.fake
     if fake is not None:
@@ -84,7 +115,8 @@ def batch_source(config: TrainerConfig, paths: RunPaths, policy: PolicyModel) ->
 
     def read(step: int) -> Batch:
         path = paths.rollouts(step)
-        wait_for(path, config.wait_timeout_seconds, f"the orchestrator (log {paths.log('orchestrator')})")
+        owner = f"the orchestrator (log {paths.log('orchestrator')})"
+        wait_for(path, config.wait_timeout_seconds, owner, publisher.check)
         batch, manifest = read_batch(path, step)
         if manifest["async_level"] != config.async_level:
             raise ConfigError(
@@ -100,10 +132,10 @@ def clean_up(config: TrainerConfig, paths: RunPaths, step: int) -> None:
     """Delete what step `step` has made useless.
 
     The rows of the batch before, unless a checkpoint may need them; its manifest stays and tells what was shipped.
-    Versions made from fake data, which nobody reads.
+    Versions made from fake data, which nobody reads; that of this step is still being written.
     """
     if config.data.fake is not None:
-        shutil.rmtree(paths.weights(step + 1))
+        remove(paths.weights(step))
     elif config.ckpt is None:
         (paths.rollouts(step - 1) / ROWS_FILE).unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ from prime_rl.trainer.memory import prepare_optimizer
 from prime_rl.trainer.model import load_tokenizer
 from prime_rl.trainer.optim import build_optimizer, schedule_factor
 from prime_rl.trainer.parallel import compute_dtype, join_world
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.publication import Publisher
 from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.sft import data
 from prime_rl.trainer.sft.objective import lengths_of, sft_objective, share_rows
@@ -37,6 +37,7 @@ def train(config: SFTConfig) -> None:
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
         engine = Engine(policy, optimizer, world, config.optim.max_norm)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weights_dtype, world.device), world)
+        publisher.guard(optimizer)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config, world, monitor)
         validate = Validator(config, examples.held_out, engine, world, monitor)
@@ -51,13 +52,14 @@ def train(config: SFTConfig) -> None:
             result = engine.step([minibatch], sft_objective, factor)
             clock.lap("train")
             if step + 1 == steps or (config.weights_interval and (step + 1) % config.weights_interval == 0):
-                publisher.publish(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1))
+                publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1))
                 clock.lap("publish")
-            reporter.report(step, result, clock, lengths_of(rows), minibatch.counts.tokens)
+            reporter.report(step, result, clock, lengths_of(rows), minibatch.counts.tokens, publisher.metrics())
             validate(step + 1, last=step + 1 == steps)
             progress.count(int(lengths_of(rows).sum()), len(lengths_of(rows)))
             checkpoints.step_done(progress, last=progress.step == steps)
         checkpoints.close()
+        publisher.close()
         reporter.close()
 
 

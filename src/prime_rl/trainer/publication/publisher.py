@@ -1,0 +1,286 @@
+"""I4, I5: a policy version is published whole, by one rename, with the hash of every tensor in its manifest.
+
+Training goes on meanwhile. Every rank copies its own shards to host memory; a thread of its own then exchanges and
+writes them over a process group of its own, each rank some of the files. Versions are written one after the other and
+none is left out: a version waits until the one before is complete. What goes wrong ends the same way on every rank, at
+the next `check`, `start`, `wait` or `close`.
+"""
+
+import re
+import shutil
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.run.artifact import WEIGHTS_FORMAT, begin, commit, fsync
+from prime_rl.run.tensors import content_hash
+from prime_rl.trainer.checkpoints.agreement import Agreement, os_reason
+from prime_rl.trainer.model import PolicyModel
+from prime_rl.trainer.parallel import World, lost_ranks_told
+from prime_rl.trainer.publication.canary import canary_row, measure_canary
+from prime_rl.trainer.publication.files import Hashes, write_files, write_index
+from prime_rl.trainer.publication.plan import make_plan
+from prime_rl.trainer.publication.snapshot import Snapshot
+from prime_rl.trainer.publication.sources import Sources
+from prime_rl.types import PolicyVersion
+
+_GIB = 2**30
+_UNFINISHED = re.compile(r"\.tmp-step_\d+-(\d+)")
+
+
+@dataclass(slots=True)
+class _Job:
+    """One version on its way.
+
+    Attributes:
+        copied: set when the weights may change.
+        done: set when it is published, or has failed with `error`.
+    """
+
+    target: Path
+    place: Path
+    fields: dict[str, Any]
+    started: float
+    copied: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    seconds: float | None = None
+    bytes: int | None = None
+
+
+class Publisher:
+    """Writes versions of one policy in Hugging Face layout, or its adapters in peft's."""
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: torch.dtype,
+        world: World,
+        shard_bytes: int = 2 * 1024**3,
+        *,
+        directory: Path | None = None,
+        canary: torch.dtype | None = None,
+    ) -> None:
+        """Plan the work and reserve host memory for one version. All ranks call it together.
+
+        Args:
+            policy: sharded; its parameters are read at each publication.
+            tokenizer: published beside the weights.
+            dtype: of the published floating-point tensors.
+            world: the ranks that hold the shards.
+            shard_bytes: a file of weights ends when it has reached this size.
+            directory: where versions are written, with a link to each at its target; None is at the target itself.
+            canary: precision of the policy's forward pass, if versions are to say what it makes of the canary.
+
+        Raises:
+            ConfigError: `directory` has no room for two versions.
+        """
+        self._policy, self._world, self._directory = policy, world, directory
+        self._sources = Sources(policy, dtype)
+        tensors = self._sources.tensors()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
+        self._ranks = Agreement(world, self._group)
+        self._plan = make_plan(
+            self._sources.blocks,
+            tensors,
+            {name: self._sources.host_dtype(name, tensor) for name, tensor in tensors.items()},
+            lambda mine: self._ranks.gather(lambda: mine),
+            shard_bytes,
+            single=self._sources.adapters_alone,
+        )
+        self._ranks.on_lead(self._check_room)
+        self._snapshot: Snapshot | None = None
+        self._companions = self._sources.companions(tokenizer) if world.leads else {}
+        self._canary = None if canary is None else (canary_row(policy.vocabulary).to(world.device), canary)
+        self._guarded = False
+        self._job: _Job | None = None
+        self._finished: _Job | None = None
+        self._publish_wait_s = self._copy_wait_s = 0.0
+
+    def guard(self, optimizer: Optimizer) -> None:
+        """Let updates of `optimizer` wait until the weights are copied, so that `start` need not."""
+        optimizer.register_step_pre_hook(lambda *_: self._await_copy())
+        self._guarded = True
+
+    def publish(self, target: Path, version: PolicyVersion) -> None:
+        """Publish the current weights as `version` at `target`, and return when that is done; as `start` otherwise."""
+        self.start(target, version)
+        self.wait()
+
+    def start(self, target: Path, version: PolicyVersion, last: bool = False) -> None:
+        """Begin to publish the current weights as `version` at `target`. All ranks call it together.
+
+        Waits until the version before is complete. On return training may go on.
+
+        Args:
+            target: the directory to appear; it must not exist yet.
+            version: which one.
+            last: none follows: it is written at its target, wherever the others were.
+
+        Raises:
+            RunError: the version before could not be written.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        self._publish_wait_s = time.perf_counter() - begun
+        fields: dict[str, Any] = {"format": WEIGHTS_FORMAT, "branch": version.branch, "step": version.step}
+        if self._canary is not None:
+            fields["canary"] = measure_canary(self._policy, *self._canary)
+        place = target if last or self._directory is None else self._home(target) / target.name
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._plan, self._world.rank, self._world.device)
+        job = self._job = _Job(target, place, fields, time.perf_counter())
+        on_host = self._snapshot.enqueue(self._sources.tensors())
+        # A daemon: after an error elsewhere nothing waits for it, and what it has written so far counts for nothing.
+        threading.Thread(target=self._run, args=(job, on_host), name="publication", daemon=True).start()
+        if not self._guarded:
+            self._await_copy()
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far.
+
+        Raises:
+            RunError: a version could not be written: the disk is full or not writable, or its target exists already.
+        """
+        if self._job is not None and self._job.done.is_set():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until every version that was started is complete.
+
+        Raises:
+            RunError: as `check`.
+        """
+        if self._job is None:
+            return
+        self._job.done.wait()
+        job, self._job = self._job, None
+        if job.error is not None:
+            raise job.error
+        self._finished = job
+
+    close = wait
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return, of the latest version: seconds that training waited for it, seconds and bytes of its writing.
+
+        `publish/seconds`, from the start to the rename, and `publish/bytes` are of the latest that is complete.
+        """
+        waited, self._copy_wait_s = self._copy_wait_s, 0.0
+        if self._job is not None and self._job.done.is_set() and self._job.error is None:
+            self._finished = self._job
+        done = self._finished
+        return {
+            "time/publish_wait": self._publish_wait_s,
+            "publish/copy_wait": waited,
+            "publish/seconds": done.seconds if done else None,
+            "publish/bytes": done.bytes if done else None,
+        }
+
+    def _await_copy(self) -> None:
+        """The weights are about to change: wait until they are copied; on CUDA the device waits, not this thread."""
+        if self._job is None or self._snapshot is None:
+            return
+        begun = time.perf_counter()
+        self._snapshot.hold_back()
+        self._job.copied.wait()
+        self._copy_wait_s += time.perf_counter() - begun
+
+    def _run(self, job: _Job, on_host: list[tuple[Tensor, Tensor]]) -> None:
+        """Do what is left of `job`, in a thread of its own."""
+        assert self._snapshot is not None
+        try:
+            with torch.no_grad():
+                for place, shard in on_host:
+                    place.copy_(shard)
+            job.copied.set()
+            self._snapshot.finish()
+            with lost_ranks_told(self._world.timeout_s):
+                self._write(job, self._snapshot.buffer)
+        except BaseException as error:  # noqa: BLE001  raised again by `wait`, in the thread that can end the run
+            job.error = error
+        finally:
+            job.copied.set()
+            job.seconds = time.perf_counter() - job.started
+            job.done.set()
+
+    def _write(self, job: _Job, buffer: Tensor) -> None:
+        """Write the version; every rank ends with the same error, or none."""
+        temporary = None
+        try:
+            temporary = self._ranks.on_lead(lambda: self._begin(job))
+            parts = self._ranks.gather(
+                lambda: write_files(temporary, self._plan, self._sources, buffer, self._world.rank, self._group)
+            )
+            job.bytes = self._ranks.on_lead(lambda: self._commit(job, temporary, parts))
+        except RunError as error:
+            if self._world.leads and temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise RunError(f"cannot publish {job.target}: {error}") from error
+
+    def _begin(self, job: _Job) -> Path:
+        if job.target.exists() or job.target.is_symlink():
+            raise RunError(f"{job.target} exists already; an artifact is never written twice")
+        for directory in {job.target.parent, job.place.parent}:
+            directory.mkdir(parents=True, exist_ok=True)
+            if self._finished is None:
+                _clear_unfinished(directory)
+        if job.place != job.target:
+            shutil.rmtree(job.place, ignore_errors=True)  # of a line that a resume has left
+        temporary = begin(job.place)
+        for name, content in self._companions.items():
+            (temporary / name).write_bytes(content)
+        return temporary
+
+    def _commit(self, job: _Job, temporary: Path, parts: list[Hashes]) -> int:
+        hashes = {name: tensors for part in parts for name, tensors in part.items()}
+        write_index(temporary, hashes)
+        tensors = {name: digest for file in hashes.values() for name, digest in file.items()}
+        fields = {**job.fields, "tensors": tensors, "hash": content_hash(tensors)}
+        manifest = commit(temporary, job.place, fields)
+        if job.place != job.target:
+            job.target.symlink_to(job.place)
+            fsync(job.target.parent)
+        return sum(manifest["files"].values())
+
+    def _home(self, target: Path) -> Path:
+        """A folder of this run's own in the directory that several may use."""
+        assert self._directory is not None
+        run = xxhash.xxh3_64_hexdigest(str(target.parent.resolve()).encode())
+        return self._directory.resolve() / f"prime_rl-{run}"
+
+    def _check_room(self) -> None:
+        """The version that is being written and the one that is sampled from must fit."""
+        if self._directory is None:
+            return
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._directory).free
+        except OSError as error:
+            raise ConfigError(f"weight_broadcast.directory: {os_reason(error)}") from None
+        needed = 2 * self._plan.total_bytes
+        if free < needed:
+            raise ConfigError(
+                f"weight_broadcast.directory: {self._directory} has {free / _GIB:.1f} GiB free, and two versions take "
+                f"{needed / _GIB:.1f} GiB; make room, or leave the key out to use the run directory"
+            )
+
+
+def _clear_unfinished(directory: Path) -> None:
+    """Remove what processes that are no more have not finished."""
+    for entry in directory.iterdir():
+        match = _UNFINISHED.fullmatch(entry.name)
+        if match and not Path(f"/proc/{match[1]}").exists():
+            shutil.rmtree(entry, ignore_errors=True)
