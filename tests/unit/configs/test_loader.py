@@ -127,10 +127,8 @@ def test_union_keeps_its_variant_and_forgets_the_keys_of_another():
     assert TrainerConfig.load(["--optim.lr", "1"]).optim.type == "adamw"
     assert SFTConfig.load(["--optim.weight-decay", "0"]).optim.lr == SFTConfig().optim.lr != TrainerConfig().optim.lr
     file = write("t.toml", '[optim]\nbetas1 = 0.5\n[scheduler]\ntype = "cosine"\n')
-    config = TrainerConfig.load(
-        ["@", file, "--optim.momentum", "0.3", "--optim.type", "sgd", "--optim.lr", "2", "--scheduler.min-lr", "1"]
-        + ["--max-steps", "9"]
-    )
+    arguments = "--optim.momentum 0.3 --optim.type sgd --optim.lr 2 --scheduler.min-lr 1 --max-steps 9"
+    config = TrainerConfig.load(["@", file, *arguments.split()])
     assert (config.optim.type, config.optim.momentum) == ("sgd", 0.3)
     assert (config.scheduler.type, config.scheduler.min_lr) == ("cosine", 1.0)
 
