@@ -212,6 +212,9 @@ class FileBroadcastConfig(BaseConfig):
     directory: Path | None = None
     """Folder on this node to write versions to, such as /dev/shm, linked from `weights/`; the last is written there."""
 
+    canary: bool = True
+    """Publish the trainer's log-probabilities of 64 fixed tokens with each version, for inference to compare with."""
+
 
 class NCCLBroadcastConfig(BaseConfig):
     """Weights travel over NCCL."""

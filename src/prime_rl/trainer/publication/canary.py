@@ -1,9 +1,8 @@
 """I5, I6: what the policy itself says about a few fixed tokens, so that inference can tell whether it has loaded it."""
 
-from typing import Any
-
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.trainer.micro_batch import MicroBatch, make_micro_batch
@@ -19,19 +18,14 @@ def canary_row(vocabulary: int) -> MicroBatch:
 
 
 @torch.no_grad()
-def measure_canary(policy: PolicyModel, row: MicroBatch, dtype: torch.dtype) -> dict[str, Any]:
+def measure_canary(policy: PolicyModel, row: MicroBatch) -> Tensor:
     """Score the tokens of `row` at temperature 1, as training does. All ranks call it together.
 
     Returns:
-        `token_ids` [T]; `logprobs` [T - 1], of each token but the first given those before; `dtype`, the precision of
-        the forward pass.
+        float32 [T - 1]: of each token but the first given those before; on the policy's device, which may not be done.
     """
-    logprobs = policy(row)[0]
+    logprobs: Tensor = policy(row)[0][1:]
     for module in policy.modules():
         if isinstance(module, FSDPModule):  # no backward pass follows that would give the gathered weights back
             module.reshard()
-    return {
-        "token_ids": row.tokens.tolist(),
-        "logprobs": logprobs[1:].tolist(),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
+    return logprobs

@@ -136,15 +136,14 @@ class Publisher:
         self.wait()
         self._publish_wait_s = time.perf_counter() - begun
         fields: dict[str, Any] = {"format": WEIGHTS_FORMAT, "branch": version.branch, "step": version.step}
-        if self._canary is not None:
-            fields["canary"] = measure_canary(self._policy, *self._canary)
+        canary = None if self._canary is None else measure_canary(self._policy, self._canary[0])
         place = target if last or self._directory is None else self._home(target) / target.name
         if self._snapshot is None:
             self._snapshot = Snapshot(self._plan, self._world.rank, self._world.device)
         job = self._job = _Job(target, place, fields, time.perf_counter())
-        on_host = self._snapshot.enqueue(self._sources.tensors())
+        on_host, canary = self._snapshot.enqueue(self._sources.tensors(), canary)
         # A daemon: after an error elsewhere nothing waits for it, and what it has written so far counts for nothing.
-        threading.Thread(target=self._run, args=(job, on_host), name="publication", daemon=True).start()
+        threading.Thread(target=self._run, args=(job, on_host, canary), name="publication", daemon=True).start()
         if not self._guarded:
             self._await_copy()
 
@@ -198,7 +197,7 @@ class Publisher:
         self._job.copied.wait()
         self._copy_wait_s += time.perf_counter() - begun
 
-    def _run(self, job: _Job, on_host: list[tuple[Tensor, Tensor]]) -> None:
+    def _run(self, job: _Job, on_host: list[tuple[Tensor, Tensor]], canary: Tensor | None) -> None:
         """Do what is left of `job`, in a thread of its own."""
         assert self._snapshot is not None
         try:
@@ -207,6 +206,13 @@ class Publisher:
                     place.copy_(shard)
             job.copied.set()
             self._snapshot.finish()
+            if self._canary is not None and canary is not None:
+                row, dtype = self._canary
+                job.fields["canary"] = {
+                    "token_ids": row.tokens.tolist(),
+                    "logprobs": canary.tolist(),
+                    "dtype": str(dtype).removeprefix("torch."),
+                }
             with lost_ranks_told(self._world.timeout_s):
                 self._write(job, self._snapshot.buffer)
         except BaseException as error:  # noqa: BLE001  raised again by `wait`, in the thread that can end the run

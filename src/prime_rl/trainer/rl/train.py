@@ -89,13 +89,14 @@ def make_publisher(
 ) -> Publisher:
     """Make what publishes each version while the next step already runs."""
     options = config.weight_broadcast
+    assert isinstance(options, FileBroadcastConfig), "the configuration refuses the others"
     publisher = Publisher(
         policy,
         tokenizer,
         compute_dtype(options.dtype, world.device),
         world,
-        directory=options.directory if isinstance(options, FileBroadcastConfig) else None,
-        canary=compute_dtype(config.model.dtype, world.device),
+        directory=options.directory,
+        canary=compute_dtype(config.model.dtype, world.device) if options.canary else None,
     )
     publisher.guard(optimizer)
     return publisher

@@ -1,0 +1,258 @@
+"""Training goes on while a version is written; I4: whatever happens, a version is whole or absent, and none is lost."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.nn.functional import log_softmax
+
+from prime_rl.configs.shared import TokenizerConfig
+from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest, remove
+from prime_rl.run.paths import steps_in
+from prime_rl.run.tensors import content_hash, hash_tensors
+from prime_rl.run.wait import wait_for
+from prime_rl.trainer.model import load_policy, load_tokenizer
+from prime_rl.trainer.parallel import World, join_world, shard
+from prime_rl.trainer.publication import Publisher, files, plan
+from prime_rl.types import PolicyVersion
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.world import _context, run_world
+
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(rank=0, size=1, device=torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def weights(tmp_path):
+    return tmp_path / "run" / "weights"
+
+
+class Training:
+    """A policy whose steps set every weight to a number, and the publisher of its versions."""
+
+    def __init__(self, path, world, **options):
+        config = TrainerModelConfig(name=str(path))
+        self.policy = shard(load_policy(config, seed=0), config, world)
+        tokenizer = load_tokenizer(TokenizerConfig(), config)
+        self.publisher = Publisher(self.policy, tokenizer, torch.float32, world, **options)
+        self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=1.0)
+        self.publisher.guard(self.optimizer)
+
+    def update(self, value=1.0):
+        for parameter in self.policy.parameters():
+            parameter.grad = parameter.detach() - value
+        self.optimizer.step()
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writing waits at each file until `written` is released; `begun` counts the files that wait or are written."""
+
+    class Disk:
+        begun, written = threading.Semaphore(0), threading.Semaphore(0)
+
+    write = files.write_safetensors
+
+    def slowly(path, tensors):
+        Disk.begun.release()
+        assert Disk.written.acquire(timeout=PATIENCE_S)
+        return write(path, tensors)
+
+    monkeypatch.setattr(files, "write_safetensors", slowly)
+    return Disk
+
+
+def test_training_goes_on_while_a_slow_disk_writes_and_the_version_is_that_of_its_step(tiny, world, weights, slow_disk):
+    training = Training(tiny, world)
+    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+    assert slow_disk.begun.acquire(timeout=PATIENCE_S)
+    for value in (1.0, 2.0, 3.0):
+        training.update(value)
+    assert training.publisher.metrics()["publish/seconds"] is None
+    assert steps_in(weights) == []
+    slow_disk.written.release()
+    training.publisher.close()
+    assert hash_tensors(weights / "step_1") == hash_tensors(tiny)
+    assert all((parameter.to_local() == 3.0).all() for parameter in training.policy.parameters())
+    metrics = training.publisher.metrics()
+    assert metrics["publish/seconds"] > 0
+    assert metrics["publish/bytes"] >= (weights / "step_1/model.safetensors").stat().st_size
+
+
+def test_the_update_waits_until_the_weights_are_copied(tiny, world, weights, monkeypatch):
+    training, may_copy, updated = Training(tiny, world), threading.Event(), threading.Event()
+    run = Publisher._run
+
+    def late(*arguments):
+        assert may_copy.wait(PATIENCE_S)
+        run(*arguments)
+
+    monkeypatch.setattr(Publisher, "_run", late)
+    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+    updating = threading.Thread(target=lambda: (training.update(), updated.set()), daemon=True)
+    updating.start()
+    assert not updated.wait(0.3)
+    may_copy.set()
+    assert updated.wait(PATIENCE_S)
+    updating.join()
+    training.publisher.close()
+    assert hash_tensors(weights / "step_1") == hash_tensors(tiny)
+    assert training.publisher.metrics()["publish/copy_wait"] > 0.2
+
+
+def test_a_version_waits_for_the_one_before_and_none_is_left_out(tiny, world, weights, slow_disk):
+    training, seen = Training(tiny, world), []
+    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+    slow_disk.begun.acquire(timeout=PATIENCE_S)
+
+    def release():
+        seen.append(steps_in(weights))
+        slow_disk.written.release()
+
+    threading.Timer(0.3, release).start()
+    training.update()
+    training.publisher.start(weights / "step_2", PolicyVersion(0, 2))
+    assert seen == [[]] and steps_in(weights) == [1]
+    assert training.publisher.metrics()["time/publish_wait"] > 0.2
+    slow_disk.written.release()
+    training.publisher.close()
+    assert steps_in(weights) == [1, 2]
+    hashes = [read_manifest(weights / f"step_{step}", WEIGHTS_FORMAT)["hash"] for step in (1, 2)]
+    assert hashes[0] != hashes[1]
+
+
+def test_a_full_disk_is_told_at_the_next_look_and_leaves_nothing(tiny, world, weights, monkeypatch):
+    training, write = Training(tiny, world), files.write_safetensors
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_safetensors", fail)
+    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+    training.update()
+    training.publisher._job.done.wait(PATIENCE_S)
+    with pytest.raises(RunError, match=r"cannot publish .*step_1: No space left on device"):
+        training.publisher.check()
+    assert list(weights.iterdir()) == []
+    monkeypatch.setattr(files, "write_safetensors", write)
+    training.publisher.publish(weights / "step_2", PolicyVersion(0, 2))
+    assert steps_in(weights) == [2]
+
+
+def test_waiting_for_a_batch_ends_with_the_error_of_the_publication(tiny, world, weights):
+    training = Training(tiny, world)
+    (weights / "step_1").mkdir(parents=True)
+    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+    with pytest.raises(RunError, match="exists already"):
+        wait_for(weights.parent / "rollouts" / "step_1", PATIENCE_S, "nobody", training.publisher.check)
+
+
+def die_while_writing(path, weights):
+    """Runs in a process of its own, which is killed when the second of three files is half written."""
+
+    def stop(path, tensors):
+        if "00001" in path.name:
+            return write(path, tensors)
+        path.write_bytes(b"half")
+        (weights.parent / "now").touch()
+        return threading.Event().wait()
+
+    write, files.write_safetensors = files.write_safetensors, stop
+    with join_world("cpu", 60) as world:
+        training = Training(path, world, shard_bytes=60_000)
+        training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+        training.publisher.close()
+
+
+def test_a_kill_amid_writing_leaves_no_version_and_the_next_run_clears_up(tiny, world, weights):
+    """I4."""
+    process = _context.Process(target=die_while_writing, args=(tiny, weights))
+    process.start()
+    wait_for(weights.parent / "now", PATIENCE_S, "the test")
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    (left,) = weights.iterdir()
+    assert left.name.startswith(".tmp-") and steps_in(weights) == []
+    Training(tiny, world).publisher.publish(weights / "step_1", PolicyVersion(1, 1))
+    assert [entry.name for entry in weights.iterdir()] == ["step_1"]
+    assert read_manifest(weights / "step_1", WEIGHTS_FORMAT)["branch"] == 1
+
+
+def publish_on_ranks(world, argument):
+    """Runs on every rank: small files, so that all ranks write."""
+    plan._LEAST_FILE_BYTES = 1
+    root = Path(argument)
+    training = Training(root / "tiny", world, shard_bytes=30_000, canary=torch.float32)
+    training.publisher.start(root / f"out{world.size}" / "step_1", PolicyVersion(0, 1))
+    training.update()
+    training.publisher.close()
+    return [file.owner for file in training.publisher._plan.files]
+
+
+def test_every_rank_writes_and_the_bytes_do_not_depend_on_their_number(tmp_path):
+    """I9."""
+    make_tiny_model(tmp_path / "tiny")
+    manifests = []
+    for size in (1, 2, 4):
+        (owners, *_) = run_world(size, publish_on_ranks, str(tmp_path), tmp_path)
+        assert set(owners) == set(range(size))
+        target = tmp_path / f"out{size}" / "step_1"
+        manifests.append(read_manifest(target, WEIGHTS_FORMAT))
+        assert manifests[-1]["tensors"] == hash_tensors(target) == hash_tensors(tmp_path / "tiny")
+        assert manifests[-1]["hash"] == content_hash(manifests[-1]["tensors"])
+        _, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+    for manifest in manifests[1:]:
+        assert manifest["canary"]["token_ids"] == manifests[0]["canary"]["token_ids"]
+        assert manifest["canary"]["logprobs"] == pytest.approx(manifests[0]["canary"]["logprobs"], abs=1e-5)
+
+
+def test_the_canary_is_what_the_published_model_says(tiny, world, weights):
+    training = Training(tiny, world, canary=torch.float32)
+    training.publisher.publish(weights / "step_1", PolicyVersion(0, 1))
+    canary = read_manifest(weights / "step_1", WEIGHTS_FORMAT)["canary"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(weights / "step_1")
+    tokens = torch.tensor(canary["token_ids"])
+    with torch.no_grad():
+        expected = log_softmax(model(tokens[None]).logits[0, :-1], -1).gather(1, tokens[1:, None])[:, 0]
+    assert len(tokens) == 64 and canary["dtype"] == "float32"
+    assert canary["logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_versions_elsewhere_are_linked_the_last_is_in_place_and_deleting_follows(tiny, world, weights, tmp_path):
+    memory = tmp_path / "memory"
+    training = Training(tiny, world, directory=memory)
+    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+    training.publisher.start(weights / "step_2", PolicyVersion(0, 2), last=True)
+    training.publisher.close()
+    assert (weights / "step_1").is_symlink() and not (weights / "step_2").is_symlink()
+    assert (weights / "step_1").resolve().is_relative_to(memory)
+    assert steps_in(weights) == [1, 2]
+    assert [read_manifest(weights / f"step_{n}", WEIGHTS_FORMAT)["step"] for n in (1, 2)] == [1, 2]
+    remove(weights / "step_1")
+    remove(weights / "step_1")
+    assert steps_in(weights) == [2] and list(memory.glob("*/*")) == []
+
+
+def test_a_folder_without_room_is_refused_in_one_line(tiny, world, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(ConfigError, match=r"weight_broadcast\.directory: .* has 0\.0 GiB free, and two versions take"):
+        Training(tiny, world, directory=tmp_path / "memory")
