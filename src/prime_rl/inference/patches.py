@@ -44,7 +44,8 @@ def repack_tied_head(model: torch.nn.Module) -> None:
     layer that the checkpoint names; a tied head is not named, since its weight is the embedding's, and keeps the copy
     that it made of the old one. vLLM logs "ParallelLMHead: Failed to load weights" and samples from a chimera.
 
-    Without it tests/integration/inference/test_switch.py::test_tied_head_follows_the_switch fails.
+    Only vLLM's own reload needs it (`switch`); `standby` packs a tied head with all other layers.
+    Without it test_vllms_own_reload_equals_a_fresh_server in tests/integration/inference/test_fresh_server.py fails.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -60,7 +61,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
     only copy the new weights, unpacked, to where packed ones are expected: right for kernels of GPUs, whose addresses
     must stay, and nonsense on a CPU. Without a kernel the next processing is a first one.
 
-    Without it tests/integration/inference/test_architectures.py::test_experts_follow_the_switch fails.
+    Without it tests/integration/inference/test_experts.py::test_experts_follow_the_switch fails.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)

@@ -44,7 +44,7 @@ def make_router(
     server: PolicyServer,
     model_name: str,
     api_key: str | None,
-    measure: Callable[[], Awaitable[dict[str, float]]] | None = None,
+    measure: Callable[[], Awaitable[dict[str, Any]]] | None = None,
 ) -> APIRouter:
     """Make the routes.
 
@@ -97,8 +97,9 @@ def make_router(
     if measure is not None:
 
         @router.post("/measure_switch")
-        async def measure_switch() -> dict[str, float]:
-            return await measure()
+        async def measure_switch() -> JSONResponse:
+            answer = await measure()
+            return JSONResponse(answer, 400 if "error" in answer else 200)
 
     return router
 

@@ -101,11 +101,11 @@ class VllmEngine:
         """Ask each copy of the model, ahead of what waits (`scheduler`), under a salt that is used once."""
         return list(await asyncio.gather(*(self._prompt_logprobs(token_ids, rank) for rank in range(self._copies))))
 
-    async def measure(self) -> dict[str, float]:
+    async def measure(self) -> dict[str, Any]:
         """Time what no switch can avoid, in the first worker, while nothing is sampled; see `WeightSwitch.measure`."""
         await self.pause("keep")
         try:
-            limits: list[dict[str, float]] = await self._workers("measure_switch_limit")
+            limits: list[dict[str, Any]] = await self._workers("measure_switch_limit")
         finally:
             await self.resume()
         return limits[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.inference.patches import die_with_parent
+from prime_rl.inference.standby import Unsuitable
 from prime_rl.inference.switch import WeightSwitch
 
 
@@ -32,9 +33,12 @@ class WeightUpdateExtension:
         """See `WeightSwitch.put_in_place`."""
         self.weight_switch.put_in_place(key)
 
-    def measure_switch_limit(self: Any) -> dict[str, float]:
-        """See `WeightSwitch.measure`."""
-        seconds: dict[str, float] = self.weight_switch.measure()
+    def measure_switch_limit(self: Any) -> dict[str, Any]:
+        """See `WeightSwitch.measure`; {"error": why} where that cannot be told."""
+        try:
+            seconds: dict[str, Any] = self.weight_switch.measure()
+        except Unsuitable as reason:
+            return {"error": f"copying and processing cannot be told apart: {reason}"}
         return seconds
 
     def follow_engine(self: Any) -> None:

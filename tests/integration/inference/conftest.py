@@ -1,8 +1,9 @@
 """One server for all tests of switching; each test finds it at the base model, with the lease free."""
 
 import asyncio
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,26 @@ def reference() -> Reference:
     return Reference()
 
 
+def switch_ten_times(server: Server, sources: Sequence[Path], run_dir: Path) -> None:
+    """Publish ten versions and switch to each; `sources` take turns, and the last version is the last of them."""
+    for step in range(1, 11):
+        source = sources[(step - 10) % len(sources) - 1]
+        server.update(publish_weights(run_dir, source, step), step)
+
+
+async def assert_greedy_outputs_equal(left: Server, right: Server, agreement: float = 1e-4) -> None:
+    """Twenty prompts of 5 to 200 tokens: the same 48 tokens, with the same log-probabilities."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(6, 100) for _ in range(rng.randrange(5, 200))] for _ in range(20)]
+    answers, expected = [
+        await generate_all(server, [server.request(prompt, max_tokens=48) for prompt in prompts], lambda: None)
+        for server in (left, right)
+    ]
+    for one, other in zip(answers, expected, strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert gap(logprobs_of(one), logprobs_of(other)) <= agreement
+
+
 def logprobs_of(choice: dict[str, Any]) -> list[float]:
     return [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
@@ -104,7 +125,8 @@ async def generate_all(
 ) -> list[dict[str, Any]]:
     """Send all requests at once, run `meanwhile` in a thread, and return their choices in order."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+    headers = server.client.headers
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits, headers=headers) as client:
         sent = [asyncio.create_task(client.post("/inference/v1/generate", json=body)) for body in requests]
         await asyncio.to_thread(meanwhile)
         answers = await asyncio.gather(*sent)

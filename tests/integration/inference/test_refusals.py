@@ -1,5 +1,7 @@
 """What is not right is refused before the engine is touched: sampling goes on with the version that is loaded."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +18,67 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
-def test_refuses_a_flipped_byte(server: Server, models: Models, tmp_path: Path) -> None:
-    directory = publish_weights(tmp_path, models.published[1], 7)
-    file = directory / "model.safetensors"
-    content = bytearray(file.read_bytes())
+def _flip(shard: Path) -> None:
+    content = bytearray(shard.read_bytes())
     content[-100] ^= 1
-    file.write_bytes(content)
-    before, policy = server.generate(PROMPT), server.policy()
-    answer = server.post("/update_weights", weight_dir=str(directory), step=7)
-    assert answer.status_code == 400
-    said = f"{file} is not what was published: tensor model.norm.weight has another hash"
-    assert answer.json()["error"] == said
-    assert server.policy() == policy
-    assert server.generate(PROMPT)["token_ids"] == before["token_ids"]
+    shard.write_bytes(content)
+
+
+def _truncate(shard: Path) -> None:
+    with shard.open("r+b") as stream:
+        stream.truncate(shard.stat().st_size - 1)
+
+
+def _lengthen_a_tensor(shard: Path) -> None:
+    """The file has its size, but its header claims more."""
+    content = shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length].decode()
+    end = max(int(number) for number in re.findall(r"data_offsets\":\[\d+,(\d+)\]", header))
+    shard.write_bytes(content[:8] + header.replace(f",{end}]", f",{end + 1}]").encode() + content[8 + length :])
+
+
+def _lie(shard: Path) -> None:
+    manifest = shard.with_name("manifest.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"step": 6}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_flip, r"{shard} is not what was published: tensor \S+ has another hash"),
+        (Path.unlink, r"{shard} has None bytes, its manifest says \d+"),
+        (_truncate, r"{shard} has \d+ bytes, its manifest says \d+"),
+        (_lengthen_a_tensor, r"{shard} is truncated: tensor \S+ ends at byte \d+ of \d+"),
+        (_lie, r"{directory}/manifest.json declares branch 0, step 6; asked for was branch 0, step 7"),
+    ],
+)
+async def test_refuses_a_damaged_shard_while_sampling(
+    server: Server, models: Models, tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    """Each refusal names the file; the request that is in flight never notices, and an undamaged version is taken."""
+    tensors = load_file(models.published[1] / "model.safetensors")
+    model = tmp_path / "model"
+    model.mkdir()
+    names = sorted(tensors)
+    for number in range(3):
+        save_file({name: tensors[name] for name in names[number::3]}, model / f"model-{number + 1:05}.safetensors")
+    directory = publish_weights(tmp_path, model, 7)
+    shard = directory / "model-00002.safetensors"
+    damage(shard)
+
+    def ask_in_the_middle() -> None:
+        policy = server.policy()
+        wait_for_metric(server, "vllm:num_requests_running", above=0)
+        answer = server.post("/update_weights", weight_dir=str(directory), step=7)
+        assert answer.status_code == 400
+        assert re.fullmatch(reason.format(shard=shard, directory=directory), answer.json()["error"])
+        assert server.policy() == policy
+
+    [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=300)], ask_in_the_middle)
+    assert versions_of(choice) == [("0.0", 0, 300)]
+    server.update(publish_weights(tmp_path / "again", model, 7), 7)
+    assert versions_of(server.generate(PROMPT)) == [("0.7", 0, 8)]
 
 
 def _widen(tensors: dict[str, Any]) -> None:
@@ -46,9 +96,12 @@ def _add(tensors: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_widen, "model.norm.weight of {0} has shape [128], the model that is served [64]"),
+        (_widen, "model.norm.weight of {0}/model.safetensors has shape [128], the model that is served [64]"),
         (_drop, "{0} lacks tensor model.norm.weight of the model that is served"),
-        (_add, "{0} holds tensor model.layers.2.mlp.up_proj.weight, unknown to the model that is served"),
+        (
+            _add,
+            "{0}/model.safetensors holds tensor model.layers.2.mlp.up_proj.weight, unknown to the model that is served",
+        ),
     ],
 )
 async def test_refuses_weights_of_another_model_while_sampling(
@@ -65,7 +118,7 @@ async def test_refuses_weights_of_another_model_while_sampling(
         wait_for_metric(server, "vllm:generation_tokens_total", above=start + 20)
         answer = server.post("/update_weights", weight_dir=str(directory), step=7)
         assert answer.status_code == 400
-        assert answer.json()["error"].endswith(reason.format(directory))
+        assert reason.format(directory) in answer.json()["error"]
 
     [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=300)], ask_in_the_middle)
     assert versions_of(choice) == [("0.0", 0, 300)]

@@ -13,7 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.inference.conftest import Reference, gap, logprobs_of
+from tests.integration.inference.conftest import (
+    Reference,
+    assert_greedy_outputs_equal,
+    gap,
+    logprobs_of,
+    switch_ten_times,
+)
 from tests.support.server import Server, free_port, inference_server
 from tests.support.tiny_model import make_tiny_model, publish_weights
 
@@ -76,6 +82,16 @@ def test_untied_head_follows_the_switch(locked: Server, models: tuple[Path, Path
     choice = locked.generate(prompt, temperature=1.0, seed=0, max_tokens=64)
     assert gap(logprobs_of(choice), reference.logprobs(models[1], prompt, choice["token_ids"])) <= 1e-4
     assert gap(logprobs_of(choice), reference.logprobs(models[0], prompt, choice["token_ids"])) > 0.5
+
+
+async def test_an_untied_model_equals_a_fresh_server_after_ten_switches(
+    locked: Server, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    locked.client.headers.update(KEY)
+    locked.reload()
+    switch_ten_times(locked, models, tmp_path)
+    with inference_server(models[1], tmp_path / "server.log", ["--vllm.kv_cache_memory_bytes", "64M"]) as fresh:
+        await assert_greedy_outputs_equal(locked, fresh)
 
 
 def test_engine_dies_with_the_server(locked: Server) -> None:
