@@ -6,8 +6,9 @@
 
 Nothing is downloaded: models are made from a configuration, loaded, sharded and trained by the trainer's own code. A
 step is what the trainer does between a batch and its publication: forward, backward and clipped AdamW over two packed
-rows, every token but the first of each sequence trained; with `publish`, also what it does to publish the version. The
-figure is the tokens of all timed steps over their time, after a warm-up in which blocks are compiled. `agreement`
+rows, every token but the first of each sequence trained; with `publish`, also the publication of every version, which is
+written while the next step runs and waited for before the next is. The figure is the tokens of all timed steps over
+their time, after a warm-up in which blocks are compiled. `agreement`
 compares log-probabilities in bfloat16 with those in float32 on the same device.
 
 Needs the project without vllm (torch 2.11 to 2.13, transformers 5.17 or newer), installed or with PYTHONPATH=src.
@@ -152,33 +153,47 @@ def measure(scenario: Scenario, arguments: argparse.Namespace, world: World) -> 
         policy = make_policy(config, 0, world)
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         dtype = compute_dtype(config.dtype, world.device)
-        publisher = Publisher(policy, tokenizer, dtype, world) if scenario.publish else None
+        publisher = Publisher(policy, tokenizer, dtype, world, canary=dtype) if scenario.publish else None
     optim = AdamWConfig()
-    engine = Engine(policy, prepare_optimizer(build_optimizer(optim, policy), config), world, optim.max_norm)
+    optimizer = prepare_optimizer(build_optimizer(optim, policy), config)
+    engine = Engine(policy, optimizer, world, optim.max_norm)
+    if publisher is not None:
+        publisher.guard(optimizer)
     objective = sft_objective if scenario.kind == "sft" else build_objective(AIPOLossConfig(), config.seq_len)
     batch = make_batch(scenario)
 
-    def step(number: int) -> dict[str, float]:
+    def version(number: int) -> Path:
+        return arguments.publish / f"benchmark-{os.getpid()}-{number}"
+
+    def step(number: int) -> dict[str, Any]:
         begin = time.perf_counter()
         result = engine.step(split_batch(batch, 0, 1, world, scenario.row), objective, 1.0)
         finish(world.device)
         trained = time.perf_counter()
         if publisher is not None:
-            target = arguments.publish / f"benchmark-{os.getpid()}-{number}"
-            publisher.publish(target, PolicyVersion(0, number))
+            publisher.start(version(number), PolicyVersion(0, number))  # after that of the step before is complete
         end = time.perf_counter()
-        if publisher is not None:
-            shutil.rmtree(target)
-        return {"train": trained - begin, "publish": end - trained, "loss": result.loss, "norm": result.grad_norm}
+        shutil.rmtree(version(number - 1), ignore_errors=True)
+        writing = publisher.metrics()["publish/seconds"] if publisher is not None else None
+        return {
+            "train": trained - begin,
+            "publish": end - trained,
+            "writing": writing,
+            "loss": result.loss,
+            "norm": result.grad_norm,
+        }
 
     steps = timed(step, arguments, world.device)
+    if publisher is not None:
+        publisher.close()
+        shutil.rmtree(version(arguments.warmup + arguments.steps - 1))
     flops = ModelFlops.of(policy)
     return summarise(scenario, config, steps, batch, flops, peak_flops(world.device, dtype), world)
 
 
 def timed(
-    step: Callable[[int], dict[str, float]], arguments: argparse.Namespace, device: torch.device
-) -> list[dict[str, float]]:
+    step: Callable[[int], dict[str, Any]], arguments: argparse.Namespace, device: torch.device
+) -> list[dict[str, Any]]:
     for number in range(arguments.warmup):
         step(number)
     finish(device)
@@ -190,7 +205,7 @@ def timed(
 def summarise(
     scenario: Scenario,
     config: TrainerModelConfig,
-    steps: list[dict[str, float]],
+    steps: list[dict[str, Any]],
     batch: Batch,
     flops: ModelFlops,
     peak: float,
@@ -209,6 +224,7 @@ def summarise(
         "tokens_per_second_without_publication": tokens / train,
         "seconds": [s["train"] for s in steps],
         "seconds_publish": [s["publish"] for s in steps] if scenario.publish else None,
+        "seconds_writing": [s["writing"] for s in steps] if scenario.publish else None,
         "tokens": tokens,
         "mfu": flops.total(batch.seq_lens, batch.loss_tokens) / train / peak,
         "mfu_upstream": flops.total_upstream(batch.seq_lens) / train / peak,

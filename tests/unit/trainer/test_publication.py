@@ -115,7 +115,6 @@ def test_the_update_waits_until_the_weights_are_copied(tiny, world, weights, mon
     updating.join()
     training.publisher.close()
     assert hash_tensors(weights / "step_1") == hash_tensors(tiny)
-    assert training.publisher.metrics()["publish/copy_wait"] > 0.2
 
 
 def test_a_version_waits_for_the_one_before_and_none_is_left_out(tiny, world, weights, slow_disk):

@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +46,7 @@ class _Job:
 
     Attributes:
         copied: set when the weights may change.
+        scored: set when `canary` is there.
         done: set when it is published, or has failed with `error`.
     """
 
@@ -53,6 +55,8 @@ class _Job:
     fields: dict[str, Any]
     started: float
     copied: threading.Event = field(default_factory=threading.Event)
+    scored: threading.Event = field(default_factory=threading.Event)
+    canary: Callable[[], list[float]] | None = None
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     seconds: float | None = None
@@ -107,7 +111,7 @@ class Publisher:
         self._guarded = False
         self._job: _Job | None = None
         self._finished: _Job | None = None
-        self._publish_wait_s = self._copy_wait_s = 0.0
+        self._publish_wait_s = self._copy_wait_s = self._canary_s = 0.0
 
     def guard(self, optimizer: Optimizer) -> None:
         """Let updates of `optimizer` wait until the weights are copied, so that `start` need not."""
@@ -136,14 +140,18 @@ class Publisher:
         self.wait()
         self._publish_wait_s = time.perf_counter() - begun
         fields: dict[str, Any] = {"format": WEIGHTS_FORMAT, "branch": version.branch, "step": version.step}
-        canary = None if self._canary is None else measure_canary(self._policy, self._canary[0])
         place = target if last or self._directory is None else self._home(target) / target.name
         if self._snapshot is None:
             self._snapshot = Snapshot(self._plan, self._world.rank, self._world.device)
         job = self._job = _Job(target, place, fields, time.perf_counter())
-        on_host, canary = self._snapshot.enqueue(self._sources.tensors(), canary)
+        on_host = self._snapshot.enqueue(self._sources.tensors())
         # A daemon: after an error elsewhere nothing waits for it, and what it has written so far counts for nothing.
-        threading.Thread(target=self._run, args=(job, on_host, canary), name="publication", daemon=True).start()
+        threading.Thread(target=self._run, args=(job, on_host), name="publication", daemon=True).start()
+        if self._canary is not None:
+            begun = time.perf_counter()
+            job.canary = measure_canary(self._policy, self._canary[0])
+            self._canary_s = time.perf_counter() - begun
+        job.scored.set()
         if not self._guarded:
             self._await_copy()
 
@@ -173,9 +181,11 @@ class Publisher:
     close = wait
 
     def metrics(self) -> dict[str, float | None]:
-        """Return, of the latest version: seconds that training waited for it, seconds and bytes of its writing.
+        """Return seconds that training spent on the latest version, and the seconds and bytes of writing.
 
-        `publish/seconds`, from the start to the rename, and `publish/bytes` are of the latest that is complete.
+        `time/publish_wait` for the version before to be complete, `publish/canary` on the forward pass of the canary,
+        `publish/copy_wait` before the update of the step, for the copy of the version before. `publish/seconds`, from
+        the start to the rename, and `publish/bytes` are of the latest version that is complete.
         """
         waited, self._copy_wait_s = self._copy_wait_s, 0.0
         if self._job is not None and self._job.done.is_set() and self._job.error is None:
@@ -183,6 +193,7 @@ class Publisher:
         done = self._finished
         return {
             "time/publish_wait": self._publish_wait_s,
+            "publish/canary": self._canary_s,
             "publish/copy_wait": waited,
             "publish/seconds": done.seconds if done else None,
             "publish/bytes": done.bytes if done else None,
@@ -197,7 +208,7 @@ class Publisher:
         self._job.copied.wait()
         self._copy_wait_s += time.perf_counter() - begun
 
-    def _run(self, job: _Job, on_host: list[tuple[Tensor, Tensor]], canary: Tensor | None) -> None:
+    def _run(self, job: _Job, on_host: list[tuple[Tensor, Tensor]]) -> None:
         """Do what is left of `job`, in a thread of its own."""
         assert self._snapshot is not None
         try:
@@ -206,13 +217,6 @@ class Publisher:
                     place.copy_(shard)
             job.copied.set()
             self._snapshot.finish()
-            if self._canary is not None and canary is not None:
-                row, dtype = self._canary
-                job.fields["canary"] = {
-                    "token_ids": row.tokens.tolist(),
-                    "logprobs": canary.tolist(),
-                    "dtype": str(dtype).removeprefix("torch."),
-                }
             with lost_ranks_told(self._world.timeout_s):
                 self._write(job, self._snapshot.buffer)
         except BaseException as error:  # noqa: BLE001  raised again by `wait`, in the thread that can end the run
@@ -254,12 +258,20 @@ class Publisher:
         hashes = {name: tensors for part in parts for name, tensors in part.items()}
         write_index(temporary, hashes)
         tensors = {name: digest for file in hashes.values() for name, digest in file.items()}
-        fields = {**job.fields, "tensors": tensors, "hash": content_hash(tensors)}
+        fields = {**job.fields, "tensors": tensors, "hash": content_hash(tensors), **self._canary_fields(job)}
         manifest = commit(temporary, job.place, fields)
         if job.place != job.target:
             job.target.symlink_to(job.place)
             fsync(job.target.parent)
         return sum(manifest["files"].values())
+
+    def _canary_fields(self, job: _Job) -> dict[str, Any]:
+        job.scored.wait()
+        if self._canary is None or job.canary is None:
+            return {}
+        row, dtype = self._canary
+        answer = {"token_ids": row.tokens.tolist(), "logprobs": job.canary()}
+        return {"canary": {**answer, "dtype": str(dtype).removeprefix("torch.")}}
 
     def _home(self, target: Path) -> Path:
         """A folder of this run's own in the directory that several may use."""

@@ -38,18 +38,11 @@ class Snapshot:
             if piece.rank == rank
         }
 
-    def enqueue(
-        self, tensors: Mapping[str, Tensor], canary: Tensor | None
-    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    def enqueue(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Start copying what is on CUDA, behind all work that is queued there.
 
-        Args:
-            tensors: by name.
-            canary: a small tensor to copy besides.
-
         Returns:
-            Pairs of place and shard of what is not on CUDA, for the caller to copy; and `canary` on the host, to be
-            read after `finish`.
+            Pairs of place and shard of what is not on CUDA, for the caller to copy.
         """
         shards = {name: _local(tensor) for name, tensor in tensors.items() if name in self._places}
         on_host = [(self._places[name], shard) for name, shard in shards.items() if not shard.is_cuda]
@@ -60,11 +53,8 @@ class Snapshot:
                     if shard.is_cuda:
                         # The device rounds first: half the bytes cross the bus.
                         self._places[name].copy_(shard.to(self._places[name].dtype), non_blocking=True)
-                if canary is not None:
-                    canary.record_stream(self._stream)
-                    canary = torch.empty_like(canary, device="cpu", pin_memory=True).copy_(canary, non_blocking=True)
                 self._copied.record(self._stream)
-        return on_host, canary
+        return on_host
 
     def hold_back(self) -> None:
         """Let work that is queued on CUDA from now on wait for the copy; the caller does not wait."""
