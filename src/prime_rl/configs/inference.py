@@ -85,8 +85,8 @@ class InferenceConfig(RootConfig):
     """KV cache of completions that a switch interrupts: kept, or computed anew by the new weights."""
 
     canary_tolerance: float | None = Field(None, gt=0)
-    """Largest difference between our log-probabilities of a version's canary and the trainer's; a larger one ends the
-    run. None is 1e-4 where both compute in float32, else 5e-2."""
+    """How far our log-probabilities of a version's canary may be from the trainer's; more ends the run. None is 1e-4
+    for the largest difference where both compute in float32, else 5e-2 for the mean difference."""
 
     vllm: dict[str, Any] = Field({})
     """Any further argument of vLLM's server, such as `vllm.max_num_seqs`."""

@@ -74,7 +74,7 @@ class PolicyServer:
         tied: the model's output head is its embedding.
         lease: who may switch.
         fail: called with a message when the weights are in an undefined state; it must end the server.
-        canary_tolerance: largest difference of a canary's log-probability; None is that of rounding.
+        canary_tolerance: how far a canary's log-probabilities may be off; None is what rounding explains.
     """
 
     def __init__(
@@ -255,15 +255,16 @@ class PolicyServer:
         if canary is None:
             return
         answers = await self._engine.prompt_logprobs(canary.token_ids)
-        differences = [canary.difference(answer) for answer in answers]
-        difference = max(differences, key=lambda d: math.inf if math.isnan(d) else d)
-        tolerance = self._canary_tolerance or canary.tolerance(self._engine.dtype)
-        self._canary_difference = difference if math.isfinite(difference) else None
-        if not difference <= tolerance:
-            self._wrong = (
-                f"version {policy.version} of {policy.path} is loaded, but is not the trainer's: log-probabilities of "
-                f"its canary differ by {difference:.3g}, more than {tolerance:.3g} (canary_tolerance)"
-            )
+        compared = [canary.compare(answer, self._engine.dtype, self._canary_tolerance) for answer in answers]
+        largest = [one.largest for one in compared]
+        self._canary_difference = max(largest) if all(map(math.isfinite, largest)) else None
+        for one in compared:
+            if not one.passes:
+                self._wrong = (
+                    f"version {policy.version} of {policy.path} is loaded, but is not the trainer's: the {one.which} "
+                    f"difference between log-probabilities of its canary is {one.difference:.3g}, more than "
+                    f"{one.tolerance:.3g} (canary_tolerance)"
+                )
 
     @contextmanager
     def _asking(self, version: PolicyVersion) -> Iterator[None]:

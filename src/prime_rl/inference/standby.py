@@ -18,6 +18,8 @@ layers (experts) are processed during the pause, as vLLM does it. Without this m
 tests/integration/inference/test_pause.py fails.
 """
 
+import ctypes
+import sys
 from collections.abc import Iterable
 from types import MethodType
 from typing import Any
@@ -153,6 +155,8 @@ class Standby:
         self._packed.clear()
         while self._retired:
             self._retired.pop()
+        if self._pinned is None:
+            _trim()
 
     def _replace_parameters(self, prefix: str, live: nn.Module, mirror: nn.Module, kept: frozenset[str]) -> None:
         for name, new in mirror._parameters.items():
@@ -250,6 +254,12 @@ def _rebind(value: Any, live: nn.Module, mirror: nn.Module) -> Any:
     if isinstance(value, MethodType) and (value.__self__ is layer_ref_sentinel or value.__self__ is live):
         return value.__func__.__get__(mirror)
     return value
+
+
+def _trim() -> None:
+    """Give freed memory back: glibc keeps blocks below 32 MB for the thread that had them, and that one has ended."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _join(prefix: str, name: str) -> str:

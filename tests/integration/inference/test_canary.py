@@ -59,7 +59,7 @@ def test_weights_that_say_something_else_are_an_error(
     for _ in range(2):
         answer = server.post("/update_weights", weight_dir=str(directory), step=1)
         assert answer.status_code == 422
-        said = f"version 0.1 of {directory} is loaded, but is not the trainer's: log-probabilities of its canary differ"
+        said = f"version 0.1 of {directory} is loaded, but is not the trainer's: the largest difference between"
         assert said in answer.json()["error"]
     assert versions_of(server.generate(PROMPT))[0][0] == "0.1", "the tags tell what is loaded"
     assert server.policy()["canary_difference"] > 0.5

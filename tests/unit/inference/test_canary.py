@@ -29,15 +29,28 @@ def test_refuses_what_is_malformed(change: dict[str, object]) -> None:
         parse_canary({"canary": ENTRY | change})
 
 
-def test_the_largest_difference_counts() -> None:
-    canary = Canary((5, 6, 7), (-1.0, -2.0), "float32")
-    assert canary.difference([-1.25, -2.0]) == 0.25
-    assert canary.difference([-1.0, 1.0]) == 3.0
-    assert math.isnan(canary.difference([-1.0, math.nan]))
-    assert math.isnan(canary.difference([math.nan, -2.0]))
+EXACT = Canary((5, 6, 7), (-1.0, -2.0), "float32")
 
 
-def test_tolerance_is_that_of_the_coarser_side() -> None:
-    exact, coarse = Canary((), (), "float32"), Canary((), (), "bfloat16")
-    assert exact.tolerance("float32") == 1e-4
-    assert exact.tolerance("bfloat16") == coarse.tolerance("float32") == coarse.tolerance("bfloat16") == 5e-2
+def test_the_largest_difference_counts_in_float32() -> None:
+    compared = EXACT.compare([-1.00008, -2.0], "float32")
+    assert (compared.which, compared.passes) == ("largest", True)
+    assert compared.difference == compared.largest == pytest.approx(8e-5)
+    assert not EXACT.compare([-1.0002, -2.0], "float32").passes
+    assert EXACT.compare([-1.0002, -2.0], "float32", tolerance=1e-3).passes
+
+
+@pytest.mark.parametrize(("trained", "served"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16",) * 2])
+def test_the_mean_difference_counts_in_half_precision(trained: str, served: str) -> None:
+    canary = Canary((5, 6, 7), (-1.0, -2.0), trained)
+    compared = canary.compare([-1.0, -2.08], served)
+    assert (compared.which, compared.passes) == ("mean", True)
+    assert (compared.largest, compared.difference) == (pytest.approx(0.08), pytest.approx(0.04))
+    assert not canary.compare([-1.0, -2.2], served).passes
+
+
+@pytest.mark.parametrize("measured", [[-1.0, math.nan], [math.nan, -2.0]])
+@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+def test_what_is_not_a_number_never_passes(measured: list[float], served: str) -> None:
+    assert not EXACT.compare(measured, served, tolerance=1e9).passes
+    assert math.isnan(EXACT.compare(measured, served).largest)
