@@ -25,7 +25,7 @@ class Canary:
     Attributes:
         token_ids: [T], 64 of them.
         logprobs: [T - 1]; entry i is the log-probability of token i + 1 given those before, temperature 1.
-        dtype: in which the trainer computed them, e.g. "float32".
+        dtype: in which the trainer computed them, e.g. "float32"; that of the published weights if these are coarser.
     """
 
     token_ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Canary:
     dtype: str
 
     def compare(self, measured: Sequence[float], served_dtype: str, tolerance: float | None = None) -> "Comparison":
-        """Compare with log-probabilities [T - 1] of the same tokens.
+        """Compare with log-probabilities [T - 1] of the same tokens, or of the first of them.
 
         Args:
             measured: the server's.
@@ -41,7 +41,7 @@ class Canary:
             tolerance: how large a difference may be; None is 1e-4 for the largest one where both compute in float32,
                 else 5e-2 for the mean.
         """
-        gaps = [abs(mine - theirs) for mine, theirs in zip(self.logprobs, measured, strict=True)]
+        gaps = [abs(mine - theirs) for mine, theirs in zip(self.logprobs, measured, strict=False)]
         largest = max(gaps) if all(gap == gap for gap in gaps) else math.nan
         if served_dtype == self.dtype == "float32":
             return Comparison(largest, "largest", largest, tolerance or _TOLERANCE_FLOAT32)

@@ -61,7 +61,7 @@ class Engine(Protocol):
         """Go on sampling; return for how many seconds nothing was sampled."""
 
     async def prompt_logprobs(self, token_ids: tuple[int, ...]) -> list[list[float]]:
-        """Compute the log-probabilities of tokens 1 ... T-1, on each copy of the model."""
+        """Compute the log-probabilities of tokens 1 ... T-1, as far as they fit, on each copy of the model."""
 
 
 class PolicyServer:

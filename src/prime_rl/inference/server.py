@@ -99,6 +99,7 @@ class VllmEngine:
 
     async def prompt_logprobs(self, token_ids: tuple[int, ...]) -> list[list[float]]:
         """Ask each copy of the model, ahead of what waits (`scheduler`), under a salt that is used once."""
+        token_ids = token_ids[: self._client.model_config.max_model_len - 1]
         return list(await asyncio.gather(*(self._prompt_logprobs(token_ids, rank) for rank in range(self._copies))))
 
     async def measure(self) -> dict[str, Any]:
@@ -115,7 +116,11 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = SamplingParams(
-            max_tokens=1, temperature=1.0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1,
+            temperature=1.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         name = f"{CANARY}{secrets.token_hex(8)}"
         answers = self._client.generate(

@@ -7,7 +7,7 @@ hashed by `reading`, on the bytes that are loaded.
 import json
 import os
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from prime_rl.run.tensors import content_hash
 from prime_rl.types import PolicyVersion
 
 Shapes = dict[str, tuple[int, ...]]
+
+_HALF = {"BF16": "bfloat16", "F16": "float16"}
 
 
 class WeightsRefusedError(Exception):
@@ -89,6 +91,8 @@ def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: b
         places = {place.name: place for place in read_places(directory)}
         _check_manifest(directory / MANIFEST, manifest, version, places.keys())
         canary = parse_canary(manifest)
+        if canary is not None and (coarse := {place.dtype for place in places.values()} & _HALF.keys()):
+            canary = replace(canary, dtype=_HALF[min(coarse)])
     except (ArtifactError, OSError) as error:
         raise WeightsRefusedError(str(error)) from None
     except ValueError as error:

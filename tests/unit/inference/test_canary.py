@@ -49,6 +49,11 @@ def test_the_mean_difference_counts_in_half_precision(trained: str, served: str)
     assert not canary.compare([-1.0, -2.2], served).passes
 
 
+def test_a_short_context_sees_the_first_tokens() -> None:
+    assert EXACT.compare([-1.0], "float32").passes
+    assert not EXACT.compare([-1.5], "float32").passes
+
+
 @pytest.mark.parametrize("measured", [[-1.0, math.nan], [math.nan, -2.0]])
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
 def test_what_is_not_a_number_never_passes(measured: list[float], served: str) -> None:

@@ -101,6 +101,19 @@ def test_refuses_another_model(tmp_path: Path, shapes: Shapes, reason: str) -> N
     assert reason.format(directory) in _reason(directory)
 
 
+@pytest.mark.parametrize(("dtype", "exact"), [(np.float32, True), (np.float16, False)])
+def test_a_canary_is_as_exact_as_the_published_weights(tmp_path: Path, dtype: type, exact: bool) -> None:
+    """A trainer that computes in float32 and publishes half precision differs from what is loaded by the rounding."""
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({name: np.ones(shape, dtype) for name, shape in BASE.items()}, model / "model.safetensors")
+    canary = {"token_ids": [1, 2], "logprobs": [-1.0], "dtype": "float32"}
+    directory = publish_weights(tmp_path, model, VERSION.step, overrides={"canary": canary})
+    policy = check_weights(directory, VERSION, BASE, tied=False)
+    assert policy.canary is not None
+    assert policy.canary.dtype == ("float32" if exact else "float16")
+
+
 def test_tells_which_file_is_no_safetensors_file(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     for content, reason in [
