@@ -145,8 +145,9 @@ class Publisher:
             self._snapshot = Snapshot(self._plan, self._world.rank, self._world.device)
         job = self._job = _Job(target, place, fields, time.perf_counter())
         on_host = self._snapshot.enqueue(self._sources.tensors())
-        # A daemon: after an error elsewhere nothing waits for it, and what it has written so far counts for nothing.
-        threading.Thread(target=self._run, args=(job, on_host), name="publication", daemon=True).start()
+        # Among several ranks a daemon: after an error it may wait for ranks that are gone, and nothing may wait for it.
+        several = self._world.size > 1
+        threading.Thread(target=self._run, args=(job, on_host), name="publication", daemon=several).start()
         if self._canary is not None:
             begun = time.perf_counter()
             job.canary = measure_canary(self._policy, self._canary[0])
