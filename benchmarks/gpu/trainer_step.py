@@ -8,7 +8,8 @@ Nothing is downloaded: models are made from a configuration, loaded, sharded and
 step is what the trainer does between a batch and its publication: forward, backward and clipped AdamW over two packed
 rows, every token but the first of each sequence trained; with `publish`, also the publication of every version,
 which is written while the next step runs and waited for before the next is. The figure is the tokens of all timed
-steps over their time, after a warm-up in which blocks are compiled. `agreement` compares log-probabilities in bfloat16 with those in float32 on the same device.
+steps over their time, after a warm-up in which blocks are compiled. `agreement` compares log-probabilities in
+bfloat16 with those in float32 on the same device.
 
 Needs the project without vllm (torch 2.11 to 2.13, transformers 5.17 or newer), installed or with PYTHONPATH=src.
 """
