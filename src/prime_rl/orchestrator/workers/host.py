@@ -12,6 +12,7 @@ from typing import Self
 
 from loguru import logger
 
+from prime_rl.errors import RunError
 from prime_rl.orchestrator.workers.blackbox import BlackBox
 from prime_rl.orchestrator.workers.forkserver import (
     Command,
@@ -24,6 +25,9 @@ from prime_rl.orchestrator.workers.forkserver import (
     encode,
 )
 
+_SERVER = "prime_rl.orchestrator.workers.forkserver"
+_MOST_STARTS = 5
+"""How often in a row the fork server may die before a worker is there: more often, and it always will."""
 _DATAGRAM = 65536
 _CLOSE_S = 5.0
 _SIGKILL = -9
@@ -80,8 +84,11 @@ class WorkerHost:
 
         Args:
             log: file that its output is appended to; None leaves it where main's errors go.
+
+        Raises:
+            RunError: the process that workers are forked from dies whenever it is started.
         """
-        while True:
+        for _ in range(_MOST_STARTS):
             control = await self._ensure_server()
             job, forked = self._next_job, asyncio.get_running_loop().create_future()
             self._next_job += 1
@@ -103,6 +110,10 @@ class WorkerHost:
                 self._jobs.pop(job, None)
             ours.setblocking(False)
             return WorkerProcess(pid, ours, box, self._ends[pid])
+        raise RunError(
+            f"the process that environment workers are forked from died {_MOST_STARTS} times in a row; "
+            f"`{sys.executable} -P -m {_SERVER} 0` says why"
+        )
 
     def kill(self, process: WorkerProcess) -> None:
         """End a worker and all that it started, at once."""
@@ -126,11 +137,10 @@ class WorkerHost:
                 return self._control
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                module = "prime_rl.orchestrator.workers.forkserver"
                 # Not by the event loop: uvloop runs Python code in the child before it becomes another program, which
                 # crashes there if threads of this process have used torch. This way takes a millisecond.
                 self._server = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", _SERVER, str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -1,5 +1,6 @@
 """What becomes of workers when main goes away without a word."""
 
+import asyncio
 import os
 import re
 import subprocess
@@ -7,6 +8,10 @@ import sys
 import textwrap
 
 import psutil
+import pytest
+
+from prime_rl.errors import RunError
+from prime_rl.orchestrator.workers import host
 
 
 def test_workers_do_not_outlive_a_killed_main(packages, tokenizer_dir):
@@ -42,3 +47,10 @@ def test_main_itself_never_imports_what_only_environments_need():
     code = "import sys, prime_rl.orchestrator.setup; print([m for m in ('verifiers', 'datasets') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+async def test_a_fork_server_that_always_dies_is_not_started_for_ever(monkeypatch):
+    monkeypatch.setattr(host, "_SERVER", "no_such_module")
+    async with asyncio.timeout(60), host.WorkerHost() as workers:
+        with pytest.raises(RunError, match=r"died 5 times in a row; .* -m no_such_module 0` says why"):
+            await workers.start(None)
