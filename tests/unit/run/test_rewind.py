@@ -64,3 +64,12 @@ def test_an_interrupted_rewind_is_finished_by_the_next(paths, monkeypatch):
     rewind(paths, paths.checkpoints_dir, 4, 1, weights=True, rollouts=True)
     assert steps(paths.abandoned(0) / "weights") == [4, 5, 6]
     assert len(paths.metrics("trainer").read_text().splitlines()) == 4
+
+
+def test_versions_in_memory_are_not_kept(paths, tmp_path):
+    place = tmp_path / "memory" / "step_7"
+    place.mkdir(parents=True)
+    paths.weights(7).symlink_to(place)
+    rewind(paths, paths.checkpoints_dir, 4, 1, weights=True, rollouts=False)
+    assert not place.exists() and steps(paths.weights_dir) == [1, 2, 3]
+    assert steps(paths.abandoned(0) / "weights") == [4, 5, 6]
