@@ -14,7 +14,7 @@ from prime_rl.trainer.rl.batches import fake_batch
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_command
 
-TIMES = ("time/", "perf/")
+TIMES = ("time/", "perf/", "publish/")
 
 
 @pytest.fixture(scope="module")

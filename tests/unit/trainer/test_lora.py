@@ -215,7 +215,7 @@ def adapt(name, tmp_path, targets):
     ("name", "targets", "layers"),
     [
         ("llama", None, 21),
-        ("qwen3_moe", None, 15),  # one of its blocks is dense
+        ("qwen3_moe_some_dense", None, 15),  # one of its blocks is dense
         ("llama", "q_proj,v_proj", 6),
         ("llama", ["mlp.up_proj"], 3),
         ("llama", [r".*self_attn\.[qk]_proj"], 6),
