@@ -76,6 +76,8 @@ class VllmEngine:
             if reason := errors[0] if errors else overtaken():
                 await self._workers("drop_policy")
                 raise WeightsRefusedError(reason)
+            if any(state["state"] == "gone" for state in states):
+                raise RuntimeError(f"a worker has lost {key} while it was staged")
             if all(state["state"] == "staged" for state in states):
                 return Staged(max(s["stage_s"] for s in states), sum(s["bytes"] for s in states))
             await asyncio.sleep(_POLL_S)  # a worker has no way to call; a question costs it a moment between two steps

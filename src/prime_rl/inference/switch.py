@@ -24,6 +24,7 @@ from torch import Tensor
 from prime_rl.inference.patches import forget_packed_experts, repack_tied_head
 from prime_rl.inference.reading import Cancelled, read_verified
 from prime_rl.inference.standby import Standby, Unsuitable, why_not
+from prime_rl.run.artifact import ArtifactError
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class WeightSwitch:
         self._version: _Version | None = None
         self._kept: frozenset[str] | None = None
         self._unsuitable = why_not(worker.vllm_config, worker.device)
+        if self._unsuitable:
+            logger.warning("weights are switched by vLLM's own reload, with a longer pause: %s", self._unsuitable)
         self._pinned: dict[tuple[str, ...], Tensor] | None = {} if worker.device.type == "cuda" else None
 
     def stage(self, key: str, directory: Path, hashes: Mapping[str, str]) -> None:
@@ -168,9 +171,10 @@ class WeightSwitch:
             return
         try:
             self._kept = self._standby().prove(read_verified(self._base, None, version.cancelled.is_set))
-        except Unsuitable as reason:
-            self._unsuitable = str(reason)
-        if self._unsuitable:
+        except (Cancelled, ArtifactError, OSError):
+            raise
+        except Exception as reason:  # noqa: BLE001  whatever a model's loader stumbles over in a mirror
+            self._unsuitable = f"{type(reason).__name__}: {reason}"
             logger.warning("weights are switched by vLLM's own reload, with a longer pause: %s", self._unsuitable)
 
     def _check_suitable(self) -> None:
