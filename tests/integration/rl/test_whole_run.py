@@ -56,6 +56,8 @@ def test_a_synchronous_run_from_start_to_end(start: StartCommand, tmp_path: Path
     for line in shipped:
         assert line.keys() >= ORCHESTRATOR_METRICS
         assert (line["staleness/max"], line["staleness/mean"], line["tokens/wasted"]) == (0, 0, 0)
+        if line["policy/version"] > 0:
+            assert line["canary/max_logprob_difference"] <= 1e-4, "inference says what the trainer says"
     for line in trained:
         assert line.keys() >= TRAINER_METRICS
         assert 0 <= line["mismatch_kl/on_policy"] < 1e-4
