@@ -117,7 +117,7 @@ class WeightSwitch:
 
         Returns:
             Size in `bytes`; seconds `copy_s` to copy the parameters once into memory that is already there, and
-            `process_s` for `process_weights_after_loading` of all layers.
+            `process_s` for `process_weights_after_loading` of all plain layers (not of experts; 0 on a GPU).
 
         Raises:
             Unsuitable: of such a model vLLM's reload does both at once.
