@@ -62,7 +62,7 @@ def test_panes_follow_logs_that_come_later(shell, tmp_path, name, logs):
 def test_a_pane_becomes_a_shell_after_ctrl_c(shell):
     assert shell("bash", str(SCRIPT)).returncode == 0
     pane = panes(shell, "prime-rl")["Trainer"]
-    for _ in range(600):
+    for _ in range(100):
         if shell("tmux", "display", "-p", "-t", pane, "#{pane_current_command}").stdout.strip() == "tail":
             break
         time.sleep(0.05)

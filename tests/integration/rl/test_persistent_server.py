@@ -94,7 +94,7 @@ def test_bench(free_server: Server, base: tuple[Any, ...], start: StartCommand, 
     run = start("rl", values, tmp_path / "run")
     assert run.end() == 0, run.story()
     figures = json.loads((tmp_path / "run/bench/bench.json").read_text())
-    assert figures["orchestrator"]["perf/rollouts_per_second"]["min"] > 0
+    assert figures["orchestrator"]["perf/rollouts_per_second"]["max"] > 0
     assert figures["trainer"]["tokens"]["mean"] == ORCHESTRATOR["batch_size"] * 64
     sampled, trained = (metrics_of(RunPaths(tmp_path / "run/bench"), role) for role in ("orchestrator", "trainer"))
     assert len(sampled) == len(trained) == 4
