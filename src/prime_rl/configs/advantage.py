@@ -1,11 +1,10 @@
 """Keys of `orchestrator.advantage` and `orchestrator.reward_shaping`: how rewards become advantages."""
 
-import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.base import BaseConfig, ImportPath
 
 
 class _Advantage(BaseConfig):
@@ -83,7 +82,7 @@ class CustomAdvantageConfig(_Advantage):
     type: Literal["custom"] = "custom"
     """Kind of advantage."""
 
-    import_path: str = ""
+    import_path: ImportPath = ""
     """Where the function is: package.module:function, importable or in the working directory."""
 
     kwargs: dict[str, object] = Field({})
@@ -91,13 +90,6 @@ class CustomAdvantageConfig(_Advantage):
 
     over_batch: bool = False
     """A group's advantages depend on the other groups of the batch, so filter_zero_advantage drops none."""
-
-    @field_validator("import_path")
-    @classmethod
-    def _check_import_path(cls, value: str) -> str:
-        if not re.fullmatch(r"\w+(\.\w+)*[.:]\w+", value):
-            raise ValueError("name your function as package.module:function")
-        return value
 
 
 AdvantageConfig = Annotated[

@@ -7,9 +7,9 @@ through the loader, which merges all sources before anything is constructed; so 
 import re
 import sys
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from prime_rl.errors import ConfigError
 from prime_rl.run.paths import RunPaths
@@ -22,6 +22,16 @@ _EXP_ID = re.compile(r"[\w-][\w.-]*")
 def later(default: Any = None, because: str = "has no effect yet", **kwargs: Any) -> Any:
     """Declare a field that nothing reads yet: it is in the schema, and the loader says so when it is set."""
     return Field(default, json_schema_extra={NO_EFFECT_YET: because}, **kwargs)
+
+
+def _check_import_path(value: str) -> str:
+    if not re.fullmatch(r"\w+(\.\w+)*[.:]\w+", value):
+        raise ValueError("name your function as package.module:function")
+    return value
+
+
+ImportPath = Annotated[str, AfterValidator(_check_import_path)]
+"""Where a function of the user's is."""
 
 
 class BaseConfig(BaseModel):

@@ -1,11 +1,10 @@
 """Keys of `trainer.loss`: which loss, how its tokens are weighed, and a penalty that any of them can have."""
 
-import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig
+from prime_rl.configs.base import BaseConfig, ImportPath
 
 
 class KLConfig(BaseConfig):
@@ -219,7 +218,7 @@ class CustomLossConfig(_Loss):
     type: Literal["custom"] = "custom"
     """Kind of loss."""
 
-    import_path: str = ""
+    import_path: ImportPath = ""
     """Where the function is: package.module:function, importable or in the working directory."""
 
     kwargs: dict[str, object] = Field({})
@@ -228,13 +227,6 @@ class CustomLossConfig(_Loss):
     proximal: bool = False
     """Compute the policy's log-probabilities before the first update of each step; with several minibatches that is
     one more forward pass."""
-
-    @field_validator("import_path")
-    @classmethod
-    def _check_import_path(cls, value: str) -> str:
-        if not re.fullmatch(r"\w+(\.\w+)*[.:]\w+", value):
-            raise ValueError("name your function as package.module:function")
-        return value
 
 
 LossConfig = Annotated[

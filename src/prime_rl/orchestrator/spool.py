@@ -112,7 +112,7 @@ def _encode(value: Any) -> Any:
         return [value.dtype.str, value.shape, np.ascontiguousarray(value).data if value.size else b""]
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"a group cannot hold a {type(value).__name__}")
+    raise TypeError(f"a group cannot hold a {type(value).__name__}")
 
 
 def _decode(expected: type, value: Any) -> Any:

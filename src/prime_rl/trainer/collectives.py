@@ -4,6 +4,8 @@ What is equal on all ranks of a group, and used by each for its part of the work
 hands its gradient on to every summand. Each is the other's backward pass, as gathering is that of splitting.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,28 +13,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+_Map = Callable[[Tensor], Tensor]
+
 
 def sum_forward(values: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the group; every rank's summand gets the gradient of the sum, which must be equal on all."""
-    summed: Tensor = _SumForward.apply(values, group)
+    summed: Tensor = _Linear.apply(values, partial(_sum, group=group), _same)
     return summed
 
 
 def sum_backward(values: Tensor, group: ProcessGroup) -> Tensor:
     """Return `values`, equal on all ranks; their gradient is the sum of what each rank's part of the work asks for."""
-    same: Tensor = _SumBackward.apply(values, group)
+    same: Tensor = _Linear.apply(values, _same, partial(_sum, group=group))
     return same
 
 
 def gather_last(part: Tensor, group: ProcessGroup) -> Tensor:
     """Put the equal parts of the last dimension together: [..., d] to [..., ranks * d]."""
-    whole: Tensor = _GatherLast.apply(part, group)
+    whole: Tensor = _Linear.apply(part, partial(_gather, group=group), partial(_split, group=group))
     return whole
 
 
 def split_last(whole: Tensor, group: ProcessGroup) -> Tensor:
     """Take this rank's part of the last dimension: [..., ranks * d] to [..., d]."""
-    part: Tensor = _SplitLast.apply(whole, group)
+    part: Tensor = _Linear.apply(whole, partial(_split, group=group), partial(_gather, group=group))
     return part
 
 
@@ -50,64 +54,27 @@ def exchange(
     Returns:
         [sum of `received`, ...], what came from rank 0 first.
     """
-    swapped: Tensor = _Exchange.apply(values, group, received, sent)
+    there = partial(_swap, group=group, received=received, sent=sent)
+    back = partial(_swap, group=group, received=sent, sent=received)
+    swapped: Tensor = _Linear.apply(values, there, back)
     return swapped
 
 
-class _SumForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum(values, group)
+class _Linear(torch.autograd.Function):
+    """A linear map that goes there, and the transposed one that brings the gradient back."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _SumBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
+    def forward(ctx: Any, values: Tensor, there: _Map, back: _Map) -> Tensor:
+        ctx.back = back
+        return there(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
-class _GatherLast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _split(grad, ctx.group), None
-
-
-class _SplitLast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _split(whole, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.group), None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, group: ProcessGroup, received: list[int] | None, sent: list[int] | None
-    ) -> Tensor:
-        ctx.group, ctx.received, ctx.sent = group, received, sent
-        return _swap(values, group, received, sent)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _swap(grad, ctx.group, ctx.sent, ctx.received), None, None, None
+def _same(values: Tensor) -> Tensor:
+    return values.view_as(values)
 
 
 def _sum(values: Tensor, group: ProcessGroup) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from prime_rl.errors import RunError
+
 _ALIGN = 64
 _LEAST_FILE_BYTES = 64 * 2**20
 """A file that would be smaller is not worth a second rank's work."""
@@ -95,9 +97,9 @@ def make_plan(
         single: everything goes into one file.
 
     Raises:
-        NotImplementedError: the ranks' shards of a tensor are not boxes that cover it.
+        RunError: the ranks' shards of a tensor are not boxes that cover it.
     """
-    boxes: list[dict[str, Box]] = gather({name: _my_box(tensor) for name, tensor in tensors.items()})
+    boxes: list[dict[str, Box]] = gather({name: _my_box(name, tensor) for name, tensor in tensors.items()})
     ends = [0] * len(boxes)
     sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, tensor in tensors.items()}
     limit = min(shard_bytes, max(_LEAST_FILE_BYTES, math.ceil(sum(sizes.values()) / len(boxes))))
@@ -128,13 +130,13 @@ def _cut(blocks: Sequence[Sequence[str]], sizes: Mapping[str, int], limit: int) 
     return files
 
 
-def _my_box(tensor: Tensor) -> Box:
+def _my_box(name: str, tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local = tuple(tensor.to_local().shape)
     if local != tuple(shape):
-        raise NotImplementedError(f"a shard of {local} where {tuple(shape)} was expected")
+        raise RunError(f"cannot publish {name}: a shard of {local} where {tuple(shape)} was expected")
     return tuple(offset), local
 
 
@@ -162,4 +164,4 @@ def _check_cover(name: str, tensor: Tensor, boxes: Sequence[Box]) -> None:
             cuts[dim] |= {begin, begin + extent}
     cells = math.prod(len(list(pairwise(cut))) for cut in cuts)
     if sum(math.prod(shape) for _, shape in boxes) != tensor.numel() or (tensor.numel() and cells != len(boxes)):
-        raise NotImplementedError(f"{name} is sharded over the ranks in pieces that are no boxes")
+        raise RunError(f"cannot publish {name}: the shards of its {len(boxes)} ranks do not tile it")
