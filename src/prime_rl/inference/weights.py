@@ -9,12 +9,15 @@ import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.inference.canary import Canary, parse_canary
 from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.run.tensors import content_hash
 from prime_rl.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from prime_rl.inference.adapters import Adapter
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -35,6 +38,7 @@ class Policy:
         path: directory.
         tensors: hash of each tensor by name, as its manifest has it.
         canary: the trainer's log-probabilities under it, if they were published.
+        adapter: what its tensors are the factors of, on top of the base model; None if they are all of a model's.
     """
 
     version: PolicyVersion
@@ -42,6 +46,12 @@ class Policy:
     path: Path
     tensors: Mapping[str, str] = field(default_factory=dict, repr=False)
     canary: Canary | None = None
+    adapter: "Adapter | None" = None
+
+    @property
+    def salt(self) -> str:
+        """What tells it from every other policy: the content hash, and that of an adapter's scale and layers."""
+        return self.hash if self.adapter is None else f"{self.hash}-{self.adapter.digest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,19 @@ def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: b
         WeightsRefusedError: the manifest is missing, malformed or of another version, a file is missing or of another
             size, or a tensor is missing, unknown or of another shape.
     """
+    policy, places, _ = read_published(directory, version)
+    _check_shapes(directory, places, base, ignored={"lm_head.weight"} if tied else set())
+    return policy
+
+
+def read_published(
+    directory: Path, version: PolicyVersion
+) -> tuple[Policy, dict[str, TensorPlace], Mapping[str, Any]]:
+    """Read what `directory` claims to hold, for which model or none: the policy, its tensors by name, the manifest.
+
+    Raises:
+        WeightsRefusedError: as `check_weights`, but for the model.
+    """
     try:
         manifest = read_manifest(directory, WEIGHTS_FORMAT)
         places = {place.name: place for place in read_places(directory)}
@@ -97,8 +120,7 @@ def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: b
         raise WeightsRefusedError(str(error)) from None
     except ValueError as error:
         raise WeightsRefusedError(f"{directory / MANIFEST} is malformed: {error}") from None
-    _check_shapes(directory, places, base, ignored={"lm_head.weight"} if tied else set())
-    return Policy(version, manifest["hash"], directory, manifest["tensors"], canary)
+    return Policy(version, manifest["hash"], directory, manifest["tensors"], canary), places, manifest
 
 
 def _places(file: Path) -> Iterator[TensorPlace]:
