@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run.artifact import WEIGHTS_FORMAT, begin, commit, fsync
 from prime_rl.run.tensors import content_hash
+from prime_rl.trainer.adapter_files import ADAPTER_CONFIG
 from prime_rl.trainer.checkpoints.agreement import Agreement, os_reason
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.parallel import World, lost_ranks_told
@@ -260,6 +261,9 @@ class Publisher:
         write_index(temporary, hashes)
         tensors = {name: digest for file in hashes.values() for name, digest in file.items()}
         fields = {**job.fields, "tensors": tensors, "hash": content_hash(tensors), **self._canary_fields(job)}
+        if self._sources.adapters_alone:
+            # Scale and layers are not in the tensors' hashes, and are as much part of the version.
+            fields["adapter"] = xxhash.xxh3_128_hexdigest(self._companions[ADAPTER_CONFIG])
         manifest = commit(temporary, job.place, fields)
         if job.place != job.target:
             job.target.symlink_to(job.place)
