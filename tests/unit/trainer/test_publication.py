@@ -18,9 +18,11 @@ from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest, remove
 from prime_rl.run.paths import steps_in
 from prime_rl.run.tensors import content_hash, hash_tensors
 from prime_rl.run.wait import wait_for
+from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.model import load_policy, load_tokenizer
 from prime_rl.trainer.parallel import World, join_world, shard
-from prime_rl.trainer.publication import Publisher, files, plan
+from prime_rl.trainer.publication import Publisher, files, plain_twin, plan, publisher
+from prime_rl.trainer.publication.canary import canary_row, measure_canary
 from prime_rl.types import PolicyVersion
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import _context, run_world
@@ -234,6 +236,64 @@ def test_the_canary_is_what_the_published_model_says(tiny, world, weights):
         expected = log_softmax(model(tokens[None]).logits[0, :-1], -1).gather(1, tokens[1:, None])[:, 0]
     assert len(tokens) == 64 and canary["dtype"] == "float32"
     assert canary["logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 4}}, {"ac": {}}])
+def test_a_twin_says_what_the_policy_says_after_every_update(tmp_path, world, tied, options):
+    config = TrainerModelConfig(name=str(make_tiny_model(tmp_path, tied)), **options)
+    policy = make_policy(config, 0, world)
+    twin = plain_twin(policy, config, world, torch.float32)
+    row, before = canary_row(policy.vocabulary), None
+    for scale in (0.9, 0.8):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(scale).add_(0.01)
+        mine, its = measure_canary(policy, row)(), measure_canary(twin, row)()
+        assert its == pytest.approx(mine, abs=1e-6) and its != before
+        before = its
+
+
+def test_only_what_computes_with_the_very_weights_is_a_twin(tiny, world):
+    config = TrainerModelConfig(name=str(tiny), dtype="bfloat16")
+    policy = make_policy(config, 0, world)
+    assert plain_twin(policy, config, world, torch.bfloat16) is None  # masters are in float32
+    assert plain_twin(policy, config, World(0, 2, world.device), torch.float32) is None
+
+
+def test_a_slow_canary_holds_the_update_up_and_nothing_else(tiny, world, weights, monkeypatch):
+    config, may_score, updated = TrainerModelConfig(name=str(tiny)), threading.Event(), threading.Event()
+
+    def late(policy, row):
+        assert may_score.wait(PATIENCE_S)
+        return measure_canary(policy, row)
+
+    monkeypatch.setattr(publisher, "measure_canary", late)
+    twin = lambda: plain_twin(training.policy, config, world, torch.float32)  # noqa: E731
+    training = Training(tiny, world, canary=torch.float32, twin=twin)
+    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+    expected = measure_canary(training.policy, canary_row(training.policy.vocabulary))()  # as the next step would
+    updating = threading.Thread(target=lambda: (training.update(), updated.set()), daemon=True)
+    updating.start()
+    assert not updated.wait(0.3)
+    may_score.set()
+    assert updated.wait(PATIENCE_S)
+    training.publisher.close()
+    manifest = read_manifest(weights / "step_1", WEIGHTS_FORMAT)
+    assert manifest["canary"]["logprobs"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_canary_that_fails_ends_the_publication_and_not_the_update(tiny, world, weights, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(publisher, "measure_canary", fail)
+    training = Training(tiny, world, canary=torch.float32, twin=lambda: training.policy)
+    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+    training.update()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        training.publisher.close()
+    assert steps_in(weights) == []
 
 
 def test_versions_elsewhere_are_linked_the_last_is_in_place_and_deleting_follows(tiny, world, weights, tmp_path):

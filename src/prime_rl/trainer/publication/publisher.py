@@ -11,6 +11,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -47,7 +49,7 @@ class _Job:
 
     Attributes:
         copied: set when the weights may change.
-        scored: set when `canary` is there.
+        canary: what gives its log-probabilities.
         done: set when it is published, or has failed with `error`.
     """
 
@@ -56,8 +58,7 @@ class _Job:
     fields: dict[str, Any]
     started: float
     copied: threading.Event = field(default_factory=threading.Event)
-    scored: threading.Event = field(default_factory=threading.Event)
-    canary: Callable[[], list[float]] | None = None
+    canary: Future[Callable[[], list[float]]] = field(default_factory=Future)
     done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     seconds: float | None = None
@@ -77,6 +78,7 @@ class Publisher:
         *,
         directory: Path | None = None,
         canary: torch.dtype | None = None,
+        twin: Callable[[], PolicyModel | None] = lambda: None,
     ) -> None:
         """Plan the work and reserve host memory for one version. All ranks call it together.
 
@@ -88,6 +90,8 @@ class Publisher:
             shard_bytes: a file of weights ends when it has reached this size.
             directory: where versions are written, with a link to each at its target; None is at the target itself.
             canary: precision of the policy's forward pass, if versions are to say what it makes of the canary.
+            twin: makes, at the first publication, what scores the canary while training goes on (`plain_twin`); where
+                it gives None the policy does so itself, in `start`.
 
         Raises:
             ConfigError: `directory` has no room for two versions.
@@ -109,6 +113,9 @@ class Publisher:
         self._snapshot: Snapshot | None = None
         self._companions = self._sources.companions(tokenizer) if world.leads else {}
         self._canary = None if canary is None else (canary_row(policy.vocabulary).to(world.device), canary)
+        self._make_twin = twin
+        self._twin: PolicyModel | None = None
+        self._scorer = ThreadPoolExecutor(1, "canary")
         self._guarded = False
         self._job: _Job | None = None
         self._finished: _Job | None = None
@@ -144,6 +151,7 @@ class Publisher:
         place = target if last or self._directory is None else self._home(target) / target.name
         if self._snapshot is None:
             self._snapshot = Snapshot(self._plan, self._world.rank, self._world.device)
+            self._twin = None if self._canary is None else self._make_twin()
         job = self._job = _Job(target, place, fields, time.perf_counter())
         on_host = self._snapshot.enqueue(self._sources.tensors())
         # Among several ranks a daemon: after an error it may wait for ranks that are gone, and nothing may wait for it.
@@ -151,9 +159,11 @@ class Publisher:
         threading.Thread(target=self._run, args=(job, on_host), name="publication", daemon=several).start()
         if self._canary is not None:
             begun = time.perf_counter()
-            job.canary = measure_canary(self._policy, self._canary[0])
+            if self._twin is None:
+                self._score(job, self._policy)
+            else:
+                self._scorer.submit(self._score, job, self._twin)
             self._canary_s = time.perf_counter() - begun
-        job.scored.set()
         if not self._guarded:
             self._await_copy()
 
@@ -186,8 +196,9 @@ class Publisher:
         """Return seconds that training spent on the latest version, and the seconds and bytes of writing.
 
         `time/publish_wait` for the version before to be complete, `publish/canary` on the forward pass of the canary,
-        `publish/copy_wait` before the update of the step, for the copy of the version before. `publish/seconds`, from
-        the start to the rename, and `publish/bytes` are of the latest version that is complete.
+        where no twin does it, `publish/copy_wait` before the update of the step, for copy and twin's canary of the
+        version before. `publish/seconds`, from the start to the rename, and `publish/bytes` are of the latest version
+        that is complete.
         """
         waited, self._copy_wait_s = self._copy_wait_s, 0.0
         if self._job is not None and self._job.done.is_set() and self._job.error is None:
@@ -202,13 +213,25 @@ class Publisher:
         }
 
     def _await_copy(self) -> None:
-        """The weights are about to change: wait until they are copied; on CUDA the device waits, not this thread."""
+        """The weights are about to change: wait until they are copied (on CUDA the device waits, not this thread), and a
+        twin has scored the canary.
+        """
         if self._job is None or self._snapshot is None:
             return
         begun = time.perf_counter()
         self._snapshot.hold_back()
         self._job.copied.wait()
+        if self._twin is not None:
+            futures.wait([self._job.canary])
         self._copy_wait_s += time.perf_counter() - begun
+
+    def _score(self, job: _Job, policy: PolicyModel) -> None:
+        assert self._canary is not None
+        try:
+            job.canary.set_result(measure_canary(policy, self._canary[0]))
+        except BaseException as error:
+            job.canary.set_exception(error)  # the thread that writes waits for it
+            raise
 
     def _run(self, job: _Job, on_host: list[tuple[Tensor, Tensor]]) -> None:
         """Do what is left of `job`, in a thread of its own."""
@@ -271,11 +294,10 @@ class Publisher:
         return sum(manifest["files"].values())
 
     def _canary_fields(self, job: _Job) -> dict[str, Any]:
-        job.scored.wait()
-        if self._canary is None or job.canary is None:
+        if self._canary is None:
             return {}
         row, dtype = self._canary
-        answer = {"token_ids": row.tokens.tolist(), "logprobs": job.canary()}
+        answer = {"token_ids": row.tokens.tolist(), "logprobs": job.canary.result()()}
         return {"canary": {**answer, "dtype": str(dtype).removeprefix("torch.")}}
 
     def _home(self, target: Path) -> Path:

@@ -4,6 +4,7 @@ Run by `trainer`, or on several ranks by `torchrun --nproc-per-node N src/prime_
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -25,7 +26,7 @@ from prime_rl.trainer.memory import prepare_optimizer
 from prime_rl.trainer.model import PolicyModel, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer, schedule_factor
 from prime_rl.trainer.parallel import World, compute_dtype, join_world
-from prime_rl.trainer.publication import Publisher
+from prime_rl.trainer.publication import Publisher, plain_twin
 from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
 from prime_rl.trainer.rl.objective import build_objective
@@ -90,13 +91,15 @@ def make_publisher(
     """Make what publishes each version while the next step already runs."""
     options = config.weight_broadcast
     assert isinstance(options, FileBroadcastConfig), "the configuration refuses the others"
+    dtype = compute_dtype(config.model.dtype, world.device)
     publisher = Publisher(
         policy,
         tokenizer,
         compute_dtype(options.dtype, world.device),
         world,
         directory=options.directory,
-        canary=compute_dtype(config.model.dtype, world.device) if options.canary else None,
+        canary=dtype if options.canary else None,
+        twin=partial(plain_twin, policy, config.model, world, dtype),
     )
     publisher.guard(optimizer)
     return publisher
