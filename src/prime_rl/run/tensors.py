@@ -75,7 +75,7 @@ def map_tensors(directory: Path) -> dict[str, RawTensor]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ArtifactError(f"{directory} holds no .safetensors file")
-    return {name: tensor for file in files for name, tensor in _map_file(file)}
+    return {name: tensor for file in files for name, tensor in parse_tensors(file, _map(file))}
 
 
 def hash_tensors(directory: Path) -> dict[str, str]:
@@ -98,8 +98,12 @@ def content_hash(tensors: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _map_file(file: Path) -> Iterator[tuple[str, RawTensor]]:
-    data = np.asarray(np.memmap(file, np.uint8, mode="r")) if file.stat().st_size else np.empty(0, np.uint8)
+def parse_tensors(file: Path, data: NDArray[np.uint8]) -> Iterator[tuple[str, RawTensor]]:
+    """Find the tensors in the bytes of a safetensors file; they are views of `data`.
+
+    Raises:
+        ArtifactError: it is truncated or malformed; names the file.
+    """
     length = int.from_bytes(data[:8].tobytes(), "little")
     try:
         header: dict[str, dict[str, Any]] = json.loads(data[8 : 8 + length].tobytes())
@@ -116,3 +120,7 @@ def _map_file(file: Path) -> Iterator[tuple[str, RawTensor]]:
             yield name, RawTensor(entry["dtype"], tuple(entry["shape"]), body[begin:end])
         except ValueError as error:
             raise ArtifactError(f"{file} is malformed: tensor {name}: {error}") from None
+
+
+def _map(file: Path) -> NDArray[np.uint8]:
+    return np.asarray(np.memmap(file, np.uint8, mode="r")) if file.stat().st_size else np.empty(0, np.uint8)

@@ -74,7 +74,7 @@ class Delta:
         block_bytes: units are coded in blocks of this many bytes.
         entries: tensor name -> entry.
         units: that together hold every tensor once.
-        data: the file, mapped.
+        data: the file.
     """
 
     path: Path
@@ -87,7 +87,7 @@ class Delta:
 
     @classmethod
     def open(cls, path: Path) -> "Delta":
-        """Map the file and check that all of it is as it was written.
+        """Read the file and check that all of it is as it was written.
 
         Raises:
             DeltaError: it is not a delta, truncated, altered, or of another format.
@@ -96,7 +96,7 @@ class Delta:
             raise DeltaError(f"{path} is missing")
         if not path.stat().st_size:
             raise DeltaError(f"{path} is empty")
-        data = np.memmap(path, np.uint8, mode="r").data
+        data = np.fromfile(path, np.uint8).data  # a mapped file that is cut short would end the process
         fields, end = _read_index(path, data)
         try:
             before, after = _read_version(fields["base"]), _read_version(fields["result"])

@@ -1,0 +1,185 @@
+"""I5: a version that was published as deltas is rebuilt as it was, or it is one error that names the file."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
+from prime_rl.run.delta import DeltaError, base_of, chain_of, rebuild
+from prime_rl.run.delta.chain import is_sound, read_entries
+from prime_rl.run.tensors import RawTensor, hash_tensors
+from prime_rl.types import PolicyVersion
+from tests.support.deltas import publish_delta, publish_full
+
+FILES = ("model-00001-of-00002", "model-00002-of-00002")
+
+
+def drawn(seed):
+    random = np.random.default_rng(seed)
+    return {name: random.standard_normal((50, 20), np.float32) for name in ("a", "b", "c")}
+
+
+def stepped(tensors, seed):
+    random = np.random.default_rng(seed)
+    new = {name: tensor.copy() for name, tensor in tensors.items()}
+    for tensor in new.values():
+        tensor.view(np.int32)[...] += random.random(tensor.shape) < 0.05
+    return new
+
+
+@pytest.fixture
+def versions(tmp_path):
+    """Step 4 in full, 5 to 7 as deltas; all of step 7's tensors are other bits than step 4's."""
+    tensors = [drawn(0)]
+    for seed in (1, 2, 3):
+        tensors.append(stepped(tensors[-1], seed))
+    weights = tmp_path / "weights"
+    publish_full(weights / "step_4", tensors[0], PolicyVersion(0, 4))
+    for step in (5, 6, 7):
+        publish_delta(weights / f"step_{step}", tensors[step - 5], tensors[step - 4], PolicyVersion(0, step))
+    return weights, tensors
+
+
+def rebuilt(tmp_path, full, deltas, **options):
+    target = tmp_path / "rebuilt"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    rebuild(full, deltas, target, **options)
+    return target
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_chain_is_rebuilt_bit_by_bit(tmp_path, versions, count, threads):
+    weights, tensors = versions
+    chain = chain_of(weights / f"step_{4 + count}")
+    assert [path.name for path in chain] == [f"step_{4 + i}" for i in range(count, -1, -1)]
+    *deltas, full = chain
+    target = rebuilt(tmp_path, full, deltas[::-1], threads=threads)
+    assert hash_tensors(target) == {name: RawTensor.of(t).digest(name) for name, t in tensors[count].items()}
+    manifest, published = read_manifest(target, WEIGHTS_FORMAT), read_manifest(chain[0], WEIGHTS_FORMAT)
+    assert manifest["hash"] == published["hash"] and manifest["step"] == 4 + count and "delta" not in manifest
+    assert manifest["canary"] == published["canary"]
+    assert (target / "config.json").read_text() == "{}", "what belongs to the weights comes from the full version"
+    assert is_sound(target)
+
+
+def test_an_already_rebuilt_version_is_a_base_too(tmp_path, versions):
+    weights, tensors = versions
+    first = tmp_path / "first"
+    first.mkdir()
+    rebuild(weights / "step_4", [weights / "step_5", weights / "step_6"], first)
+    target = rebuilt(tmp_path, first, [weights / "step_7"])
+    assert hash_tensors(target) == {name: RawTensor.of(t).digest(name) for name, t in tensors[3].items()}
+
+
+def test_what_a_delta_says(versions):
+    weights, tensors = versions
+    manifest = read_manifest(weights / "step_6", WEIGHTS_FORMAT)
+    base = base_of(weights / "step_6", manifest)
+    assert base is not None and (base.name, base.version) == ("step_5", PolicyVersion(0, 5))
+    assert base.hash == read_manifest(weights / "step_5", WEIGHTS_FORMAT)["hash"]
+    entries = read_entries(weights / "step_6", manifest)
+    assert {name: entry.result for name, (_, entry) in entries.items()} == manifest["tensors"]
+    assert entries["a"][0].name == f"{FILES[0]}.delta"
+    assert base_of(weights / "step_4", read_manifest(weights / "step_4", WEIGHTS_FORMAT)) is None
+    assert sum(read_manifest(weights / "step_6", WEIGHTS_FORMAT)["files"].values()) < tensors[0]["a"].nbytes
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def test_damage_names_the_file(tmp_path, versions):
+    weights, _ = versions
+    delta, shard = weights / f"step_6/{FILES[1]}.delta", weights / f"step_4/{FILES[1]}.safetensors"
+    deltas = [weights / f"step_{step}" for step in (5, 6, 7)]
+    for file, reason in ((delta, "is damaged: its checksum"), (shard, "is not what was published: tensor . has")):
+        whole = file.read_bytes()
+        flip(file)
+        with pytest.raises(ArtifactError, match=f"{file} {reason}"):
+            rebuilt(tmp_path, weights / "step_4", deltas)
+        file.write_bytes(whole[:-1])
+        with pytest.raises(ArtifactError, match=rf"{file} has \d+ bytes, its manifest says \d+"):
+            rebuilt(tmp_path, weights / "step_4", deltas)
+        file.write_bytes(whole)
+    rebuilt(tmp_path, weights / "step_4", deltas)
+
+
+def test_a_link_that_is_left_out_or_another(tmp_path, versions):
+    weights, tensors = versions
+    with pytest.raises(DeltaError, match=r"step_6/.*delta does not fit the base: tensor a has hash"):
+        rebuilt(tmp_path, weights / "step_4", [weights / "step_6"])
+    shutil.rmtree(weights / "step_5")
+    with pytest.raises(
+        ArtifactError, match=r"step_6 is a delta of version 0\.5, which is not there: .*step_5"
+    ):
+        chain_of(weights / "step_7")
+    publish_full(weights / "step_5", tensors[3], PolicyVersion(0, 5))
+    with pytest.raises(ArtifactError, match=r"step_6 is a delta of version 0\.5 with content hash .*; .*step_5 is"):
+        chain_of(weights / "step_7")
+
+
+def rewrite(directory, **fields):
+    manifest = json.loads((directory / MANIFEST).read_text())
+    manifest = {**manifest, **{key: value for key, value in fields.items() if value != "absent"}}
+    (directory / MANIFEST).write_text(json.dumps({k: v for k, v in manifest.items() if fields.get(k) != "absent"}))
+
+
+@pytest.mark.parametrize(
+    ("link", "reason"),
+    [
+        ("step_5", "TypeError"),
+        ({"base": "step_5"}, "KeyError: 'branch'"),
+        ({"base": "../step_5", "branch": 0, "step": 5, "hash": ""}, "is no step_N"),
+        ({"base": "elsewhere", "branch": 0, "step": 5, "hash": ""}, "is no step_N"),
+        ({"base": "step_6", "branch": 0, "step": 6, "hash": ""}, "base 0.6 is not older"),
+        ({"base": "step_9", "branch": 1, "step": 5, "hash": ""}, "base 1.5 is not older"),
+    ],
+)
+def test_a_manifest_that_leads_nowhere(versions, link, reason):
+    directory = versions[0] / "step_6"
+    rewrite(directory, delta=link)
+    with pytest.raises(ArtifactError, match=f"{MANIFEST} is malformed: delta: .*{reason}"):
+        chain_of(directory)
+
+
+def test_files_that_are_not_those_of_the_manifest(tmp_path, versions):
+    weights, _ = versions
+    directory, manifest = weights / "step_6", read_manifest(weights / "step_6", WEIGHTS_FORMAT)
+
+    def refused(reason, **fields):
+        with pytest.raises(ArtifactError, match=reason):
+            read_entries(directory, {**manifest, **fields})
+
+    refused(r"step_6/manifest\.json lists no tensors", tensors=None)
+    refused(r"step_6/manifest\.json lists no \.delta file", files={})
+    refused(r"is not what was published: tensor a has another hash", tensors={**manifest["tensors"], "a": "0" * 32})
+    refused(r"leads from version 0\.5 to 0\.6; its manifest says from 0\.5 to 0\.8", step=8)
+    refused(r"its base has another content hash", delta={**manifest["delta"], "hash": "0" * 32})
+    for file in directory.glob(f"{FILES[1]}*"):
+        file.unlink()
+    rewrite(directory, files={name: size for name, size in manifest["files"].items() if FILES[1] not in name})
+    with pytest.raises(ArtifactError, match=r"step_6 has not one \.delta file for each \.safetensors file of .*step_4"):
+        rebuilt(tmp_path, weights / "step_4", [weights / "step_5", directory])
+
+
+def test_it_ends_when_it_shall(tmp_path, versions):
+    def stop():
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        rebuilt(tmp_path, versions[0] / "step_4", [versions[0] / "step_5"], check=stop)
+
+
+def test_a_version_of_which_nothing_changed(tmp_path):
+    tensors = drawn(0)
+    publish_full(tmp_path / "step_1", tensors, PolicyVersion(0, 1))
+    publish_delta(tmp_path / "step_2", tensors, tensors, PolicyVersion(0, 2))
+    target = rebuilt(tmp_path, tmp_path / "step_1", [tmp_path / "step_2"])
+    assert read_manifest(target, WEIGHTS_FORMAT)["step"] == 2
+    assert hash_tensors(target) == hash_tensors(tmp_path / "step_1")
