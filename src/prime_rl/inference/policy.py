@@ -2,22 +2,25 @@
 
 Invariant (I5): `PolicyServer.policy` is what the engine samples from. A candidate is read, checked and staged in full
 while sampling goes on; only then is the engine paused, given the staged weights, told its version and the salt of its
-prefix cache, and resumed. Until the pause a refusal costs nothing. A failure during the pause leaves weights that are
-neither the old nor the new ones, so nothing is ever sampled from them: the engine stays paused and the server ends with
-an error. After the switch the canary is asked; a policy that answers wrongly is named in every answer from then on.
+prefix cache, and resumed. A policy is a model's weights, or the base model's and an adapter: then these stay where they
+are, and the adapter takes the place of the one before. Until the pause a refusal costs nothing. A failure during the
+pause leaves weights that are neither the old nor the new ones, so nothing is ever sampled from them: the engine stays
+paused and the server ends with an error. After the switch the canary is asked; a policy that answers wrongly is named
+in every answer from then on.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from prime_rl.inference.adapters import check_version
 from prime_rl.inference.lease import Lease
-from prime_rl.inference.weights import Policy, Shapes, WeightsRefusedError, check_weights
+from prime_rl.inference.weights import Policy, Shapes, WeightsRefusedError
 from prime_rl.types import PolicyVersion
 
 PauseMode = Literal["keep", "abort"]
@@ -52,10 +55,13 @@ class Engine(Protocol):
         """Stop sampling; "keep" freezes the requests in flight, "abort" ends them."""
 
     async def load(self, policy: Policy) -> None:
-        """Put the staged weights into the paused model."""
+        """Put the staged weights, or the staged adapter, into the paused model."""
+
+    async def unadapt(self) -> None:
+        """Let the paused model be the weights alone that are in place, without the policy's adapter."""
 
     async def commit(self, policy: Policy) -> None:
-        """Tag the tokens from here on with the policy's version and its cache entries with its hash."""
+        """Tag the tokens from here on with the policy's version and its cache entries with its salt."""
 
     async def resume(self) -> float:
         """Go on sampling; return for how many seconds nothing was sampled."""
@@ -75,6 +81,11 @@ class PolicyServer:
         lease: who may switch.
         fail: called with a message when the weights are in an undefined state; it must end the server.
         canary_tolerance: how far a canary's log-probabilities may be off; None is what rounding explains.
+        max_rank: largest rank of an adapter; None takes no adapters.
+
+    Attributes:
+        policy: what the engine samples from.
+        guests: names of adapters that are served beside the policy and rest on the base model's weights.
     """
 
     def __init__(
@@ -86,8 +97,11 @@ class PolicyServer:
         lease: Lease,
         fail: Callable[[str], None],
         canary_tolerance: float | None = None,
+        max_rank: int | None = None,
     ) -> None:
         self.policy = base
+        self.guests: Collection[str] = ()
+        self._weights = base  # what is in place without an adapter
         self._engine = engine
         self._base = base
         self._shapes = shapes
@@ -95,6 +109,7 @@ class PolicyServer:
         self._lease = lease
         self._fail = fail
         self._canary_tolerance = canary_tolerance
+        self._max_rank = max_rank
         self._canary_difference: float | None = None
         self._wrong: str | None = None
         self._staged: tuple[Policy, Staged] | None = None
@@ -131,7 +146,7 @@ class PolicyServer:
         Raises: as `update`.
         """
         self._lease.take(run_id)
-        return await _to_the_end(self._stage_only(version, weight_dir, run_id))
+        return await to_the_end(self._stage_only(version, weight_dir, run_id))
 
     async def update(self, version: PolicyVersion, weight_dir: Path, run_id: str | None) -> dict[str, Any]:
         """Switch to a published version, keeping the requests in flight.
@@ -154,7 +169,7 @@ class PolicyServer:
             PolicyWrongError: loaded, but the canary's log-probabilities are not the trainer's.
         """
         self._lease.take(run_id)
-        return await _to_the_end(self._update(version, weight_dir, run_id))
+        return await to_the_end(self._update(version, weight_dir, run_id))
 
     async def reload(self, run_id: str | None) -> dict[str, Any]:
         """Go back to the base model, version (0, 0), and end every request in flight. Answers like `update`.
@@ -164,7 +179,22 @@ class PolicyServer:
             WeightsRefusedError: the base model's files have changed since the start.
         """
         self._lease.take(run_id)
-        return await _to_the_end(self._reload())
+        return await to_the_end(self._reload())
+
+    @asynccontextmanager
+    async def base_in_place(self) -> AsyncIterator[None]:
+        """Let the base model's weights stay in place while something is done that rests on them.
+
+        Raises:
+            WeightsRefusedError: others are.
+        """
+        async with self._lock:
+            if self._weights.hash != self._base.hash:
+                raise WeightsRefusedError(
+                    f"the policy is all weights of version {self._weights.version}, and adapters rest on the base "
+                    "model's; go back with POST /reload_weights first"
+                )
+            yield
 
     def _loaded(self) -> dict[str, Any]:
         version = self.policy.version
@@ -183,7 +213,7 @@ class PolicyServer:
         with self._asking(version):
             async with self._lock:
                 policy = await self._check(version, weight_dir, run_id)
-                if (version, policy.hash) == (self.policy.version, self.policy.hash):
+                if (version, policy.salt) == (self.policy.version, self.policy.salt):
                     answer = {"stage_s": 0.0, "pause_s": 0.0, "load_s": 0.0, "bytes": 0}
                 else:
                     answer = await self._switch(policy, "keep", await self._stage(policy))
@@ -196,8 +226,7 @@ class PolicyServer:
         self._returning += 1
         try:
             async with self._lock:
-                staged = Staged() if self._base.hash == self.policy.hash else await self._stage(self._base)
-                return await self._switch(self._base, "abort", staged)
+                return await self._switch(self._base, "abort", await self._stage(self._base))
         finally:
             self._returning -= 1
 
@@ -207,13 +236,29 @@ class PolicyServer:
                 f"version {version} (branch.step) of {weight_dir} is older than {self.policy.version}, which is "
                 "loaded; a new run starts with POST /reload_weights"
             )
-        policy = await asyncio.to_thread(check_weights, weight_dir, version, self._shapes, self._tied)
+        policy = await asyncio.to_thread(check_version, weight_dir, version, self._shapes, self._tied, self._max_rank)
         self._lease.renew(run_id)
+        if policy.adapter is not None and self._weights.hash != self._base.hash:
+            raise WeightsRefusedError(
+                f"{weight_dir} holds an adapter of the base model, and all weights of version "
+                f"{self._weights.version} are loaded; go back with POST /reload_weights first"
+            )
+        if policy.adapter is None and self.guests and not self._in_place(policy):
+            raise WeightsRefusedError(
+                f"{weight_dir} holds all weights, and adapters rest on the base model's: {', '.join(self.guests)}; "
+                "POST /unload_adapter first"
+            )
         return policy
+
+    def _in_place(self, policy: Policy) -> bool:
+        """Whether nothing needs to be read for this policy."""
+        if policy.adapter is None:
+            return policy.hash == self._weights.hash
+        return policy.salt == self.policy.salt
 
     async def _stage(self, policy: Policy) -> Staged:
         """Stage `policy`, unless it is loaded or staged already."""
-        if policy.hash == self.policy.hash:
+        if self._in_place(policy):
             return Staged()
         if self._staged is not None and self._staged[0] == policy:
             return self._staged[1]
@@ -235,12 +280,15 @@ class PolicyServer:
         paused = time.perf_counter()
         complete = False
         try:
-            if target.hash != self.policy.hash:
+            if not self._in_place(target):
                 self._staged = None
                 await self._engine.load(target)
+            elif target.adapter is None and self.policy.adapter is not None:
+                await self._engine.unadapt()
             loaded = time.perf_counter()
             await self._engine.commit(target)
             self.policy, self._canary_difference, self._wrong = target, None, None
+            self._weights = self._weights if target.adapter is not None else target
             complete = True
         finally:
             if not complete:
@@ -251,20 +299,9 @@ class PolicyServer:
 
     async def _ask_canary(self, policy: Policy) -> None:
         """Compare what the model says with what the trainer says of the same tokens; sampling goes on meanwhile."""
-        canary = policy.canary
-        if canary is None:
-            return
-        answers = await self._engine.prompt_logprobs(canary.token_ids)
-        compared = [canary.compare(answer, self._engine.dtype, self._canary_tolerance) for answer in answers]
-        largest = [one.largest for one in compared]
-        self._canary_difference = max(largest) if all(map(math.isfinite, largest)) else None
-        for one in compared:
-            if not one.passes:
-                self._wrong = (
-                    f"version {policy.version} of {policy.path} is loaded, but is not the trainer's: the {one.which} "
-                    f"difference between log-probabilities of its canary is {one.difference:.3g}, more than "
-                    f"{one.tolerance:.3g} (canary_tolerance)"
-                )
+        self._canary_difference, self._wrong = await ask_canary(
+            policy, self._engine.prompt_logprobs, self._engine.dtype, self._canary_tolerance
+        )
 
     @contextmanager
     def _asking(self, version: PolicyVersion) -> Iterator[None]:
@@ -276,6 +313,33 @@ class PolicyServer:
             self._asked.remove(version)
 
 
-async def _to_the_end(operation: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+async def ask_canary(
+    policy: Policy,
+    ask: Callable[[tuple[int, ...]], Awaitable[list[list[float]]]],
+    dtype: str,
+    tolerance: float | None,
+) -> tuple[float | None, str | None]:
+    """Compare what each copy of the model says of the policy's canary with what the trainer says.
+
+    Returns:
+        The largest difference, if there is a canary and the difference is finite; what is wrong, if anything is.
+    """
+    canary = policy.canary
+    if canary is None:
+        return None, None
+    compared = [canary.compare(answer, dtype, tolerance) for answer in await ask(canary.token_ids)]
+    largest = [one.largest for one in compared]
+    difference = max(largest) if all(map(math.isfinite, largest)) else None
+    for one in compared:
+        if not one.passes:
+            return difference, (
+                f"version {policy.version} of {policy.path} is loaded, but is not the trainer's: the {one.which} "
+                f"difference between log-probabilities of its canary is {one.difference:.3g}, more than "
+                f"{one.tolerance:.3g} (canary_tolerance)"
+            )
+    return difference, None
+
+
+async def to_the_end(operation: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
     """Await `operation`, which goes on if the caller is cancelled: a client that hangs up leaves no half switch."""
     return await asyncio.shield(asyncio.ensure_future(operation))

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prime_rl.inference.lease import LeaseHeldError
+from prime_rl.inference.named_adapters import NamedAdapters
 from prime_rl.inference.policy import PolicyServer, PolicyWrongError
 from prime_rl.inference.weights import WeightsRefusedError
 from prime_rl.types import PolicyVersion
@@ -34,6 +35,21 @@ class ReloadBody(_Body):
     run_id: str | None = None
 
 
+class LoadAdapterBody(_Body):
+    """Body of POST /load_adapter."""
+
+    name: str
+    weight_dir: Path
+    branch: int = Field(0, ge=0)
+    step: int = Field(ge=0)
+
+
+class UnloadAdapterBody(_Body):
+    """Body of POST /unload_adapter."""
+
+    name: str
+
+
 class ReleaseBody(_Body):
     """Body of POST /release_policy."""
 
@@ -45,6 +61,7 @@ def make_router(
     model_name: str,
     api_key: str | None,
     measure: Callable[[], Awaitable[dict[str, Any]]] | None = None,
+    adapters: NamedAdapters | None = None,
 ) -> APIRouter:
     """Make the routes.
 
@@ -56,12 +73,14 @@ def make_router(
         model_name: the name under which the model is served.
         api_key: the key that every call must bring as a bearer token; None lets all through.
         measure: times what a switch costs at the least; benchmarks compare with it.
+        adapters: those beside the policy; None where the server takes none.
     """
     router = APIRouter(dependencies=[Depends(_key_check(api_key))])
 
     @router.get("/policy")
     async def policy(run_id: str | None = None) -> dict[str, Any]:
-        return {**server.describe(run_id), "model": model_name}
+        described = {**server.describe(run_id), "model": model_name}
+        return described if adapters is None else described | {"adapters": adapters.describe()}
 
     @router.post("/stage_weights")
     async def stage_weights(request: Request) -> JSONResponse:
@@ -94,6 +113,8 @@ def make_router(
 
         return await _answer(call)
 
+    if adapters is not None:
+        _add_adapter_routes(router, adapters)
     if measure is not None:
 
         @router.post("/measure_switch")
@@ -102,6 +123,25 @@ def make_router(
             return JSONResponse(answer, 400 if "error" in answer else 200)
 
     return router
+
+
+def _add_adapter_routes(router: APIRouter, adapters: NamedAdapters) -> None:
+    """Adapters beside the policy are nobody's: no lease is needed."""
+
+    @router.post("/load_adapter")
+    async def load_adapter(request: Request) -> JSONResponse:
+        async def call() -> dict[str, Any]:
+            body = LoadAdapterBody.model_validate_json(await request.body())
+            return await adapters.load(body.name, PolicyVersion(body.branch, body.step), body.weight_dir)
+
+        return await _answer(call)
+
+    @router.post("/unload_adapter")
+    async def unload_adapter(request: Request) -> JSONResponse:
+        async def call() -> dict[str, Any]:
+            return await adapters.unload(UnloadAdapterBody.model_validate_json(await request.body()).name)
+
+        return await _answer(call)
 
 
 async def _answer(call: Callable[[], Awaitable[dict[str, Any]]]) -> JSONResponse:

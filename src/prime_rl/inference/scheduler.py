@@ -17,6 +17,8 @@ not be the new policy's. So the salt is decided here, where it can be known, at 
    vLLM lets requests do when it runs out of them: prompt and sampled tokens are prefilled again by the new weights,
    under the new salt, and sampling goes on from there.
 
+Each named adapter (`named_adapters`) has a hash of its own, which no switch changes; its requests are looked up by it.
+
 Hence, by induction over steps, an entry under salt h holds KV of weights h only, also when h is loaded again later.
 
 A canary (`canary`) is a request of the server itself, of 64 tokens and one step. It goes ahead of what waits, and where
@@ -49,22 +51,40 @@ class SyncPolicyScheduler(Scheduler):
     _paused_at = 0.0
     _canary: Request | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._named_hashes: dict[int, str] = {}
+
     def switch_policy(self, content_hash: str, recompute: bool = False) -> None:
         """Salt by `content_hash` from here on. The engine must be paused, its last step processed.
 
+        Requests of named adapters go on as they were: what they are sampled from does not change.
+
         Args:
-            content_hash: of the weights that are loaded now.
+            content_hash: of the policy that is loaded now.
             recompute: requests in flight give up the KV that other weights computed.
         """
         if content_hash == self.content_hash:
             return
         self.content_hash = content_hash
-        self._restart([request for request in self.running if recompute or not request.num_output_tokens])
+        running = [request for request in self.running if not self._is_named(request)]
+        self._restart([request for request in running if recompute or not request.num_output_tokens])
         for request in self.requests.values():
-            if request.num_computed_tokens:
+            if request.num_computed_tokens and not self._is_named(request):
                 self._break_chain(request)
         # The workers dropped the old weights' image embeddings when they loaded; the scheduler's list must agree.
         self.reset_encoder_cache()
+
+    def name_adapter(self, number: int, content_hash: str | None) -> None:
+        """Salt requests of a named adapter by its hash from here on; None forgets it."""
+        if content_hash is None:
+            self._named_hashes.pop(number, None)
+        else:
+            self._named_hashes[number] = content_hash
+
+    def requests_of(self, number: int) -> int:
+        """Count the unfinished requests of an adapter."""
+        return sum(_adapter_of(request) == number for request in self.requests.values())
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Pause or go on, and take the time of the pause."""
@@ -104,12 +124,15 @@ class SyncPolicyScheduler(Scheduler):
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         """Salt the request by the loaded weights, then look it up."""
-        salt = remix(self.content_hash, request.cache_salt)
+        salt = remix(self._named_hashes.get(_adapter_of(request), self.content_hash), request.cache_salt)
         if salt != request.cache_salt:
             request.cache_salt = salt
             request.block_hashes.clear()
             request.update_block_hashes()
         return super()._get_local_prefix_cache_hit(request)
+
+    def _is_named(self, request: Request) -> bool:
+        return _adapter_of(request) in self._named_hashes
 
     def _restart(self, requests: list[Request]) -> None:
         """Put running requests back at the head of the queue, as vLLM does when it runs out of blocks."""
@@ -130,6 +153,10 @@ class SyncPolicyScheduler(Scheduler):
             # Each hash is chained from its predecessor. This one is in the cache already and is not read again.
             request.block_hashes[-1] = BlockHash(unique.encode())
         request.update_block_hashes()
+
+
+def _adapter_of(request: Request) -> int:
+    return request.lora_request.lora_int_id if request.lora_request is not None else 0
 
 
 class AsyncPolicyScheduler(SyncPolicyScheduler, AsyncScheduler):

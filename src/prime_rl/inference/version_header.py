@@ -7,10 +7,11 @@
 
 All tokens were sampled by versions between the two, ends included: a version is named as loaded before the first token
 is sampled from it. Equal headers mean one version. A streamed answer sends its headers with the first token, so its
-second header says nothing of what follows.
+second header says nothing of what follows. A request of a named adapter is answered with that adapter's version.
 """
 
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
 from prime_rl.types import PolicyVersion
@@ -20,6 +21,14 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], A
 
 START = "x-policy-version"
 END = "x-policy-version-end"
+
+_named: ContextVar[list[PolicyVersion] | None] = ContextVar("named", default=None)
+
+
+def answered_by(version: PolicyVersion) -> None:
+    """Note that the request which is being handled is sampled from a named adapter of this version."""
+    if (named := _named.get()) is not None:
+        named.append(version)
 
 
 class PolicyVersionHeader:
@@ -42,10 +51,13 @@ class PolicyVersionHeader:
             await self._app(scope, receive, send)
             return
         start = self._version()
+        named = list[PolicyVersion]()
+        _named.set(named)  # shared by all tasks that handle this request
 
         async def send_with_versions(message: Message) -> None:
             if message["type"] == "http.response.start":
-                versions = ((START, start), (END, self._version()))
+                ends = (min(named), max(named)) if named else (start, self._version())
+                versions = zip((START, END), ends, strict=True)
                 added = [(name.encode(), str(version).encode()) for name, version in versions]
                 message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
