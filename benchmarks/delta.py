@@ -52,6 +52,7 @@ LAYER = {
 SIGMA = 0.02
 STEPS, SIGNAL_TO_NOISE, BETAS = 8, 0.3, (0.9, 0.95)
 ROUNDS = 3
+BLOCK = 2**22
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = {
@@ -181,7 +182,7 @@ def raw(words: Words) -> RawTensor:
 # --------------------------------------------------------------------------------------------------- measuring
 
 
-def compare(base: Tensors, new: Tensors) -> dict[str, Any]:
+def compare(base: Tensors, new: Tensors, rounds: int = ROUNDS) -> dict[str, Any]:
     """Code one pair both ways, with and without a clock; check that what comes back is `new`."""
     size = sum(tensor.data.size for tensor in new.values())
     counted = count(base, new)
@@ -196,7 +197,7 @@ def compare(base: Tensors, new: Tensors) -> dict[str, Any]:
         return result
 
     with tempfile.TemporaryDirectory() as directory:
-        for i in range(ROUNDS):
+        for i in range(rounds):
             delta: Delta = timed("encode", encode, base, new, Path(directory) / f"{i}")
             packed: list[bytes] = timed("xor_encode", xor_zstd, codec, base, new)
             timed("xor_decode", undo_xor_zstd, codec, base, packed)
@@ -226,32 +227,82 @@ def count(base: Tensors, new: Tensors) -> dict[str, float]:
         elements change and by what step. given_exponent: the same entropy if the reader's exponent of each element is
         taken into account, over `entropy_bytes`: what a coder that does so could reach.
     """
-    before = np.concatenate([numbers(base[name]) for name in new])
-    steps = np.concatenate([numbers(new[name]) for name in new]) - before
-    exponents = np.where(before < 0, ~before, before) >> 7
-    hit = steps != 0
-    total = entropy_bits(hit) + entropy_bits(steps[hit])
+    hits, steps, exponents, placed_hits, placed_steps = (Tally() for _ in range(5))
+    for before, after in (pair for name in new for pair in zip(numbers(base[name]), numbers(new[name]), strict=True)):
+        step, exponent = after - before, np.where(before < 0, ~before, before) >> 7
+        hit = step != 0
+        hits.add(hit)
+        exponents.add(exponent)
+        placed_hits.add(2 * exponent + hit)
+        hit = np.flatnonzero(hit)
+        steps.add(step[hit])
+        placed_steps.add((exponent[hit] << 16) + step[hit])
+    total = hits.bits() + steps.bits()
     # What two have together, less what one has alone, is what the other adds.
-    which = entropy_bits(2 * exponents + hit) - entropy_bits(exponents)
-    how_far = entropy_bits((exponents[hit] << 16) + steps[hit]) - entropy_bits(exponents[hit])
+    which = placed_hits.bits() - exponents.bits()
+    how_far = placed_steps.bits() - Tally.over(placed_steps, lambda symbols: symbols + 0x8000 >> 16).bits()
     return {
-        "changed": float(hit.mean()),
-        "one_unit": float((abs(steps[hit]) == 1).mean()),
+        "changed": hits.share({1}),
+        "one_unit": steps.share({-1, 1}),
         "entropy_bytes": total / 8,
         "given_exponent": (which + how_far) / total,
     }
 
 
-def numbers(tensor: RawTensor) -> NDArray[np.int32]:
-    """Number the bfloat16 values in ascending order: equal to the bits of the magnitude, negative below zero."""
-    words = tensor.data.view(np.uint16).astype(np.int32)
-    return np.where(words < 0x8000, words, 0x7FFF - words)
+def numbers(tensor: RawTensor) -> Iterator[NDArray[np.int32]]:
+    """Number the bfloat16 values in ascending order: equal to the bits of the magnitude, negative below zero.
+
+    Yields:
+        Blocks of at most 2^22 elements.
+    """
+    whole = tensor.data.view(np.uint16)
+    for begin in range(0, len(whole), BLOCK):
+        words = whole[begin : begin + BLOCK].astype(np.int32)
+        yield np.where(words < 0x8000, words, 0x7FFF - words)
 
 
-def entropy_bits(symbols: NDArray[Any]) -> float:
-    """Bits that all of them take together, each coded by how often it occurs among them."""
-    counts = np.unique_counts(symbols).counts
-    return float((counts * np.log2(symbols.size / counts)).sum())
+class Tally:
+    """How often each symbol occurs."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+
+    def add(self, symbols: NDArray[Any]) -> None:
+        """Count integers that are close together, or few."""
+        if not len(symbols):
+            return
+        low, high = int(symbols.min()), int(symbols.max())
+        if high - low > len(symbols):
+            values, counts = np.unique(symbols, return_counts=True)
+        else:
+            counts = np.bincount(symbols - low if low else symbols)
+            values = np.flatnonzero(counts)
+            values, counts = values + low, counts[values]
+        self._parts.append((values.astype(np.int64), counts))
+
+    @classmethod
+    def over(cls, other: "Tally", coarser: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> "Tally":
+        """Count what `coarser` makes of the symbols of another one."""
+        made = cls()
+        made._parts = [(coarser(values), counts) for values, counts in other._parts]
+        return made
+
+    def bits(self) -> float:
+        """Bits that all symbols take together, each coded by how often it occurs among them."""
+        _, counts = self._merged()
+        return float((counts * np.log2(counts.sum() / counts)).sum())
+
+    def share(self, symbols: set[int]) -> float:
+        """Which part of all are these."""
+        values, counts = self._merged()
+        return float(counts[np.isin(values, list(symbols))].sum() / max(1, counts.sum()))
+
+    def _merged(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        if not self._parts:
+            return np.empty(0, np.int64), np.empty(0)
+        values, counts = (np.concatenate(part) for part in zip(*self._parts, strict=True))
+        symbols, places = np.unique(values, return_inverse=True)
+        return symbols, np.bincount(places, counts)
 
 
 def xor_zstd(codec: Any, base: Tensors, new: Tensors) -> list[bytes]:

@@ -36,6 +36,14 @@ def test_entropy_of_what_changed():
     assert counted["given_exponent"] == pytest.approx(1)  # all have the same one
 
 
+def test_counts_are_those_of_all_blocks(small, monkeypatch):
+    pair = benchmark.drawn_pair(0.06, 1, 0)
+    whole = benchmark.count(*pair)
+    monkeypatch.setattr(benchmark, "BLOCK", 100_000)
+    assert benchmark.count(*pair) == pytest.approx(whole)
+    assert whole["changed"] == pytest.approx(0.06, rel=0.05)
+
+
 def test_entropy_given_the_exponent():
     """Which elements change is told by the exponent alone, and all by the same step: nothing is left to code."""
     base = np.array([0x3F80, 0x3E80] * 8, np.uint16)
@@ -47,7 +55,7 @@ def test_entropy_given_the_exponent():
 
 def test_numbers_are_in_the_order_of_the_values():
     words = np.array([0xFF80, 0xBF80, 0x8001, 0x8000, 0x0000, 0x0001, 0x3F80, 0x7F80], np.uint16)
-    found = benchmark.numbers(benchmark.raw(words))
+    (found,) = benchmark.numbers(benchmark.raw(words))
     assert (np.diff(found) > 0).all()
     assert np.diff(found)[2:5].tolist() == [1, 1, 1]
 

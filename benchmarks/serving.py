@@ -1,0 +1,182 @@
+"""A real inference server for benchmarks, and requests that keep it sampling."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+_START_S, _SWITCH_S, _STOP_S = 600, 600, 60
+_GENERATED = "vllm:generation_tokens_total"
+
+
+@contextmanager
+def inference_server(model: Path, log: Path, arguments: Sequence[str] = ()) -> Iterator["Server"]:
+    """Start `inference` on a free port of this machine, wait until it serves, and end it with the context.
+
+    Raises:
+        RuntimeError: it ended or did not serve in time; says the end of its log.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "prime_rl.entrypoints.inference", "--model.name", str(model)]
+    begun = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--server.port", str(port), *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+    server = Server(f"http://127.0.0.1:{port}", str(model), process, log)
+    try:
+        server.wait_until_healthy()
+        server.started_s = time.monotonic() - begun
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Server:
+    """One that was started.
+
+    Attributes:
+        started_s: seconds until it served.
+    """
+
+    started_s = 0.0
+
+    def __init__(self, url: str, model: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.url, self.model = url, model
+        self._process, self._log = process, log
+
+    def post(self, route: str, **body: Any) -> dict[str, Any]:
+        """Send JSON and return the answer's.
+
+        Raises:
+            RuntimeError: it was refused; says why.
+        """
+        request = urllib.request.Request(
+            f"{self.url}{route}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=_SWITCH_S) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{route}: {error.code} {error.read().decode()}") from None
+
+    def generated_tokens(self) -> float:
+        """Return how many tokens it has sampled since its start."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            text = answer.read().decode()
+        return sum(float(value) for value in re.findall(rf"^{_GENERATED}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+    def wait_until_healthy(self) -> None:
+        """Wait until it serves.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            except OSError:
+                time.sleep(0.1)  # that a port opens is told by nothing else
+        raise RuntimeError(f"the server did not start:\n{self._log.read_text()[-4000:]}")
+
+
+class Sampling:
+    """Keeps completions in flight while the context lasts; what is still in flight at its end is given up.
+
+    Attributes:
+        spans: how many completions consisted of so many spans of one version each.
+    """
+
+    def __init__(self, server: Server, vocabulary: int, in_flight: int = 4, max_tokens: int = 96) -> None:
+        self.spans: Counter[int] = Counter()
+        self._server = server
+        self._in_flight, self._max_tokens = in_flight, max_tokens
+        self._vocabulary = vocabulary
+        self._thread = threading.Thread(target=self._run, name="sampling")
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> "Sampling":
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        if self._error is not None and error[0] is None:
+            raise self._error
+
+    def rate(self, seconds: float) -> float:
+        """Return how many tokens a second are sampled now, over so many seconds."""
+        begun, tokens = time.perf_counter(), self._server.generated_tokens()
+        time.sleep(seconds)
+        return (self._server.generated_tokens() - tokens) / (time.perf_counter() - begun)
+
+    def wait_for_tokens(self, count: int) -> None:
+        """Wait until so many more tokens were sampled."""
+        start, deadline = self._server.generated_tokens(), time.monotonic() + _START_S
+        while self._server.generated_tokens() < start + count:
+            if self._error is not None or time.monotonic() > deadline:
+                raise RuntimeError("nothing is sampled") from self._error
+            time.sleep(0.1)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._sample())
+        except Exception as error:  # noqa: BLE001  raised again where the context ends
+            self._error = error
+
+    async def _sample(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._started.set()
+        async with aiohttp.ClientSession(self._server.url, timeout=aiohttp.ClientTimeout(None)) as session:
+            tasks = [asyncio.create_task(self._ask(session, seed)) for seed in range(self._in_flight)]
+            stop = asyncio.create_task(self._stop.wait())
+            done, _ = await asyncio.wait([*tasks, stop], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*tasks, stop):
+                task.cancel()
+            await asyncio.gather(*tasks, stop, return_exceptions=True)
+            for task in done - {stop}:
+                task.result()
+
+    async def _ask(self, session: aiohttp.ClientSession, seed: int) -> None:
+        numbers = random.Random(seed)
+        while True:
+            prompt = [numbers.randrange(1, self._vocabulary) for _ in range(32)]
+            sampling = {"temperature": 1.0, "max_tokens": self._max_tokens, "logprobs": 0, "ignore_eos": True}
+            body = {"model": self._server.model, "token_ids": prompt, "sampling_params": sampling}
+            async with session.post("/inference/v1/generate", json=body) as answer:
+                answer.raise_for_status()
+                (choice,) = (await answer.json())["choices"]
+            self.spans[len(choice["weight_versions"])] += 1
