@@ -80,6 +80,6 @@ def start() -> Iterator[StartCommand]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A persistent server that was started by hand: `inference @ inference.toml`."""
     root = tmp_path_factory.mktemp("server")
-    file = write_toml(root / "inference.toml", {"model": {"max_model_len": 64}, "lease_seconds": 10})
+    file = write_toml(root / "inference.toml", {"model": {"max_model_len": 2048}, "lease_seconds": 10})
     with inference_server(MODEL, root / "server.log", ["@", str(file)]) as running:
         yield running

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.integration.rl.conftest import StartCommand, own_server, rl_values
+from tests.integration.rl.conftest import StartCommand, of_server, rl_values
 from tests.support.command import metrics_of
+from tests.support.server import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -20,7 +21,7 @@ ENVIRONMENTS = ["alphabet_sort", "calculator", "talking_taskset"]
 
 
 def test_every_kind_of_environment_is_trained_in(
-    start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Multi-turn, tools, and v1; the trainer agrees with the sampler on every token of every turn (I6).
 
@@ -29,6 +30,7 @@ def test_every_kind_of_environment_is_trained_in(
     packages = [str(ROOT / "tests/support/packages"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, packages)))
     orchestrator = {
+        "client": of_server(server),
         "batch_size": 24,
         "rollouts_per_example": 4,
         "sampling": {"max_tokens": 32, "temperature": 1.0, "top_k": 50},
@@ -41,7 +43,6 @@ def test_every_kind_of_environment_is_trained_in(
     }
     values = rl_values(
         tmp_path / "run",
-        inference=own_server(),
         max_steps=STEPS,
         async_level=0,
         seq_len=2048,
@@ -49,6 +50,7 @@ def test_every_kind_of_environment_is_trained_in(
     )
     run = start("rl", values, tmp_path / "run")
     assert run.end() == 0, run.story()
+    server.reload()
 
     trained = metrics_of(run.paths, "trainer")
     assert len(trained) == STEPS
