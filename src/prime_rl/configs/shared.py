@@ -10,6 +10,8 @@ from prime_rl.configs.base import BaseConfig, later
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 DEFAULT_PORT = 8000
 API_KEY_VAR = "INFERENCE_SERVER_API_KEY"
+SERVER_ADDRESS_VAR = "INFERENCE_SERVER_IP"
+"""Environment variable with the server's address: where it listens, and where its clients look for it."""
 
 
 def split_commas(value: object) -> object:
@@ -132,7 +134,8 @@ class ClientConfig(BaseConfig):
     @property
     def urls(self) -> list[str]:
         """Roots of the servers, without a trailing `/` or `/v1`."""
-        given = self.base_url or [f"http://{self.host}:{self.port}"]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        given = self.base_url or [f"http://{host}:{self.port}"]
         return [url.rstrip("/").removesuffix("/v1") for url in given]
 
 
@@ -200,6 +203,13 @@ class HeartbeatConfig(BaseConfig):
     """Seconds without a beat after which a process on another node counts as dead."""
 
 
+class DeltaConfig(BaseConfig):
+    """Versions as deltas against the version before. Off unless this block is given; see docs/delta.md."""
+
+    full_interval: int = Field(10, ge=1)
+    """Every so many versions one is full; a server that starts anew reads it and the deltas since."""
+
+
 class FileBroadcastConfig(BaseConfig):
     """Weights travel through the run directory."""
 
@@ -214,6 +224,9 @@ class FileBroadcastConfig(BaseConfig):
 
     canary: bool = True
     """Publish the trainer's log-probabilities of 64 fixed tokens with each version, for inference to compare with."""
+
+    delta: DeltaConfig | None = None
+    """Publish what has changed since the version before, for slow networks; None publishes every version in full."""
 
 
 class NCCLBroadcastConfig(BaseConfig):

@@ -265,6 +265,16 @@ class TrainerConfig(RootConfig):
         return self
 
     @model_validator(mode="after")
+    def _deltas_are_of_models(self) -> "TrainerConfig":
+        lora, broadcast = self.model.lora, self.weight_broadcast
+        if lora is not None and lora.publish == "adapter" and getattr(broadcast, "delta", None) is not None:
+            raise ValueError(
+                "weight_broadcast.delta: an adapter changes everywhere and is small; leave the key out, or set "
+                "model.lora.publish = 'merged'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _memory_fits_together(self) -> "TrainerConfig":
         check_memory(self.model, self.optim)
         return self

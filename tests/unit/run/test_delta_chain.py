@@ -115,9 +115,7 @@ def test_a_link_that_is_left_out_or_another(tmp_path, versions):
     with pytest.raises(DeltaError, match=r"step_6/.*delta does not fit the base: tensor a has hash"):
         rebuilt(tmp_path, weights / "step_4", [weights / "step_6"])
     shutil.rmtree(weights / "step_5")
-    with pytest.raises(
-        ArtifactError, match=r"step_6 is a delta of version 0\.5, which is not there: .*step_5"
-    ):
+    with pytest.raises(ArtifactError, match=r"step_6 is a delta of version 0\.5, which is not there: .*step_5"):
         chain_of(weights / "step_7")
     publish_full(weights / "step_5", tensors[3], PolicyVersion(0, 5))
     with pytest.raises(ArtifactError, match=r"step_6 is a delta of version 0\.5 with content hash .*; .*step_5 is"):

@@ -50,11 +50,11 @@ def weights(tmp_path):
 class Training:
     """A policy whose steps set every weight to a number, and the publisher of its versions."""
 
-    def __init__(self, path, world, **options):
+    def __init__(self, path, world, *, dtype=torch.float32, **options):
         config = TrainerModelConfig(name=str(path))
         self.policy = shard(load_policy(config, seed=0), config, world)
         tokenizer = load_tokenizer(TokenizerConfig(), config)
-        self.publisher = Publisher(self.policy, tokenizer, torch.float32, world, **options)
+        self.publisher = Publisher(self.policy, tokenizer, dtype, world, **options)
         self.optimizer = torch.optim.SGD(self.policy.parameters(), lr=1.0)
         self.publisher.guard(self.optimizer)
 

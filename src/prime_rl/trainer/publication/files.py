@@ -1,13 +1,14 @@
 """Writing whole tensors: a file's owner gathers what it needs of the other ranks' buffers, and hashes as it writes."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from prime_rl.errors import RunError
 from prime_rl.run.artifact import fsync
 from prime_rl.run.tensors import RawTensor
 from prime_rl.trainer.publication.plan import FilePlan, Plan, Source, view
@@ -22,7 +23,13 @@ Hashes = dict[str, dict[str, str]]
 
 
 def write_files(
-    directory: Path, plan: Plan, sources: Sources, buffer: Tensor, rank: int, group: dist.ProcessGroup
+    directory: Path,
+    plan: Plan,
+    sources: Sources,
+    buffer: Tensor,
+    rank: int,
+    group: dist.ProcessGroup,
+    write: Callable[[Path, Mapping[str, Tensor]], dict[str, str]],
 ) -> Hashes:
     """Write the files that this rank owns to `directory`. All ranks call it together.
 
@@ -33,12 +40,16 @@ def write_files(
         buffer: this rank's copies.
         rank: this one.
         group: of all ranks, which nothing else uses at the same time.
+        write: writes a file of contiguous CPU tensors, or what stands for it; returns their hashes.
+
+    Returns:
+        Under the names of the files of a full version, whatever `write` has made of them.
 
     Raises:
-        OSError: the disk is full ...; raised after the last exchange, so that no rank waits for this one.
+        OSError, RunError: of `write`; raised after the last exchange, so that no rank waits for this one.
     """
     hashes: Hashes = {}
-    error: OSError | None = None
+    error: OSError | RunError | None = None
     ranks = len(plan.buffer_bytes)
     for begin in range(0, len(plan.files), ranks):
         mine = exchange(plan.files[begin : begin + ranks], buffer, rank, group)
@@ -47,8 +58,8 @@ def write_files(
             continue
         name = sources.file_name(number, len(plan.files))
         try:
-            hashes[name] = write_safetensors(directory / name, dict(_finished(plan.files[number], mine, sources)))
-        except OSError as caught:
+            hashes[name] = write(directory / name, dict(finished(plan.files[number], mine, sources)))
+        except (OSError, RunError) as caught:
             error = caught
     if error is not None:
         raise error
@@ -97,10 +108,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, st
     Raises:
         OSError: the disk is full ...
     """
-    raw = {
-        name: RawTensor(_DTYPES[t.dtype], tuple(t.shape), t.reshape(-1).view(torch.uint8).numpy())
-        for name, t in sorted(tensors.items(), key=lambda item: -item[1].element_size())  # keeps every tensor aligned
-    }
+    raw = raw_tensors(tensors)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in raw.items():
@@ -118,6 +126,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, st
     return hashes
 
 
+def raw_tensors(tensors: Mapping[str, Tensor]) -> dict[str, RawTensor]:
+    """View contiguous CPU tensors as their bytes, those with the largest elements first: that keeps all aligned."""
+    return {
+        name: RawTensor(_DTYPES[t.dtype], tuple(t.shape), t.reshape(-1).view(torch.uint8).numpy())
+        for name, t in sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    }
+
+
 def write_index(directory: Path, hashes: Hashes) -> None:
     """Write the index of several files, as transformers and vLLM read it; none for one file."""
     if len(hashes) > 1:
@@ -127,9 +143,10 @@ def write_index(directory: Path, hashes: Hashes) -> None:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _finished(
+def finished(
     file: FilePlan, stretches: Mapping[int, tuple[Tensor, int]], sources: Sources
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a file as they are published, made of the stretches that `exchange` returned."""
     for block in file.blocks:
         for name, tensor in sources.finish({source.name: _whole(source, stretches) for source in block}).items():
             yield name, tensor.contiguous()

@@ -33,6 +33,7 @@ from prime_rl.trainer.checkpoints.agreement import Agreement, os_reason
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.parallel import World, lost_ranks_told
 from prime_rl.trainer.publication.canary import canary_row, measure_canary
+from prime_rl.trainer.publication.deltas import Deltas
 from prime_rl.trainer.publication.files import Hashes, write_files, write_index
 from prime_rl.trainer.publication.plan import make_plan
 from prime_rl.trainer.publication.snapshot import Snapshot
@@ -63,6 +64,7 @@ class _Job:
     error: BaseException | None = None
     seconds: float | None = None
     bytes: int | None = None
+    last: bool = False
 
 
 class Publisher:
@@ -78,6 +80,7 @@ class Publisher:
         *,
         directory: Path | None = None,
         canary: torch.dtype | None = None,
+        full_interval: int | None = None,
         twin: Callable[[], PolicyModel | None] = lambda: None,
     ) -> None:
         """Plan the work and reserve host memory for one version. All ranks call it together.
@@ -90,6 +93,7 @@ class Publisher:
             shard_bytes: a file of weights ends when it has reached this size.
             directory: where versions are written, with a link to each at its target; None is at the target itself.
             canary: precision of the policy's forward pass, if versions are to say what it makes of the canary.
+            full_interval: which versions are full, the others being deltas; None makes all of them full.
             twin: makes, at the first publication, what scores the canary while training goes on (`plain_twin`); where
                 it gives None the policy does so itself, in `start`.
 
@@ -98,6 +102,7 @@ class Publisher:
         """
         self._policy, self._world, self._directory = policy, world, directory
         self._sources = Sources(policy, dtype)
+        self._deltas = Deltas(full_interval, world)
         tensors = self._sources.tensors()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
         self._ranks = Agreement(world, self._group)
@@ -152,7 +157,7 @@ class Publisher:
         if self._snapshot is None:
             self._snapshot = Snapshot(self._plan, self._world.rank, self._world.device)
             self._twin = None if self._canary is None else self._make_twin()
-        job = self._job = _Job(target, place, fields, time.perf_counter())
+        job = self._job = _Job(target, place, fields, time.perf_counter(), last=last)
         on_host = self._snapshot.enqueue(self._sources.tensors())
         # Among several ranks a daemon: after an error it may wait for ranks that are gone, and nothing may wait for it.
         several = self._world.size > 1
@@ -213,7 +218,7 @@ class Publisher:
         }
 
     def _await_copy(self) -> None:
-        """The weights are about to change: wait until they are copied (on CUDA the device waits, not this thread), and a
+        """The weights are about to change: wait until they are copied (on CUDA the device waits, not this thread) and a
         twin has scored the canary.
         """
         if self._job is None or self._snapshot is None:
@@ -253,13 +258,15 @@ class Publisher:
 
     def _write(self, job: _Job, buffer: Tensor) -> None:
         """Write the version; every rank ends with the same error, or none."""
-        temporary = None
+        temporary, rank = None, self._world.rank
+        self._deltas.begin(job.target.name, PolicyVersion(job.fields["branch"], job.fields["step"]), job.last)
         try:
             temporary = self._ranks.on_lead(lambda: self._begin(job))
             parts = self._ranks.gather(
-                lambda: write_files(temporary, self._plan, self._sources, buffer, self._world.rank, self._group)
+                lambda: write_files(temporary, self._plan, self._sources, buffer, rank, self._group, self._deltas.write)
             )
-            job.bytes = self._ranks.on_lead(lambda: self._commit(job, temporary, parts))
+            job.bytes, content = self._ranks.on_lead(lambda: self._commit(job, temporary, parts))
+            self._deltas.complete(content)
         except RunError as error:
             if self._world.leads and temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -275,15 +282,18 @@ class Publisher:
         if job.place != job.target:
             shutil.rmtree(job.place, ignore_errors=True)  # of a line that a resume has left
         temporary = begin(job.place)
-        for name, content in self._companions.items():
-            (temporary / name).write_bytes(content)
+        if not self._deltas.active:  # those of a delta's base are the same
+            for name, content in self._companions.items():
+                (temporary / name).write_bytes(content)
         return temporary
 
-    def _commit(self, job: _Job, temporary: Path, parts: list[Hashes]) -> int:
+    def _commit(self, job: _Job, temporary: Path, parts: list[Hashes]) -> tuple[int, str]:
         hashes = {name: tensors for part in parts for name, tensors in part.items()}
-        write_index(temporary, hashes)
+        if not self._deltas.active:
+            write_index(temporary, hashes)
         tensors = {name: digest for file in hashes.values() for name, digest in file.items()}
         fields = {**job.fields, "tensors": tensors, "hash": content_hash(tensors), **self._canary_fields(job)}
+        fields |= self._deltas.fields()
         if self._sources.adapters_alone:
             # Scale and layers are not in the tensors' hashes, and are as much part of the version.
             fields["adapter"] = xxhash.xxh3_128_hexdigest(self._companions[ADAPTER_CONFIG])
@@ -291,7 +301,7 @@ class Publisher:
         if job.place != job.target:
             job.target.symlink_to(job.place)
             fsync(job.target.parent)
-        return sum(manifest["files"].values())
+        return sum(manifest["files"].values()), manifest["hash"]
 
     def _canary_fields(self, job: _Job) -> dict[str, Any]:
         if self._canary is None:
@@ -315,11 +325,12 @@ class Publisher:
             free = shutil.disk_usage(self._directory).free
         except OSError as error:
             raise ConfigError(f"weight_broadcast.directory: {os_reason(error)}") from None
-        needed = 2 * self._plan.total_bytes
+        count, word = self._deltas.room
+        needed = count * self._plan.total_bytes
         if free < needed:
             raise ConfigError(
-                f"weight_broadcast.directory: {self._directory} has {free / _GIB:.1f} GiB free, and two versions take "
-                f"{needed / _GIB:.1f} GiB; make room, or leave the key out to use the run directory"
+                f"weight_broadcast.directory: {self._directory} has {free / _GIB:.1f} GiB free, and {word} versions "
+                f"take {needed / _GIB:.1f} GiB; make room, or leave the key out to use the run directory"
             )
 
 

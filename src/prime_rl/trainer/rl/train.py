@@ -99,6 +99,7 @@ def make_publisher(
         world,
         directory=options.directory,
         canary=dtype if options.canary else None,
+        full_interval=options.delta.full_interval if options.delta else None,
         twin=partial(plain_twin, policy, config.model, world, dtype),
     )
     publisher.guard(optimizer)
