@@ -35,7 +35,7 @@ def executable(name: str) -> str:
 
 def clean_environment() -> dict[str, str]:
     """This environment without what would configure a run, or have thousands of files compiled at each start."""
-    dropped = ("PRIME_", "PYTHONDONTWRITEBYTECODE", "FORCE_COLOR")
+    dropped = ("PRIME_", "OUTPUT_DIR", "INFERENCE_SERVER_IP", "DATA_PARALLEL_", "PYTHONDONTWRITE", "FORCE_COLOR")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 

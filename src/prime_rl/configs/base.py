@@ -53,9 +53,11 @@ class RootConfig(BaseConfig):
 
     Attributes:
         command: what the user types (`uv run <command>`); also names the file that `--dry-run` writes.
+        variables: environment variables with a name of their own, and the key that each one sets; weaker than PRIME_.
     """
 
     command: ClassVar[str]
+    variables: ClassVar[dict[str, str]] = {"OUTPUT_DIR": "output_dir"}
 
     output_dir: Path = DEFAULT_OUTPUT_DIR
     """The run directory."""

@@ -9,6 +9,7 @@ from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, RootConfig
 from prime_rl.configs.playing import AnyServerConfig, PlayedEnvConfig
 from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.configs.shared import (
+    SERVER_ADDRESS_VAR,
     IntList,
     LogConfig,
     Monitored,
@@ -29,6 +30,7 @@ class EvalConfig(RootConfig):
         "environment": "env",
         "rollouts_per_prompt": "rollouts_per_example",
     }
+    variables: ClassVar[dict[str, str]] = {**RootConfig.variables, SERVER_ADDRESS_VAR: "client.host"}
 
     client: AnyServerConfig = AnyServerConfig()
     """Where the model is served."""

@@ -49,12 +49,13 @@ def read_environment(root: type[RootConfig]) -> list[Assignment]:
     """Read `PRIME_A__B` from `.env` and, above it, from the process's environment.
 
     Other programs have PRIME_ variables too, so a name whose first part is no key is not ours. PRIME_INTELLECT_*
-    and PRIME_API_KEY never are. Processes that `rl` started read none: it has read them.
+    and PRIME_API_KEY never are. Processes that `rl` started read none: it has read them. Weakest are the few variables
+    without the prefix (`root.variables`).
     """
     if os.environ.get(SUPERVISED) == "1":
         return []
     settings = _settings_of(root)
-    found: list[Assignment] = []
+    found = [value for name, key in root.variables.items() for value in _from_variable(root, name, key.split("."))]
     for rank, source in (
         (Rank.DOTENV, DotEnvSettingsSource(settings)),
         (Rank.ENVIRONMENT, EnvSettingsSource(settings)),
@@ -182,6 +183,11 @@ def _from_environment(root: type[RootConfig], path: Path, value: Any, rank: Rank
     except UnknownKeyError as error:
         raise ConfigError(f"unknown key {error} in {origin.label}{error.hint}") from None
     yield from flatten(root, path, read_text(node, value) if isinstance(value, str) else value, origin)
+
+
+def _from_variable(root: type[RootConfig], name: str, path: Sequence[str]) -> Iterator[Assignment]:
+    if text := os.environ.get(name):
+        yield from flatten(root, path, read_text(resolve(root, path)[1], text), Origin(Rank.DOTENV, name))
 
 
 def _variable(path: Path) -> str:

@@ -8,7 +8,7 @@ from pydantic import Field
 from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, RootConfig
 from prime_rl.configs.playing import AnyServerConfig, PlayedEnvConfig
 from prime_rl.configs.rendering import RenderingConfig
-from prime_rl.configs.shared import LogConfig, NameConfig, SamplingConfig, TokenizerConfig
+from prime_rl.configs.shared import SERVER_ADDRESS_VAR, LogConfig, NameConfig, SamplingConfig, TokenizerConfig
 
 
 class SynthesizeConfig(RootConfig):
@@ -16,6 +16,7 @@ class SynthesizeConfig(RootConfig):
 
     command: ClassVar[str] = "synthesize"
     aliases: ClassVar[dict[str, str]] = {"environment": "env", "rollouts_per_prompt": "rollouts_per_example"}
+    variables: ClassVar[dict[str, str]] = {**RootConfig.variables, SERVER_ADDRESS_VAR: "client.host"}
 
     client: AnyServerConfig = AnyServerConfig()
     """Where the model is served."""

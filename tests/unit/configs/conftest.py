@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.configs import InferenceConfig, OrchestratorConfig
+
 REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch):
-    """An empty working directory with the repository's configs/; no PRIME_ variable is set."""
+    """An empty working directory with the repository's configs/; no variable is set that is configuration."""
+    variables = {*InferenceConfig.variables, *OrchestratorConfig.variables}
     for name in list(os.environ):
-        if name.startswith("PRIME_"):
+        if name.startswith("PRIME_") or name in variables:
             monkeypatch.delenv(name)
     shutil.copytree(REPOSITORY / "configs", tmp_path / "configs", ignore=shutil.ignore_patterns("*.safetensors"))
     monkeypatch.chdir(tmp_path)

@@ -116,7 +116,17 @@ LINES = [
         "uv run rl ... --inference-gpu-ids 0,1,2,3,4,5 --trainer-gpu-ids 6,7",
         {"inference_gpu_ids": [0, 1, 2, 3, 4, 5], "trainer_gpu_ids": [6, 7], "ranks": 2},
     ),
-    ("uv run inference ... --data-parallel-start-rank 2", {"vllm.data_parallel_start_rank": 2}),
+    ("uv run inference ... --data-parallel-start-rank 2", {"parallel.start_rank": 2}),
+    (
+        "uv run inference --parallel.tp 4 --parallel.dp 4 --data-parallel-size-local 2 "
+        "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 13345",
+        {"parallel.tp": 4, "parallel.copies_here": 2, "parallel.headless": False, "parallel.spans_nodes": True},
+    ),
+    (
+        "uv run inference --tensor-parallel-size 4 --data-parallel-size 4 --data-parallel-size-local 2 "
+        "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 13345 --data-parallel-start-rank 2 --headless",
+        {"parallel.start_rank": 2, "parallel.rpc_port": 13345, "parallel.headless": True, "parallel.tp": 4},
+    ),
     ("uv run trainer ... --model.ac", {"model.ac.freq": 1}),
     ("uv run sft ... --data.micro-batch-size 1", {"data.micro_batch_size": 1}),
     ("uv run sft ... --data.seq-len 64", {"data.seq_len": 64}),

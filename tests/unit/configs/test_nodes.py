@@ -1,0 +1,94 @@
+"""A server over several nodes, and the variables that say where the parts of a run are."""
+
+import pytest
+
+from prime_rl.configs import (
+    EvalConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RLConfig,
+    SFTConfig,
+    SynthesizeConfig,
+    TrainerConfig,
+)
+from prime_rl.errors import ConfigError
+
+ROOTS = (EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, SynthesizeConfig, TrainerConfig)
+
+
+@pytest.fixture(autouse=True)
+def _in_workdir(workdir):
+    """Every test runs in an empty folder, without the variables."""
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_output_dir_is_read_by_all_and_is_the_weakest_source(root, monkeypatch):
+    monkeypatch.setenv("OUTPUT_DIR", "/shared/run")
+    assert str(root.load([]).output_dir) == "/shared/run"
+    assert str(root.load(["--exp-id", "a"]).output_dir) == "/shared/run/a"
+    monkeypatch.setenv("PRIME_OUTPUT_DIR", "/other")
+    assert str(root.load([]).output_dir) == "/other"
+    assert str(root.load(["--output-dir", "third"]).output_dir) == "third"
+
+
+def test_rl_hands_output_dir_to_all_unless_one_says_otherwise(monkeypatch):
+    monkeypatch.setenv("OUTPUT_DIR", "/shared/run")
+    config = RLConfig.load(["--inference"])
+    assert {str(part.output_dir) for part in (config.trainer, config.orchestrator, config.inference)} == {"/shared/run"}
+    assert str(RLConfig.load(["--trainer.output-dir", "x"]).output_dir) == "x"
+
+
+def test_the_servers_address_is_where_it_listens_and_where_its_clients_look(monkeypatch):
+    monkeypatch.setenv("INFERENCE_SERVER_IP", "10.0.0.7")
+    assert InferenceConfig.load([]).server.host == "10.0.0.7"
+    assert InferenceConfig.load(["--server.host", "0.0.0.0"]).server.host == "0.0.0.0"
+    for root in (OrchestratorConfig, EvalConfig, SynthesizeConfig):
+        assert root.load([]).client.urls == ["http://10.0.0.7:8000"]
+    assert OrchestratorConfig.load(["--client.port", "8001"]).client.urls == ["http://10.0.0.7:8001"]
+    url = "http://n1:8000/v1"
+    assert OrchestratorConfig.load(["--client.base-url", url]).client.urls == ["http://n1:8000"]
+    config = RLConfig.load(["--inference"])  # starts a server of its own
+    assert (config.inference.server.host, config.orchestrator.client.host) == ("127.0.0.1", "localhost")
+    monkeypatch.setenv("INFERENCE_SERVER_IP", "fd00::7")
+    assert OrchestratorConfig.load([]).client.urls == ["http://[fd00::7]:8000"]
+
+
+def test_the_heads_address_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("DATA_PARALLEL_ADDRESS", "10.0.0.1")
+    monkeypatch.setenv("DATA_PARALLEL_RPC_PORT", "13345")
+    parallel = InferenceConfig.load(["--parallel.dp", "4", "--parallel.dp-local", "2"]).parallel
+    assert (parallel.address, parallel.rpc_port, parallel.spans_nodes) == ("10.0.0.1", 13345, True)
+    assert InferenceConfig.load([]).parallel.spans_nodes is False
+    assert InferenceConfig.load(["--data-parallel-rpc-port", "1"]).parallel.rpc_port == 1
+
+
+def test_an_empty_variable_says_nothing(monkeypatch):
+    for name in ("OUTPUT_DIR", "INFERENCE_SERVER_IP", "DATA_PARALLEL_RPC_PORT"):
+        monkeypatch.setenv(name, "")
+    config = InferenceConfig.load([])
+    assert (str(config.output_dir), config.server.host, config.parallel.rpc_port) == ("outputs", "127.0.0.1", 29550)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--parallel.dp 2 --parallel.dp-local 1", "address is missing"),
+        ("--headless --parallel.address a --parallel.dp 2", "headless needs start_rank and dp_local"),
+        ("--headless --parallel.address a --parallel.dp 2 --parallel.dp-local 1", "headless needs start_rank"),
+        (
+            "--headless --parallel.address a --parallel.dp 2 --parallel.dp-local 2 --parallel.start-rank 1",
+            "dp_local = 2 copies from 1 on are more than dp = 2",
+        ),
+        ("--parallel.dp 2 --parallel.dp-local 3", "dp_local = 3 copies from 0 on are more than dp = 2"),
+    ],
+)
+def test_what_makes_no_server_is_told_in_one_line(words, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        InferenceConfig.load(words.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_rl_starts_one_node(monkeypatch):
+    monkeypatch.setenv("DATA_PARALLEL_ADDRESS", "10.0.0.1")
+    with pytest.raises(ConfigError, match="`rl` starts all on one node"):
+        RLConfig.load([f"--inference.parallel.{key}" for key in ("dp=2", "dp-local=1", "address=a")])
