@@ -12,6 +12,7 @@ from prime_rl.configs.concurrency import ConcurrencyConfig
 from prime_rl.configs.online_eval import OnlineEvalConfig, ValConfig
 from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.configs.shared import (
+    SERVER_ADDRESS_VAR,
     CkptConfig,
     ClientConfig,
     EnvConfig,
@@ -37,6 +38,7 @@ class OrchestratorConfig(RootConfig):
         "environment": "env",
         "rollouts_per_prompt": "rollouts_per_example",
     }
+    variables: ClassVar[dict[str, str]] = {**RootConfig.variables, SERVER_ADDRESS_VAR: "client.host"}
 
     client: ClientConfig = ClientConfig()
     """Where inference is."""
@@ -97,6 +99,10 @@ class OrchestratorConfig(RootConfig):
 
     run_id: str | None = None
     """Name under which the inference server is leased; None makes one from the output directory."""
+
+    on_refused_weights: Literal["end", "keep"] = "end"
+    """What a version does that inference refuses (altered, incomplete, wrong canary ...): end the run, or keep sampling
+    from the version before until a newer one comes, as long as the bound allows; then the run ends."""
 
     wait_timeout_seconds: float = Field(1800, gt=0)
     """Longest wait for the trainer's next version or for inference to start, seconds."""

