@@ -1,0 +1,331 @@
+"""What does a new policy version cost: the trainer, the sampling, the wire? And how long until it is sampled from?
+
+    uv run --extra cpu python benchmarks/weights.py --json FILE              # 0.6B parameters, 1.19 GB in bfloat16
+    uv run --extra cpu python benchmarks/weights.py --directory /dev/shm     # where versions are written
+    uv run --extra cpu python benchmarks/weights.py --small                  # a small model, to try the script
+
+On a CPU, with what `rl` uses: the trainer's publication (one process, float32 weights of Qwen3-0.6B's shapes, random)
+and a real vLLM server in bfloat16, which samples four completions all the while. In every round the trainer publishes
+a version and goes on with a second or so of matrix products and an update; the server switches as soon as the version
+appears. Updates are those of Adam, at rates at which they change 1, 2 and 6 % of the published values. Limits are
+measured in the same run, between the rounds: by the trainer's process in its memory and folder, and by the server's
+engine on its tensors (`/measure_switch`).
+
+pause_over_copy   seconds without sampling, over copying the bytes and the engine's processing of the tensors; <= 1.5
+stall_fraction    seconds that the trainer waited for its publication, over the seconds of writing it; <= 0.05.
+                  The canary is on; `alone` is the same without server, `no_canary` without canary. `step_slowed`
+                  is no wait: how much longer a step takes on cores that it shares with writing and canary
+publish_to_switch from the update to the server's answer: it samples from the version and the canary agrees. The limit
+                  is one file of as many bytes written and synced, one copy to read it, the engine's processing
+delta             whole versions as deltas against the one before, see delta.py: bytes over the entropy of what changed
+                  (<= 1.3), and XOR + zstd over bytes (>= 1.8). reverse_text: the same of published weights of real
+                  runs; `--no-reverse-text` leaves them out
+
+All are medians over the rounds; the first switch of a server, which also proves that weights can be staged, is told
+apart. `--json FILE` writes all figures. Exit code 1 if a delta was not exact.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import delta
+from publication import STEP_S, Limits, Trainer, Work, lone_trainer, machine, timed
+from rich.console import Console
+from rich.table import Table
+from serving import Sampling, Server, inference_server
+
+from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.run.paths import RunPaths
+from prime_rl.run.tensors import map_tensors
+from prime_rl.run.wait import wait_for
+from prime_rl.types import PolicyVersion
+
+GOALS = {"pause_over_copy": 1.5, "stall_fraction": 0.05, "over_entropy": 1.3, "xor_over_delta": 1.8}
+SHARES = (0.01, 0.02, 0.06, 0.02)
+"""Changed values from one version to the next; the first switch only warms up."""
+
+_WAIT_S = 900
+_ENGINE = ["--vllm.max-num-seqs", "8", "--vllm.max-model-len", "1024", "--model.dtype", "bfloat16"]
+
+Rounds = list[dict[str, float]]
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+        figures = measure(Path(folder), arguments.small)
+        if arguments.reverse_text:
+            say("deltas of real runs")
+            figures["delta_reverse_text"] = {
+                name: delta.reverse_text(Path(folder) / f"run_{i}", settings.split())
+                for i, (name, settings) in enumerate(delta.RATES.items())
+            }
+    figures["reached"] = reached(figures)
+    figures["machine"] = {**machine(), "directory": str(arguments.directory)}
+    Console().print(table(figures))
+    print(delta.HEADER, *delta_rows(figures), sep="\n")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0 if '"exact": false' not in json.dumps(figures) else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="needs room for 8 GB")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--reverse-text", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    return parser.parse_args()
+
+
+def measure(folder: Path, small: bool = False) -> dict[str, Any]:
+    """Publish and switch in `folder`, then code the versions as deltas.
+
+    Returns:
+        `pause_over_copy`, `stall_fraction` and `delta` first, then what they are made of.
+    """
+    paths = RunPaths(folder / "run")
+    figures = run(paths, folder, small)
+    say("deltas of whole versions")
+    for step, share in enumerate(SHARES[:3], start=1):
+        pair = (map_tensors(paths.weights(step - 1)), map_tensors(paths.weights(step)))
+        figures["delta"][str(share)] = delta.compare(*pair, rounds=2)
+    return figures
+
+
+def run(paths: RunPaths, folder: Path, small: bool) -> dict[str, Any]:
+    """Publish versions into the run of `paths`, alone and beside a server; return all figures but those of deltas."""
+    alone, with_server = Rounds(), Rounds()
+    say("the trainer alone")
+    with lone_trainer(small) as trainer:
+        bench = Bench(trainer, paths, Work(0.2 if small else STEP_S), Limits(trainer.policy, folder))
+        no_canary = bench.publish_alone(alone, 2 if small else 3)
+        say("a server of the base model")
+        with inference_server(paths.weights(0), folder / "server.log", _ENGINE) as server:
+            sampling = bench.publish_and_switch(server, with_server)
+        return summary(trainer.bytes, alone, no_canary, with_server, sampling)
+
+
+class Bench:
+    """What the rounds share.
+
+    Args:
+        trainer: publishes.
+        paths: of its run.
+        work: a step's forward and backward pass.
+        limits: of memory and disk.
+    """
+
+    def __init__(self, trainer: Trainer, paths: RunPaths, work: Work, limits: Limits) -> None:
+        self._trainer, self._paths, self._work, self._limits = trainer, paths, work, limits
+        self._rates = {share: trainer.updates.rate_of(share) for share in SHARES}
+
+    def publish_alone(self, rounds: Rounds, count: int) -> Rounds:
+        """Publish with nothing beside it, version 0 first, which is left for the server; append to `rounds`.
+
+        Returns:
+            The same without canary.
+        """
+        without, no_canary = Rounds(), self._trainer.new_publisher(canary=None)
+        self._publish(0)
+        for publisher, where in [(no_canary, Rounds())] + [(None, rounds), (no_canary, without)] * count:
+            limits = self._limits.measure() | {"step_alone_s": timed(self._work)}
+            where.append(self._publish(1, publisher) | limits)
+            shutil.rmtree(self._paths.weights(1))
+        # What the server starts from is a version before that of the first delta.
+        shutil.rmtree(self._paths.weights(0))
+        self._trainer.publish(self._paths.weights(0), PolicyVersion(0, 0), lambda: None, self._rates[SHARES[0]])
+        return without
+
+    def publish_and_switch(self, server: Server, rounds: Rounds) -> dict[str, Any]:
+        """Publish one version a round and switch the server to it; append to `rounds`.
+
+        Returns:
+            What was sampled meanwhile.
+        """
+        spans: dict[str, int] = {}
+        for step in range(1, len(SHARES) + 1):
+            say(f"version {step} of {len(SHARES)}")
+            with Sampling(server, self._trainer.policy.vocabulary) as sampling:
+                sampling.wait_for_tokens(4)
+                usual = sampling.rate(5.0)
+                measured = self._round(server, step)
+            for count, completions in sampling.spans.items():
+                spans[str(count)] = spans.get(str(count), 0) + completions
+            measured["sampling_kept"] = measured["tokens_per_s"] / usual if usual else 0.0
+            rounds.append(measured | server.post("/measure_switch") | self._limits.measure())
+        return {"server_started_s": server.started_s, "completions_by_spans": spans}
+
+    def _publish(self, step: int, publisher: Any = None) -> dict[str, float]:
+        version = PolicyVersion(0, step)
+        return self._trainer.publish(self._paths.weights(step), version, self._work, self._next_rate(step), publisher)
+
+    def _next_rate(self, step: int) -> float:
+        """At which the update after version `step` is made: it makes the version after it."""
+        return self._rates[SHARES[step]] if step < len(SHARES) else 0.0
+
+    def _round(self, server: Server, step: int) -> dict[str, float]:
+        tokens, begun, failed = server.generated_tokens(), time.perf_counter(), threading.Event()
+        with ThreadPoolExecutor(1, "follower") as pool:
+            switched = pool.submit(self._follow, server, step, begun, failed)
+            try:
+                published = self._publish(step)
+            except BaseException:
+                failed.set()
+                raise
+            times = switched.result()
+        times["tokens_per_s"] = (server.generated_tokens() - tokens) / (time.perf_counter() - begun)
+        return published | times
+
+    def _follow(self, server: Server, step: int, begun: float, failed: threading.Event) -> dict[str, float]:
+        """Do what the orchestrator does: wait for the version, and have the server switch to it."""
+
+        def check() -> None:
+            if failed.is_set():
+                raise RuntimeError("the publication failed")
+
+        target = self._paths.weights(step)
+        wait_for(target, _WAIT_S, "the trainer", check)
+        seen = time.perf_counter()
+        answer = server.post("/update_weights", weight_dir=str(target), step=step)
+        done = time.perf_counter()
+        manifest = read_manifest(target, WEIGHTS_FORMAT)
+        if answer["hash"] != manifest["hash"] or answer["step"] != step:
+            raise RuntimeError(f"the server says that it has loaded {answer}")
+        return {
+            "publish_to_switch_s": done - begun,
+            "update_s": done - seen,
+            **{name: answer[name] for name in ("stage_s", "pause_s", "load_s", "canary_difference")},
+            "checks_s": done - seen - answer["stage_s"] - answer["pause_s"],
+            "file_bytes": sum(manifest["files"].values()),
+            "staged_bytes": answer["bytes"],
+        }
+
+
+# ----------------------------------------------------------------------------------------------------- figures
+
+
+def summary(size: int, alone: Rounds, no_canary: Rounds, served: Rounds, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the figures of the rounds.
+
+    Args:
+        size: of the published tensors, bytes.
+        alone: rounds of publication without server.
+        no_canary: the same without canary.
+        served: rounds of publication and switch; the first one warms up.
+        sampling: what else the server did.
+    """
+    later = medians(served[1:])
+    copy_s, disk_s, memcpy_s = later["copy_s"], later["disk_s"], later["memcpy_s"]
+    at_least_s = disk_s + memcpy_s + copy_s + later["process_s"]
+    return {
+        "pause_over_copy": later["pause_s"] / (copy_s + later["process_s"]),
+        "stall_fraction": stall_fraction(served[1:]),
+        "delta": {},
+        "stall": {
+            "with_server": stall_fraction(served[1:]),
+            "alone": stall_fraction(alone),
+            "alone_no_canary": stall_fraction(no_canary),
+            **{f"{n}_s": medians(r)["stall_s"] for n, r in (("with_server", served[1:]), ("alone", alone))},
+            **{f"{n}_writing_s": medians(r)["writing_s"] for n, r in (("with_server", served[1:]), ("alone", alone))},
+            "limit_memcpy_s": medians(alone)["memcpy_s"],
+            "limit_disk_s": medians(alone)["disk_s"],
+            "alone_step_slowed": medians(alone)["step_s"] / medians(alone)["step_alone_s"],
+            "alone_no_canary_step_slowed": medians(no_canary)["step_s"] / medians(no_canary)["step_alone_s"],
+        },
+        "pause": {
+            "pause_s": later["pause_s"],
+            "load_s": later["load_s"],
+            "limit_copy_s": copy_s,
+            "limit_process_s": later["process_s"],
+            "over_copy_alone": later["pause_s"] / copy_s,
+            "longest_s": max(round_["pause_s"] for round_ in served),
+        },
+        "latency": {
+            "publish_to_switch_s": later["publish_to_switch_s"],
+            **{name: later[name] for name in ("writing_s", "stage_s", "checks_s")},
+            "first_switch_s": served[0]["publish_to_switch_s"],
+            "limit_s": at_least_s,
+            "over_limit": later["publish_to_switch_s"] / at_least_s,
+            "limit_disk_s": disk_s,
+            "limit_memcpy_s": memcpy_s,
+        },
+        "bytes": {
+            "tensors": size,
+            "files": int(later["file_bytes"]),
+            "staged": int(later["staged_bytes"]),
+            "files_over_tensors": later["file_bytes"] / size,
+        },
+        "sampling": {"kept_of_tokens_per_s": later["sampling_kept"], **sampling},
+        "canary_difference": later["canary_difference"],
+        "rounds": {"alone": alone, "alone_no_canary": no_canary, "with_server": served},
+    }
+
+
+def stall_fraction(rounds: Rounds) -> float:
+    """Median wait of the trainer over the median time of writing."""
+    return medians(rounds)["stall_s"] / medians(rounds)["writing_s"]
+
+
+def medians(rounds: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Take the median of each figure."""
+    rounds = list(rounds)
+    return {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]}
+
+
+def reached(figures: Mapping[str, Any]) -> dict[str, bool]:
+    """Say which goals are reached; those of deltas at 1, 2 and 6 % together."""
+    found = {name: figures[name] <= GOALS[name] for name in ("pause_over_copy", "stall_fraction")}
+    deltas = figures["delta"].values()
+    found["over_entropy"] = all(one["over_entropy"] <= GOALS["over_entropy"] for one in deltas)
+    found["xor_over_delta"] = all(one["xor_over_delta"] >= GOALS["xor_over_delta"] for one in deltas)
+    return found
+
+
+def table(figures: Mapping[str, Any]) -> Table:
+    """Put what was measured beside its limit."""
+    made = Table("", "measured", "limit", "quotient", "goal")
+    stall, pause, latency, size = (figures[name] for name in ("stall", "pause", "latency", "bytes"))
+
+    def row(name: str, measured: str, limit: str, quotient: float, goal: str = "") -> None:
+        made.add_row(name, measured, limit, f"{quotient:.3f}", goal)
+
+    def stalled(name: str, key: str, goal: str = "") -> None:
+        limit = f"writing {stall[f'{key}_writing_s']:.2f} s"
+        row(name, f"{stall[f'{key}_s'] * 1000:.0f} ms", limit, stall[key], goal)
+
+    both = f"copy {pause['limit_copy_s']:.3f} s + processing {pause['limit_process_s']:.3f} s"
+    row("sampling pause", f"{pause['pause_s'] * 1000:.1f} ms", both, figures["pause_over_copy"], "<= 1.5")
+    stalled("trainer's stall", "with_server", "<= 0.05")
+    stalled("... without server", "alone")
+    limit = f"disk {latency['limit_disk_s']:.2f} s + memcpy {latency['limit_memcpy_s']:.2f} s + {both}"
+    row("publish to switch", f"{latency['publish_to_switch_s']:.2f} s", limit, latency["over_limit"])
+    row("bytes", f"{size['files'] / 1e9:.3f} GB", f"{size['tensors'] / 1e9:.3f} GB", size["files_over_tensors"])
+    row("tokens/s meanwhile", "", "as usual", figures["sampling"]["kept_of_tokens_per_s"])
+    return made
+
+
+def delta_rows(figures: Mapping[str, Any]) -> list[str]:
+    """Format the figures of all deltas."""
+    named = {f"0.6B, {share}": one for share, one in figures["delta"].items()}
+    named |= {f"reverse_text, {name}": one for name, one in figures.get("delta_reverse_text", {}).items()}
+    return [delta.row(name, one) for name, one in named.items()]
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
