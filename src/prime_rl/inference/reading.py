@@ -8,12 +8,14 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from prime_rl.inference.replica import Replica
 from prime_rl.inference.weights import TensorPlace, read_places
 from prime_rl.run.artifact import ArtifactError
 from prime_rl.run.tensors import RawTensor
@@ -33,14 +35,18 @@ class Cancelled(Exception):
 
 
 def read_verified(
-    directory: Path, hashes: Mapping[str, str] | None, cancelled: Callable[[], bool] = lambda: False
+    directory: Path,
+    hashes: Mapping[str, str] | None,
+    cancelled: Callable[[], bool] = lambda: False,
+    replica: Replica | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Read all tensors of the safetensors files in `directory`, file by file and in their order there.
 
     Args:
-        directory: with at least one safetensors file.
+        directory: with at least one safetensors file; with `replica`, any published version.
         hashes: name -> hash that each tensor must have (`RawTensor.digest`); None checks nothing.
         cancelled: asked before each tensor.
+        replica: rebuilds what was published as a delta.
 
     Yields:
         Name and tensor, in memory of its own.
@@ -50,6 +56,8 @@ def read_verified(
         Cancelled: `cancelled` was true.
         OSError: the disk.
     """
+    if replica is not None:
+        directory = replica.complete(directory, partial(_stop_if, cancelled))
     places = read_places(directory)
     threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
     with ThreadPoolExecutor(threads, "read-weights") as pool:
@@ -57,8 +65,7 @@ def read_verified(
         ahead = 0
         try:
             for place in places:
-                if cancelled():
-                    raise Cancelled
+                _stop_if(cancelled)
                 pending.append((place, pool.submit(_read, place, hashes)))
                 ahead += place.size
                 while ahead > _AHEAD_BYTES and len(pending) > 1:
@@ -71,6 +78,11 @@ def read_verified(
         finally:
             for _, future in pending:
                 future.cancel()
+
+
+def _stop_if(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise Cancelled
 
 
 def _read(place: TensorPlace, hashes: Mapping[str, str] | None) -> Tensor:

@@ -1,7 +1,7 @@
 """What is checked of a weights directory before its tensors are read (I5: loaded is what was published).
 
-Here are the manifest, the sizes of the files, and their headers: cheap, and without torch. The tensors themselves are
-hashed by `reading`, on the bytes that are loaded.
+Here are the manifest, the sizes of the files, and their headers, or all of a delta: cheap, and without torch. The
+tensors themselves are hashed by `reading`, on the bytes that are loaded.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.inference.canary import Canary, parse_canary
 from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
+from prime_rl.run.delta.chain import base_of, read_entries
 from prime_rl.run.tensors import content_hash
 from prime_rl.types import PolicyVersion
 
@@ -101,9 +102,7 @@ def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: b
     return policy
 
 
-def read_published(
-    directory: Path, version: PolicyVersion
-) -> tuple[Policy, dict[str, TensorPlace], Mapping[str, Any]]:
+def read_published(directory: Path, version: PolicyVersion) -> tuple[Policy, dict[str, TensorPlace], Mapping[str, Any]]:
     """Read what `directory` claims to hold, for which model or none: the policy, its tensors by name, the manifest.
 
     Raises:
@@ -111,8 +110,9 @@ def read_published(
     """
     try:
         manifest = read_manifest(directory, WEIGHTS_FORMAT)
-        places = {place.name: place for place in read_places(directory)}
-        _check_manifest(directory / MANIFEST, manifest, version, places.keys())
+        _check_version(directory / MANIFEST, manifest, version)
+        places = {place.name: place for place in _published_places(directory, manifest)}
+        _check_manifest(directory / MANIFEST, manifest, places.keys())
         canary = parse_canary(manifest)
         if canary is not None and (coarse := {place.dtype for place in places.values()} & _HALF.keys()):
             canary = replace(canary, dtype=_HALF[min(coarse)])
@@ -121,6 +121,14 @@ def read_published(
     except ValueError as error:
         raise WeightsRefusedError(f"{directory / MANIFEST} is malformed: {error}") from None
     return Policy(version, manifest["hash"], directory, manifest["tensors"], canary), places, manifest
+
+
+def _published_places(directory: Path, manifest: Mapping[str, Any]) -> list[TensorPlace]:
+    """As `read_places`; of a delta, what it leads to and in which file, but for the place there."""
+    if base_of(directory, manifest) is None:
+        return read_places(directory)
+    entries = read_entries(directory, manifest).items()
+    return [TensorPlace(file, name, entry.dtype, entry.shape, 0, 0) for name, (file, entry) in entries]
 
 
 def _places(file: Path) -> Iterator[TensorPlace]:
@@ -141,13 +149,16 @@ def _places(file: Path) -> Iterator[TensorPlace]:
         raise ArtifactError(f"{file} is not a safetensors file: {error}") from None
 
 
-def _check_manifest(file: Path, manifest: dict[str, Any], version: PolicyVersion, names: Set[str]) -> None:
+def _check_version(file: Path, manifest: Mapping[str, Any], version: PolicyVersion) -> None:
     declared = (manifest.get("branch"), manifest.get("step"))
     if declared != (version.branch, version.step):
         raise WeightsRefusedError(
             f"{file} declares branch {declared[0]}, step {declared[1]}; "
             f"asked for was branch {version.branch}, step {version.step}"
         )
+
+
+def _check_manifest(file: Path, manifest: Mapping[str, Any], names: Set[str]) -> None:
     published = manifest.get("tensors")
     if not isinstance(published, Mapping):
         raise WeightsRefusedError(f"{file} lists no tensors")
