@@ -46,15 +46,6 @@ async def test_greedy_outputs_equal_a_fresh_server(
     await assert_greedy_outputs_equal(server, fresh)
 
 
-async def test_vllms_own_reload_equals_a_fresh_server(fresh: Server, models: Models, tmp_path: Path) -> None:
-    """The other way to switch, for models whose layers are wrapped by adapters: a pause for all of the work."""
-    arguments = [*ARGUMENTS, "--vllm.enable_lora", "true", "--vllm.kv_cache_memory_bytes", "64M"]
-    with inference_server(models.base, tmp_path / "server.log", arguments) as reloading:
-        switch_ten_times(reloading, [models.published[2], models.base, models.published[1]], tmp_path)
-        await assert_greedy_outputs_equal(reloading, fresh)
-        assert "adapters wrap its layers" in reloading.post("/measure_switch").json()["error"]
-
-
 async def test_shared_prefix_requests_straddle_a_switch(server: Server, fresh: Server, models: Models) -> None:
     """200 requests, 16 at once, one prefix: those that wait across the switch read no KV of the old weights.
 

@@ -1,0 +1,304 @@
+"""Versions that are adapters, and adapters beside the policy: the same promises as of all weights (I5)."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.trainer.adapter_files import merge_adapter
+from tests.integration.inference.conftest import (
+    ARGUMENTS,
+    Models,
+    Reference,
+    assert_greedy_outputs_equal,
+    gap,
+    generate_all,
+    logprobs_of,
+    metric,
+    switch_ten_times,
+    versions_of,
+    wait_for_metric,
+)
+from tests.support.adapters import make_adapter, publish_adapter
+from tests.support.server import Server, inference_server
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LORA = [*ARGUMENTS, "--enable-lora", "--max-loras", "3", "--max-lora-rank", "4", "--vllm.kv_cache_memory_bytes", "64M"]
+AGREEMENT = 1e-4
+DIFFERENT = 0.5
+PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
+IDS = [6 + (7 * i) % 94 for i in range(64)]
+
+
+@dataclass
+class Adapters:
+    """Three adapters of one base model, published as steps 1 to 3, and the models that they make of it."""
+
+    base: Path
+    published: dict[int, Path]
+    merged: dict[int, Path]
+
+
+def _make(root: Path, base: Path) -> Adapters:
+    published, merged = {}, {}
+    for step in (1, 2, 3):
+        # One adapts all layers, one those of the attention, one a part of what the model computes fused.
+        targets = {} if step == 1 else {"targets": ("q_proj", "v_proj", "o_proj")[: 4 - step]}
+        adapter = make_adapter(root / f"adapter_{step}", base, seed=step, rank=5 - step, **targets)
+        published[step] = publish_adapter(root / "run", adapter, step)
+        merged[step] = root / f"merged_{step}"
+        merge_adapter(adapter, base, merged[step])
+    return Adapters(base, published, merged)
+
+
+@pytest.fixture(scope="module")
+def adapters(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return _make(tmp_path_factory.mktemp("adapters"), models.base)
+
+
+@pytest.fixture(scope="module")
+def running(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with inference_server(models.base, tmp_path_factory.mktemp("lora") / "server.log", LORA) as server:
+        yield server
+
+
+@pytest.fixture
+def lora(running: Server) -> Server:
+    for served in running.policy()["adapters"]:
+        assert running.post("/unload_adapter", name=served["name"]).status_code == 200
+    running.reload()
+    return running
+
+
+def _canary(reference: Reference, model: Path) -> dict[str, Any]:
+    """What a trainer of `model` would put into its manifest."""
+    return {"token_ids": IDS, "logprobs": reference.logprobs(model, IDS[:1], IDS[1:]), "dtype": "float32"}
+
+
+def _load(server: Server, name: str, directory: Path, step: int) -> dict[str, Any]:
+    answer = server.post("/load_adapter", name=name, weight_dir=str(directory), step=step)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def _as(name: str, request: dict[str, Any]) -> dict[str, Any]:
+    return {**request, "model": name}
+
+
+def _refusal(server: Server, path: str, status: int = 400, **body: Any) -> str:
+    answer = server.post(path, **{key: str(value) if key == "weight_dir" else value for key, value in body.items()})
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]
+
+
+def _say(server: Server, reference: Reference, model: Path, name: str | None = None) -> list[int]:
+    """Sample, and see that `model` alone gives these log-probabilities."""
+    request = server.request(PROMPT, temperature=1.0, seed=0, max_tokens=64)
+    body = request if name is None else _as(name, request)
+    choice = server.post("/inference/v1/generate", **body).raise_for_status().json()["choices"][0]
+    assert gap(logprobs_of(choice), reference.logprobs(model, PROMPT, choice["token_ids"])) <= AGREEMENT
+    return choice["token_ids"]
+
+
+def test_the_policy_follows_its_adapter(lora: Server, adapters: Adapters, reference: Reference) -> None:
+    """Every version, through one prompt that stays in the prefix cache; and back to the base model."""
+    said = [_say(lora, reference, adapters.base)]
+    for step, directory in adapters.published.items():
+        answer = lora.update(directory, step)
+        assert answer["hash"] == json.loads((directory / "manifest.json").read_text())["hash"]
+        assert answer["bytes"] > 0
+        said.append(_say(lora, reference, adapters.merged[step]))
+    lora.reload()
+    assert _say(lora, reference, adapters.base) == said[0]
+    lora.update(adapters.published[1], 1)
+    assert _say(lora, reference, adapters.merged[1]) == said[1]
+    assert len({tuple(tokens) for tokens in said}) == 4
+
+
+async def test_a_tied_model_equals_a_fresh_server_after_ten_switches(
+    lora: Server, adapters: Adapters, tmp_path: Path
+) -> None:
+    sources = [adapters.published[2], adapters.published[3], adapters.published[1]]
+    switch_ten_times(lora, sources, tmp_path)
+    log = tmp_path / "server.log"
+    with inference_server(adapters.merged[1], log, ["--vllm.kv_cache_memory_bytes", "64M"]) as fresh:
+        await assert_greedy_outputs_equal(lora, fresh)
+
+
+async def test_an_untied_model_equals_a_fresh_server_after_ten_switches(tmp_path: Path) -> None:
+    base = make_tiny_model(tmp_path / "base", tie_word_embeddings=False, seed=4)
+    adapters = _make(tmp_path, base)
+    sources = [adapters.published[2], adapters.published[3], adapters.published[1]]
+    with inference_server(base, tmp_path / "lora.log", LORA) as server:
+        switch_ten_times(server, sources, tmp_path / "ten")
+        with inference_server(adapters.merged[1], tmp_path / "fresh.log", LORA) as fresh:
+            await assert_greedy_outputs_equal(server, fresh)
+
+
+async def test_requests_in_flight_go_on_under_the_new_adapter(
+    lora: Server, adapters: Adapters, reference: Reference
+) -> None:
+    def switch_twice() -> None:
+        start = metric(lora, "vllm:generation_tokens_total")
+        for step in (1, 2):
+            wait_for_metric(lora, "vllm:generation_tokens_total", above=start + step * 800)
+            lora.update(adapters.published[step], step)
+
+    prompts = [[*PROMPT, 10 + i] for i in range(8)]
+    requests = [lora.request(p, max_tokens=600, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
+    choices = await generate_all(lora, requests, switch_twice)
+    for prompt, choice in zip(prompts, choices, strict=True):
+        spans = versions_of(choice)
+        assert [version for version, _, _ in spans] == ["0.0", "0.1", "0.2"]
+        assert spans[-1][2] == 600
+        switch = spans[0][2]
+        expected = reference.logprobs(adapters.base, prompt, choice["token_ids"])
+        assert gap(logprobs_of(choice)[:switch], expected[:switch]) <= AGREEMENT
+        assert gap(logprobs_of(choice)[switch : switch + 50], expected[switch : switch + 50]) > DIFFERENT
+
+
+def test_what_is_not_what_was_published_is_refused(
+    lora: Server, adapters: Adapters, models: Models, reference: Reference, tmp_path: Path
+) -> None:
+    lora.update(adapters.published[1], 1)
+
+    def altered(name: str, content: bytes, file: str) -> Path:
+        directory = tmp_path / name / "step_2"
+        shutil.copytree(adapters.published[2], directory)
+        (directory / file).write_bytes(content)
+        return directory
+
+    weights = bytearray((adapters.published[2] / "adapter_model.safetensors").read_bytes())
+    weights[-5] ^= 1
+    config = (adapters.published[2] / "adapter_config.json").read_bytes()
+    flipped = altered("flipped", bytes(weights), "adapter_model.safetensors")
+    scaled = altered("scaled", config.replace(b'"lora_alpha": 8', b'"lora_alpha": 9'), "adapter_config.json")
+    cut = altered("cut", bytes(weights[:-64]), "adapter_model.safetensors")
+    large = publish_adapter(tmp_path / "large", make_adapter(tmp_path / "a", models.base, seed=0, rank=8), 2)
+    other = make_tiny_model(tmp_path / "other", tie_word_embeddings=False, seed=0)
+    shutil.copy(make_adapter(tmp_path / "b", other, 0, targets=("lm_head",)) / "adapter_config.json", tmp_path)
+    alien = publish_adapter(tmp_path / "alien", tmp_path / "b", 2)
+    for directory, said in [
+        (flipped, "adapter_model.safetensors is not what was published: tensor base_model.model"),
+        (scaled, "adapter_config.json is not what was published"),
+        (cut, "adapter_model.safetensors has"),
+        (large, "adapter of rank 8; this server has max_lora_rank = 4"),
+        (alien, "adapts layer lm_head, unknown to the model that is served"),
+    ]:
+        error = _refusal(lora, "/update_weights", weight_dir=directory, step=2)
+        assert said in error and str(directory) in error
+        assert said in _refusal(lora, "/load_adapter", name="bad", weight_dir=directory, step=2)
+    assert lora.policy()["adapters"] == []
+    assert lora.policy()["step"] == 1
+    _say(lora, reference, adapters.merged[1])
+
+
+def test_the_canary_of_an_adapter_is_asked(
+    lora: Server, adapters: Adapters, reference: Reference, tmp_path: Path
+) -> None:
+    def published(name: str, model: Path) -> Path:
+        return publish_adapter(
+            tmp_path / name, adapters.published[1], 1, overrides={"canary": _canary(reference, model)}
+        )
+
+    right, wrong = published("right", adapters.merged[1]), published("wrong", adapters.merged[2])
+    assert _load(lora, "right", right, 1)["canary_difference"] <= AGREEMENT
+    assert "is not the trainer's" in _refusal(lora, "/load_adapter", 422, name="wrong", weight_dir=wrong, step=1)
+    assert [served["name"] for served in lora.policy()["adapters"]] == ["right"]
+    assert lora.update(right, 1)["canary_difference"] <= AGREEMENT
+    lora.reload()
+    assert "is not the trainer's" in _refusal(lora, "/update_weights", 422, weight_dir=wrong, step=1)
+
+
+async def test_named_adapters_are_served_beside_the_policy(
+    lora: Server, adapters: Adapters, reference: Reference
+) -> None:
+    """Three at once, in one batch, one prefix; the policy switches meanwhile, and the others keep what they are."""
+    _load(lora, "second", adapters.published[2], 2)
+    _load(lora, "third", adapters.published[3], 3)
+    _load(lora, "third", adapters.published[3], 3)
+    listed = {model["id"] for model in lora.client.get("/v1/models").json()["data"]}
+    assert listed == {lora.model, "second", "third"}
+
+    def switch() -> None:
+        start = metric(lora, "vllm:generation_tokens_total")
+        wait_for_metric(lora, "vllm:generation_tokens_total", above=start + 600)
+        lora.update(adapters.published[1], 1)
+
+    plain = [lora.request(PROMPT, max_tokens=400, temperature=1.0, seed=i) for i in range(3)]
+    requests = [body for p in plain for body in (p, _as("second", p), _as("third", p))]
+    choices = await generate_all(lora, requests, switch)
+    for choice in choices[::3]:
+        assert [version for version, _, _ in versions_of(choice)] == ["0.0", "0.1"]
+    for number, (version, model) in enumerate([("0.2", adapters.merged[2]), ("0.3", adapters.merged[3])], start=1):
+        for choice in choices[number::3]:
+            assert versions_of(choice) == [(version, 0, 400)]
+            assert gap(logprobs_of(choice), reference.logprobs(model, PROMPT, choice["token_ids"])) <= AGREEMENT
+    assert "X-Policy-Version: 0.2" in _headers(lora, "second")
+    assert "X-Policy-Version: 0.1" in _headers(lora, lora.model)
+
+
+def _headers(server: Server, model: str) -> str:
+    answer = server.post("/v1/completions", model=model, prompt=[5, 6], max_tokens=2).raise_for_status()
+    start, end = answer.headers["x-policy-version"], answer.headers["x-policy-version-end"]
+    assert start == end
+    return f"X-Policy-Version: {start}"
+
+
+async def test_names_come_and_go(
+    lora: Server, adapters: Adapters, reference: Reference, models: Models, server: Server
+) -> None:
+    _load(lora, "one", adapters.published[1], 1)
+    assert _say(lora, reference, adapters.merged[1], "one")
+    said = "'one' is version 0.1 of"
+    assert said in _refusal(lora, "/load_adapter", name="one", weight_dir=adapters.published[2], step=2)
+    _load(lora, "two", adapters.published[2], 2)
+    said = "2 adapters are served beside the policy's (one, two); unload one, or set max_loras above 3"
+    assert said in _refusal(lora, "/load_adapter", name="three", weight_dir=adapters.published[3], step=3)
+    said = "adapters rest on the base model's: one, two"
+    assert said in _refusal(lora, "/update_weights", weight_dir=models.published[1], step=1)
+
+    def unload_too_early() -> None:
+        wait_for_metric(lora, "vllm:num_requests_running", above=0)
+        assert "1 requests sample from 'one'" in _refusal(lora, "/unload_adapter", name="one")
+
+    [choice] = await generate_all(lora, [_as("one", lora.request(PROMPT, max_tokens=1500))], unload_too_early)
+    assert versions_of(choice) == [("0.1", 0, 1500)]
+    assert lora.post("/unload_adapter", name="one").status_code == 200
+    assert "no adapter is called 'one'; there are two" in _refusal(lora, "/unload_adapter", name="one")
+    assert lora.post("/inference/v1/generate", **_as("one", lora.request(PROMPT))).status_code == 404
+    # The name may stand for another version then, of whose prompts nothing is in the cache.
+    _load(lora, "one", adapters.published[3], 3)
+    assert _say(lora, reference, adapters.merged[3], "one")
+    for path, body in [("/load_adapter", {"name": lora.model}), ("/load_adapter", {"name": "a b"})]:
+        assert "name: " in _refusal(lora, path, weight_dir=adapters.published[3], step=3, **body)
+    said = "this server takes them with enable_lora = true"
+    assert said in _refusal(server, "/update_weights", weight_dir=adapters.published[1], step=1)
+
+
+async def test_all_weights_are_switched_by_vllms_own_reload(
+    lora: Server, adapters: Adapters, models: Models, reference: Reference, tmp_path: Path
+) -> None:
+    """A server that takes adapters also takes merged versions, with a longer pause."""
+    lora.update(adapters.published[1], 1)
+    lora.update(models.published[2], 2)
+    _say(lora, reference, models.published[2])
+    said = "holds an adapter of the base model, and all weights of version 0.2 are loaded"
+    assert said in _refusal(lora, "/update_weights", weight_dir=adapters.published[3], step=3)
+    assert "adapters rest on the base" in _refusal(
+        lora, "/load_adapter", name="one", weight_dir=adapters.published[1], step=1
+    )
+    lora.reload()
+    switch_ten_times(lora, [models.published[2], models.base, models.published[1]], tmp_path)
+    _say(lora, reference, models.published[1])
+    lora.reload()
+    _load(lora, "one", adapters.published[1], 1)
+    _say(lora, reference, adapters.merged[1], "one")
+    _say(lora, reference, adapters.base)
+    assert "adapters wrap its layers" in lora.post("/measure_switch").json()["error"]
