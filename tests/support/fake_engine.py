@@ -25,7 +25,11 @@ class FakeEngine:
         self.url = ""
         self.metrics = ""  # the page of GET /metrics
         self.switch: dict = {}  # what /update_weights answers of the switch
-        self.refusal = ""  # why it refuses
+        self.refusal = ""  # why it refuses to stage
+        self.wrong = ""  # why it says that what it has loaded is wrong
+        self.staging = None  # async callable(step), before it has staged a version
+        self.switching = None  # async callable(step), between the switch and the answer
+        self.calls: list[str] = []  # of the routes that stage, switch and reset
         self.running: web.AppRunner | None = None
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -54,18 +58,35 @@ class FakeEngine:
     async def policy(self, _: web.Request) -> web.Response:
         return web.json_response(self.loaded())
 
+    async def stage(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.calls.append(f"stage {body['step']}")
+        if self.staging is not None:
+            await self.staging(body["step"])
+        if self.refusal:
+            return web.json_response({"error": self.refusal}, status=400)
+        return web.json_response({"branch": body["branch"], "step": body["step"]})
+
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.calls.append(f"update {body['step']}")
         if self.refusal:
             return web.json_response({"error": self.refusal}, status=400)
         manifest = json.loads((Path(body["weight_dir"]) / "manifest.json").read_text())
+        if (body["branch"], body["step"]) < (self.branch, self.step):
+            return web.json_response({"error": "older than what is loaded"}, status=400)
         self.branch, self.step, self.hash = body["branch"], body["step"], manifest["hash"]
+        if self.switching is not None:
+            await self.switching(body["step"])
+        if self.wrong:
+            return web.json_response({"error": self.wrong}, status=422)
         return web.json_response(self.loaded() | {"pause_s": 0.0, "load_s": 0.0} | self.switch)
 
     async def reload(self, request: web.Request) -> web.Response:
         run_id = (await request.json()).get("run_id")
         if self.holder not in (None, run_id):
             return web.json_response({"error": f"leased by {self.holder}"}, status=409)
+        self.calls.append("reset")
         self.holder, self.branch, self.step, self.hash = run_id, 0, 0, "base"
         return web.json_response(self.loaded())
 
@@ -85,6 +106,7 @@ class FakeEngine:
                 web.post("/inference/v1/generate", self.generate),
                 web.get("/policy", self.policy),
                 web.get("/metrics", self.load),
+                web.post("/stage_weights", self.stage),
                 web.post("/update_weights", self.update),
                 web.post("/reload_weights", self.reload),
                 web.post("/release_policy", self.release),

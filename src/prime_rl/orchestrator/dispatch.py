@@ -21,10 +21,11 @@ from prime_rl.orchestrator.drops import Drops, Verdict
 from prime_rl.orchestrator.engine import EngineLost, sampling_parameters
 from prime_rl.orchestrator.filters import DIFFICULTY, OVERLONG, is_off_difficulty, is_overlong
 from prime_rl.orchestrator.ledger import Finished, Ledger
-from prime_rl.orchestrator.policy import Policy, Server
+from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.report import Tally
 from prime_rl.orchestrator.reward_shaping import shape_rewards
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
+from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.stream import Draw
 from prime_rl.orchestrator.workers.failures import EnvironmentFailed, SampleTooLong
 from prime_rl.orchestrator.workers.pool import EnvironmentPool
@@ -182,6 +183,7 @@ class Dispatcher:
             self._drop(draw.group_id, OVERLONG, str(error))
         else:
             self._refuse_older(rollouts, self._scheduler.version(draw.group_id), server)
+            await self._policy.acknowledged(server, _newest(rollouts))
             self._finish(
                 Group(draw.group_id, tuple(rollouts), env.pool.name, draw.example, env.temperature, **env.truncation)
             )
@@ -244,3 +246,8 @@ class Dispatcher:
 
     def _name(self, draw: Draw) -> str:
         return self._environments[draw.env].pool.name
+
+
+def _newest(rollouts: Sequence[Rollout]) -> int:
+    """Return the newest version that sampled a token of them."""
+    return max(int(sample.versions.max()) for rollout in rollouts for sample in rollout.samples)

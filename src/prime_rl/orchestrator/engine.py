@@ -21,7 +21,16 @@ _RETRIES = 2
 
 
 class EngineError(RunError):
-    """The inference server refused a request or answered what is not understood; the message holds its words."""
+    """The inference server refused a request or answered what is not understood; the message holds its words.
+
+    Attributes:
+        status: of the HTTP answer; None where what was answered is not understood, or nothing was.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """Take the message, and the status of the answer if there was one."""
+        super().__init__(message)
+        self.status = status
 
 
 class EngineLost(RunError):
@@ -149,9 +158,20 @@ class Engine:
         """Ask what the server samples from, in nobody's name."""
         return self._loaded(await self._request("GET", "/policy"))
 
+    async def stage(self, weight_dir: str, version: PolicyVersion) -> None:
+        """Have the published weights in `weight_dir` read and checked, so that `load` has little left to do.
+
+        Sampling goes on, and nothing is switched. A server without the route does all of it in `load`.
+        """
+        try:
+            await self._request("POST", "/stage_weights", self._version_body(weight_dir, version))
+        except EngineError as error:
+            if error.status not in (404, 405):
+                raise
+
     async def load(self, weight_dir: str, version: PolicyVersion) -> LoadedPolicy:
         """Switch to the published weights in `weight_dir`; returns after the server samples from them."""
-        body = {"weight_dir": weight_dir, "branch": version.branch, "step": version.step, "run_id": self._run_id}
+        body = self._version_body(weight_dir, version)
         return self._loaded(await self._request("POST", "/update_weights", body))
 
     async def reset(self) -> LoadedPolicy:
@@ -165,6 +185,9 @@ class Engine:
     async def metrics(self) -> str:
         """Read the server's Prometheus page."""
         return (await self._request("GET", "/metrics")).decode()
+
+    def _version_body(self, weight_dir: str, version: PolicyVersion) -> dict[str, Any]:
+        return {"weight_dir": weight_dir, "branch": version.branch, "step": version.step, "run_id": self._run_id}
 
     def _loaded(self, raw: bytes) -> LoadedPolicy:
         answer = msgspec.json.decode(raw)
@@ -188,7 +211,8 @@ class Engine:
                 async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
                     answer = await response.read()
                     if response.status != 200:
-                        raise EngineError(f"{self.url}{path} answered {response.status}: {_message(answer)}")
+                        said = f"{self.url}{path} answered {response.status}: {_message(answer)}"
+                        raise EngineError(said, response.status)
                     return answer
             except TimeoutError:
                 raise EngineError(f"{self.url}{path} did not answer within {self._timeout.total:.0f} s") from None

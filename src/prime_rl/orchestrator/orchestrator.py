@@ -20,10 +20,11 @@ from prime_rl.orchestrator.evals.online import OnlineEvaluator, Schedule
 from prime_rl.orchestrator.lag import LoopLag
 from prime_rl.orchestrator.ledger import Ledger, LedgerState, read_ledger
 from prime_rl.orchestrator.packing import pack
-from prime_rl.orchestrator.policy import Policy, Server
+from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.report import Tally, batch_metrics, sample_rows, write_rows
 from prime_rl.orchestrator.row_cost import TOKENS, RowCost
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
+from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.stream import Source, Stream
 from prime_rl.run.batch import Batch, write_batch
 from prime_rl.types import Group
@@ -65,7 +66,7 @@ class Orchestrator:
         self._tally = Tally()
         self._lag = LoopLag()
         self._advantage = advantage_function(config.advantage)
-        self._policy = Policy(servers, self._paths, self._wake.set, self._before_switch)
+        self._policy = Policy(servers, self._paths, self._wake.set, self._before_switch, config.on_refused_weights)
         self._evaluator = OnlineEvaluator(schedules, self._policy, monitor, self._paths)
         state = read_ledger(self._paths, _BRANCH) if config.restart else None
         stream = _stream(config, environments)
@@ -205,6 +206,8 @@ class Orchestrator:
 
     async def _wait_for_progress(self) -> None:
         """Wait until a group ends or more may be dispatched than before; both set `_wake`."""
+        if not self._scheduler.in_flight:
+            self._policy.end_if_refused(self._scheduler.next_step)
         timeout_s = self._config.wait_timeout_seconds
         try:
             async with asyncio.timeout(timeout_s):  # not wait_for: in Python 3.11 it may swallow a cancellation

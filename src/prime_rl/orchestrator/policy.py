@@ -1,23 +1,34 @@
 """I5: which version each server samples from. The version moves after the server acknowledged the switch.
 
-I7: a server that dies is noticed within seconds, taken out, and brought to the current version before it rejoins.
+A version is staged on all servers while they sample, and put in place on all of them at once when the last one is
+ready: between the first and the last switch lie milliseconds. Newest wins: until it is put in place a version gives way
+to any that appears, and what was left out is never asked for again.
+
+    published --> staged on all servers --> (an evaluation lets go) --> put in place on all at once --> older deleted
+        |              |                              |                       |
+        |              +------------------------------+                       +-- its canary is wrong: refused,
+        |              a newer one appears: given up for that                     and the server goes back
+        +-- refused: the run ends, or goes on without it (`on_refused_weights`)
+
+I7: a server that dies is noticed within seconds, taken out, and brought to the current version before it rejoins; the
+others do not wait for it.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, Literal
 
 from loguru import logger
 
 from prime_rl.errors import RunError
-from prime_rl.orchestrator.concurrency import ConcurrencyController, Load, parse_load
-from prime_rl.orchestrator.engine import Engine, EngineError, EngineLost, LoadedPolicy
-from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest, remove
+from prime_rl.orchestrator.engine import EngineError, EngineLost, LoadedPolicy
+from prime_rl.orchestrator.server import Published, Server, VersionRefused
+from prime_rl.run.cleaning import clean
 from prime_rl.run.paths import RunPaths, steps_in
 from prime_rl.run.wait import changes
-from prime_rl.types import PolicyVersion
 
 _LEASE_RENEWAL_S = 2.0
 _PROBE_S = 0.25
@@ -25,76 +36,15 @@ _LOST_AFTER_S = 4.0
 """Longest time in which not one server answers, before the run ends."""
 
 
-class Server:
-    """One inference server: what it has acknowledged to sample from, and what it is given to do.
+class Policy:
+    """Watches `weights/`, switches the servers, keeps them leased, and takes dead ones out and in again.
 
     Attributes:
-        engine: its admin connection; rollouts have connections of their own, so that a switch never queues behind them.
-        version: what it samples from.
-        up: it takes rollouts.
-        in_flight: rollouts that it is playing.
-        controller: how many it should be given.
+        servers: all of them.
+        deaths: how often one was taken out.
+        skipped: versions that were published and never sampled from, as a newer one was there.
+        refused: why, by step, of the versions that were refused.
     """
-
-    def __init__(self, engine: Engine, controller: ConcurrencyController) -> None:
-        """Start as down, at version 0; `Policy.start` makes it true."""
-        self.engine = engine
-        self.controller = controller
-        self.version = PolicyVersion(0, 0)
-        self.up = False
-        self.in_flight = 0
-        self._lives = set[asyncio.Timeout]()
-
-    @asynccontextmanager
-    async def life(self) -> AsyncIterator[None]:
-        """End what runs inside with EngineLost as soon as `died` is called.
-
-        A connection does not always tell: that of a machine that lost its power stays open until its own timeout.
-        """
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self._lives.add(scope)
-                yield
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise EngineLost(f"inference at {self.engine.url} has died") from None
-        finally:
-            self._lives.discard(scope)
-
-    def died(self) -> None:
-        """End everything that runs inside `life`."""
-        now = asyncio.get_running_loop().time()
-        lives, self._lives = self._lives, set()
-        for scope in lives:
-            scope.reschedule(now)
-
-    def has_room(self, rollouts: int) -> bool:
-        """Tell whether it should be given so many more; always, where it has none."""
-        return self.in_flight == 0 or self.in_flight + rollouts <= self.controller.limit
-
-    async def load(self, directory: Path) -> LoadedPolicy:
-        """Switch to the published weights in `directory`.
-
-        Raises:
-            RunError: it says that it has loaded something else.
-            EngineLost, EngineError: it is gone, or refuses.
-        """
-        manifest = read_manifest(directory, WEIGHTS_FORMAT)
-        version = PolicyVersion(manifest["branch"], manifest["step"])
-        loaded = await self.engine.load(str(directory.resolve()), version)
-        if loaded.version != version or loaded.hash != manifest["hash"]:
-            raise RunError(
-                f"inference at {self.engine.url} loaded {loaded.version} ({loaded.hash}) where {directory} holds "
-                f"{version} ({manifest['hash']})"
-            )
-        self.version = version
-        return loaded
-
-
-class Policy:
-    """Watches `weights/`, switches the servers, keeps them leased, and takes dead ones out and in again."""
 
     def __init__(
         self,
@@ -102,6 +52,7 @@ class Policy:
         paths: RunPaths,
         on_change: Callable[[], None],
         before_switch: Callable[[], Awaitable[None]] | None = None,
+        on_refused: Literal["end", "keep"] = "end",
     ) -> None:
         """Manage `servers` for the run at `paths`.
 
@@ -110,16 +61,25 @@ class Policy:
             paths: of the run.
             on_change: called when more may be dispatched than before.
             before_switch: awaited before each switch: an evaluation may hold it up.
+            on_refused: what a version that is refused does: `end` the run, or `keep` the version before.
         """
         self.servers = servers
-        self.switch_s = 0.0
         self.deaths = 0
-        self._last: list[LoadedPolicy] = []
+        self.skipped = 0
+        self.refused: dict[int, VersionRefused] = {}
+        self._switch_s = self._place_s = 0.0
+        self._last: dict[Server, LoadedPolicy] = {}
         self._paths = paths
         self._on_change = on_change
         self._before_switch = before_switch
+        self._on_refused = on_refused
+        self._published: list[int] = []
+        self._latest = 0
+        self._looked = asyncio.Event()
+        self._attempt: tuple[int, asyncio.Future[bool]] | None = None
+        self._holding: asyncio.Future[None] | None = None
+        self._kept = Counter[int]()
         self._changed = asyncio.Condition()
-        self._loading = asyncio.Lock()
         self._all_lost_since: float | None = None
 
     @property
@@ -130,13 +90,17 @@ class Policy:
 
     def metrics(self) -> dict[str, float]:
         """Tell what is sampled from, and what the last switch cost on the slowest server."""
-        canaries = [loaded.canary_difference for loaded in self._last if loaded.canary_difference is not None]
+        last = self._last.values()
+        canaries = [loaded.canary_difference for loaded in last if loaded.canary_difference is not None]
         return {
             "policy/version": self.version,
+            "policy/skipped": self.skipped,
+            "policy/refused": len(self.refused),
             "servers/deaths": self.deaths,
-            "time/switch": self.switch_s,
-            "time/switch_stage": max((loaded.stage_s for loaded in self._last), default=0.0),
-            "time/switch_pause": max((loaded.pause_s for loaded in self._last), default=0.0),
+            "time/switch": self._switch_s,
+            "time/switch_place": self._place_s,
+            "time/switch_stage": max((loaded.stage_s for loaded in last), default=0.0),
+            "time/switch_pause": max((loaded.pause_s for loaded in last), default=0.0),
             **({"canary/max_logprob_difference": max(canaries)} if canaries else {}),
         }
 
@@ -151,12 +115,42 @@ class Policy:
                 await self._changed.wait()
             return min(able, key=lambda s: s.in_flight)
 
+    async def acknowledged(self, server: Server, step: int) -> None:
+        """Wait until the server has acknowledged version `step`: its canary has answered, so the weights are right."""
+        if server.version.step < step:
+            async with self._changed:
+                await self._changed.wait_for(lambda: server.version.step >= step)
+
+    def keep_files(self, step: int) -> None:
+        """Keep the files of a published version until `free_files`, whatever the servers sample from."""
+        self._kept[step] += 1
+
+    def free_files(self, step: int) -> None:
+        """Take one `keep_files` back."""
+        self._kept[step] -= 1
+
     def suspect(self, server: Server) -> None:
         """Give it no rollouts until `keep` has seen it alive with the right version."""
         if server.up:
             server.up = False
             self.deaths += 1
             logger.warning("inference at {} is taken out: it does not answer", server.engine.url)
+
+    def end_if_refused(self, next_step: int) -> None:
+        """Raise if a refused version is all that could have come; to be called where nothing can be done without one.
+
+        Args:
+            next_step: n; the trainer has been given the batches before it, and so can make versions up to n.
+
+        Raises:
+            RunError: says why it was refused.
+        """
+        error = self.refused.get(next_step)
+        if error is not None and self.version < next_step:
+            raise RunError(
+                f"{error}; without version {next_step} nothing more can be sampled within the bound "
+                f"(orchestrator.on_refused_weights = keep, version {self.version} is sampled from)"
+            )
 
     async def start(self, timeout_s: float) -> None:
         """Wait until every server answers, lease it, and bring it to the base model.
@@ -165,17 +159,31 @@ class Policy:
             RunError: a server did not answer within `timeout_s` seconds, or another run holds it.
         """
         for server in self.servers:
-            await _until_reachable(server.engine, timeout_s)
+            await server.until_reachable(timeout_s)
             loaded = await server.engine.reset()
             server.version, server.up = loaded.version, True
             logger.info("inference at {} samples from {} ({})", server.engine.url, loaded.version, loaded.hash)
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """Switch to every newest version as it is published, until `stop` is set."""
-        async for _ in changes(self._paths.weights_dir, stop):
-            newest = self._newest()
-            if newest is not None and any(s.up and s.version.step < newest for s in self.servers):
-                await self._switch(newest)
+        """Switch to every newest version as it is published, until `stop` is set.
+
+        Raises:
+            VersionRefused: a version is refused, and `on_refused` is `end`.
+            RunError: a server says that it has loaded something else.
+        """
+        looking = asyncio.create_task(self._look(stop))
+        try:
+            while True:
+                self._looked.clear()
+                if (step := self._wanted()) is not None:
+                    await self._bring(step)
+                elif looking.done():
+                    looking.result()
+                    return
+                else:
+                    await self._looked.wait()
+        finally:
+            await _end(looking, self._holding)
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Renew the leases, and look after what died, until `stop` is set.
@@ -192,7 +200,7 @@ class Policy:
         """Let each server's concurrency follow its /metrics, every `interval_s` seconds, until `stop` is set."""
         while not stop.is_set():
             for server in self.servers:
-                load = await _load_of(server) if server.up else None
+                load = await server.load_figures() if server.up else None
                 if load is not None:
                     server.controller.observe(load, server.in_flight)
                     self._on_change()
@@ -205,6 +213,130 @@ class Policy:
                 await server.engine.release()
             except (EngineError, EngineLost) as error:
                 logger.warning("the lease of {} was not given back: {}", server.engine.url, error)
+
+    async def _look(self, stop: asyncio.Event) -> None:
+        """See what is published; a version that is being staged gives way to a newer one."""
+        try:
+            async for _ in changes(self._paths.weights_dir, stop):
+                self._published = steps_in(self._paths.weights_dir)
+                if self._attempt is not None and (self._newest() or 0) > self._attempt[0]:
+                    self._attempt[1].cancel()
+                if self._wanted() is not None:
+                    self._looked.set()
+        finally:
+            self._looked.set()
+
+    def _newest(self) -> int | None:
+        """Return the newest version that was published and not refused."""
+        return max((step for step in self._published if step not in self.refused), default=None)
+
+    def _wanted(self) -> int | None:
+        """Return the newest version, if a server lacks it."""
+        newest = self._newest()
+        lacks = newest is not None and any(s.up and s.version.step < newest for s in self.servers)
+        return newest if lacks else None
+
+    async def _bring(self, step: int) -> None:
+        """Bring all servers to a version, unless a newer one appears before it is put in place, or it is refused."""
+        started = time.monotonic()
+        try:
+            published = await asyncio.to_thread(Published.read, self._paths.weights(step))
+            staged = list[Server]()
+            if not await self._unless_overtaken(step, lambda: self._stage(published, staged)):
+                return
+            stage_s = time.monotonic() - started
+            if not await self._unless_overtaken(step, self._hold):
+                return
+            self._holding = None
+            await self._put_in_place(published, staged, stage_s)
+        except VersionRefused as error:
+            self._refuse(step, error)
+        else:
+            await self._clean()
+
+    async def _unless_overtaken(self, step: int, work: Callable[[], Awaitable[None]]) -> bool:
+        """Do `work`; False if it was given up for a version that is newer than `step`."""
+
+        async def done() -> bool:
+            await work()
+            return (self._newest() or step) <= step
+
+        attempt = asyncio.ensure_future(done())
+        self._attempt = step, attempt
+        try:
+            await asyncio.wait({attempt})
+        finally:
+            self._attempt = None
+            await _end(attempt)
+        goes_on = not attempt.cancelled() and attempt.result()
+        if not goes_on:
+            logger.info("version {} gives way to a newer one", step)
+        return goes_on
+
+    async def _stage(self, published: Published, staged: list[Server]) -> None:
+        """Have the version staged on all servers that are up; `staged` gets those that have it."""
+        up = [s for s in self.servers if s.up and s.version.step < published.version.step]
+        answers = await asyncio.gather(*(s.stage(published) for s in up), return_exceptions=True)
+        staged += [s for s, answer in zip(up, answers, strict=True) if answer is None]
+        self._sort_out(up, answers)
+
+    async def _hold(self) -> None:
+        """Let an evaluation hold the switch up, no longer than it may, however many versions come meanwhile."""
+        if self._before_switch is not None:
+            if self._holding is None:
+                self._holding = asyncio.ensure_future(self._before_switch())
+            await asyncio.shield(self._holding)
+
+    async def _put_in_place(self, published: Published, staged: Sequence[Server], stage_s: float) -> None:
+        """Switch all servers at once; one that is lost meanwhile is taken out."""
+        step, begun = published.version.step, time.monotonic()
+
+        async def switch(server: Server) -> LoadedPolicy | None:
+            loaded = await server.switch(published)
+            if loaded is not None:
+                self._last[server] = loaded
+                self._place_s = time.monotonic() - begun
+                self._switch_s = stage_s + self._place_s
+            await self._notify()
+            return loaded
+
+        answers = await asyncio.gather(*map(switch, staged), return_exceptions=True)
+        if pauses := [answer.pause_s for answer in answers if isinstance(answer, LoadedPolicy)]:
+            self.skipped += sum(self._latest < s < step and s not in self.refused for s in self._published)
+            self._latest = max(self._latest, step)
+            logger.info("switched to version {} in {:.2f} s (pause {:.3f} s)", step, self._switch_s, max(pauses))
+        for server, answer in zip(staged, answers, strict=True):
+            if isinstance(answer, VersionRefused):  # perhaps it has loaded it: nothing that it samples now may count
+                self.suspect(server)
+                server.died()
+        self._sort_out(staged, answers)
+
+    def _sort_out(self, servers: Sequence[Server], answers: Sequence[object]) -> None:
+        """Take out the servers that are lost; raise what else went wrong; what is worse than a refusal goes first."""
+        for server, answer in zip(servers, answers, strict=True):
+            if isinstance(answer, EngineLost):
+                self.suspect(server)
+        errors = [e for e in answers if isinstance(e, BaseException) and not isinstance(e, EngineLost)]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, VersionRefused))
+
+    def _refuse(self, step: int, error: VersionRefused) -> None:
+        """End the run, or note that the version is not to be asked for again."""
+        if self._on_refused == "end":
+            raise error
+        if step not in self.refused:
+            logger.warning("version {} is refused, version {} stays: {}", step, self.version, error)
+        self.refused[step] = error
+        self._on_change()
+
+    async def _clean(self) -> None:
+        """Delete the versions that nobody can need any more; what cannot be deleted now is tried next time."""
+        needed = {server.loading for server in self.servers if server.loading is not None}
+        needed |= {step for step, count in self._kept.items() if count}
+        try:
+            await asyncio.to_thread(clean, self._paths.weights_dir, self.version, needed)
+        except OSError as error:
+            logger.warning("an old version cannot be deleted: {}", error)
 
     async def _keep_one(self, server: Server, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -222,20 +354,26 @@ class Policy:
             await _pause(stop, _LEASE_RENEWAL_S if server.up else _PROBE_S)
 
     async def _rejoin(self, server: Server) -> None:
-        """Bring a server that was started again to the current version.
+        """Bring a server that was started again, or has loaded what it should not, to the current version.
 
-        Under the lock, because a switch that is under way looks the same from outside.
+        While nobody else switches it, because a switch that is under way looks the same from outside.
         """
-        async with self._loading:
+        async with server.steering:
             loaded = await server.engine.policy()
             if loaded.is_ours and loaded.version == server.version:
                 return
             self.suspect(server)
             server.died()
-            server.version = (await server.engine.reset()).version
-            newest = self._newest()
-            if newest is not None:
-                await server.load(self._paths.weights(newest))
+            while True:
+                server.version = (await server.engine.reset()).version
+                self._published = steps_in(self._paths.weights_dir)
+                if (newest := self._newest()) is None:
+                    break
+                try:
+                    await server.load(Published.read(self._paths.weights(newest)))
+                    break
+                except VersionRefused as error:
+                    self._refuse(newest, error)
         logger.info("inference at {} is back and samples from {}", server.engine.url, server.version)
         await self._set_up(server)
 
@@ -252,49 +390,10 @@ class Policy:
         elif now - self._all_lost_since > _LOST_AFTER_S:
             raise EngineLost(f"inference at {server.engine.url} cannot be reached, and no other server is left")
 
-    async def _switch(self, step: int) -> None:
-        """Switch all servers; one that is lost meanwhile is taken out, one that refuses ends the run."""
-        if self._before_switch is not None:
-            await self._before_switch()
-        directory = self._paths.weights(step)
-        started = time.monotonic()
-        async with self._loading:
-            up = [server for server in self.servers if server.up]
-            answers = await asyncio.gather(*(s.load(directory) for s in up), return_exceptions=True)
-        loaded = []
-        for server, answer in zip(up, answers, strict=True):
-            if isinstance(answer, EngineLost):
-                self.suspect(server)
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                loaded.append(answer)
-        if not loaded:
-            return
-        self.switch_s = time.monotonic() - started
-        self._last = loaded
-        pause_s = max(answer.pause_s for answer in loaded)
-        logger.info("switched to version {} in {:.2f} s (pause {:.3f} s)", step, self.switch_s, pause_s)
-        await self._notify()
-        for old in steps_in(self._paths.weights_dir):
-            if old < step:
-                await asyncio.to_thread(remove, self._paths.weights(old))
-
-    def _newest(self) -> int | None:
-        published = steps_in(self._paths.weights_dir)
-        return published[-1] if published else None
-
     async def _notify(self) -> None:
         self._on_change()
         async with self._changed:
             self._changed.notify_all()
-
-
-async def _load_of(server: Server) -> Load | None:
-    try:
-        return parse_load(await server.engine.metrics())
-    except (EngineLost, EngineError):
-        return None  # `keep` notices a server that died; one without /metrics goes on without
 
 
 async def _pause(stop: asyncio.Event, seconds: float) -> None:
@@ -304,15 +403,10 @@ async def _pause(stop: asyncio.Event, seconds: float) -> None:
             await stop.wait()
 
 
-async def _until_reachable(engine: Engine, timeout_s: float) -> None:
-    """Ask until the server answers: a server that is not up yet sends no event that could be waited for."""
-    deadline = time.monotonic() + timeout_s
-    logger.info("waiting for inference at {}", engine.url)
-    while True:
-        try:
-            await engine.policy()
-            return
-        except EngineLost as error:
-            if time.monotonic() > deadline:
-                raise RunError(f"{error}; waited {timeout_s:.0f} s for it to start") from None
-        await asyncio.sleep(_PROBE_S)
+async def _end(*tasks: "asyncio.Future[Any] | None") -> None:
+    """Cancel what is not done, and wait for its end."""
+    running = [task for task in tasks if task is not None and not task.done()]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)

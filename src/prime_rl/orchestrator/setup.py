@@ -19,8 +19,8 @@ from prime_rl.orchestrator.dispatch import TrainEnvironment
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals.start import start_schedules
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from prime_rl.orchestrator.policy import Server
 from prime_rl.orchestrator.row_cost import read_row_cost
+from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.workers.host import WorkerHost
 from prime_rl.orchestrator.workers.pool import EnvironmentPool, ModelAccess
 from prime_rl.run.paths import RunPaths, steps_in

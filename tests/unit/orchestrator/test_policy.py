@@ -9,8 +9,9 @@ from prime_rl.configs.concurrency import ConcurrencyConfig
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.concurrency import ConcurrencyController
 from prime_rl.orchestrator.engine import Engine, EngineLost
-from prime_rl.orchestrator.policy import Policy, Server
-from prime_rl.run.paths import RunPaths
+from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.server import Server
+from prime_rl.run.paths import RunPaths, steps_in
 from prime_rl.types import PolicyVersion
 from tests.support.fake_engine import fake_engine, publish_version
 
@@ -29,12 +30,12 @@ class Changes:
 
 
 @asynccontextmanager
-async def policy_of(paths, engines, limit=None):
+async def policy_of(paths, engines, limit=None, **options):
     changes = Changes()
     clients = [Engine(fake.url, "m", "test-run", timeout_s=20) for fake in engines]
     config = ConcurrencyConfig(initial=limit)
     servers = [Server(client, ConcurrencyController(config, seq_len=64)) for client in clients]
-    policy = Policy(servers, paths, changes.event.set)
+    policy = Policy(servers, paths, changes.event.set, **options)
     stop = asyncio.Event()
     for client in clients:
         await client.__aenter__()
@@ -164,7 +165,7 @@ async def test_weights_that_are_refused_end_the_run_in_the_servers_words(tmp_pat
                 await asyncio.Event().wait()
     (error,) = caught.value.exceptions
     assert isinstance(error, RunError)
-    assert str(error) == f"{engine.url}/update_weights answered 400: {said}"
+    assert str(error) == f"{engine.url}/stage_weights answered 400: {said}"
     assert (policy.version, engine.step) == (0, 0)
 
 
@@ -189,3 +190,174 @@ async def test_room_is_what_the_controller_leaves(tmp_path):
         assert policy.by_load(7) == []
         server.in_flight = 0
         assert policy.by_load(99) == [server], "a group larger than the limit is played alone"
+
+
+class Gate:
+    """Lets a fake engine's `staging` or `switching` of each step pass when the test says so."""
+
+    def __init__(self, *closed):
+        self.open = {step: asyncio.Event() for step in closed}
+        self.reached = {step: asyncio.Event() for step in closed}
+
+    async def __call__(self, step):
+        if step in self.open:
+            self.reached[step].set()
+            await self.open[step].wait()
+
+
+async def ask_until(policy, condition):
+    """Give everything else turns until `condition`: not every change is told."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await policy.servers[0].engine.look()
+
+
+async def test_servers_switch_only_when_all_have_staged(tmp_path):
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, changes):
+        two.staging = Gate(1)
+        publish_version(paths, 1)
+        async with asyncio.timeout(20):
+            await two.staging.reached[1].wait()
+            await policy.servers[0].engine.policy()  # time for a switch that should not be
+        assert (one.calls[1:], two.calls[1:]) == (["stage 1"], ["stage 1"])
+        assert policy.by_load(1) == policy.servers, "they sample meanwhile"
+        two.staging.open[1].set()
+        await changes.until(lambda: policy.version == 1)
+        assert one.calls[1:] == two.calls[1:] == ["stage 1", "update 1"]
+
+
+async def test_a_server_that_is_lost_while_staging_is_left_behind(tmp_path):
+    """Even if nobody closes its connection: `keep` notices that it is gone, and the switch does not wait."""
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, changes):
+        two.staging = Gate(1)
+        publish_version(paths, 1)
+        async with asyncio.timeout(20):
+            await two.staging.reached[1].wait()
+        policy.suspect(policy.servers[1])
+        policy.servers[1].died()
+        await changes.until(lambda: policy.servers[0].version.step == 1)
+        two.staging.open[1].set()
+        await changes.until(lambda: policy.servers[1].up and policy.version == 1)
+
+
+async def test_a_newer_version_takes_the_place_of_one_that_is_being_staged(tmp_path):
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, changes):
+        two.staging = Gate(1)
+        publish_version(paths, 1)
+        async with asyncio.timeout(20):
+            await two.staging.reached[1].wait()
+        publish_version(paths, 2)
+        await changes.until(lambda: policy.version == 2)
+        assert one.calls[1:] == ["stage 1", "stage 2", "update 2"], "1 is never put in place"
+        await ask_until(policy, lambda: steps_in(paths.weights_dir) == [2])
+        assert policy.metrics()["policy/skipped"] == 1
+
+
+async def test_a_version_that_is_being_put_in_place_is_not_given_up(tmp_path):
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as one, policy_of(paths, [one]) as (policy, changes):
+        one.switching = Gate(1)
+        publish_version(paths, 1)
+        async with asyncio.timeout(20):
+            await one.switching.reached[1].wait()
+        publish_version(paths, 2)
+        acknowledged = asyncio.create_task(policy.acknowledged(policy.servers[0], 1))
+        await policy.servers[0].engine.policy()
+        assert policy.version == 0, "it samples from 1, and nobody has said so"
+        assert not acknowledged.done()
+        one.switching.open[1].set()
+        await changes.until(lambda: policy.version == 2)
+        assert one.calls[1:] == ["stage 1", "update 1", "stage 2", "update 2"]
+        await acknowledged
+
+
+async def test_an_evaluation_holds_the_newest_once(tmp_path):
+    """Versions that appear meanwhile are staged, and when it lets go the newest is put in place."""
+    paths, held, let_go = RunPaths(tmp_path), [], asyncio.Event()
+
+    async def before_switch():
+        held.append(1)
+        await let_go.wait()
+
+    async with fake_engine() as one, policy_of(paths, [one], before_switch=before_switch) as (policy, changes):
+        for step in (1, 2, 3):
+            publish_version(paths, step)
+            await ask_until(policy, lambda step=step: f"stage {step}" in one.calls and held)
+        assert (len(held), policy.version) == (1, 0)
+        let_go.set()
+        await changes.until(lambda: policy.version == 3)
+        assert [call for call in one.calls if "update" in call] == ["update 3"]
+
+
+@pytest.mark.parametrize("fault", ["refusal", "wrong"])
+async def test_a_refused_version_is_left_out_where_the_run_says_so(tmp_path, fault):
+    """A canary that is wrong is seen after the switch: the server goes back, and what it plays is played again."""
+    paths, said = RunPaths(tmp_path), "model.safetensors is not what was published"
+    async with fake_engine() as one, policy_of(paths, [one], on_refused="keep") as (policy, changes):
+        publish_version(paths, 1)
+        await changes.until(lambda: policy.version == 1)
+        setattr(one, fault, said)
+        one.switching = Gate(2)
+        publish_version(paths, 2)
+        if fault == "wrong":
+            async with asyncio.timeout(20):
+                await one.switching.reached[2].wait()
+            lost = asyncio.create_task(play_on(policy, policy.servers[0], 2))
+            one.switching.open[2].set()
+            with pytest.raises(EngineLost):
+                await lost
+            one.wrong = ""
+        await changes.until(lambda: policy.refused and policy.servers[0].up)
+        assert said in str(policy.refused[2])
+        assert (policy.version, one.step, one.hash) == (1, 1, "h1")
+        assert policy.metrics()["policy/refused"] == 1
+        policy.end_if_refused(3)  # a newer one may come
+        with pytest.raises(RunError, match=f"{said}; without version 2 nothing more can be sampled"):
+            policy.end_if_refused(2)
+        one.refusal = ""
+        publish_version(paths, 3)
+        await changes.until(lambda: policy.version == 3)
+        assert one.calls.count("stage 2") == 1, "it is not asked for again"
+        assert policy.metrics()["policy/skipped"] == 0
+
+
+async def play_on(policy, server, newest):
+    """Play a rollout whose last token is of a version that its server has not acknowledged."""
+    async with server.life():
+        await policy.acknowledged(server, newest)
+
+
+async def test_a_refusal_by_one_server_keeps_the_version_from_all(tmp_path):
+    paths = RunPaths(tmp_path)
+    async with (
+        fake_engine() as one,
+        fake_engine() as two,
+        policy_of(paths, [one, two], on_refused="keep") as (policy, changes),
+    ):
+        two.refusal = "its disk is bad"
+        publish_version(paths, 1)
+        await changes.until(lambda: 1 in policy.refused)
+        two.refusal = ""
+        publish_version(paths, 2)
+        await changes.until(lambda: policy.version == 2)
+        assert one.calls[1:] == ["stage 1", "stage 2", "update 2"]
+
+
+async def test_files_stay_as_long_as_somebody_needs_them(tmp_path):
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as one, policy_of(paths, [one]) as (policy, changes):
+        for step in (1, 2, 3):
+            publish_version(paths, step)
+            await changes.until(lambda step=step: policy.version == step)
+            if step == 2:
+                policy.keep_files(2)
+        publish_version(paths, 4)
+        await changes.until(lambda: policy.version == 4)
+        publish_version(paths, 5)
+        await ask_until(policy, lambda: steps_in(paths.weights_dir) == [2, 5])
+        policy.free_files(2)
+        publish_version(paths, 6)
+        await ask_until(policy, lambda: steps_in(paths.weights_dir) == [6])

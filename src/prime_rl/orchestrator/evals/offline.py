@@ -5,6 +5,7 @@ and everything else its rollouts depend on.
 """
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from prime_rl.orchestrator.evals.scores import Summary, summarise
 from prime_rl.orchestrator.evals.servers import LeasedServers, api_key
 from prime_rl.orchestrator.evals.sessions import Session, first_error, look, open_session, play_or_resume
 from prime_rl.orchestrator.evals.workloads import Play, plan
+from prime_rl.run.cleaning import hold
 from prime_rl.run.paths import RunPaths, steps_in
 
 Result = dict[str, Any]
@@ -89,11 +91,18 @@ async def _evaluate(
 async def _evaluate_versions(
     session: Session, config: EvalConfig, published: Sequence[Path], monitor: Monitor
 ) -> list[Result]:
-    """Evaluate the base model and published versions, one after the other; then the base model is served again."""
+    """Evaluate the base model and published versions, one after the other; then the base model is served again.
+
+    Until then a run that still publishes into the same directory does not delete them.
+    """
     name, key, timeout_s = config.model.name, api_key(config.client), config.client.timeout
     run_id = f"eval of {config.output_dir.resolve()}"
     results: list[Result] = []
-    async with LeasedServers([Engine(url, name, run_id, key, timeout_s) for url in config.client.urls]) as leased:
+    engines = [Engine(url, name, run_id, key, timeout_s) for url in config.client.urls]
+    async with AsyncExitStack() as stack:
+        for directory in published:
+            stack.enter_context(hold(directory))
+        leased = await stack.enter_async_context(LeasedServers(engines))
         if config.eval_base:
             results += await _evaluate_one(session, config, await leased.load_base(), monitor, of_several=True)
         for directory in published:

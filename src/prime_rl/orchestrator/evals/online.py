@@ -11,14 +11,11 @@ switch then waits for the evaluation, `hold_s` seconds at most; `held_s` is what
 """
 
 import asyncio
-import errno
-import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from loguru import logger
@@ -33,7 +30,8 @@ from prime_rl.orchestrator.evals.rows import ExampleRow
 from prime_rl.orchestrator.evals.scores import Summary, summarise
 from prime_rl.orchestrator.evals.servers import FixedServers, LeasedServers
 from prime_rl.orchestrator.evals.workloads import Play, choose_examples, folder_name
-from prime_rl.orchestrator.policy import Policy, Server
+from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.server import Server
 from prime_rl.run.paths import RunPaths
 
 
@@ -147,9 +145,9 @@ class OnlineEvaluator:
                 "{} of version {} is skipped: an earlier one is not done, and version {} is next",
                 schedule.prefix, earlier[1], version,
             )  # fmt: skip
-            self._drop_copy(earlier[1])
+            self._free_files(schedule, earlier[1])
         if schedule.own_servers is not None and version > 0:
-            self._keep_copy(version)
+            self._policy.keep_files(version)
         if schedule.holds:
             self._released.clear()
         self._waiting[schedule.prefix] = (schedule, version)
@@ -166,8 +164,7 @@ class OnlineEvaluator:
             finally:
                 if schedule.holds and prefix not in self._waiting:
                     self._released.set()
-                if schedule.own_servers is not None:
-                    self._drop_copy(version)
+                self._free_files(schedule, version)
 
     async def _evaluate(self, schedule: Schedule, version: int) -> None:
         started, metrics = time.monotonic(), Counter[str]()
@@ -214,40 +211,35 @@ class OnlineEvaluator:
     @asynccontextmanager
     async def _servers(self, schedule: Schedule, version: int) -> AsyncIterator[Servers]:
         if schedule.own_servers is None:
-            yield _ServersOfTheRun(self._policy, version)
+            yield _ServersOfTheRun(self._policy, version, schedule.holds)
             return
         async with LeasedServers(schedule.own_servers()) as leased:
             if version > 0:
-                await leased.load(self._copy(version))
+                await leased.load(self._paths.weights(version))
             yield FixedServers(leased.urls)
 
-    def _copy(self, version: int) -> Path:
-        return self._paths.evals_dir / "weights" / f"step_{version}"
-
-    def _keep_copy(self, version: int) -> None:
-        """Link the published weights, which the run deletes as soon as it has switched to newer ones."""
-        copy = self._copy(version)
-        try:
-            shutil.copytree(self._paths.weights(version), copy, copy_function=_link, dirs_exist_ok=True)
-        except (OSError, shutil.Error) as error:
-            logger.warning("the weights of version {} cannot be kept for its evaluation: {}", version, error)
-
-    def _drop_copy(self, version: int) -> None:
-        if all(waiting != version for _, waiting in self._waiting.values()):
-            shutil.rmtree(self._copy(version), ignore_errors=True)
+    def _free_files(self, schedule: Schedule, version: int) -> None:
+        if schedule.own_servers is not None and version > 0:
+            self._policy.free_files(version)
 
 
 class _ServersOfTheRun:
-    """The run's servers, beside training; the least loaded first, evaluations counted too."""
+    """The run's servers, beside training; the least loaded first, evaluations counted too.
 
-    def __init__(self, policy: Policy, version: int) -> None:
+    Where one version is to answer, servers that have it go first: one that was lost comes back with the newest.
+    """
+
+    def __init__(self, policy: Policy, version: int, pinned: bool) -> None:
         self._policy = policy
         self._version = version
+        self._pinned = pinned
         self._own: Counter[Server] = Counter()
 
     @asynccontextmanager
     async def one(self, rollouts: int) -> AsyncIterator[str]:
         able = [s for s in self._policy.servers if s.up and s.version.step >= self._version]
+        if self._pinned:
+            able = [s for s in able if s.version.step == self._version] or able
         server = min(able or [await self._policy.any_at(self._version)], key=lambda s: s.in_flight + self._own[s])
         self._own[server] += rollouts
         try:
@@ -275,17 +267,6 @@ async def _play_with_patience(
             await play(work, servers, add)
     except TimeoutError:
         raise RunError(f"no example has ended for {patience_s:.0f} s") from None
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        Path(target).hardlink_to(source)
-    except FileExistsError:
-        pass
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        shutil.copy2(source, target)  # the version is in memory (weight_broadcast.directory)
 
 
 def _headline(schedule: Schedule, metrics: Summary) -> str:

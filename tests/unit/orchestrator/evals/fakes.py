@@ -81,6 +81,13 @@ class FakePolicy:
     def __init__(self, *urls, step=0):
         self.servers = [FakeServer(url, step) for url in urls or ("http://a",)]
         self.suspected = []
+        self.kept = []
+
+    def keep_files(self, step):
+        self.kept.append(step)
+
+    def free_files(self, step):
+        self.kept.remove(step)
 
     def switch(self, step):
         for server in self.servers:

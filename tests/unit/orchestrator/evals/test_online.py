@@ -13,6 +13,7 @@ from prime_rl.orchestrator.evals.online import OnlineEvaluator, Schedule
 from prime_rl.orchestrator.evals.workloads import Play
 from prime_rl.orchestrator.workers.failures import EnvironmentFailed
 from prime_rl.run.paths import RunPaths
+from prime_rl.types import PolicyVersion
 from tests.support.fake_engine import fake_engine, publish_version
 from tests.unit.orchestrator.evals.fakes import FakeMonitor, FakePolicy, FakePool, make_rollout
 
@@ -205,12 +206,12 @@ async def test_pinned_holds_the_switch_no_longer_than_it_may(tmp_path):
     assert run.metrics["eval/held_s"] >= 0.05
 
 
-async def test_servers_for_evaluation_alone_get_the_version_although_the_run_has_deleted_it(tmp_path):
+async def test_servers_for_evaluation_alone_get_the_version_whose_files_the_run_keeps_so_long(tmp_path):
     async with fake_engine() as fake:
         seen = []
 
         def look(example, url):
-            seen.append((url, fake.step, fake.hash, fake.holder))
+            seen.append((url, fake.step, fake.hash, fake.holder, list(run.policy.kept)))
 
         def own_servers():
             return [Engine(fake.url, "m", "evaluations")]
@@ -220,13 +221,40 @@ async def test_servers_for_evaluation_alone_get_the_version_although_the_run_has
         async with asyncio.TaskGroup() as tasks:
             await run.switch(0, tasks)
             await run.switch(2, tasks)
-            for file in run.paths.weights(2).iterdir():
-                file.unlink()
             await run.evaluator.finish(2)
         assert run.versions == [2]
-        assert seen[-1] == (fake.url, 2, "h2", "evaluations")
+        assert seen[-1] == (fake.url, 2, "h2", "evaluations", [2])
         assert (fake.holder, fake.step) == (None, 0), "given back, at the base model"
-        assert not (run.paths.evals_dir / "weights/step_2").exists()
+        assert run.policy.kept == []
+
+
+async def test_the_files_of_an_evaluation_that_gives_way_are_freed(tmp_path):
+    async with fake_engine() as fake:
+        held = Held()
+        pool = FakePool(1, behave=held)
+        run = Run(tmp_path, pool, mode="pinned", interval=1, own_servers=lambda: [Engine(fake.url, "m", "evaluations")])
+        for step in (1, 2, 3):
+            publish_version(run.paths, step)
+        async with asyncio.TaskGroup() as tasks:
+            await run.switch(1, tasks)
+            await held.begun.wait()
+            await run.switch(2, tasks)
+            await run.switch(3, tasks)
+            assert run.policy.kept == [1, 3]
+            held.gate.set()
+            await run.evaluator.finish(3)
+        assert run.versions == [1, 3]
+        assert run.policy.kept == []
+
+
+async def test_pinned_goes_to_a_server_of_its_version(tmp_path):
+    """A server that was lost and has come back samples from a newer one."""
+    pool = FakePool(4)
+    policy = FakePolicy("http://a", "http://b", step=2)
+    policy.servers[0].version = PolicyVersion(0, 3)
+    run = Run(tmp_path, pool, policy=policy, mode="pinned")
+    await run.evaluator.finish(2)
+    assert set(pool.urls) == {"http://b"}
 
 
 async def test_a_server_for_evaluation_alone_that_is_gone_ends_nothing(tmp_path):
