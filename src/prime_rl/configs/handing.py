@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prime_rl.configs.base import move_to_experiment
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.lora import LoRAConfig
 from prime_rl.configs.schema import flag
 from prime_rl.configs.shared import DEFAULT_MODEL
 from prime_rl.configs.state import MISSING, Origin, Rank, State
@@ -36,6 +38,7 @@ def _both(key: str) -> tuple[str, str]:
     return f"trainer.{key}", f"orchestrator.{key}"
 
 
+_SHARED_GPU = 0.5
 _CKPT_KEYS = ("path", "interval", "save_async", "resume_step", "keep_last", "keep_interval")
 _WANDB_KEYS = ("project", "entity", "group", "tags", "offline", "log_extras")
 
@@ -173,6 +176,43 @@ def assign_gpus(state: State) -> None:
             "set --inference-gpus or --inference.parallel.dp"
         )
     state.put("inference.parallel.dp", degree, state.origin("inference_gpu_ids"))
+
+
+def leave_room(state: State) -> None:
+    """Let inference take half of a GPU that it shares with the trainer, unless somebody says how much."""
+    key, ids = "inference.gpu_memory_utilization", "trainer_gpu_ids"
+    shared = set(_ids(state, ids, [1])) & set(_ids(state, "inference_gpu_ids", [0]))
+    if shared and isinstance(state.get("inference"), dict) and not state.is_set(key):
+        state.put(key, _SHARED_GPU, state.origin(ids))
+
+
+def serve_adapters(state: State) -> None:
+    """Let the server take what the trainer publishes: adapters of its rank."""
+    lora, serves = state.get("trainer.model.lora"), isinstance(state.get("inference"), dict)
+    if not serves or not isinstance(lora, dict) or lora.get("publish") != "adapter":
+        return
+    origin = state.origin("trainer.model.lora.publish")
+    for key, value in (("enable_lora", True), ("max_lora_rank", lora.get("rank"))):
+        if value is not None and not state.is_set(f"inference.{key}"):
+            state.put(f"inference.{key}", value, origin)
+
+
+def check_adapters(lora: LoRAConfig | None, inference: InferenceConfig | None) -> None:
+    """See that the server, if it is ours, takes what the trainer publishes.
+
+    Raises:
+        ValueError: it takes no adapters, or none of that rank.
+    """
+    if lora is None or lora.publish != "adapter" or inference is None:
+        return
+    if not inference.enable_lora:
+        raise ValueError(
+            "trainer.model.lora.publish = 'adapter' needs inference.enable_lora = true; or publish 'merged'"
+        )
+    if inference.max_lora_rank < lora.rank:
+        raise ValueError(
+            f"trainer.model.lora.rank = {lora.rank} is more than inference.max_lora_rank = {inference.max_lora_rank}"
+        )
 
 
 def _override(state: State, home: str | None, places: Sequence[str], equal: bool) -> None:

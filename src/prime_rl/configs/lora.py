@@ -34,7 +34,7 @@ class LoRAConfig(BaseConfig):
 
     publish: Literal["merged", "adapter"] = "merged"
     """What a published version holds: all weights with the adapters merged into them, or the adapters alone in peft's
-    format, which `rl`'s inference cannot load yet."""
+    format, which a server with `enable_lora` takes."""
 
     @field_validator("target_modules")
     @classmethod

@@ -8,14 +8,18 @@ from pydantic import Field, model_validator
 from prime_rl.configs.algorithm import Algorithm, apply_algorithm, measure_fixed_length
 from prime_rl.configs.base import RootConfig, later
 from prime_rl.configs.bench import STEPS, shorten, use_fake_data
+from prime_rl.configs.broadcast import check_placement
 from prime_rl.configs.handing import (
     ENDPOINT,
     MODEL_LEN,
     VALUES,
     assign_gpus,
+    check_adapters,
     hand_over,
+    leave_room,
     move_run,
     name_wandb_runs,
+    serve_adapters,
     switch_blocks,
 )
 from prime_rl.configs.inference import InferenceConfig
@@ -56,7 +60,7 @@ class RLConfig(RootConfig):
     one is given, else the model's own."""
 
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of GPU memory for inference; None leaves it to inference (0.9)."""
+    """Share of GPU memory for inference; None leaves it to inference: 0.9, or 0.5 where the trainer shares a GPU."""
 
     algorithm: Algorithm | None = None
     """Sets the matching orchestrator.advantage and trainer.loss, docs/losses.md; either can still be set by itself.
@@ -128,6 +132,8 @@ class RLConfig(RootConfig):
             hand_over(state, ENDPOINT)
         name_wandb_runs(state)
         assign_gpus(state)
+        leave_room(state)
+        serve_adapters(state)
         shorten(state, "", "trainer.", "orchestrator.")
         use_fake_data(state, "trainer.", **_batch_shape(state))
 
@@ -147,11 +153,18 @@ class RLConfig(RootConfig):
                 f"trainer.model.seq_len = {self.trainer.model.seq_len} is shorter than "
                 f"orchestrator.seq_len = {self.orchestrator.seq_len}; the trainer must hold whole rows"
             )
-        lora = self.trainer.model.lora
-        if lora is not None and lora.publish == "adapter":
+        if self.inference is not None and self.inference.parallel.spans_nodes:
             raise ValueError(
-                "trainer.model.lora.publish = 'adapter': inference cannot load adapters yet; leave it at 'merged'"
+                "inference.parallel: `rl` starts all on one node, so it cannot start a server over several; start "
+                "inference, orchestrator and trainer by themselves (docs/deployment.md)"
             )
+        check_adapters(self.trainer.model.lora, self.inference)
+        check_placement(
+            self.trainer.weight_broadcast.type,
+            self.trainer_gpu_ids,
+            None if self.inference is None else self.inference_gpu_ids,
+            None if self.orchestrator.eval is None else self.orchestrator.eval.base_url,
+        )
         return self
 
 

@@ -5,9 +5,9 @@
                    |   `----> failed       a file is not what was published: nothing was touched
                    `--------> (gone)       dropped, or overtaken by the next stage
 
-One version is staged at a time: the next one stops the one before it at its next tensor and takes its memory. Where a
-model does not suit `standby` (quantized, with adapters ...), the checkpoint's tensors themselves are staged and vLLM's
-layer-wise reload runs during the pause.
+One version of the policy is staged at a time: the next one stops the one before it at its next tensor and takes its
+memory. A named adapter is staged beside it. Where a model does not suit `standby` (quantized, with adapters ...), the
+checkpoint's tensors themselves are staged and vLLM's layer-wise reload runs during the pause.
 """
 
 import logging
@@ -20,9 +20,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
 
+from prime_rl.inference.adapters import POLICY_ADAPTER
 from prime_rl.inference.patches import forget_packed_experts, repack_tied_head
 from prime_rl.inference.reading import Cancelled, read_verified
+from prime_rl.inference.replica import Replica
+from prime_rl.inference.slots import AdapterSlots
 from prime_rl.inference.standby import Standby, Unsuitable, why_not
 from prime_rl.run.artifact import ArtifactError
 
@@ -38,6 +42,8 @@ class _Version:
     key: str
     directory: Path
     hashes: Mapping[str, str]
+    number: int = 0  # of the adapter that it is; 0 is none
+    config: Mapping[str, Any] = field(default_factory=dict)  # peft's
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     state: State = "staging"
@@ -46,6 +52,7 @@ class _Version:
     bytes: int = 0
     standby: Standby | None = None
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    adapter: LoRAModel | None = None
 
 
 class WeightSwitch:
@@ -54,12 +61,16 @@ class WeightSwitch:
     Args:
         worker: vLLM's worker.
         base: directory of the weights that it has loaded at its start.
+        replica: rebuilds versions that are published as deltas.
     """
 
-    def __init__(self, worker: Any, base: Path) -> None:
+    def __init__(self, worker: Any, base: Path, replica: Replica) -> None:
         self._worker = worker
         self._base = base
+        self._replica = replica
         self._version: _Version | None = None
+        self._named: _Version | None = None
+        self._slots = AdapterSlots(worker.model_runner) if worker.vllm_config.lora_config is not None else None
         self._kept: frozenset[str] | None = None
         self._unsuitable = why_not(worker.vllm_config, worker.device)
         if self._unsuitable:
@@ -69,14 +80,40 @@ class WeightSwitch:
     def stage(self, key: str, directory: Path, hashes: Mapping[str, str]) -> None:
         """Start to read and check a version; returns at once. What was staged before is dropped."""
         before = self.drop()
-        version = self._version = _Version(key, directory, hashes)
+        self._version = _Version(key, directory, hashes)
+        self._start(self._version, before)
+
+    def stage_adapter(
+        self, key: str, directory: Path, hashes: Mapping[str, str], number: int, config: Mapping[str, Any]
+    ) -> None:
+        """Start to read and check an adapter, the policy's next version or, by its number, a named one."""
+        version = _Version(key, directory, hashes, number, config)
+        before = None
+        if number == POLICY_ADAPTER:
+            before = self.drop()
+            self._version = version
+        else:
+            self._named = version
+        self._start(version, before)
+
+    def unadapt(self) -> None:
+        """Take the policy's adapter away. Nothing may be sampled meanwhile."""
+        if self._slots is not None:
+            self._slots.empty_policy()
+
+    def remove_adapter(self, number: int) -> None:
+        """Forget a named adapter that no request uses."""
+        if self._slots is not None:
+            self._slots.remove(number)
+
+    def _start(self, version: _Version, before: threading.Thread | None) -> None:
         version.thread = threading.Thread(target=self._stage, args=(version, before), name="stage", daemon=True)
         version.thread.start()
 
     def state(self, key: str) -> dict[str, Any]:
         """Tell how far the version is, and how long and how large it was."""
-        version = self._version
-        if version is None or version.key != key:
+        version = self._find(key)
+        if version is None:
             return {"state": "gone", "error": "", "stage_s": 0.0, "bytes": 0}
         return {
             "state": version.state,
@@ -85,11 +122,12 @@ class WeightSwitch:
             "bytes": version.bytes,
         }
 
-    def drop(self) -> threading.Thread | None:
-        """Forget what is staged; return the thread that still has to notice."""
-        version, self._version = self._version, None
+    def drop(self, key: str | None = None) -> threading.Thread | None:
+        """Forget what is staged under `key`, or for the policy; return the thread that still has to notice."""
+        version = self._version if key is None else self._find(key)
         if version is None:
             return None
+        self._forget(version)
         version.cancelled.set()
         return version.thread
 
@@ -99,10 +137,13 @@ class WeightSwitch:
         Raises:
             RuntimeError: it is not staged.
         """
-        version = self._version
-        if version is None or version.key != key or version.state != "staged":
+        version = self._find(key)
+        if version is None or version.state != "staged":
             raise RuntimeError(f"{key} is not staged")
-        self._version = None
+        self._forget(version)
+        if version.adapter is not None and self._slots is not None:
+            self._slots.put_in_place(version.adapter)
+            return
         if version.standby is None:
             self._reload(version.tensors)
             return
@@ -138,6 +179,13 @@ class WeightSwitch:
         processed = time.perf_counter()
         return {"bytes": standby.bytes, "copy_s": copied - start, "process_s": processed - copied}
 
+    def _forget(self, version: _Version) -> None:
+        self._version = None if version is self._version else self._version
+        self._named = None if version is self._named else self._named
+
+    def _find(self, key: str) -> _Version | None:
+        return next((one for one in (self._version, self._named) if one is not None and one.key == key), None)
+
     def _stage(self, version: _Version, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
@@ -146,9 +194,14 @@ class WeightSwitch:
             if self._worker.device.type == "cuda":
                 torch.cuda.set_device(self._worker.device)  # a thread begins with the first one
             with torch.inference_mode(False), torch.no_grad():
-                self._prove(version)
-                weights = read_verified(version.directory, version.hashes, version.cancelled.is_set)
-                if self._unsuitable:
+                if not version.number:
+                    self._prove(version)
+                weights = read_verified(version.directory, version.hashes, version.cancelled.is_set, self._replica)
+                if version.number:
+                    factors = list(weights)
+                    version.bytes = sum(tensor.nbytes for _, tensor in factors)
+                    version.adapter = self._build(version, factors)
+                elif self._unsuitable:
                     version.tensors = list(weights)
                     version.bytes = sum(tensor.nbytes for _, tensor in version.tensors)
                 else:
@@ -164,6 +217,14 @@ class WeightSwitch:
             version.error = str(error) or type(error).__name__
             version.state = "failed"
             logger.warning("staging %s failed", version.directory, exc_info=error)
+
+    def _build(self, version: _Version, factors: list[tuple[str, Tensor]]) -> LoRAModel:
+        if self._slots is None:
+            raise ArtifactError("this server takes no adapters; start it with enable_lora = true")
+        try:
+            return self._slots.build(version.number, version.config, factors)
+        except (ValueError, KeyError, TypeError) as error:  # whatever vLLM's parser makes of it
+            raise ArtifactError(f"{version.directory} holds an adapter that cannot be applied: {error}") from error
 
     def _prove(self, version: _Version) -> None:
         """Once for each model: see that a mirror gets everything a checkpoint holds."""
@@ -198,6 +259,7 @@ class WeightSwitch:
         self._worker.reload_weights(weights_iterator=_drain(tensors))
         if self._worker.model_config.hf_text_config.tie_word_embeddings:
             repack_tied_head(model)
+        self.unadapt()  # vLLM has emptied all slots
 
 
 def _drain(tensors: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

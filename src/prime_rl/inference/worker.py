@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.inference.patches import die_with_parent
+from prime_rl.inference.replica import Replica
 from prime_rl.inference.standby import Unsuitable
 from prime_rl.inference.switch import WeightSwitch
 
@@ -12,22 +13,37 @@ from prime_rl.inference.switch import WeightSwitch
 class WeightUpdateExtension:
     """Methods that vLLM mixes into its worker class."""
 
-    def prepare_switches(self: Any, base: str) -> None:
-        """Remember where the weights came from that were loaded at the start. To be called once, first."""
-        self.weight_switch = WeightSwitch(self, Path(base))
+    def prepare_switches(self: Any, base: str, cache: str) -> None:
+        """Remember where the weights came from that were loaded at the start, and where on this node versions may be
+        rebuilt. To be called once, first."""
+        self.weight_switch = WeightSwitch(self, Path(base), Replica(Path(cache)))
 
     def stage_policy(self: Any, key: str, directory: str, hashes: Mapping[str, str]) -> None:
         """See `WeightSwitch.stage`."""
         self.weight_switch.stage(key, Path(directory), hashes)
+
+    def stage_adapter(
+        self: Any, key: str, directory: str, hashes: Mapping[str, str], number: int, config: Mapping[str, Any]
+    ) -> None:
+        """See `WeightSwitch.stage_adapter`."""
+        self.weight_switch.stage_adapter(key, Path(directory), hashes, number, config)
+
+    def unadapt_policy(self: Any) -> None:
+        """See `WeightSwitch.unadapt`."""
+        self.weight_switch.unadapt()
+
+    def forget_adapter(self: Any, number: int) -> None:
+        """See `WeightSwitch.remove_adapter`."""
+        self.weight_switch.remove_adapter(number)
 
     def staged_policy(self: Any, key: str) -> dict[str, Any]:
         """See `WeightSwitch.state`."""
         state: dict[str, Any] = self.weight_switch.state(key)
         return state
 
-    def drop_policy(self: Any) -> None:
+    def drop_policy(self: Any, key: str) -> None:
         """See `WeightSwitch.drop`."""
-        self.weight_switch.drop()
+        self.weight_switch.drop(key)
 
     def load_policy(self: Any, key: str) -> None:
         """See `WeightSwitch.put_in_place`."""

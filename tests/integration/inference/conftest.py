@@ -76,11 +76,13 @@ def reference() -> Reference:
     return Reference()
 
 
-def switch_ten_times(server: Server, sources: Sequence[Path], run_dir: Path) -> None:
+def switch_ten_times(
+    server: Server, sources: Sequence[Path], run_dir: Path, publish: Callable[[Path, Path, int], Path] = publish_weights
+) -> None:
     """Publish ten versions and switch to each; `sources` take turns, and the last version is the last of them."""
     for step in range(1, 11):
         source = sources[(step - 10) % len(sources) - 1]
-        server.update(publish_weights(run_dir, source, step), step)
+        server.update(publish(run_dir, source, step), step)
 
 
 async def assert_greedy_outputs_equal(left: Server, right: Server, agreement: float = 1e-4) -> None:

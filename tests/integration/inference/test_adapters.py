@@ -125,7 +125,7 @@ async def test_a_tied_model_equals_a_fresh_server_after_ten_switches(
     lora: Server, adapters: Adapters, tmp_path: Path
 ) -> None:
     sources = [adapters.published[2], adapters.published[3], adapters.published[1]]
-    switch_ten_times(lora, sources, tmp_path)
+    switch_ten_times(lora, sources, tmp_path, publish_adapter)
     log = tmp_path / "server.log"
     with inference_server(adapters.merged[1], log, ["--vllm.kv_cache_memory_bytes", "64M"]) as fresh:
         await assert_greedy_outputs_equal(lora, fresh)
@@ -136,7 +136,7 @@ async def test_an_untied_model_equals_a_fresh_server_after_ten_switches(tmp_path
     adapters = _make(tmp_path, base)
     sources = [adapters.published[2], adapters.published[3], adapters.published[1]]
     with inference_server(base, tmp_path / "lora.log", LORA) as server:
-        switch_ten_times(server, sources, tmp_path / "ten")
+        switch_ten_times(server, sources, tmp_path / "ten", publish_adapter)
         with inference_server(adapters.merged[1], tmp_path / "fresh.log", LORA) as fresh:
             await assert_greedy_outputs_equal(server, fresh)
 

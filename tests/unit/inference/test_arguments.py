@@ -45,6 +45,8 @@ def test_unknown_arguments_are_named() -> None:
         ("tensor_parallel_size", "set parallel.tp instead"),
         ("port", "set server.port instead"),
         ("kv_transfer_config", "not supported"),
+        ("enable_lora", "set enable_lora instead"),
+        ("lora_modules", "POST /load_adapter"),
     ],
 )
 def test_refuses_what_the_server_promises_on(key: str, reason: str) -> None:
@@ -67,3 +69,9 @@ def test_defaults_on_cpu_and_gpu(tmp_path: Any) -> None:
     )
     chosen = _defaults(_config(model={"dtype": "bfloat16", "enforce_eager": False}), tmp_path, on_cpu=True)
     assert (chosen["dtype"], chosen["enforce_eager"]) == ("bfloat16", False)
+
+
+def test_adapters_are_off_unless_asked_for(tmp_path: Any) -> None:
+    assert "enable_lora" not in _defaults(_config(), tmp_path, on_cpu=False)
+    values = _defaults(_config(enable_lora=True, max_loras=3, max_lora_rank=20), tmp_path, on_cpu=False)
+    assert (values["enable_lora"], values["max_loras"], values["max_lora_rank"]) == (True, 3, 32)

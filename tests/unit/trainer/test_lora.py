@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.lora import LoRAConfig
 from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.rl import RLConfig
@@ -249,6 +250,8 @@ def test_configurations_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match=r"model\.lora: .*model\.tp"):
         TrainerModelConfig(lora=LORA, tp=2)
     adapter = TrainerModelConfig(lora=LoRAConfig(publish="adapter"))
-    with pytest.raises(ValueError, match=r"trainer\.model\.lora\.publish"):
-        RLConfig(trainer=TrainerConfig(model=adapter))
-    assert TrainerConfig(model=adapter).model.lora.publish == "adapter", "a trainer by itself may"
+    with pytest.raises(ValueError, match=r"trainer\.model\.lora\.publish = 'adapter' needs inference\.enable_lora"):
+        RLConfig(trainer=TrainerConfig(model=adapter), inference=InferenceConfig())
+    with pytest.raises(ValueError, match=r"lora\.rank = 16 is more than inference\.max_lora_rank = 8"):
+        RLConfig(trainer=TrainerConfig(model=adapter), inference=InferenceConfig(enable_lora=True, max_lora_rank=8))
+    RLConfig(trainer=TrainerConfig(model=adapter))  # a server that runs already says so itself
