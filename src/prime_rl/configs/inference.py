@@ -159,6 +159,9 @@ class InferenceConfig(RootConfig):
     kv_on_switch: Literal["keep", "recompute"] = "keep"
     """KV cache of completions that a switch interrupts: kept, or computed anew by the new weights."""
 
+    pin_seconds: float = Field(60, ge=0)
+    """Longest time that a switch waits for chat completions, whose tokens carry no versions, to end; 0 waits for none."""
+
     canary_tolerance: float | None = Field(None, gt=0)
     """How far our log-probabilities of a version's canary may be from the trainer's; more ends the run. None is 1e-4
     for the largest difference where both compute in float32, else 5e-2 for the mean difference."""
