@@ -1,0 +1,151 @@
+"""A server follows a trainer that publishes deltas, through its own death, to the very weights; I4, I5."""
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from prime_rl.inference.replica import replica_root
+from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.run.delta import chain_of, rebuild
+from prime_rl.types import PolicyVersion
+from tests.integration.inference.conftest import (
+    ARGUMENTS,
+    assert_greedy_outputs_equal,
+    generate_all,
+    metric,
+    versions_of,
+    wait_for_metric,
+)
+from tests.support.server import Server, free_port, inference_server
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
+
+
+class Trainer:
+    """Publishes versions of a tiny policy as deltas, a twentieth of each weight changed from one to the next."""
+
+    def __init__(self, model: Path, weights: Path) -> None:
+        from prime_rl.configs.shared import TokenizerConfig
+        from prime_rl.configs.trainer import TrainerModelConfig
+        from prime_rl.trainer.model import load_policy, load_tokenizer
+        from prime_rl.trainer.parallel import World, shard
+        from prime_rl.trainer.publication import Publisher
+
+        config = TrainerModelConfig(name=str(model))
+        world = World(rank=0, size=1, device=torch.device("cpu"))
+        self._policy = shard(load_policy(config, seed=0), config, world)
+        tokenizer = load_tokenizer(TokenizerConfig(), config)
+        self._publisher = Publisher(
+            self._policy, tokenizer, torch.float32, world, shard_bytes=100_000, canary=torch.float32, full_interval=9
+        )
+        self._weights = weights
+
+    @torch.no_grad()
+    def step(self, step: int, last: bool = False) -> Path:
+        """Train a step and publish its version, whole when this returns."""
+        generator = torch.Generator().manual_seed(step)
+        for parameter in self._policy.parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            changed = torch.rand(local.shape, generator=generator) < 0.05
+            local += changed * 0.2 * local.abs().mean()
+        target = self._weights / f"step_{step}"
+        self._publisher.start(target, PolicyVersion(0, step), last)
+        self._publisher.wait()
+        return target
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "base")
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, base: Path) -> Iterator[Trainer]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Trainer(base, tmp_path / "weights")
+    dist.destroy_process_group()
+
+
+def _full(weights: Path, target: Path) -> Path:
+    *deltas, full = chain_of(weights)
+    target.mkdir()
+    rebuild(full, deltas[::-1], target)
+    return target
+
+
+async def _switch_while_sampling(server: Server, directories: dict[int, Path]) -> None:
+    def switch() -> None:
+        for step, directory in directories.items():
+            start = metric(server, "vllm:generation_tokens_total")
+            wait_for_metric(server, "vllm:generation_tokens_total", above=start + 50)
+            answer = server.update(directory, step)
+            assert answer["hash"] == read_manifest(directory, WEIGHTS_FORMAT)["hash"]
+            assert answer["canary_difference"] < 1e-4
+
+    [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=900)], switch)
+    assert [version for version, _, _ in versions_of(choice)] == ["0.0", *(f"0.{step}" for step in directories)]
+
+
+async def test_a_server_follows_a_chain_of_deltas_through_its_death(
+    tmp_path: Path, base: Path, trainer: Trainer
+) -> None:
+    port, weights = free_port(), tmp_path / "weights"
+    arguments = [*ARGUMENTS, "--weights_cache", str(tmp_path / "cache")]
+    here = replica_root(tmp_path / "cache", port)
+    published = {step: trainer.step(step) for step in range(1, 7)}
+    assert [len(chain_of(directory)) for directory in published.values()] == [1, 2, 3, 4, 5, 6]
+
+    with inference_server(base, tmp_path / "first.log", arguments, port=port) as first:
+        await _switch_while_sampling(first, {step: published[step] for step in (1, 2, 3)})
+        _refuses_damage(first, published[4])
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.process.wait()
+
+    with inference_server(base, tmp_path / "second.log", arguments, port=port) as second:
+        hidden = published[1].rename(tmp_path / "step_1")
+        await _switch_while_sampling(second, {6: published[6]})  # of version 3, which the first one has left here
+        hidden.rename(published[1])
+        whole = _full(published[6], tmp_path / "whole")
+        with inference_server(whole, tmp_path / "fresh.log", ARGUMENTS) as fresh:
+            await assert_greedy_outputs_equal(second, fresh)
+
+            second.reload()
+            shutil.rmtree(here)
+            second.update(published[6], 6)  # of version 1, and all deltas since
+            await assert_greedy_outputs_equal(second, fresh)
+            last = trainer.step(7, last=True)
+            assert len(chain_of(last)) == 1
+            second.update(last, 7)
+            fresh.update(last, 7)
+            await assert_greedy_outputs_equal(second, fresh)
+        assert [len(list(entry.glob("*.safetensors"))) for entry in here.iterdir() if entry.is_dir()] == [3]
+        second.process.send_signal(signal.SIGTERM)
+        second.process.wait(30)
+        assert not here.exists()
+    assert weights.is_dir()
+
+
+def _refuses_damage(server: Server, directory: Path) -> None:
+    """A damaged delta is refused with the name of its file, and the version after repair is taken."""
+    loaded = server.policy()
+    delta = sorted(directory.glob("*.delta"))[1]
+    content = delta.read_bytes()
+    for damaged, reason in [
+        (content[:60] + bytes([content[60] ^ 4]) + content[61:], f"{delta} is damaged: its checksum is another"),
+        (content[:-7], rf"{delta} has \d+ bytes, its manifest says \d+"),
+    ]:
+        delta.write_bytes(damaged)
+        answer = server.post("/update_weights", weight_dir=str(directory), step=4)
+        assert answer.status_code == 400 and re.search(reason, answer.json()["error"])
+        assert server.policy() == loaded
+    delta.write_bytes(content)
