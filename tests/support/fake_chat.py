@@ -25,6 +25,9 @@ class FakeChat:
         self.keys: list[str | None] = []
         self.reply = lambda body: says("42")
         self.fault = None  # callable(request body) -> web.Response | None
+        self.pins: list[str] | None = None  # those that are held; a list makes it a server that has them
+        self.named: list[str | None] = []  # the pins that requests have named
+        self.asked_for_pins = 0
         self.url = ""
         self.running: web.AppRunner | None = None
 
@@ -32,6 +35,7 @@ class FakeChat:
         body = await request.json()
         self.requests.append(body)
         self.keys.append(request.headers.get("Authorization"))
+        self.named.append(request.headers.get("X-Policy-Pin"))
         if self.fault is not None and (response := self.fault(body)) is not None:
             return response
         usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
@@ -39,9 +43,22 @@ class FakeChat:
             {"id": "x", "object": "chat.completion", "choices": [self.reply(body)], "usage": usage}
         )
 
+    async def pin(self, _: web.Request) -> web.Response:
+        self.asked_for_pins += 1
+        if self.pins is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        self.pins.append(f"pin {len(self.pins)}")
+        return web.json_response({"pin": self.pins[-1], "branch": 0, "step": 3})
+
+    async def unpin(self, request: web.Request) -> web.Response:
+        assert self.pins is not None
+        self.pins.remove((await request.json())["pin"])
+        return web.json_response({})
+
     async def start(self, prefix: str = "/v1") -> None:
         app = web.Application()
         app.add_routes([web.post(f"{prefix}/chat/completions", self.complete)])
+        app.add_routes([web.post("/pin_policy", self.pin), web.post("/unpin_policy", self.unpin)])
         self.running = web.AppRunner(app, shutdown_timeout=0.01)
         await self.running.setup()
         await web.TCPSite(self.running, "127.0.0.1", 0).start()

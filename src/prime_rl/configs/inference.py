@@ -160,7 +160,7 @@ class InferenceConfig(RootConfig):
     """KV cache of completions that a switch interrupts: kept, or computed anew by the new weights."""
 
     pin_seconds: float = Field(60, ge=0)
-    """Longest time that a switch waits for chat completions, whose tokens carry no versions, to end; 0 waits for none."""
+    """Longest time that a switch waits for chat completions, whose tokens carry no versions; 0 waits for none."""
 
     canary_tolerance: float | None = Field(None, gt=0)
     """How far our log-probabilities of a version's canary may be from the trainer's; more ends the run. None is 1e-4

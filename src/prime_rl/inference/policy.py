@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 from prime_rl.inference.adapters import check_version
 from prime_rl.inference.lease import Lease
+from prime_rl.inference.pins import Pins
 from prime_rl.inference.weights import Policy, Shapes, WeightsRefusedError
 from prime_rl.types import PolicyVersion
 
@@ -82,8 +83,10 @@ class PolicyServer:
         fail: called with a message when the weights are in an undefined state; it must end the server.
         canary_tolerance: how far a canary's log-probabilities may be off; None is what rounding explains.
         max_rank: largest rank of an adapter; None takes no adapters.
+        pin_seconds: longest time that a switch waits for who is pinned.
 
     Attributes:
+        pins: who is not switched away from.
         policy: what the engine samples from.
         guests: names of adapters that are served beside the policy and rest on the base model's weights.
     """
@@ -98,8 +101,10 @@ class PolicyServer:
         fail: Callable[[str], None],
         canary_tolerance: float | None = None,
         max_rank: int | None = None,
+        pin_seconds: float = 0,
     ) -> None:
         self.policy = base
+        self.pins = Pins(pin_seconds)
         self.guests: Collection[str] = ()
         self._weights = base  # what is in place without an adapter
         self._engine = engine
@@ -216,7 +221,9 @@ class PolicyServer:
                 if (version, policy.salt) == (self.policy.version, self.policy.salt):
                     answer = {"stage_s": 0.0, "pause_s": 0.0, "load_s": 0.0, "bytes": 0}
                 else:
-                    answer = await self._switch(policy, "keep", await self._stage(policy))
+                    staged = await self._stage(policy)
+                    async with self.pins.switch():
+                        answer = await self._switch(policy, "keep", staged)
                     await self._ask_canary(policy)
                 if self._wrong is not None:
                     raise PolicyWrongError(self._wrong)

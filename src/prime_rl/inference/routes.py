@@ -50,6 +50,12 @@ class UnloadAdapterBody(_Body):
     name: str
 
 
+class PinBody(_Body):
+    """Body of POST /unpin_policy."""
+
+    pin: str
+
+
 class ReleaseBody(_Body):
     """Body of POST /release_policy."""
 
@@ -110,6 +116,18 @@ def make_router(
     async def release_policy(request: Request) -> JSONResponse:
         async def call() -> dict[str, Any]:
             return server.release(ReleaseBody.model_validate_json(await request.body()).run_id)
+
+        return await _answer(call)
+
+    @router.post("/pin_policy")
+    async def pin_policy() -> dict[str, Any]:
+        return {"pin": await server.pins.take(), **server.describe()}
+
+    @router.post("/unpin_policy")
+    async def unpin_policy(request: Request) -> JSONResponse:
+        async def call() -> dict[str, Any]:
+            server.pins.give_back(PinBody.model_validate_json(await request.body()).pin)
+            return {}
 
         return await _answer(call)
 

@@ -31,6 +31,7 @@ from prime_rl.inference.lease import Lease
 from prime_rl.inference.model import BaseModel, find_base_model
 from prime_rl.inference.named_adapters import NamedAdapters
 from prime_rl.inference.nodes import Nodes, all_nodes, resolve
+from prime_rl.inference.pins import PinnedRequests
 from prime_rl.inference.policy import PauseMode, PolicyServer, Staged
 from prime_rl.inference.replica import replica_root
 from prime_rl.inference.requests import NamesInVllm, lora_request, prepare_requests
@@ -38,7 +39,6 @@ from prime_rl.inference.routes import make_router
 from prime_rl.inference.salt import CANARY
 from prime_rl.inference.version_header import PolicyVersionHeader
 from prime_rl.inference.weights import Policy, WeightsRefusedError
-from prime_rl.types import PolicyVersion
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -290,7 +290,7 @@ async def _serve(
         nodes.tell(lost)
         app, policies = await _unless_ended(_make_app(config, args, base, client, nodes, partial(_end, end)), end)
         logger.info(f"serving {config.model.name} on port {args.port} after {time.monotonic() - started:.1f} s")
-        await serve_http(app, client, listener, args, end, lambda: policies.policy.version)
+        await serve_http(app, client, listener, args, end, policies)
     if reason := end.result():
         raise RunError(reason)
 
@@ -311,7 +311,9 @@ async def _make_app(
     await engine.prepare(base.policy, replica_root(config.weights_cache, config.server.port))
     lease = Lease(config.lease_seconds)
     max_rank = config.max_lora_rank if config.enable_lora else None
-    policies = PolicyServer(engine, base.policy, base.shapes, base.tied, lease, fail, config.canary_tolerance, max_rank)
+    policies = PolicyServer(
+        engine, base.policy, base.shapes, base.tied, lease, fail, config.canary_tolerance, max_rank, config.pin_seconds
+    )
     await policies.start()
     tasks = await client.get_supported_tasks()
     app = build_app(args, tasks, client.model_config)
@@ -352,7 +354,7 @@ async def serve_http(
     listener: socket.socket,
     args: Namespace,
     end: "asyncio.Future[str | None]",
-    version: Callable[[], PolicyVersion],
+    policies: PolicyServer,
 ) -> None:
     """Serve until `end` has a result: None after SIGINT or SIGTERM, else why the server cannot go on.
 
@@ -361,7 +363,8 @@ async def serve_http(
     from vllm.entrypoints.launchers.launcher import NoSignalServer
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    http = NoSignalServer(_http_config(PolicyVersionHeader(app, version), args))
+    versioned = PolicyVersionHeader(app, lambda: policies.policy.version)
+    http = NoSignalServer(_http_config(PinnedRequests(versioned, policies.pins), args))
     app.state.server = http  # where vLLM's error handlers look for it
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -393,7 +396,7 @@ def _end_start(signum: int, frame: object) -> None:
     sys.exit(128 + signum)
 
 
-def _http_config(app: PolicyVersionHeader, args: Namespace) -> uvicorn.Config:
+def _http_config(app: PinnedRequests, args: Namespace) -> uvicorn.Config:
     """What vLLM's own entry point sets of its HTTP server."""
     from vllm import envs
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config

@@ -226,3 +226,17 @@ async def test_the_tolerance_of_the_canary_can_be_set(case: Case, tmp_path: Path
     case.engine.logprobs = [[-1.5, -2.0]]
     case.server._canary_tolerance = 0.6
     assert (await case.server.update(VERSION, _publish(tmp_path, canary=CANARY), "run"))["canary_difference"] == 0.5
+
+
+async def test_a_pin_delays_the_switch_and_not_the_staging(case: Case, tmp_path: Path) -> None:
+    case.server.pins.seconds = 60
+    pin = await case.server.pins.take()
+    update = asyncio.create_task(case.server.update(VERSION, _publish(tmp_path), "run"))
+    while case.engine.calls != ["stage 0.7"]:
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert case.engine.calls == ["stage 0.7"]
+    case.server.pins.give_back(pin)
+    await update
+    assert case.engine.calls == SWITCH

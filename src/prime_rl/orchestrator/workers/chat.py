@@ -1,12 +1,15 @@
 """Any server that speaks OpenAI's chat completions: messages in, a message out, for rollouts that are not trained on.
 
 The server renders the prompt and parses tool calls and reasoning. It tells no token ids, so these rollouts have no
-samples. Ours tells between which policy versions an answer was sampled (headers `X-Policy-Version` and `-End`).
+samples. Ours tells between which policy versions an answer was sampled (headers `X-Policy-Version` and `-End`), and
+switches to no other while rollouts are pinned (`ChatServer.pinned`).
 """
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from copy import copy
 from typing import Any, Self
 
 import aiohttp
@@ -85,6 +88,8 @@ class ChatServer:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._session: aiohttp.ClientSession | None = None
         self._decoder = msgspec.json.Decoder(_Completion)
+        self._pins = True
+        self._pin: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0)
@@ -94,6 +99,44 @@ class ChatServer:
     async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator["ChatServer"]:
+        """Lend the server as it samples from one version, for whole rollouts: ours switches when the block has ended.
+
+        It does not wait for ever: the headers of its answers tell. Servers that are not ours have no versions.
+        """
+        root = self.url.removesuffix("/v1")
+        pin = await self._take_pin(root) if self._pins else None
+        if pin is None:
+            yield self
+            return
+        lent = copy(self)
+        lent._pin = {"X-Policy-Pin": pin}
+        try:
+            yield lent
+        finally:
+            with suppress(aiohttp.ClientError, TimeoutError):  # without it the switch waits a little longer
+                await self._post_json(f"{root}/unpin_policy", {"pin": pin})
+
+    async def _take_pin(self, root: str) -> str | None:
+        """Return the name of a pin; None of a server that does not answer so, which is not asked again."""
+        try:
+            status, data = await self._post_json(f"{root}/pin_policy", {})
+            if status == 200:
+                return str(msgspec.json.decode(data)["pin"])
+        except aiohttp.ClientError:
+            return None  # the rollout will see whether it is gone
+        except (TimeoutError, msgspec.DecodeError, KeyError, TypeError):
+            pass
+        self._pins = False
+        return None
+
+    async def _post_json(self, url: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        if self._session is None:
+            raise RuntimeError("ChatServer is used outside of `async with`")
+        async with self._session.post(url, json=body) as response:
+            return response.status, await response.read()
 
     async def complete(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, sampling: Mapping[str, Any]
@@ -147,7 +190,7 @@ class ChatServer:
         """Return the status, the headers, and the answer."""
         if self._session is None:
             raise RuntimeError("ChatServer is used outside of `async with`")
-        async with self._session.post(f"{self.url}/chat/completions", json=body) as response:
+        async with self._session.post(f"{self.url}/chat/completions", json=body, headers=self._pin) as response:
             return response.status, response.headers, await response.read()
 
 

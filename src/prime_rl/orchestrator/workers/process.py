@@ -7,8 +7,8 @@ import asyncio
 import gc
 import socket
 import traceback
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import uvloop
@@ -137,10 +137,9 @@ class _Worker:
     async def _report(self, play: Play) -> Report:
         limit = asyncio.timeout(self._order.timeout_s)
         try:
-            async with limit:
-                engine = await self._engine(play.url)
+            async with limit, self._server(play.url) as server:
                 rollouts = await self._adapter.run_group(
-                    play.example, play.count, engine, play.sampling, play.seq_len, play.seed
+                    play.example, play.count, server, play.sampling, play.seq_len, play.seed
                 )
             for rollout in rollouts:
                 check_scores(rollout)
@@ -158,6 +157,16 @@ class _Worker:
                 raise
             took = f"example {play.example} took longer than {self._order.timeout_s:g} s (env.timeout)"
             return Failed(play.request, "environment", took)
+
+    @asynccontextmanager
+    async def _server(self, url: str) -> AsyncIterator[Engine | ChatServer]:
+        """Lend the server at `url` for a group; one that tells no versions of tokens, while it has one version."""
+        engine = await self._engine(url)
+        if isinstance(engine, ChatServer):
+            async with engine.pinned() as server:
+                yield server
+        else:
+            yield engine
 
     async def _engine(self, url: str) -> Engine | ChatServer:
         if (engine := self._engines.get(url)) is None:

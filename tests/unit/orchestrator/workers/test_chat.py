@@ -96,6 +96,33 @@ async def test_our_own_server_tells_the_versions():
             assert recorder.versions is None
 
 
+async def test_a_group_is_pinned_on_our_own_server_and_names_its_pin():
+    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m", "secret") as server:
+        fake.pins = []
+        async with server.pinned() as one, server.pinned() as other:
+            assert fake.pins == ["pin 0", "pin 1"]
+            await ChatRecorder(one).ask(ASK, None, {})
+            await ChatRecorder(other).ask(ASK, None, {})
+        assert fake.pins == []
+        await ChatRecorder(server).ask(ASK, None, {})
+        assert fake.named == ["pin 0", "pin 1", None]
+        with pytest.raises(ZeroDivisionError):
+            async with server.pinned():
+                raise ZeroDivisionError
+        assert fake.pins == [], "given back, however it ends"
+
+
+async def test_another_server_is_asked_for_a_pin_once():
+    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
+        for _ in range(2):
+            async with server.pinned() as same:
+                assert same is server
+                await ChatRecorder(same).ask(ASK, None, {})
+        assert (fake.asked_for_pins, fake.named) == (1, [None, None])
+    async with server, server.pinned() as same:
+        assert same is server, "it is gone: the rollout will see that"
+
+
 @pytest.mark.parametrize("status", [429, 503])
 async def test_a_busy_server_is_asked_again(status):
     async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
