@@ -38,6 +38,7 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, models
+from torch.distributed.tensor import DTensor
 
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.trainer.loading import make_policy
@@ -221,7 +222,7 @@ class SimulatedAdam(torch.optim.Optimizer):
         """Move all weights; which weight makes which of the simulated steps is drawn anew."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                flat = parameter.to_local().view(-1)
+                flat = local(parameter).view(-1)
                 for part in flat.split(_POOL):
                     begin = int(self._random.integers(_POOL))
                     part.add_(self._steps[begin : begin + len(part)], alpha=self.rate)
@@ -229,7 +230,7 @@ class SimulatedAdam(torch.optim.Optimizer):
     def rate_of(self, share: float) -> float:
         """Find the rate at which a step changes `share` of the weights when they are rounded to bfloat16."""
         largest = max((p for group in self.param_groups for p in group["params"]), key=lambda p: p.numel())
-        weights = largest.detach().to_local().view(-1)[: 2**20].numpy()
+        weights = local(largest.detach()).view(-1)[: 2**20].numpy()
         steps = self._steps[: len(weights)].numpy()
         low, high = np.float32(1e-9), np.float32(1e-2)
         for _ in range(25):
@@ -258,7 +259,7 @@ class Limits:
     """What the memory and the disk can do with the bytes of one version."""
 
     def __init__(self, policy: PolicyModel, folder: Path) -> None:
-        self._weights = [parameter.detach().to_local() for parameter in policy.parameters()]
+        self._weights = [local(parameter.detach()) for parameter in policy.parameters()]
         self._from = [torch.zeros_like(weight, dtype=torch.bfloat16) for weight in self._weights]
         self._to = [torch.zeros_like(half) for half in self._from]
         self._file = folder / "limit"
@@ -283,6 +284,11 @@ class Limits:
                 file.write(half.view(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def timed(work: Callable[[], object]) -> float:
