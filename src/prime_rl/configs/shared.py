@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from prime_rl.configs.base import BaseConfig, later
+from prime_rl.configs.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 DEFAULT_PORT = 8000
@@ -229,26 +230,7 @@ class FileBroadcastConfig(BaseConfig):
     """Publish what has changed since the version before, for slow networks; None publishes every version in full."""
 
 
-class NCCLBroadcastConfig(BaseConfig):
-    """Weights travel over NCCL."""
-
-    type: Literal["nccl"] = "nccl"
-    """Way from trainer to inference."""
-
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the published weights."""
-
-    host: str = "localhost"
-    """Rendezvous host."""
-
-    port: int = Field(29501, ge=1, le=65535)
-    """Rendezvous port."""
-
-    timeout: float = Field(1200, gt=0)
-    """Longest wait for the other side, seconds."""
-
-
-BroadcastConfig = Annotated[FileBroadcastConfig | NCCLBroadcastConfig, Field(discriminator="type")]
+BroadcastConfig = Annotated[FileBroadcastConfig | NCCLBroadcastConfig | IPCBroadcastConfig, Field(discriminator="type")]
 
 Monitored: dict[str, str] = {"monitor.wandb": "wandb"}
 """Aliases of every entry point that logs to W&B (the older spelling of the key)."""

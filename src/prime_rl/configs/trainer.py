@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.base import BaseConfig, RootConfig, later
 from prime_rl.configs.bench import STEPS, shorten, use_fake_data
+from prime_rl.configs.broadcast import check_transfer
 from prime_rl.configs.lora import LoRAConfig
 from prime_rl.configs.loss import AIPOLossConfig, LossConfig, ReferenceConfig
 from prime_rl.configs.memory import (
@@ -259,9 +260,9 @@ class TrainerConfig(RootConfig):
         use_fake_data(state)
 
     @model_validator(mode="after")
-    def _nccl_is_later(self) -> "TrainerConfig":
-        if self.weight_broadcast.type != "filesystem":
-            raise ValueError("weight_broadcast.type 'nccl' is not there yet; use 'filesystem'")
+    def _weights_can_travel(self) -> "TrainerConfig":
+        lora = self.model.lora
+        check_transfer(self.weight_broadcast.type, self.device, lora is not None and lora.publish == "adapter")
         return self
 
     @model_validator(mode="after")

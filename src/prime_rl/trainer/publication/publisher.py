@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from prime_rl.configs.broadcast import TransferConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run.artifact import WEIGHTS_FORMAT, begin, commit, fsync
 from prime_rl.run.tensors import content_hash
@@ -38,6 +39,7 @@ from prime_rl.trainer.publication.files import Hashes, write_files, write_index
 from prime_rl.trainer.publication.plan import make_plan
 from prime_rl.trainer.publication.snapshot import Snapshot
 from prime_rl.trainer.publication.sources import Sources
+from prime_rl.trainer.publication.transfer import Transfer
 from prime_rl.types import PolicyVersion
 
 _GIB = 2**30
@@ -81,6 +83,7 @@ class Publisher:
         directory: Path | None = None,
         canary: torch.dtype | None = None,
         full_interval: int | None = None,
+        transfer: TransferConfig | None = None,
         twin: Callable[[], PolicyModel | None] = lambda: None,
     ) -> None:
         """Plan the work and reserve host memory for one version. All ranks call it together.
@@ -94,11 +97,12 @@ class Publisher:
             directory: where versions are written, with a link to each at its target; None is at the target itself.
             canary: precision of the policy's forward pass, if versions are to say what it makes of the canary.
             full_interval: which versions are full, the others being deltas; None makes all of them full.
+            transfer: how versions but the last go from memory to memory; None writes all of them to files.
             twin: makes, at the first publication, what scores the canary while training goes on (`plain_twin`); where
                 it gives None the policy does so itself, in `start`.
 
         Raises:
-            ConfigError: `directory` has no room for two versions.
+            ConfigError: `directory` has no room for two versions, or `transfer` is not possible here.
         """
         self._policy, self._world, self._directory = policy, world, directory
         self._sources = Sources(policy, dtype)
@@ -115,6 +119,12 @@ class Publisher:
             single=self._sources.adapters_alone,
         )
         self._ranks.on_lead(self._check_room)
+        if transfer is not None and self._sources.adapters_alone:
+            raise ConfigError(
+                "model.lora.publish = 'adapter' with weight_broadcast.type = "
+                f"{transfer.type!r}: adapters are small and travel through files; use 'filesystem'"
+            )
+        self._transfer = None if transfer is None else Transfer(transfer, world, self._ranks)
         self._snapshot: Snapshot | None = None
         self._companions = self._sources.companions(tokenizer) if world.leads else {}
         self._canary = None if canary is None else (canary_row(policy.vocabulary).to(world.device), canary)
@@ -176,8 +186,11 @@ class Publisher:
         """Raise what has gone wrong so far.
 
         Raises:
-            RunError: a version could not be written: the disk is full or not writable, or its target exists already.
+            RunError: a version could not be written: the disk is full or not writable, or its target exists already;
+                or it could not be sent.
         """
+        if self._transfer is not None:
+            self._transfer.check()
         if self._job is not None and self._job.done.is_set():
             self.wait()
 
@@ -195,7 +208,15 @@ class Publisher:
             raise job.error
         self._finished = job
 
-    close = wait
+    def close(self) -> None:
+        """Wait until all versions are complete and nothing is being sent any more.
+
+        Raises:
+            RunError: as `check`.
+        """
+        self.wait()
+        if self._transfer is not None:
+            self._transfer.close()
 
     def metrics(self) -> dict[str, float | None]:
         """Return seconds that training spent on the latest version, and the seconds and bytes of writing.
@@ -262,9 +283,14 @@ class Publisher:
         self._deltas.begin(job.target.name, PolicyVersion(job.fields["branch"], job.fields["step"]), job.last)
         try:
             temporary = self._ranks.on_lead(lambda: self._begin(job))
-            parts = self._ranks.gather(
-                lambda: write_files(temporary, self._plan, self._sources, buffer, rank, self._group, self._deltas.write)
-            )
+            if self._transfer is not None and not job.last:
+                parts = self._transfer.take(self._plan, self._sources, buffer, self._group, job.target.name)
+            else:
+                parts = self._ranks.gather(
+                    lambda: write_files(
+                        temporary, self._plan, self._sources, buffer, rank, self._group, self._deltas.write
+                    )
+                )
             job.bytes, content = self._ranks.on_lead(lambda: self._commit(job, temporary, parts))
             self._deltas.complete(content)
         except RunError as error:
@@ -294,6 +320,8 @@ class Publisher:
         tensors = {name: digest for file in hashes.values() for name, digest in file.items()}
         fields = {**job.fields, "tensors": tensors, "hash": content_hash(tensors), **self._canary_fields(job)}
         fields |= self._deltas.fields()
+        if self._transfer is not None and not job.last:
+            fields |= self._transfer.fields()
         if self._sources.adapters_alone:
             # Scale and layers are not in the tensors' hashes, and are as much part of the version.
             fields["adapter"] = xxhash.xxh3_128_hexdigest(self._companions[ADAPTER_CONFIG])

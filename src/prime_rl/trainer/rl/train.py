@@ -11,7 +11,6 @@ import numpy as np
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from prime_rl.configs.shared import FileBroadcastConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.errors import ConfigError
 from prime_rl.monitor import Monitor
@@ -26,7 +25,7 @@ from prime_rl.trainer.memory import prepare_optimizer
 from prime_rl.trainer.model import PolicyModel, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer, schedule_factor
 from prime_rl.trainer.parallel import World, compute_dtype, join_world
-from prime_rl.trainer.publication import Publisher, plain_twin
+from prime_rl.trainer.publication import Publisher, choose_way, plain_twin
 from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
 from prime_rl.trainer.rl.objective import build_objective
@@ -90,16 +89,17 @@ def make_publisher(
 ) -> Publisher:
     """Make what publishes each version while the next step already runs."""
     options = config.weight_broadcast
-    assert isinstance(options, FileBroadcastConfig), "the configuration refuses the others"
+    files, transfer = choose_way(options, world)
     dtype = compute_dtype(config.model.dtype, world.device)
     publisher = Publisher(
         policy,
         tokenizer,
         compute_dtype(options.dtype, world.device),
         world,
-        directory=options.directory,
+        directory=files.directory,
         canary=dtype if options.canary else None,
-        full_interval=options.delta.full_interval if options.delta else None,
+        full_interval=files.delta.full_interval if files.delta else None,
+        transfer=transfer,
         twin=partial(plain_twin, policy, config.model, world, dtype),
     )
     publisher.guard(optimizer)
