@@ -109,7 +109,8 @@ def run(paths: RunPaths, folder: Path, small: bool) -> dict[str, Any]:
     alone, with_server = Rounds(), Rounds()
     say("the trainer alone")
     with lone_trainer(small) as trainer:
-        bench = Bench(trainer, paths, Work(0.2 if small else STEP_S), Limits(trainer.policy, folder))
+        step_s, window_s = (0.2, 0.5) if small else (STEP_S, 5.0)
+        bench = Bench(trainer, paths, Work(step_s), Limits(trainer.policy, folder), window_s)
         no_canary = bench.publish_alone(alone, 2 if small else 3)
         say("a server of the base model")
         with inference_server(paths.weights(0), folder / "server.log", _ENGINE) as server:
@@ -125,10 +126,12 @@ class Bench:
         paths: of its run.
         work: a step's forward and backward pass.
         limits: of memory and disk.
+        window_s: how long the usual rate of sampling is measured.
     """
 
-    def __init__(self, trainer: Trainer, paths: RunPaths, work: Work, limits: Limits) -> None:
+    def __init__(self, trainer: Trainer, paths: RunPaths, work: Work, limits: Limits, window_s: float = 5.0) -> None:
         self._trainer, self._paths, self._work, self._limits = trainer, paths, work, limits
+        self._window_s = window_s
         self._rates = {share: trainer.updates.rate_of(share) for share in SHARES}
 
     def publish_alone(self, rounds: Rounds, count: int) -> Rounds:
@@ -159,7 +162,7 @@ class Bench:
             say(f"version {step} of {len(SHARES)}")
             with Sampling(server, self._trainer.policy.vocabulary) as sampling:
                 sampling.wait_for_tokens(4)
-                usual = sampling.rate(5.0)
+                usual = sampling.rate(self._window_s)
                 measured = self._round(server, step)
             for count, completions in sampling.spans.items():
                 spans[str(count)] = spans.get(str(count), 0) + completions
