@@ -1,0 +1,134 @@
+"""The examples of deploy/: what they start is what the commands take. Slurm's commands are replaced by stand-ins."""
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from prime_rl.configs import InferenceConfig, OrchestratorConfig, TrainerConfig
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "deploy" / "slurm" / "rl.sbatch"
+MANIFEST = ROOT / "deploy" / "kubernetes" / "rl.yaml"
+RECIPES = {
+    "INFERENCE": ROOT / "configs/inference/debug.toml",
+    "ORCHESTRATOR": ROOT / "configs/orchestrator/debug.toml",
+    "TRAINER": ROOT / "configs/trainer/debug.toml",
+}
+
+# Servers run until they are ended; the others end at once, with the code in their variable.
+SRUN = """#!/usr/bin/env bash
+printf '%q ' "$@" | tr -d '\\n' >> "$CALLS"; echo >> "$CALLS"
+case " $* " in
+    *" inference "*) exec sleep 60 ;;
+    *" orchestrator "*) exit "$ORCHESTRATOR_CODE" ;;
+    *" torchrun "*) exit "$TRAINER_CODE" ;;
+esac
+"""
+SCONTROL = '#!/usr/bin/env bash\n[[ "$*" == "show hostnames n[1-4]" ]] && printf "%s\\n" n1 n2 n3 n4\n'
+
+
+def submit(tmp_path: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """Run the script as Slurm would; return how it ended and the arguments of each srun."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    calls.touch()
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-4]",
+        "SLURM_GPUS_ON_NODE": "8",
+        "OUTPUT_DIR": "/shared/run",
+        "ORCHESTRATOR_CODE": "0",
+        "TRAINER_CODE": "0",
+        **{name: str(path) for name, path in RECIPES.items()},
+        **variables,
+    }
+    done = subprocess.run(["bash", str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=30)
+    return done, [shlex.split(line) for line in calls.read_text().splitlines()]
+
+
+def after(words: list[str], word: str) -> list[str]:
+    return words[words.index(word) + 1 :]
+
+
+def test_slurm_starts_servers_orchestrator_and_one_trainer_over_the_other_nodes(tmp_path, monkeypatch):
+    done, calls = submit(tmp_path, INFERENCE_NODES="2")
+    assert (done.returncode, done.stderr) == (0, "")
+    by_command = {name: [call for call in calls if name in call] for name in ("inference", "orchestrator", "torchrun")}
+    assert [after(call, "--nodelist")[0] for call in sorted(by_command["inference"])] == ["n1", "n2"]
+    for call in by_command["inference"]:
+        server = InferenceConfig.load(after(call, "inference")).server
+        assert (server.host, server.port) == ("0.0.0.0", 8000)
+    [call] = by_command["orchestrator"]
+    assert OrchestratorConfig.load(after(call, "orchestrator")).client.urls == ["http://n1:8000", "http://n2:8000"]
+    [call] = by_command["torchrun"]
+    assert after(call, "--nodelist")[0] == "n3,n4"
+    words = after(call, "torchrun")
+    assert words[: words.index("--rdzv-id")] == ["--nnodes", "2", "--nproc-per-node", "8"]
+    assert after(words, "--rdzv-endpoint")[0] == "n3:29400"
+    monkeypatch.setenv("OUTPUT_DIR", "/shared/run")
+    assert str(TrainerConfig.load(after(words, "src/prime_rl/trainer/rl/train.py")).output_dir) == "/shared/run"
+    _torchrun_takes(words)
+
+
+@pytest.mark.parametrize("role", ["ORCHESTRATOR", "TRAINER"])
+def test_slurm_ends_with_whoever_fails(tmp_path, role):
+    done, _ = submit(tmp_path, **{f"{role}_CODE": "3"})
+    assert done.returncode == 3
+
+
+def test_slurm_needs_a_node_for_the_trainer(tmp_path):
+    done, calls = submit(tmp_path, INFERENCE_NODES="4")
+    assert (done.returncode, calls) == (2, [])
+    assert "leave none for the trainer" in done.stderr
+
+
+def test_kubernetes_commands_are_those_that_are_taken(monkeypatch):
+    items = yaml.safe_load(MANIFEST.read_text())["items"]
+    named = {(item["kind"], item["metadata"]["name"]): item for item in items}
+    containers = [
+        container
+        for item in items
+        if "template" in item["spec"]
+        for container in item["spec"]["template"]["spec"]["containers"]
+    ]
+    words = {container["args"][0]: container["args"][1:] for container in containers}
+    assert words.keys() == {"inference", "orchestrator", "torchrun"}
+    for container in containers:
+        volumes = next(
+            item["spec"]["template"]["spec"]["volumes"]
+            for item in items
+            if "template" in item["spec"] and container in item["spec"]["template"]["spec"]["containers"]
+        )
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in volumes}
+
+    def own(arguments):
+        """Without the recipe, which only the cluster has."""
+        return arguments[arguments.index("@") + 2 :]
+
+    assert InferenceConfig.load(own(words["inference"])).server.host == "0.0.0.0"
+    urls = OrchestratorConfig.load(own(words["orchestrator"])).client.urls
+    servers = named["StatefulSet", "inference"]["spec"]
+    assert urls == [f"http://inference-{i}.{servers['serviceName']}:8000" for i in range(servers["replicas"])]
+    trainer = named["Job", "trainer"]["spec"]
+    options = dict(word.removeprefix("--").split("=") for word in words["torchrun"] if "=" in word)
+    assert int(options["nnodes"]) == trainer["completions"] == trainer["parallelism"]
+    assert options["rdzv-endpoint"].split(":")[0] == f"trainer-0.{trainer['template']['spec']['subdomain']}"
+    assert ("Service", trainer["template"]["spec"]["subdomain"]) in named
+    assert int(options["nproc-per-node"]) == containers[-1]["resources"]["limits"]["nvidia.com/gpu"]
+    _torchrun_takes(words["torchrun"])
+
+
+def _torchrun_takes(words: list[str]) -> None:
+    parser = pytest.importorskip("torch.distributed.run").get_args_parser()
+    parsed = parser.parse_args(words)
+    assert parsed.training_script == "src/prime_rl/trainer/rl/train.py", json.dumps(words)
+    assert (ROOT / parsed.training_script).exists()
