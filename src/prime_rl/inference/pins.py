@@ -8,13 +8,15 @@ names its pin with every request (header `X-Policy-Pin`), until it gives it back
     switch          (staged: waits.........)|in place|
 
 A switch that waits lets no new pin in, so it waits for the longest of those that are there and no longer, and `seconds`
-at the most: then it goes on, and the headers of the answers say that two versions may have sampled them.
+at the most: then it goes on, and the headers of the answers say that two versions may have sampled them. It does not
+wait for requests of named adapters (`named_adapters`), which no switch touches.
 """
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 Message = MutableMapping[str, Any]
@@ -23,6 +25,14 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], A
 HEADER = "x-policy-pin"
 _SAMPLING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """Routes that sample and cannot tell the version of a token."""
+
+_give_back: ContextVar[Callable[[], None] | None] = ContextVar("give_back", default=None)
+
+
+def unpin_request() -> None:
+    """Let a switch not wait for the request that is being handled: what it is sampled from is not switched."""
+    if (give_back := _give_back.get()) is not None:
+        give_back()
 
 
 class Pins:
@@ -64,6 +74,7 @@ class Pins:
             yield
             return
         name = await self.take()
+        _give_back.set(lambda: self.give_back(name))  # also in tasks that the handler starts
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.inference.adapters import POLICY_ADAPTER
 from prime_rl.inference.named_adapters import Named
+from prime_rl.inference.pins import unpin_request
 from prime_rl.inference.policy import PolicyServer
 from prime_rl.inference.salt import CANARY, mix
 from prime_rl.inference.version_header import answered_by
@@ -87,6 +88,7 @@ def prepare_requests(client: "AsyncLLM", policies: PolicyServer, names: NamesInV
                 named = names.find(request.lora_request)
                 salt = named.policy.salt
                 answered_by(named.policy.version)
+                unpin_request()
         elif names is not None:
             request.lora_request = lora_request(POLICY_ADAPTER)
         request.cache_salt = mix(salt, request.cache_salt)

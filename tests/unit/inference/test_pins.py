@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 
-from prime_rl.inference.pins import HEADER, PinnedRequests, Pins
+from prime_rl.inference.pins import HEADER, PinnedRequests, Pins, unpin_request
 
 
 async def _switch(pins: Pins, events: list[str]) -> None:
@@ -110,3 +110,21 @@ async def test_a_pinned_rollout_goes_on_while_a_switch_waits_for_it() -> None:
     assert not stranger.done()
     case.pins.give_back(pin)
     await asyncio.gather(switch, stranger)
+
+
+async def test_a_request_that_no_switch_touches_holds_nothing() -> None:
+    """A named adapter's: which `model` a request names is seen only inside its handler."""
+    case, events = Case(), list[str]()
+    wait = case.gate.wait
+
+    async def unpin_and_wait() -> bool:
+        unpin_request()
+        return await wait()
+
+    case.gate.wait = unpin_and_wait  # type: ignore[method-assign, assignment]
+    answer = case.post("/v1/chat/completions")
+    await case.begun.wait()
+    async with asyncio.timeout(5):
+        await _switch(case.pins, events)
+    case.gate.set()
+    assert (await answer).text == "said"
