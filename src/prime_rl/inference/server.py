@@ -71,6 +71,7 @@ class VllmEngine:
         self._recompute = recompute
         self._places = places
         self._copies = client.vllm_config.parallel_config.data_parallel_size
+        self._group = secrets.token_hex(8)  # under which the workers fetch versions that are in no file
 
     async def prepare(self, base: Policy, cache: Path) -> None:
         """Let the workers follow their engines to the end, and know what they have loaded. To be called once, first."""
@@ -83,7 +84,10 @@ class VllmEngine:
 
     async def _stage(self, policy: Policy, key: str, number: int, overtaken: Callable[[], str | None]) -> Staged:
         place = key, str(policy.path), dict(policy.tensors)
-        if policy.adapter is None:
+        if policy.offer is not None:
+            request = {**policy.offer.fields(), "hash": policy.hash, "group": self._group}
+            await self._workers("stage_policy", *place, request)
+        elif policy.adapter is None:
             await self._workers("stage_policy", *place)
         else:
             await self._workers("stage_adapter", *place, number, dict(policy.adapter.config))
@@ -98,6 +102,7 @@ class VllmEngine:
             ]
             if reason := errors[0] if errors else overtaken():
                 await self._workers("drop_policy", key)
+                self._group = secrets.token_hex(8)  # not all of them may be in step now
                 raise WeightsRefusedError(reason)
             if any(state["state"] == "gone" for state in states):
                 raise RuntimeError(f"a worker has lost {key} while it was staged")

@@ -28,6 +28,7 @@ from prime_rl.inference.reading import Cancelled, read_verified
 from prime_rl.inference.replica import Replica
 from prime_rl.inference.slots import AdapterSlots
 from prime_rl.inference.standby import Standby, Unsuitable, why_not
+from prime_rl.inference.transfer import Receiver
 from prime_rl.run.artifact import ArtifactError
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class _Version:
     hashes: Mapping[str, str]
     number: int = 0  # of the adapter that it is; 0 is none
     config: Mapping[str, Any] = field(default_factory=dict)  # peft's
+    request: Mapping[str, Any] | None = None  # how to fetch the tensors, if they are in no file
     cancelled: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
     state: State = "staging"
@@ -68,6 +70,7 @@ class WeightSwitch:
         self._worker = worker
         self._base = base
         self._replica = replica
+        self._receiver = Receiver(worker)
         self._version: _Version | None = None
         self._named: _Version | None = None
         self._slots = AdapterSlots(worker.model_runner) if worker.vllm_config.lora_config is not None else None
@@ -77,10 +80,15 @@ class WeightSwitch:
             logger.warning("weights are switched by vLLM's own reload, with a longer pause: %s", self._unsuitable)
         self._pinned: dict[tuple[str, ...], Tensor] | None = {} if worker.device.type == "cuda" else None
 
-    def stage(self, key: str, directory: Path, hashes: Mapping[str, str]) -> None:
-        """Start to read and check a version; returns at once. What was staged before is dropped."""
+    def stage(
+        self, key: str, directory: Path, hashes: Mapping[str, str], request: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start to read, or by `request` to fetch, and check a version; returns at once.
+
+        What was staged before is dropped.
+        """
         before = self.drop()
-        self._version = _Version(key, directory, hashes)
+        self._version = _Version(key, directory, hashes, request=request)
         self._start(self._version, before)
 
     def stage_adapter(
@@ -196,7 +204,7 @@ class WeightSwitch:
             with torch.inference_mode(False), torch.no_grad():
                 if not version.number:
                     self._prove(version)
-                weights = read_verified(version.directory, version.hashes, version.cancelled.is_set, self._replica)
+                weights = self._weights(version)
                 if version.number:
                     factors = list(weights)
                     version.bytes = sum(tensor.nbytes for _, tensor in factors)
@@ -215,8 +223,15 @@ class WeightSwitch:
             version.state = "gone"
         except Exception as error:
             version.error = str(error) or type(error).__name__
+            if version.request is not None:
+                version.error = f"{version.directory} could not be fetched: {version.error}"
             version.state = "failed"
             logger.warning("staging %s failed", version.directory, exc_info=error)
+
+    def _weights(self, version: _Version) -> Iterator[tuple[str, Tensor]]:
+        if version.request is not None:
+            return self._receiver.receive(version.request, version.hashes, version.cancelled.is_set)
+        return read_verified(version.directory, version.hashes, version.cancelled.is_set, self._replica)
 
     def _build(self, version: _Version, factors: list[tuple[str, Tensor]]) -> LoRAModel:
         if self._slots is None:

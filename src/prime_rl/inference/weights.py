@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.inference.canary import Canary, parse_canary
 from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.run.delta.chain import base_of, read_entries
+from prime_rl.run.offer import Offer
 from prime_rl.run.tensors import content_hash
 from prime_rl.types import PolicyVersion
 
@@ -31,7 +32,7 @@ class WeightsRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy version on disk.
+    """A policy version that was published.
 
     Attributes:
         version: which one.
@@ -40,6 +41,7 @@ class Policy:
         tensors: hash of each tensor by name, as its manifest has it.
         canary: the trainer's log-probabilities under it, if they were published.
         adapter: what its tensors are the factors of, on top of the base model; None if they are all of a model's.
+        offer: where to fetch its tensors; None if they are in files.
     """
 
     version: PolicyVersion
@@ -48,6 +50,7 @@ class Policy:
     tensors: Mapping[str, str] = field(default_factory=dict, repr=False)
     canary: Canary | None = None
     adapter: "Adapter | None" = None
+    offer: Offer | None = None
 
     @property
     def salt(self) -> str:
@@ -111,7 +114,8 @@ def read_published(directory: Path, version: PolicyVersion) -> tuple[Policy, dic
     try:
         manifest = read_manifest(directory, WEIGHTS_FORMAT)
         _check_version(directory / MANIFEST, manifest, version)
-        places = {place.name: place for place in _published_places(directory, manifest)}
+        offer = None if manifest.get("transfer") is None else Offer.parse(manifest["transfer"])
+        places = {place.name: place for place in _published_places(directory, manifest, offer)}
         _check_manifest(directory / MANIFEST, manifest, places.keys())
         canary = parse_canary(manifest)
         if canary is not None and (coarse := {place.dtype for place in places.values()} & _HALF.keys()):
@@ -120,11 +124,15 @@ def read_published(directory: Path, version: PolicyVersion) -> tuple[Policy, dic
         raise WeightsRefusedError(str(error)) from None
     except ValueError as error:
         raise WeightsRefusedError(f"{directory / MANIFEST} is malformed: {error}") from None
-    return Policy(version, manifest["hash"], directory, manifest["tensors"], canary), places, manifest
+    policy = Policy(version, manifest["hash"], directory, manifest["tensors"], canary, offer=offer)
+    return policy, places, manifest
 
 
-def _published_places(directory: Path, manifest: Mapping[str, Any]) -> list[TensorPlace]:
-    """As `read_places`; of a delta, what it leads to and in which file, but for the place there."""
+def _published_places(directory: Path, manifest: Mapping[str, Any], offer: Offer | None) -> list[TensorPlace]:
+    """As `read_places`; of a delta or an offer, what it leads to and in which file, but for the place there."""
+    if offer is not None:
+        file = directory / MANIFEST
+        return [TensorPlace(file, name, dtype, shape, 0, 0) for name, (dtype, shape) in offer.tensors.items()]
     if base_of(directory, manifest) is None:
         return read_places(directory)
     entries = read_entries(directory, manifest).items()

@@ -18,9 +18,11 @@ class WeightUpdateExtension:
         rebuilt. To be called once, first."""
         self.weight_switch = WeightSwitch(self, Path(base), Replica(Path(cache)))
 
-    def stage_policy(self: Any, key: str, directory: str, hashes: Mapping[str, str]) -> None:
+    def stage_policy(
+        self: Any, key: str, directory: str, hashes: Mapping[str, str], request: Mapping[str, Any] | None = None
+    ) -> None:
         """See `WeightSwitch.stage`."""
-        self.weight_switch.stage(key, Path(directory), hashes)
+        self.weight_switch.stage(key, Path(directory), hashes, request)
 
     def stage_adapter(
         self: Any, key: str, directory: str, hashes: Mapping[str, str], number: int, config: Mapping[str, Any]

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -306,8 +306,8 @@ class Sender:
             self._changed.notify_all()
         reason = group.failure or (errors[0] if errors else None)
         if thread.is_alive():
-            reason = reason or f"it waits for {', '.join(channel.peer for channel in group.channels)}"
-            self._error = RunError(f"cannot send version {name}, and cannot leave the transfer: {reason}")
+            why = reason or f"it waits for {', '.join(channel.peer for channel in group.channels)}"
+            self._error = RunError(f"cannot send version {name}, and cannot leave the transfer: {why}")
             raise self._error
         if reason is not None:
             raise RunError(f"version {name} was not sent: {reason}")
@@ -346,7 +346,7 @@ def open_engine(options: TransferConfig, source: HostSource, client: Any, group:
             packed_buffer_size_bytes=buffer_bytes,
             packed_num_buffers=_BUFFERS,
         )
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)  # type: ignore[arg-type]
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=cast("Any", source))
 
 
 def write_handles(handles: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
