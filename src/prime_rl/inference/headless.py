@@ -61,6 +61,7 @@ def member_of(config: "InferenceConfig", base: BaseModel) -> Member:
         "the hash of the model's weights": base.policy.hash,
         "model.dtype": model.dtype,
         "model.max_model_len": model.max_model_len,
+        "enable_lora, max_loras, max_lora_rank": [config.enable_lora, config.max_loras, config.max_lora_rank],
         "vllm": config.vllm,
         "the version of vLLM": arguments.vllm_version(),
     }

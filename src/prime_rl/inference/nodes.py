@@ -177,6 +177,7 @@ class Nodes(threading.Thread):
         except LinkLost as lost:
             with self._lock:
                 self._lost = str(lost)
+                logger.error("{}; the server ends", lost)
                 self._tell(self._lost)
 
     def raise_lost(self, signum: int, frame: object) -> None:

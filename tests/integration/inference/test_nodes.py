@@ -1,0 +1,128 @@
+"""One server over two nodes, which are two commands on this machine: both switch, and a lost node ends the server."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.integration.inference.conftest import (
+    Models,
+    Reference,
+    gap,
+    logprobs_of,
+    metric,
+    versions_of,
+    wait_for_metric,
+)
+from tests.support.server import Server, free_port, inference_server
+from tests.support.tiny_model import publish_weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NODES = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--vllm.kv_cache_memory_bytes", "64M"]
+
+
+@contextmanager
+def headless_node(model: Path, log: Path, arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The second node; nothing of it is left at the end."""
+    command = [sys.executable, "-m", "prime_rl.entrypoints.inference", "--model.name", str(model), *arguments]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--data-parallel-start-rank", "1", "--headless"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**env, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+async def test_both_nodes_switch_and_a_lost_engine_ends_both(
+    models: Models, reference: Reference, tmp_path: Path
+) -> None:
+    ids = [6 + (7 * i) % 94 for i in range(64)]
+    logprobs = reference.logprobs(models.published[1], ids[:1], ids[1:])
+    canary = {"token_ids": ids, "logprobs": logprobs, "dtype": "float32"}
+    directory = publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary})
+    arguments = [*NODES, "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
+    log = tmp_path / "node.log"
+    with (
+        headless_node(models.base, log, arguments) as node,
+        inference_server(models.base, tmp_path / "server.log", arguments) as server,
+    ):
+        before = sample_of_each(server)
+        answer = server.update(directory, 1)
+        assert answer["canary_difference"] <= 1e-4, "of the worse of the two"
+        after = sample_of_each(server)
+        for (old, _, old_version), (new, scores, version) in zip(before, after, strict=True):
+            assert (old_version, version) == ("0.0", "0.1")
+            assert old != new
+            assert gap(scores, reference.logprobs(models.published[1], [6, 7, 8], new)) <= 1e-4
+        assert after[0][0] == after[1][0]
+
+        broken = publish_weights(tmp_path, models.published[2], 2)
+        shard = next(broken.glob("*.safetensors"))
+        content = bytearray(shard.read_bytes())
+        content[-5] ^= 1
+        shard.write_bytes(content)
+        refused = server.post("/update_weights", weight_dir=str(broken), step=2)
+        assert refused.status_code == 400
+        assert shard.name in refused.text
+        assert "data-parallel rank" in refused.text
+        assert [version for _, _, version in sample_of_each(server)] == ["0.1", "0.1"]
+
+        [engine] = [p for p in psutil.Process(node.pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
+        await lose(server, engine)
+        assert server.process.wait(20) == 1
+        assert node.wait(20) == 1
+    assert "error: node" in server.log.read_text()
+    assert f"EngineCore_DP1 (pid {engine.pid}) died" in server.log.read_text()
+    assert f"error: EngineCore_DP1 (pid {engine.pid}) died" in log.read_text()
+
+
+def sample_of_each(server: Server) -> list[tuple[list[int], list[float], str]]:
+    """What each copy says to the same prompt: tokens, log-probabilities, version."""
+    choices = []
+    for rank in ("0", "1"):
+        answer = server.client.post(
+            "/inference/v1/generate",
+            json=server.request([6, 7, 8], max_tokens=8),
+            headers={"X-data-parallel-rank": rank},
+        )
+        choices.append(answer.raise_for_status().json()["choices"][0])
+    return [(choice["token_ids"], logprobs_of(choice), versions_of(choice)[0][0]) for choice in choices]
+
+
+async def lose(server: Server, engine: psutil.Process) -> None:
+    """Kill the engine while both copies sample; every request must be answered, with whatever."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        requests = [
+            asyncio.create_task(
+                client.post(
+                    "/inference/v1/generate",
+                    json=server.request([6 + i, 7], max_tokens=400),
+                    headers={"X-data-parallel-rank": str(i % 2)},
+                )
+            )
+            for i in range(8)
+        ]
+        before = metric(server, "vllm:generation_tokens_total")
+        await asyncio.to_thread(wait_for_metric, server, "vllm:generation_tokens_total", above=before)
+        engine.send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        await asyncio.gather(*requests, return_exceptions=True)
+        assert time.monotonic() - started < 15, "5 s on a quiet machine"
