@@ -174,6 +174,11 @@ class Trainer:
         publisher.guard(self.updates)
         return publisher
 
+    def rebuild(self) -> None:
+        """Let go of all publishers and their memory, and make a new one."""
+        self.updates = SimulatedAdam(self.policy.parameters())
+        self.publisher = self.new_publisher()
+
     def publish(
         self,
         target: Path,
@@ -256,34 +261,36 @@ class Work:
 
 
 class Limits:
-    """What the memory and the disk can do with the bytes of one version."""
+    """What the memory and the disk can do with the bytes of one version. Holds memory while it measures only."""
 
     def __init__(self, policy: PolicyModel, folder: Path) -> None:
         self._weights = [local(parameter.detach()) for parameter in policy.parameters()]
-        self._from = [torch.zeros_like(weight, dtype=torch.bfloat16) for weight in self._weights]
-        self._to = [torch.zeros_like(half) for half in self._from]
         self._file = folder / "limit"
 
     def measure(self) -> dict[str, float]:
         """Return seconds: memcpy_s, cast_s and disk_s."""
+        halves = [weight.bfloat16() for weight in self._weights]
+        places = [half.clone() for half in halves]  # written once: fresh memory costs more than copying
         times = {
-            "memcpy_s": timed(lambda: self._copy(self._from)),
-            "cast_s": timed(lambda: self._copy(self._weights)),
+            "memcpy_s": timed(lambda: _copy(halves, places)),
+            "cast_s": timed(lambda: _copy(self._weights, places)),
         }
-        times["disk_s"] = timed(self._write)
+        places.clear()
+        times["disk_s"] = timed(lambda: self._write(halves))
         self._file.unlink()
         return times
 
-    def _copy(self, sources: list[torch.Tensor]) -> None:
-        for target, source in zip(self._to, sources, strict=True):
-            target.copy_(source)
-
-    def _write(self) -> None:
+    def _write(self, halves: list[torch.Tensor]) -> None:
         with self._file.open("wb") as file:
-            for half in self._from:
+            for half in halves:
                 file.write(half.view(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _copy(sources: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+    for place, source in zip(places, sources, strict=True):
+        place.copy_(source)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

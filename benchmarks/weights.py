@@ -146,7 +146,9 @@ class Bench:
             limits = self._limits.measure() | {"step_alone_s": timed(self._work)}
             where.append(self._publish(1, publisher) | limits)
             shutil.rmtree(self._paths.weights(1))
-        # What the server starts from is a version before that of the first delta.
+        del no_canary
+        self._trainer.rebuild()
+        # What the server starts from is the version before that of the first delta.
         shutil.rmtree(self._paths.weights(0))
         self._trainer.publish(self._paths.weights(0), PolicyVersion(0, 0), lambda: None, self._rates[SHARES[0]])
         return without
