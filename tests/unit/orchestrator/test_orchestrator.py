@@ -342,3 +342,41 @@ async def test_two_runs_of_one_seed_sample_the_same_examples_in_the_same_order(
         rows = [row for step in range(STEPS) for row in samples(paths, step)]
         seen.append([(row["group_id"], row["env"], row["messages"][0]["content"]) for row in rows])
     assert seen[0] == seen[1]
+
+
+async def test_a_refused_version_is_done_without_where_a_newer_one_comes_in_time(
+    tmp_path, tokenizer_dir, run_orchestrator
+):
+    config = make_config(tmp_path, tokenizer_dir, async_level=2, on_refused_weights="keep")
+    async with fake_engine() as engine:
+
+        async def staging(step):
+            engine.refusal = "another hash" if step in (2, 4) else ""
+
+        engine.staging = staging
+        paths = await run_orchestrator(config, [engine], trainer_delay_s=0.05)
+        assert engine.step == STEPS
+    for step, (batch, _) in enumerate(batches(paths)):
+        assert step - batch.versions[batch.versions >= 0].min() <= 2
+        assert not {2, 4} & set(batch.versions.tolist())
+    assert metrics(paths)[-1]["tokens/wasted"] == 0
+
+
+@pytest.mark.parametrize(("choice", "words"), [("end", ""), ("keep", "; without version 3")])
+async def test_refused_versions_end_the_run_in_the_servers_words(
+    tmp_path, tokenizer_dir, run_orchestrator, choice, words
+):
+    """At once, or as soon as nothing more can be sampled without one; never by a deadline."""
+    config = make_config(tmp_path, tokenizer_dir, async_level=1, on_refused_weights=choice, wait_timeout_seconds=300)
+    async with fake_engine() as engine:
+
+        async def staging(step):
+            engine.refusal = "tensor a has another hash" if step > 1 else ""
+
+        engine.staging = staging
+        async with asyncio.timeout(120):
+            with pytest.raises(RunError, match=f"/stage_weights answered 400: tensor a has another hash{words}"):
+                await run_orchestrator(config, [engine])
+        assert engine.step <= 1
+    rows = metrics(RunPaths(config.output_dir))
+    assert len(rows) == 3 if choice == "keep" else len(rows) <= 3
