@@ -285,7 +285,6 @@ class PolicyServer:
     async def _switch(self, target: Policy, mode: PauseMode, staged: Staged) -> dict[str, Any]:
         await self._engine.pause(mode)
         paused = time.perf_counter()
-        complete = False
         try:
             if not self._in_place(target):
                 self._staged = None
@@ -296,10 +295,11 @@ class PolicyServer:
             await self._engine.commit(target)
             self.policy, self._canary_difference, self._wrong = target, None, None
             self._weights = self._weights if target.adapter is not None else target
-            complete = True
-        finally:
-            if not complete:
-                self._fail(f"loading {target.path} failed half way: the weights are undefined, so the server stops")
+        except BaseException as error:
+            self._fail(
+                f"loading {target.path} failed half way ({error}): the weights are undefined, so the server stops"
+            )
+            raise
         pause_s = await self._engine.resume()
         answer = {"stage_s": staged.seconds, "pause_s": pause_s, "load_s": loaded - paused, "bytes": staged.bytes}
         return self._loaded() | answer

@@ -175,7 +175,9 @@ async def test_half_loaded_weights_are_never_sampled_from(case: Case, tmp_path: 
     with pytest.raises(OSError, match="disk gone"):
         await case.server.update(VERSION, directory, "run")
     assert case.engine.calls == ["stage 0.7", "pause keep"], "not resumed, not tagged"
-    assert case.failures == [f"loading {directory} failed half way: the weights are undefined, so the server stops"]
+    assert case.failures == [
+        f"loading {directory} failed half way (disk gone): the weights are undefined, so the server stops"
+    ]
     assert case.server.describe()["step"] == 0
 
 
