@@ -29,18 +29,9 @@ from prime_rl.trainer.start import start_process
 from prime_rl.types import PolicyVersion
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# One process holds the whole model: nothing is divided, compiled or kept elsewhere.
-_ALONE: dict[str, Any] = {
-    "dp_replicate": 1,
-    "tp": 1,
-    "ep": 1,
-    "cp": None,
-    "compile": None,
-    "ac": None,
-    "ac_offloading": None,
-    "fsdp_cpu_offload": False,
-    "attn": "auto",
-}
+# All that says which model it is. How the run computed it (ranks, kernels, memory) is left at its default: one process on
+# a CPU would be refused much of that.
+_OF_THE_MODEL = ("name", "trust_remote_code", "dtype", "lora", "debug")
 
 
 def export(checkpoint: Path, target: Path, dtype: str, model: str | None = None, adapter: bool = False) -> None:
@@ -83,7 +74,8 @@ def model_config(manifest: dict[str, Any], model: str | None, adapter: bool) -> 
     Raises:
         ConfigError: adapters are asked for and there are none, or another version of the program wrote it.
     """
-    saved: dict[str, Any] = {**manifest["config"]["model"], **_ALONE}
+    settings = manifest["config"]["model"]
+    saved: dict[str, Any] = {key: settings[key] for key in _OF_THE_MODEL if key in settings}
     saved["name"] = model or saved["name"]
     if saved.get("lora"):
         on_cuda = manifest["device"] == "cuda" and saved["dtype"] == "auto"
@@ -91,9 +83,8 @@ def model_config(manifest: dict[str, Any], model: str | None, adapter: bool) -> 
         saved["lora"] = {**saved["lora"], "base_dtype": kept, "publish": "adapter" if adapter else "merged"}
     elif adapter:
         raise ConfigError("--adapter: the checkpoint has none, all weights were trained; leave the flag out")
-    known = {name: value for name, value in saved.items() if name in TrainerModelConfig.model_fields}
     try:
-        return TrainerModelConfig(**known)
+        return TrainerModelConfig(**saved)
     except ValidationError as error:
         raise ConfigError(f"the checkpoint's model settings are of another version: {error.errors()[0]}") from None
 

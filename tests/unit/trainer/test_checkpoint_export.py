@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.run.checkpoints import COMMITTED
@@ -94,3 +95,12 @@ def test_what_cannot_be_exported_is_refused(runs, tmp_path):
             export(good, tmp_path / "out", "float32")
     finally:
         (good / "gone").rename(good / COMMITTED)
+
+
+def test_how_the_run_computed_does_not_matter(runs, tmp_path):
+    """A run on many GPUs is exported by one process on a CPU, which could not compute as it did."""
+    manifest = read_manifest(checkpoint_of(runs, "full") / "trainer", "prime_rl.checkpoint/1")
+    model = manifest["config"]["model"]
+    elsewhere = {"impl": "liger_kernel", "reshard_ranks": 4, "tp": 4, "ep": 2, "cp": {"degree": 2}, "dp_replicate": 2}
+    manifest["config"]["model"] = {**model, **elsewhere, "fsdp_cpu_offload": True, "a_key_of_later": 1}
+    assert model_config(manifest, None, adapter=False) == TrainerModelConfig(name=model["name"])
