@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 _POLL_S = 0.02
 # To end the requests in flight, and then to write their answers.
 _CLOSE_TIMEOUT_S = 3
@@ -284,6 +285,8 @@ async def _serve(
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
     api_key = os.environ.get(config.server.api_key_var) or None
+    if api_key is None and config.server.host not in _THIS_MACHINE:
+        logger.warning("everybody who reaches {} may switch the policy; set {}", args.host, config.server.api_key_var)
     args.api_key = [api_key] if api_key else None
     loop = asyncio.get_running_loop()
     end: asyncio.Future[str | None] = loop.create_future()
