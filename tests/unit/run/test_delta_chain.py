@@ -6,8 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
+from prime_rl.errors import ConfigError
 from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.run.delta import DeltaError, base_of, chain_of, rebuild
+from prime_rl.run.delta.__main__ import main
 from prime_rl.run.delta.chain import is_sound, read_entries
 from prime_rl.run.tensors import RawTensor, hash_tensors
 from prime_rl.types import PolicyVersion
@@ -164,6 +166,17 @@ def test_files_that_are_not_those_of_the_manifest(tmp_path, versions):
     rewrite(directory, files={name: size for name, size in manifest["files"].items() if FILES[1] not in name})
     with pytest.raises(ArtifactError, match=r"step_6 has not one \.delta file for each \.safetensors file of .*step_4"):
         rebuilt(tmp_path, weights / "step_4", [weights / "step_5", directory])
+
+
+def test_a_full_version_by_hand(tmp_path, versions):
+    main([str(versions[0] / "step_7"), str(tmp_path / "model")])
+    assert is_sound(tmp_path / "model") and read_manifest(tmp_path / "model", WEIGHTS_FORMAT)["step"] == 7
+    with pytest.raises(ConfigError, match="exists already"):
+        main([str(versions[0] / "step_7"), str(tmp_path / "model")])
+    flip(versions[0] / f"step_5/{FILES[0]}.delta")
+    with pytest.raises(ArtifactError, match="is damaged"):
+        main([str(versions[0] / "step_7"), str(tmp_path / "other")])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "weights"]
 
 
 def test_it_ends_when_it_shall(tmp_path, versions):
