@@ -133,24 +133,25 @@ async def fake_engine():
         await engine.die()
 
 
-def publish_version(paths, step: int) -> None:
+def publish_version(paths, step: int, branch: int = 0) -> None:
     """Publish an empty policy version, as far as a fake engine looks at it."""
     publish(
         paths.weights(step),
-        lambda _: {"format": "prime_rl.weights/1", "branch": 0, "step": step, "tensors": {}, "hash": f"h{step}"},
+        lambda _: {"format": "prime_rl.weights/1", "branch": branch, "step": step, "tensors": {}, "hash": f"h{step}"},
     )
 
 
-async def play_trainer(paths, steps: int, stop: asyncio.Event, delay_s: float = 0.0) -> None:
-    """Publish version n + 1 as soon as batch n is there: a trainer without a model."""
+async def play_trainer(
+    paths, steps: int, stop: asyncio.Event, delay_s: float = 0.0, done: int = 0, branch: int = 0
+) -> None:
+    """Publish version n + 1 as soon as batch n is there, from n = `done` on: a trainer without a model."""
     from prime_rl.run.wait import changes
 
-    done = 0
     async for _ in changes(paths.rollouts_dir, stop):
         while done < steps and paths.rollouts(done).exists():
             if delay_s:
                 await asyncio.sleep(delay_s)
-            publish_version(paths, done + 1)
+            publish_version(paths, done + 1, branch)
             done += 1
         if done == steps:
             stop.set()

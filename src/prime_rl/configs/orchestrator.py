@@ -107,7 +107,7 @@ class OrchestratorConfig(RootConfig):
     wait_timeout_seconds: float = Field(1800, gt=0)
     """Longest wait for the trainer's next version or for inference to start, seconds."""
 
-    ckpt: CkptConfig | None = later(None)
+    ckpt: CkptConfig | None = None
     """Checkpoints; None writes none."""
 
     eval: OnlineEvalConfig | None = None

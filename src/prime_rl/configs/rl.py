@@ -93,10 +93,8 @@ class RLConfig(RootConfig):
     trainer_ranks: int | None = Field(None, ge=1)
     """Trainer processes; None is one per GPU of the trainer. Use it for several ranks on a CPU."""
 
-    ckpt: CkptConfig | None = later(
-        None, because="has no effect yet: the orchestrator saves no part of it; `trainer` and `sft` by themselves do"
-    )
-    """Checkpoints, for trainer and orchestrator; None writes none."""
+    ckpt: CkptConfig | None = None
+    """Checkpoints of the whole run, by trainer and orchestrator; None writes none."""
 
     wandb: WandbConfig | None = None
     """Weights & Biases, for trainer and orchestrator: runs NAME-trainer and NAME-orchestrator."""

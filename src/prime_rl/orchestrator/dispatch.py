@@ -7,7 +7,7 @@ dispatched ends exactly once, kept or dropped for a reason that is counted; I3 e
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.admission import LengthHistory, Lookahead
 from prime_rl.orchestrator.advantages import Scores, degenerate
+from prime_rl.orchestrator.checkpoint import Cut
 from prime_rl.orchestrator.drops import Drops, Verdict
 from prime_rl.orchestrator.engine import EngineLost, sampling_parameters
 from prime_rl.orchestrator.filters import DIFFICULTY, OVERLONG, is_off_difficulty, is_overlong
@@ -103,14 +104,31 @@ class Dispatcher:
         self._again: deque[Draw] = deque()
         self._failed = False
 
-    def restore(self, finished: Sequence[Finished], unfinished: Sequence[Draw], waiting: Sequence[Draw]) -> None:
+    def cut(self, step: int, base: dict[str, Any]) -> Cut:
+        """Return the state once batches below `step` are shipped; `base` is the ledger's."""
+        finished = [
+            Finished(group, self._scheduler.version(group_id), self._scheduler.deadline(group_id))
+            for group_id, group in self.complete.items()
+        ]
+        return Cut(step, base, finished, self._lengths.state())
+
+    def restore(
+        self,
+        finished: Sequence[Finished],
+        unfinished: Sequence[Draw],
+        waiting: Sequence[Draw],
+        lengths: Mapping[str, Any] | None = None,
+    ) -> None:
         """Go on where an earlier process ended.
 
         Args:
             finished: groups that wait to be shipped; they keep their deadlines.
             unfinished: positions that were dispatched; they are dispatched again before any other.
             waiting: positions that were drawn and not dispatched.
+            lengths: what was known of the lengths of completions.
         """
+        if lengths is not None:
+            self._lengths.restore(lengths)
         for known in finished:
             self.complete[known.group.group_id] = known.group
             self._scheduler.restore(known.group.group_id, known.deadline, complete=True)

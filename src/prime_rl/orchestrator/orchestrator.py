@@ -6,6 +6,7 @@ name; I3 the ledger is on disk before the batch that builds upon it.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from loguru import logger
@@ -15,6 +16,8 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.errors import RunError
 from prime_rl.monitor import Monitor
 from prime_rl.orchestrator.advantages import advantage_function
+from prime_rl.orchestrator.beginning import START, Beginning
+from prime_rl.orchestrator.checkpoint import Cut, write_cut
 from prime_rl.orchestrator.dispatch import Dispatcher, TrainEnvironment
 from prime_rl.orchestrator.evals.online import OnlineEvaluator, Schedule
 from prime_rl.orchestrator.lag import LoopLag
@@ -26,10 +29,9 @@ from prime_rl.orchestrator.row_cost import TOKENS, RowCost
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
 from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.stream import Source, Stream
+from prime_rl.run.artifact import MANIFEST
 from prime_rl.run.batch import Batch, write_batch
 from prime_rl.types import Group
-
-_BRANCH = 0
 
 
 class Orchestrator:
@@ -43,6 +45,7 @@ class Orchestrator:
         monitor: Monitor,
         row_cost: RowCost = TOKENS,
         schedules: Sequence[Schedule] = (),
+        beginning: Beginning = START,
     ) -> None:
         """Put the parts together; nothing runs yet.
 
@@ -53,9 +56,10 @@ class Orchestrator:
             monitor: takes the metrics.
             row_cost: what a row costs the trainer.
             schedules: evaluations beside training.
+            beginning: where the run begins, or goes on.
 
         Raises:
-            ConfigError, RunError: the ledger of `config.restart` is not of this configuration, or cannot be read.
+            ConfigError, RunError: the ledger, or the checkpoint, is not of this configuration, or cannot be read.
         """
         self._config = config
         self._environments = environments
@@ -68,16 +72,19 @@ class Orchestrator:
         self._advantage = advantage_function(config.advantage)
         self._policy = Policy(servers, self._paths, self._wake.set, self._before_switch, config.on_refused_weights)
         self._evaluator = OnlineEvaluator(schedules, self._policy, monitor, self._paths)
-        state = read_ledger(self._paths, _BRANCH) if config.restart else None
+        self._beginning = beginning
+        state = read_ledger(self._paths, beginning.branch) if config.restart else None
+        cut = beginning.cut
         stream = _stream(config, environments)
-        self._ledger = (
-            Ledger.start(self._paths, _BRANCH, stream) if state is None else Ledger.resume(self._paths, stream, state)
-        )
+        if state is not None:
+            self._ledger = Ledger.resume(self._paths, stream, state)
+        else:
+            self._ledger = Ledger.start(self._paths, beginning.branch, stream, cut.base if cut else None)
         self._scheduler = DeadlineScheduler(
             config.batch_size // config.rollouts_per_example,
             config.async_level,
             config.max_steps,
-            next_step=0 if state is None else state.positions.next_step,
+            next_step=self._ledger.positions.next_step,
             max_off_policy_steps=config.max_off_policy_steps,
         )
         self._dispatcher = Dispatcher(
@@ -85,6 +92,8 @@ class Orchestrator:
         )
         if state is not None:
             self._restore(state)
+        elif cut is not None:
+            self._go_on_from(cut)
 
     async def run(self) -> None:
         """Ship all batches, bring inference to the last version, give its lease back.
@@ -92,7 +101,7 @@ class Orchestrator:
         Raises:
             RunError: a wait passed its deadline, inference is gone, or the environment fails all the time.
         """
-        await self._policy.start(self._config.wait_timeout_seconds)
+        await self._policy.start(self._config.wait_timeout_seconds, self._beginning.version)
         stop = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -131,6 +140,15 @@ class Orchestrator:
             self._scheduler.next_step, len(state.finished), len(state.unfinished),
         )  # fmt: skip
 
+    def _go_on_from(self, cut: Cut) -> None:
+        for known in cut.finished:
+            self._ledger.done(known.group)
+        self._dispatcher.restore(cut.finished, cut.unfinished, cut.waiting, cut.lengths)
+        logger.info(
+            "branch {} begins with batch {}: {} groups are finished, {} are dispatched again",
+            self._beginning.branch, cut.step, len(cut.finished), len(cut.unfinished),
+        )  # fmt: skip
+
     async def _ship_all(self, tasks: asyncio.TaskGroup) -> None:
         while not self._scheduler.finished:
             self._wake.clear()
@@ -149,7 +167,8 @@ class Orchestrator:
         groups = [self._dispatcher.complete.pop(group_id) for group_id in group_ids]
         advantages = self._advantage([self._dispatcher.scores(group) for group in groups])
         await self._ledger.flush()
-        batch = await asyncio.to_thread(self._write, step, groups, advantages)
+        cut = self._cut(step, group_ids)
+        batch = await asyncio.to_thread(self._write, step, groups, advantages, cut)
         # No await before the ledger and the scheduler know: a draw must not slip in between.
         self._ledger.shipped(step, group_ids)
         self._ledger.delete_spool(group_ids)
@@ -159,16 +178,31 @@ class Orchestrator:
         self._tally.shipped(batch)
         await self._report(step, groups, advantages, batch, {"batch/filled_degenerate": filled})
 
-    def _write(self, step: int, groups: Sequence[Group], advantages: Sequence[NDArray[np.float64]]) -> Batch:
-        config = self._config
+    def _cut(self, step: int, group_ids: Sequence[int]) -> Cut | None:
+        """Return the state after batch `step`, if a checkpoint is due then."""
+        ckpt, done = self._config.ckpt, step + 1
+        if ckpt is None or self._config.bench or (done % ckpt.interval and done != self._config.max_steps):
+            return None
+        return self._dispatcher.cut(done, self._ledger.state_after(step, group_ids))
+
+    def _write(
+        self, step: int, groups: Sequence[Group], advantages: Sequence[NDArray[np.float64]], cut: Cut | None
+    ) -> Batch:
+        config, branch = self._config, self._beginning.branch
         batch = pack(groups, advantages, config.seq_len, self._row_cost, config.mask_truncated_completions)
         oldest = int(batch.versions[batch.versions >= 0].min())
         if step - oldest > config.bound:
             raise AssertionError(
                 f"I1 broken: batch {step} holds tokens of version {oldest}, the bound is {config.bound}"
             )
-        fields = {"branch": _BRANCH, "step": step, "async_level": config.async_level}
-        write_batch(self._paths.rollouts(step), batch, fields)
+        fields = {"branch": branch, "step": step, "async_level": config.async_level}
+
+        def save(temporary: Path) -> None:
+            if cut is not None and config.ckpt is not None:
+                checkpoint = self._paths.root / config.ckpt.path / f"step_{cut.step}"
+                write_cut(checkpoint, cut, branch, temporary / MANIFEST, config)
+
+        write_batch(self._paths.rollouts(step), batch, fields, save)
         return batch
 
     async def _report(

@@ -29,6 +29,7 @@ from prime_rl.orchestrator.server import Published, Server, VersionRefused
 from prime_rl.run.cleaning import clean
 from prime_rl.run.paths import RunPaths, steps_in
 from prime_rl.run.wait import changes
+from prime_rl.types import PolicyVersion
 
 _LEASE_RENEWAL_S = 2.0
 _PROBE_S = 0.25
@@ -129,12 +130,12 @@ class Policy:
         """Take one `keep_files` back."""
         self._kept[step] -= 1
 
-    def suspect(self, server: Server) -> None:
+    def suspect(self, server: Server, why: str = "it does not answer") -> None:
         """Give it no rollouts until `keep` has seen it alive with the right version."""
         if server.up:
             server.up = False
             self.deaths += 1
-            logger.warning("inference at {} is taken out: it does not answer", server.engine.url)
+            logger.warning("inference at {} is taken out: {}", server.engine.url, why)
 
     def end_if_refused(self, next_step: int) -> None:
         """Raise if a refused version is all that could have come; to be called where nothing can be done without one.
@@ -152,15 +153,24 @@ class Policy:
                 f"(orchestrator.on_refused_weights = keep, version {self.version} is sampled from)"
             )
 
-    async def start(self, timeout_s: float) -> None:
-        """Wait until every server answers, lease it, and bring it to the base model.
+    async def start(self, timeout_s: float, version: PolicyVersion | None = None) -> None:
+        """Wait until every server answers, lease it, and bring it to a published version, or to the base model.
 
         Raises:
-            RunError: a server did not answer within `timeout_s` seconds, or another run holds it.
+            RunError: a server did not answer within `timeout_s` seconds, another run holds it, or it refuses `version`.
         """
+        published = None
+        if version is not None:
+            published = await asyncio.to_thread(Published.read, self._paths.weights(version.step))
+            if published.version != version:
+                raise RunError(f"{published.directory} holds version {published.version}, not {version}")
+            self._latest = version.step
         for server in self.servers:
             await server.until_reachable(timeout_s)
             loaded = await server.engine.reset()
+            if published is not None:
+                async with server.steering:
+                    loaded = await server.load(published)
             server.version, server.up = loaded.version, True
             logger.info("inference at {} samples from {} ({})", server.engine.url, loaded.version, loaded.hash)
 
@@ -307,7 +317,7 @@ class Policy:
             logger.info("switched to version {} in {:.2f} s (pause {:.3f} s)", step, self._switch_s, max(pauses))
         for server, answer in zip(staged, answers, strict=True):
             if isinstance(answer, VersionRefused):  # perhaps it has loaded it: nothing that it samples now may count
-                self.suspect(server)
+                self.suspect(server, "it refuses the version that it was to switch to")
                 server.died()
         self._sort_out(staged, answers)
 
@@ -362,7 +372,9 @@ class Policy:
             loaded = await server.engine.policy()
             if loaded.is_ours and loaded.version == server.version:
                 return
-            self.suspect(server)
+            self.suspect(
+                server, f"it samples from {loaded.version}, not {server.version}, or is not this run's any more"
+            )
             server.died()
             while True:
                 server.version = (await server.engine.reset()).version

@@ -12,8 +12,8 @@ from typing import Any
 import uvloop
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.errors import ConfigError
 from prime_rl.monitor import Monitor
+from prime_rl.orchestrator.beginning import Beginning, find_beginning
 from prime_rl.orchestrator.concurrency import ConcurrencyController
 from prime_rl.orchestrator.dispatch import TrainEnvironment
 from prime_rl.orchestrator.engine import Engine
@@ -23,7 +23,7 @@ from prime_rl.orchestrator.row_cost import read_row_cost
 from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.workers.host import WorkerHost
 from prime_rl.orchestrator.workers.pool import EnvironmentPool, ModelAccess
-from prime_rl.run.paths import RunPaths, steps_in
+from prime_rl.run.paths import RunPaths
 
 
 def orchestrate(config: OrchestratorConfig) -> None:
@@ -33,16 +33,14 @@ def orchestrate(config: OrchestratorConfig) -> None:
         ConfigError: bad input: tokenizer, environment, prompts.
         RunError: the run cannot go on.
     """
-    paths = config.run_paths
-    if not config.restart:
-        _refuse_earlier_run(paths)
+    beginning = find_beginning(config)
     try:
-        uvloop.run(_run(config, paths))
+        uvloop.run(_run(config, config.run_paths, beginning))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
 
 
-async def _run(config: OrchestratorConfig, paths: RunPaths) -> None:
+async def _run(config: OrchestratorConfig, paths: RunPaths, beginning: Beginning) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _current_task().cancel)
     async with AsyncExitStack() as stack:
         host = await stack.enter_async_context(WorkerHost())
@@ -54,7 +52,7 @@ async def _run(config: OrchestratorConfig, paths: RunPaths) -> None:
         row_cost = await asyncio.to_thread(read_row_cost, config.model.name)
         gc.collect()
         gc.freeze()  # what is there now stays: no collection has to look at it again
-        await Orchestrator(config, environments, servers, monitor, row_cost, schedules).run()
+        await Orchestrator(config, environments, servers, monitor, row_cost, schedules, beginning).run()
 
 
 async def start_environments(
@@ -101,22 +99,3 @@ def _current_task() -> "asyncio.Task[Any]":
     task = asyncio.current_task()
     assert task is not None, "called from a coroutine"
     return task
-
-
-def _refuse_earlier_run(paths: RunPaths) -> None:
-    """Raise ConfigError where an earlier run left what would be taken for this one's, or nothing can be written."""
-    if paths.ledger(0).exists():
-        raise ConfigError(
-            f"output_dir: {paths.ledger(0)} is the ledger of an earlier run; remove it, choose another output_dir "
-            "(`rl` removes it itself), or go on with that run by --restart"
-        )
-    try:
-        paths.root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir: {paths.root} cannot be made: {error.strerror}; set --output-dir") from None
-    for directory in (paths.rollouts_dir, paths.weights_dir):
-        if steps := steps_in(directory):
-            raise ConfigError(
-                f"output_dir: {directory} holds steps {steps[0]} to {steps[-1]} of an earlier run, to be taken "
-                "for this one's; remove it or choose another output_dir (`rl` removes it itself)"
-            )

@@ -22,12 +22,17 @@ class ArtifactError(RunError):
     """An artifact that is incomplete or does not say what it should; the message names the file."""
 
 
-def publish(target: Path, write: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+def publish(
+    target: Path,
+    write: Callable[[Path], Mapping[str, Any]],
+    before_rename: Callable[[Path], None] = lambda temporary: None,
+) -> dict[str, Any]:
     """Write an artifact and commit it by rename.
 
     Args:
         target: the directory to appear. It must not exist yet.
         write: writes the files into the temporary directory that it is given and returns the manifest's fields.
+        before_rename: called with that directory when all in it is durable; what it writes comes before the artifact.
 
     Returns:
         The manifest as written: the fields of `write` and `files`, name -> size in bytes.
@@ -38,7 +43,7 @@ def publish(target: Path, write: Callable[[Path], Mapping[str, Any]]) -> dict[st
     """
     temporary = begin(target)
     try:
-        return commit(temporary, target, write(temporary))
+        return commit(temporary, target, write(temporary), before_rename)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -60,7 +65,12 @@ def begin(target: Path) -> Path:
     return temporary
 
 
-def commit(temporary: Path, target: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+def commit(
+    temporary: Path,
+    target: Path,
+    fields: Mapping[str, Any],
+    before_rename: Callable[[Path], None] = lambda temporary: None,
+) -> dict[str, Any]:
     """Close what `begin` has begun: write the manifest, make all durable, rename. Whoever calls it clears up errors.
 
     Returns:
@@ -76,6 +86,7 @@ def commit(temporary: Path, target: Path, fields: Mapping[str, Any]) -> dict[str
         path.chmod(0o644)  # safetensors writes 0600, which another user's server could not read
         fsync(path)
     fsync(temporary)
+    before_rename(temporary)
     temporary.rename(target)
     fsync(target.parent)
     return manifest

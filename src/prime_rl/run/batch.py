@@ -5,7 +5,7 @@ It does not know the trainer's world size. Every rank reads the whole batch and 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,19 @@ STREAMS = ("top_k", "top_p", "min_p", "rl_weights", "ce_weights", "ref_kl_weight
 """Names of the arrays that a batch may have or not, all of T entries."""
 
 
-def write_batch(path: Path, batch: Batch, fields: Mapping[str, Any]) -> dict[str, Any]:
+def write_batch(
+    path: Path,
+    batch: Batch,
+    fields: Mapping[str, Any],
+    before_rename: Callable[[Path], None] = lambda temporary: None,
+) -> dict[str, Any]:
     """Publish `batch` as the artifact `path`; returns its manifest.
 
     Args:
         path: `rollouts/step_n`.
         batch: what to train on; checked first (ValueError).
         fields: branch, step, async_level and whatever else the manifest shall say.
+        before_rename: as `publish` has it.
     """
     batch.validate()
 
@@ -149,7 +155,7 @@ def write_batch(path: Path, batch: Batch, fields: Mapping[str, Any]) -> dict[str
             "hash": content_hash(hash_tensors(directory)),
         }
 
-    return publish(path, write)
+    return publish(path, write, before_rename)
 
 
 def read_batch(path: Path, step: int | None = None) -> tuple[Batch, dict[str, Any]]:

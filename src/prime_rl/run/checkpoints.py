@@ -22,7 +22,9 @@ from prime_rl.run.paths import step_of
 PART_FORMAT = "prime_rl.checkpoint/1"
 COMMITTED = "COMMITTED"
 RESUME = "RESUME.json"
-"""In the folder of the checkpoints: {step, branch} of the latest resume."""
+"""In the folder of the checkpoints: the latest resume (`Resume`)."""
+TRAINER, ORCHESTRATOR = "trainer", "orchestrator"
+"""The parts of a checkpoint."""
 _DELETED = ".deleted-"
 _CHUNK = 64 * 1024**2
 
@@ -42,6 +44,21 @@ class Commit:
     branch: int
     parts: dict[str, str]
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What `RESUME.json` says of the latest resume.
+
+    Attributes:
+        step: N, the checkpoint that was gone back to; 0 is the beginning.
+        branch: that began with it.
+        start: of the run that resumed, where `rl` has given it a name.
+    """
+
+    step: int
+    branch: int
+    start: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +224,26 @@ def hash_file(file: Path) -> str:
 def digest_of(settings: Mapping[str, Any]) -> str:
     """Hex xxh3_128 of values that JSON can write, independent of their order."""
     return xxhash.xxh3_128(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def read_resume(directory: Path) -> Resume | None:
+    """Read `RESUME.json`; None where nothing was ever resumed.
+
+    Raises:
+        ArtifactError: the file is damaged.
+    """
+    file = directory / RESUME
+    try:
+        return Resume(**json.loads(file.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(f"{file} is damaged: {error}") from None
+
+
+def write_resume(directory: Path, resume: Resume) -> None:
+    """Write `RESUME.json`, which begins a branch."""
+    write_json(directory / RESUME, asdict(resume))
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:

@@ -7,23 +7,25 @@ interrupted is finished by the next one: `RESUME.json`, written last, begins the
 import json
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from prime_rl.run.artifact import fsync, remove
-from prime_rl.run.checkpoints import RESUME, Commit, write_json
+from prime_rl.run.checkpoints import Commit, Resume, read_resume, write_resume
 from prime_rl.run.paths import RunPaths, step_of
+
+START_VARIABLE = "PRIME_RL_START"
+"""Environment variable in which `rl` gives each start of trainer and orchestrator a name that both know."""
 
 
 def next_branch(directory: Path, commit: Commit | None) -> int:
     """Return the branch that begins with a resume: one above that of every resume before and of the checkpoint."""
-    known = [commit.branch if commit else 0]
-    with suppress(FileNotFoundError):
-        known.append(int(json.loads((directory / RESUME).read_text())["branch"]))
-    return max(known) + 1
+    resume = read_resume(directory)
+    return max(commit.branch if commit else 0, resume.branch if resume else 0) + 1
 
 
-def rewind(paths: RunPaths, directory: Path, step: int, branch: int, weights: bool, rollouts: bool) -> None:
+def rewind(
+    paths: RunPaths, directory: Path, step: int, branch: int, weights: bool, rollouts: bool, start: str | None = None
+) -> None:
     """Put aside what steps >= `step` have left behind, and write `RESUME.json`.
 
     Args:
@@ -32,7 +34,9 @@ def rewind(paths: RunPaths, directory: Path, step: int, branch: int, weights: bo
         step: N; steps below are done.
         branch: that begins.
         weights: version N will be published again, so the old one goes too; versions above go in any case.
-        rollouts: batches >= N will be shipped again, so the old ones go.
+        rollouts: batches >= N will be shipped again, so the old ones go, and so do the ledger of the branch that ends
+            and the orchestrator's metrics of these steps.
+        start: of the run that resumes, so that its other processes know this resume from an earlier one.
 
     Raises:
         OSError: the directory cannot be written.
@@ -42,9 +46,11 @@ def rewind(paths: RunPaths, directory: Path, step: int, branch: int, weights: bo
     _move_steps(paths.weights_dir, aside / "weights", above=step - 1 if weights else step)
     if rollouts:
         _move_steps(paths.rollouts_dir, aside / "rollouts", above=step - 1)
-    _cut_metrics(paths.metrics("trainer"), aside / "metrics" / "trainer.jsonl", step)
+        _move_files(paths.ledger_dir, aside / "ledger")
+    for role in ("trainer", "orchestrator") if rollouts else ("trainer",):
+        _cut_metrics(paths.metrics(role), aside / "metrics" / f"{role}.jsonl", step)
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / RESUME, {"step": step, "branch": branch})
+    write_resume(directory, Resume(step, branch, start))
 
 
 def _move_steps(directory: Path, target: Path, above: int) -> None:
@@ -59,6 +65,15 @@ def _move_steps(directory: Path, target: Path, above: int) -> None:
             shutil.move(entry, target / entry.name)  # renames, unless ckpt.path is on another disk
     if moved:
         fsync(directory)
+
+
+def _move_files(directory: Path, target: Path) -> None:
+    if not directory.is_dir():
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    for file in list(directory.iterdir()):
+        shutil.move(file, target / file.name)
+    fsync(directory)
 
 
 def _cut_metrics(file: Path, target: Path, step: int) -> None:

@@ -34,20 +34,31 @@ def wait_for(path: Path, timeout_s: float, owner: str, check: Callable[[], None]
     Raises:
         DeadlineError: `timeout_s` passed.
     """
+    wait_until(path.parent, path.exists, timeout_s, f"{path}, which {owner} should have written", check)
+
+
+def wait_until(
+    directory: Path,
+    holds: Callable[[], bool],
+    timeout_s: float,
+    what: str,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Block until something holds of what is in `directory`, which is made if missing; otherwise as `wait_for`."""
     deadline = time.monotonic() + timeout_s
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
+    directory.mkdir(parents=True, exist_ok=True)
+    if holds():
         return
     stop = threading.Event()
     for _ in watch(
-        path.parent, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS, rust_timeout=_RECHECK_MS,
+        directory, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS, rust_timeout=_RECHECK_MS,
         yield_on_timeout=True, recursive=False, raise_interrupt=True,
     ):  # fmt: skip
-        if path.exists():
+        if holds():
             return
         check()
         if time.monotonic() > deadline:
-            raise DeadlineError(f"waited {timeout_s:.0f} s for {path}, which {owner} should have written")
+            raise DeadlineError(f"waited {timeout_s:.0f} s for {what}")
 
 
 async def changes(directory: Path, stop: asyncio.Event) -> AsyncIterator[None]:

@@ -21,11 +21,6 @@ def check_before_start(config: RLConfig) -> None:
     Raises:
         ConfigError: the first thing that is wrong.
     """
-    if config.ckpt is not None and config.ckpt.resume_step is not None:
-        raise ConfigError(
-            "ckpt.resume_step: `rl` cannot resume yet, since the orchestrator saves no part of a checkpoint; `trainer` "
-            "and `sft`, started by themselves, can"
-        )
     _check_packages(config)
     for name in {config.trainer.model.name, config.orchestrator.model.name, config.model.name}:
         check_model(name)

@@ -2,11 +2,13 @@
 
 import os
 import sys
+import uuid
 
 from prime_rl.configs.dump import write_config
 from prime_rl.configs.rl import RLConfig
 from prime_rl.errors import ERROR_FILE
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.rewind import START_VARIABLE
 from prime_rl.supervisor.checks import visible_gpus
 from prime_rl.supervisor.children import Role
 from prime_rl.supervisor.process import SUPERVISED
@@ -22,10 +24,10 @@ def make_roles(config: RLConfig, paths: RunPaths) -> list[Role]:
         ConfigError: the run directory cannot be written.
     """
     write_config(config, paths.run_toml)
-    # Half a checkpoint of a run could not be resumed; the loader has said that `ckpt` has no effect.
-    write_config(config.trainer.model_copy(update={"ckpt": None}), paths.config("trainer"))
+    write_config(config.trainer, paths.config("trainer"))
     write_config(config.orchestrator, paths.config("orchestrator"))
-    roles = [_orchestrator(paths), _trainer(config, paths)]
+    start = {START_VARIABLE: uuid.uuid4().hex}
+    roles = [_orchestrator(paths, start), _trainer(config, paths, start)]
     if config.inference is not None:
         write_config(config.inference, paths.config("inference"))
         roles.insert(0, _inference(config, paths))
@@ -37,17 +39,17 @@ def _inference(config: RLConfig, paths: RunPaths) -> Role:
     return _role(paths, "inference", argv, _gpus(config.inference_gpu_ids), finishes=False)
 
 
-def _orchestrator(paths: RunPaths) -> Role:
+def _orchestrator(paths: RunPaths, start: dict[str, str]) -> Role:
     argv = [sys.executable, "-m", "prime_rl.entrypoints.orchestrator", "@", str(paths.config("orchestrator"))]
-    return _role(paths, "orchestrator", argv, {"CUDA_VISIBLE_DEVICES": ""})
+    return _role(paths, "orchestrator", argv, start | {"CUDA_VISIBLE_DEVICES": ""})
 
 
-def _trainer(config: RLConfig, paths: RunPaths) -> Role:
+def _trainer(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> Role:
     """torchrun on a free port of this machine; each rank's output also goes to a file of its own."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.ranks}"]
     argv += [f"--log-dir={paths.torchrun_logs}", "--redirects=3", "--tee=3"]
     argv += ["-m", "prime_rl.trainer.rl.train", "@", str(paths.config("trainer"))]
-    env = _gpus(config.trainer_gpu_ids) | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_TORCHRUN_SHUTDOWN_S)}
+    env = start | _gpus(config.trainer_gpu_ids) | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_TORCHRUN_SHUTDOWN_S)}
     return _role(paths, "trainer", argv, env, last=True)
 
 

@@ -12,12 +12,14 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import ClientConfig, EnvConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.monitor import Monitor
+from prime_rl.orchestrator.beginning import find_beginning
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.setup import connect, start_environments
 from prime_rl.run.batch import read_batch
 from prime_rl.run.paths import RunPaths
-from tests.support.fake_engine import fake_engine, play_trainer
+from prime_rl.run.wait import changes
+from tests.support.fake_engine import fake_engine, play_trainer, publish_version
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -52,7 +54,8 @@ def run_orchestrator(host):
                 servers = [await connect(config, url, stack) for url in config.client.urls]
                 monitor = Monitor(paths, "orchestrator", None)
                 stack.callback(monitor.close)
-                await Orchestrator(config, environments, servers, monitor).run()
+                beginning = await asyncio.to_thread(find_beginning, config)
+                await Orchestrator(config, environments, servers, monitor, beginning=beginning).run()
             await training
         finally:
             stop.set()
@@ -380,3 +383,42 @@ async def test_refused_versions_end_the_run_in_the_servers_words(
         assert engine.step <= 1
     rows = metrics(RunPaths(config.output_dir))
     assert len(rows) == 3 if choice == "keep" else len(rows) <= 3
+
+
+async def test_nothing_counts_that_was_sampled_before_the_canary_has_answered(
+    tmp_path, tokenizer_dir, run_orchestrator
+):
+    """Version 2 is sampled from for a while, then its canary is wrong: no batch holds a token of it."""
+    config = make_config(tmp_path, tokenizer_dir, async_level=2, on_refused_weights="keep")
+    in_flight, switched, sampled = asyncio.Event(), asyncio.Event(), []
+
+    async def trainer(paths, steps, stop, delay_s):
+        done = 0
+        async for _ in changes(paths.rollouts_dir, stop):
+            while done < steps and paths.rollouts(done).exists():
+                if done == 1:
+                    await in_flight.wait()
+                done += 1
+                publish_version(paths, done)
+            if done == steps:
+                return
+
+    async with fake_engine() as engine:
+
+        async def gate(_):
+            if engine.step == 1:
+                in_flight.set()
+                await switched.wait()
+            sampled.append(engine.step)
+
+        async def switching(step):
+            engine.wrong = "the canary is wrong" if step == 2 else ""
+            if step == 2:
+                switched.set()
+                await asyncio.sleep(0.5)  # so long the canary takes
+
+        engine.gate, engine.switching = gate, switching
+        paths = await run_orchestrator(config, [engine], trainer=trainer)
+    assert 2 in sampled
+    assert not any(2 in batch.versions for batch, _ in batches(paths))
+    assert metrics(paths)[-1]["groups/retried"] > 0

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from prime_rl.run.checkpoints import RESUME, Commit
+from prime_rl.run.checkpoints import Commit, Resume, read_resume
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.rewind import next_branch, rewind
 
@@ -41,7 +41,7 @@ def test_what_is_moved(paths, weights, rollouts):
         '{"step": 5}',
         '{"step": 1, "lo',
     ]
-    assert json.loads((paths.checkpoints_dir / RESUME).read_text()) == {"step": 4, "branch": 1}
+    assert read_resume(paths.checkpoints_dir) == Resume(4, 1)
 
 
 def test_every_resume_begins_a_branch_of_its_own(paths):

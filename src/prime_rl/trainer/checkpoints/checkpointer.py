@@ -5,9 +5,10 @@ all are on the disk rank 0 renames it, and commits if the other parts of the run
 goes over a group of its own, so that a save in the background never mixes with the collectives of training.
 """
 
+import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,9 +28,10 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run import checkpoints as files
+from prime_rl.run.artifact import MANIFEST, ArtifactError
 from prime_rl.run.batch import delete_rows
-from prime_rl.run.paths import RunPaths
-from prime_rl.run.rewind import next_branch, rewind
+from prime_rl.run.paths import RunPaths, step_of
+from prime_rl.run.rewind import START_VARIABLE, next_branch, rewind
 from prime_rl.trainer.checkpoints import state
 from prime_rl.trainer.checkpoints.agreement import Agreement, os_reason
 from prime_rl.trainer.checkpoints.reader import TensorReader
@@ -37,7 +39,7 @@ from prime_rl.trainer.checkpoints.settings import changes, settings_of
 from prime_rl.trainer.parallel import World, lost_ranks_told
 from prime_rl.trainer.start import check_output_dir
 
-PART = "trainer"
+PART = files.TRAINER
 
 
 class DataStream(Protocol):
@@ -88,7 +90,6 @@ class Checkpointer:
         paths: RunPaths,
         world: World,
         serves: bool = False,
-        parts: Sequence[str] = (PART,),
     ) -> None:
         """Look at the run directory, and go back to the checkpoint that the configuration asks for.
 
@@ -97,15 +98,13 @@ class Checkpointer:
             paths: the run.
             world: the ranks; all call this together.
             serves: versions are sampled from, so that version N is published again after a resume.
-            parts: what must be there before a checkpoint is committed. With an orchestrator's among them a resume also
-                puts aside the batches from N on, which that one will ship again.
 
         Raises:
             ConfigError: the directory holds another run, or not the checkpoint that is asked for.
             RunError: the checkpoint is damaged, or the directory cannot be written.
         """
         self.branch, self.start = 0, 0
-        self._config, self._paths, self._world, self._serves, self._parts = config, paths, world, serves, tuple(parts)
+        self._config, self._paths, self._world, self._serves = config, paths, world, serves
         self._options = None if config.bench else config.ckpt
         resuming = self._options is not None and self._options.resume_step is not None
         check_output_dir(paths, resuming)
@@ -235,7 +234,8 @@ class Checkpointer:
         def seal() -> None:
             together = {name: digest for some in hashes for name, digest in some.items()}
             files.seal_part(temporary, checkpoint / PART, fields, together)
-            files.commit_checkpoint(checkpoint, self.branch, self._parts, fields["digest"])
+            parts = (PART, *self._orchestrators(checkpoint))
+            files.commit_checkpoint(checkpoint, self.branch, parts, fields["digest"])
             kept = files.prune(self._directory, options.keep_last, options.keep_interval)
             delete_rows(self._paths, below=kept[0])
 
@@ -307,11 +307,36 @@ class Checkpointer:
 
     def _rewind(self) -> int:
         branch = next_branch(self._directory, self._resumed)
-        resampled = set(self._parts) != {PART}
+        start = os.environ.get(START_VARIABLE)
+        # Who resumes without an orchestrator, which would sample them again, trains on the batches that are recorded.
+        resampled = files.ORCHESTRATOR in self._resumed.parts if self._resumed else start is not None
         rewind(
-            self._paths, self._directory, self.start, branch, weights=self._serves or not self.start, rollouts=resampled
+            self._paths,
+            self._directory,
+            self.start,
+            branch,
+            weights=self._serves or not self.start,
+            rollouts=resampled,
+            start=start,
         )
         return branch
+
+    def _orchestrators(self, checkpoint: Path) -> tuple[str, ...]:
+        """Name the orchestrator's part if it wrote one, before the last batch, and see that it is of that batch.
+
+        Raises:
+            ArtifactError: it is not.
+        """
+        part = checkpoint / files.ORCHESTRATOR
+        if not part.exists():
+            return ()
+        step = step_of(checkpoint)
+        assert step is not None, checkpoint
+        manifest = files.read_manifest(part, files.PART_FORMAT)
+        batch = self._paths.rollouts(step - 1) / MANIFEST
+        if (manifest["branch"], manifest["batch"]) != (self.branch, files.hash_file(batch)):
+            raise ArtifactError(f"{part} is of branch {manifest['branch']}, and not of the batch {batch.parent}")
+        return (files.ORCHESTRATOR,)
 
     def _refuse_earlier(self) -> None:
         if steps := files.find_checkpoints(self._directory).steps:
