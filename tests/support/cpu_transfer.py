@@ -7,8 +7,10 @@
 `python -m tests.support.cpu_transfer ARGUMENTS` is `uv run inference ARGUMENTS` under it.
 """
 
+import math
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 
 GPU = "GPU-of-the-test"
+_PATIENCE_S = 5
+"""For the others to join. NCCL has none; here no test may leave a thread behind."""
 Patch = Callable[[Any, str, Any], None]
 
 
@@ -34,11 +38,14 @@ class Communicator:
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, device: object = None) -> None:
         self._store = torch.distributed.TCPStore(
-            host, port, world_size, is_master=rank == 0, timeout=timedelta(seconds=20), use_libuv=False
+            host, port, is_master=rank == 0, timeout=timedelta(seconds=20), wait_for_workers=False, use_libuv=False
         )
         self.rank, self.size = rank, world_size
         self.count = 0
         self._aborted = threading.Event()
+        self._store.set(f"here/{rank}", b"1")
+        for other in range(world_size):
+            self._wait(f"here/{other}", _PATIENCE_S)
 
     def broadcast(self, tensor: Tensor, src: int, stream: object = None) -> None:
         """As `PyNcclCommunicator.broadcast`; does nothing once aborted."""
@@ -62,9 +69,11 @@ class Communicator:
         """Abort."""
         self._aborted.set()
 
-    def _wait(self, key: str) -> None:
+    def _wait(self, key: str, patience_s: float = math.inf) -> None:
+        deadline = time.monotonic() + patience_s
         while not self._aborted.wait(0.002) and not self._is_there(key):
-            pass
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nobody has set {key}")
 
     def _is_there(self, key: str) -> bool:
         try:

@@ -75,6 +75,7 @@ def inference_server(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
+    module: str = "prime_rl.entrypoints.inference",
 ) -> Iterator[Server]:
     """Start `uv run inference` on a free port, wait until it is healthy, and stop it at the end.
 
@@ -84,12 +85,13 @@ def inference_server(
         arguments: further arguments of the command line, such as `--vllm.max_num_seqs 16`.
         environment: further environment variables.
         port: where to listen; None takes a free one.
+        module: what is run instead, from the repository's root.
 
     Raises:
         AssertionError: it ended or was not healthy in time; carries the end of its log.
     """
     port = port or free_port()
-    command = [sys.executable, "-m", "prime_rl.entrypoints.inference", "--model.name", str(model)]
+    command = [sys.executable, "-m", module, "--model.name", str(model)]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     start = time.monotonic()
     with log.open("wb") as output:

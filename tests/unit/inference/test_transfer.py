@@ -68,6 +68,10 @@ def start(monkeypatch, tmp_path):
     yield start
     for trainer in trainers:
         trainer.sender.close()
+    for thread in threading.enumerate():
+        if thread.name == "transfer":  # in code of torch, where the end of the process would abort it
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def worker(rank=0, workers=1):

@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
 
+from prime_rl.configs.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig
 from prime_rl.configs.shared import TokenizerConfig
 from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest, remove
+from prime_rl.run.offer import Offer
 from prime_rl.run.paths import steps_in
 from prime_rl.run.tensors import content_hash, hash_tensors
 from prime_rl.run.wait import wait_for
@@ -315,3 +318,41 @@ def test_a_folder_without_room_is_refused_in_one_line(tiny, world, tmp_path, mon
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(ConfigError, match=r"weight_broadcast\.directory: .* has 0\.0 GiB free, and two versions take"):
         Training(tiny, world, directory=tmp_path / "memory")
+
+
+def _hold_in_memory(world, argument):
+    tiny, weights = map(Path, argument)
+    training = Training(tiny, world, transfer=NCCLBroadcastConfig(port=0), shard_bytes=100_000)
+    training.publisher.publish(weights / "step_1", PolicyVersion(0, 1))
+    training.update()
+    training.publisher.start(weights / "step_2", PolicyVersion(0, 2), last=True)
+    training.publisher.wait()
+    held = {}
+    if world.leads:
+        sender = training.publisher._transfer._sender
+        held = {digest: {n: t.tolist() for n, t in tensors.items()} for digest, (_, tensors) in sender._held.items()}
+    training.publisher.close()
+    return held
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_version_that_stays_in_memory_is_that_of_the_files_and_the_last_is_in_files(tiny, tmp_path, weights, ranks):
+    [held, *_] = run_world(ranks, _hold_in_memory, [str(tiny), str(weights)], tmp_path)
+    manifest = read_manifest(weights / "step_1", WEIGHTS_FORMAT)
+    assert not list((weights / "step_1").glob("*.safetensors"))
+    assert manifest["tensors"] == hash_tensors(tiny)
+    assert manifest["hash"] == content_hash(manifest["tensors"])
+    assert held == {manifest["hash"]: {name: t.tolist() for name, t in load_file(tiny / "model.safetensors").items()}}
+    offer = Offer.parse(manifest["transfer"])
+    assert offer.type == "nccl" and offer.tensors.keys() == manifest["tensors"].keys()
+    last = read_manifest(weights / "step_2", WEIGHTS_FORMAT)
+    assert "transfer" not in last and last["tensors"] == hash_tensors(weights / "step_2")
+
+
+def _refuse_ipc(world, tiny):
+    with pytest.raises(ConfigError, match=r"'ipc' is for one trainer rank .* there are 2; use 'nccl' or"):
+        Training(Path(tiny), world, transfer=IPCBroadcastConfig(port=0))
+
+
+def test_ipc_is_for_one_rank(tiny, tmp_path):
+    run_world(2, _refuse_ipc, str(tiny), tmp_path)

@@ -329,7 +329,8 @@ class Publisher:
         if job.place != job.target:
             job.target.symlink_to(job.place)
             fsync(job.target.parent)
-        return sum(manifest["files"].values()), manifest["hash"]
+        sent = 0 if self._transfer is None or job.last else self._transfer.bytes
+        return sent + sum(manifest["files"].values()), manifest["hash"]
 
     def _canary_fields(self, job: _Job) -> dict[str, Any]:
         if self._canary is None:

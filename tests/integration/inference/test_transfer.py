@@ -1,0 +1,143 @@
+"""A real trainer's publisher and a real server, versions from memory to memory (I5).
+
+Both sides run vLLM's transfer over a double for the device: tests/support/cpu_transfer.py.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from prime_rl.configs.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig, TransferConfig
+from prime_rl.configs.shared import TokenizerConfig
+from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.trainer.model import load_policy, load_tokenizer
+from prime_rl.trainer.parallel import World, shard
+from prime_rl.trainer.publication import Publisher
+from prime_rl.types import PolicyVersion
+from tests.integration.inference.conftest import ARGUMENTS, Models, assert_greedy_outputs_equal
+from tests.support import cpu_transfer
+from tests.support.server import Server, inference_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class Trainer:
+    """A policy that becomes, step by step, what the test says, and the publisher of its versions."""
+
+    def __init__(self, model: Path, weights: Path, options: TransferConfig) -> None:
+        config = TrainerModelConfig(name=str(model))
+        world = World(rank=0, size=1, device=torch.device("cpu"))
+        self.policy = shard(load_policy(config, seed=0), config, world)
+        tokenizer = load_tokenizer(TokenizerConfig(), config)
+        self.publisher = Publisher(self.policy, tokenizer, torch.float32, world, canary=torch.float32, transfer=options)
+        self.weights = weights
+
+    def become(self, model: Path) -> None:
+        other = load_policy(TrainerModelConfig(name=str(model)), seed=0)
+        with torch.no_grad():
+            for mine, theirs in zip(self.policy.parameters(), other.parameters(), strict=True):
+                mine.to_local().copy_(theirs)  # type: ignore[attr-defined]
+
+    def publish(self, step: int, last: bool = False) -> Path:
+        target = self.weights / f"step_{step}"
+        self.publisher.start(target, PolicyVersion(0, step), last)
+        self.publisher.wait()
+        return target
+
+
+@pytest.fixture(scope="module")
+def transferring(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("transferring")
+    module = "tests.support.cpu_transfer"
+    with inference_server(models.base, root / "server.log", ARGUMENTS, {"TMPDIR": str(root)}, module=module) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with inference_server(models.published[1], tmp_path_factory.mktemp("fresh") / "server.log", ARGUMENTS) as server:
+        yield server
+
+
+@pytest.fixture
+def start(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transferring: Server
+) -> Iterator[Callable[[TransferConfig], Trainer]]:
+    cpu_transfer.install(monkeypatch.setattr, tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    started: list[Trainer] = []
+
+    def start(options: TransferConfig) -> Trainer:
+        started.append(Trainer(models.base, tmp_path / "weights", options))
+        return started[-1]
+
+    transferring.reload()
+    yield start
+    for trainer in started:
+        trainer.publisher.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [NCCLBroadcastConfig, IPCBroadcastConfig])
+async def test_ten_switches_by_memory_equal_a_fresh_server(
+    start: Callable[[TransferConfig], Trainer], transferring: Server, fresh: Server, models: Models, kind: Any
+) -> None:
+    trainer = start(kind(port=0, timeout=60))
+    for step in range(1, 11):
+        trainer.become([models.published[2], models.base, models.published[1]][(step - 10) % 3 - 1])
+        directory = trainer.publish(step)
+        assert not list(directory.glob("*.safetensors"))
+        answer = transferring.update(directory, step)
+        manifest = read_manifest(directory, WEIGHTS_FORMAT)
+        assert answer["hash"] == manifest["hash"] == transferring.policy()["hash"]
+        assert answer["canary_difference"] <= 1e-4
+        shutil.rmtree(trainer.weights / f"step_{step - 1}", ignore_errors=True)
+    assert manifest["hash"] == fresh.policy()["hash"]
+    await assert_greedy_outputs_equal(transferring, fresh)
+    assert list(trainer.publish(11, last=True).glob("*.safetensors"))
+    assert transferring.update(trainer.weights / "step_11", 11)["hash"] == manifest["hash"]
+
+
+def test_what_is_not_what_was_published_is_refused_and_sampling_goes_on(
+    start: Callable[[TransferConfig], Trainer], transferring: Server, models: Models
+) -> None:
+    trainer = start(NCCLBroadcastConfig(port=0, timeout=60))
+    trainer.become(models.published[1])
+    loaded = transferring.update(trainer.publish(1), 1)
+    trainer.become(models.published[2])
+    directory = trainer.publish(2)
+    sender = trainer.publisher._transfer._sender  # type: ignore[union-attr]
+    assert sender is not None
+    tensors = sender._held[json.loads((directory / "manifest.json").read_text())["hash"]][1]
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] += 1
+    answer = transferring.post("/update_weights", weight_dir=str(directory), step=2)
+    assert answer.status_code == 400
+    assert f"{directory} could not be fetched: tensor {name} from the trainer at localhost" in answer.json()["error"]
+    assert transferring.policy()["hash"] == loaded["hash"]
+    assert len(transferring.generate([1, 2, 3])["token_ids"]) == 8
+    tensors[name].view(-1)[0] -= 1
+    answer = transferring.post("/update_weights", weight_dir=str(directory), step=1)
+    assert answer.status_code == 400
+    assert "declares branch 0, step 2; asked for was branch 0, step 1" in answer.json()["error"]
+    assert transferring.update(directory, 2)["step"] == 2
+
+
+def test_a_trainer_that_is_gone_is_named(
+    start: Callable[[TransferConfig], Trainer], transferring: Server, models: Models
+) -> None:
+    trainer = start(NCCLBroadcastConfig(port=0, timeout=60))
+    trainer.become(models.published[1])
+    directory = trainer.publish(1)
+    trainer.publisher.close()
+    answer = transferring.post("/update_weights", weight_dir=str(directory), step=1)
+    assert answer.status_code == 400
+    assert "could not be fetched: the trainer at localhost:" in answer.json()["error"]
+    assert len(transferring.generate([1, 2, 3])["token_ids"]) == 8
