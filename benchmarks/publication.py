@@ -174,10 +174,11 @@ class Trainer:
         publisher.guard(self.updates)
         return publisher
 
-    def rebuild(self) -> None:
-        """Let go of all publishers and their memory, and make a new one."""
+    def rebuild(self, **options: Any) -> None:
+        """Let go of all publishers and their memory, and make another one."""
+        del self.publisher, self.updates
         self.updates = SimulatedAdam(self.policy.parameters())
-        self.publisher = self.new_publisher()
+        self.publisher = self.new_publisher(**options)
 
     def publish(
         self,

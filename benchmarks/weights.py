@@ -55,6 +55,7 @@ SHARES = (0.01, 0.02, 0.06, 0.02)
 """Changed values from one version to the next; the first switch only warms up."""
 
 _WAIT_S = 900
+_ALONE = 3
 _ENGINE = ["--vllm.max-num-seqs", "8", "--vllm.max-model-len", "1024", "--model.dtype", "bfloat16"]
 
 Rounds = list[dict[str, float]]
@@ -106,15 +107,15 @@ def measure(folder: Path, small: bool = False) -> dict[str, Any]:
 
 def run(paths: RunPaths, folder: Path, small: bool) -> dict[str, Any]:
     """Publish versions into the run of `paths`, alone and beside a server; return all figures but those of deltas."""
-    alone, with_server = Rounds(), Rounds()
     say("the trainer alone")
     with lone_trainer(small) as trainer:
         step_s, window_s = (0.2, 0.5) if small else (STEP_S, 5.0)
         bench = Bench(trainer, paths, Work(step_s), Limits(trainer.policy, folder), window_s)
-        no_canary = bench.publish_alone(alone, 2 if small else 3)
+        alone, no_canary = bench.publish_alone(_ALONE), bench.publish_alone(_ALONE, canary=None)
+        base = bench.publish_base()
         say("a server of the base model")
-        with inference_server(paths.weights(0), folder / "server.log", _ENGINE) as server:
-            sampling = bench.publish_and_switch(server, with_server)
+        with inference_server(base, folder / "server.log", _ENGINE) as server:
+            with_server, sampling = bench.publish_and_switch(server)
         return summary(trainer.bytes, alone, no_canary, with_server, sampling)
 
 
@@ -134,32 +135,29 @@ class Bench:
         self._window_s = window_s
         self._rates = {share: trainer.updates.rate_of(share) for share in SHARES}
 
-    def publish_alone(self, rounds: Rounds, count: int) -> Rounds:
-        """Publish with nothing beside it, version 0 first, which is left for the server; append to `rounds`.
-
-        Returns:
-            The same without canary.
-        """
-        without, no_canary = Rounds(), self._trainer.new_publisher(canary=None)
-        self._publish(0)
-        for publisher, where in [(no_canary, Rounds())] + [(None, rounds), (no_canary, without)] * count:
+    def publish_alone(self, count: int, **options: Any) -> Rounds:
+        """Publish with nothing beside it, by a publisher with these options."""
+        rounds = Rounds()
+        self._trainer.rebuild(**options)
+        for _ in range(count + 1):
             limits = self._limits.measure() | {"step_alone_s": timed(self._work)}
-            where.append(self._publish(1, publisher) | limits)
+            rounds.append(self._publish(1) | limits)
             shutil.rmtree(self._paths.weights(1))
-        del no_canary
-        self._trainer.rebuild()
-        # What the server starts from is the version before that of the first delta.
-        shutil.rmtree(self._paths.weights(0))
-        self._trainer.publish(self._paths.weights(0), PolicyVersion(0, 0), lambda: None, self._rates[SHARES[0]])
-        return without
+        return rounds[1:]  # the first one also reserves its memory
 
-    def publish_and_switch(self, server: Server, rounds: Rounds) -> dict[str, Any]:
-        """Publish one version a round and switch the server to it; append to `rounds`.
+    def publish_base(self) -> Path:
+        """Publish version 0, from which the server starts."""
+        self._trainer.rebuild()
+        self._publish(0)
+        return self._paths.weights(0)
+
+    def publish_and_switch(self, server: Server) -> tuple[Rounds, dict[str, Any]]:
+        """Publish one version a round and switch the server to it.
 
         Returns:
-            What was sampled meanwhile.
+            The rounds, and what was sampled meanwhile.
         """
-        spans: dict[str, int] = {}
+        rounds, spans = Rounds(), dict[str, int]()
         for step in range(1, len(SHARES) + 1):
             say(f"version {step} of {len(SHARES)}")
             with Sampling(server, self._trainer.policy.vocabulary) as sampling:
@@ -170,15 +168,12 @@ class Bench:
                 spans[str(count)] = spans.get(str(count), 0) + completions
             measured["sampling_kept"] = measured["tokens_per_s"] / usual if usual else 0.0
             rounds.append(measured | server.post("/measure_switch") | self._limits.measure())
-        return {"server_started_s": server.started_s, "completions_by_spans": spans}
+        return rounds, {"server_started_s": server.started_s, "completions_by_spans": spans}
 
-    def _publish(self, step: int, publisher: Any = None) -> dict[str, float]:
-        version = PolicyVersion(0, step)
-        return self._trainer.publish(self._paths.weights(step), version, self._work, self._next_rate(step), publisher)
-
-    def _next_rate(self, step: int) -> float:
-        """At which the update after version `step` is made: it makes the version after it."""
-        return self._rates[SHARES[step]] if step < len(SHARES) else 0.0
+    def _publish(self, step: int) -> dict[str, float]:
+        """Publish, work, and make the update that leads to the next version."""
+        rate = self._rates[SHARES[step]] if step < len(SHARES) else 0.0
+        return self._trainer.publish(self._paths.weights(step), PolicyVersion(0, step), self._work, rate)
 
     def _round(self, server: Server, step: int) -> dict[str, float]:
         tokens, begun, failed = server.generated_tokens(), time.perf_counter(), threading.Event()
