@@ -133,12 +133,10 @@ async def fake_engine():
         await engine.die()
 
 
-def publish_version(paths, step: int, branch: int = 0) -> None:
+def publish_version(paths, step: int, branch: int = 0, **fields) -> None:
     """Publish an empty policy version, as far as a fake engine looks at it."""
-    publish(
-        paths.weights(step),
-        lambda _: {"format": "prime_rl.weights/1", "branch": branch, "step": step, "tensors": {}, "hash": f"h{step}"},
-    )
+    manifest = {"format": "prime_rl.weights/1", "branch": branch, "step": step, "tensors": {}, "hash": f"h{step}"}
+    publish(paths.weights(step), lambda _: manifest | fields)
 
 
 async def play_trainer(

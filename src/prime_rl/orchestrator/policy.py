@@ -331,13 +331,25 @@ class Policy:
             raise min(errors, key=lambda error: isinstance(error, VersionRefused))
 
     def _refuse(self, step: int, error: VersionRefused) -> None:
-        """End the run, or note that the version is not to be asked for again."""
+        """End the run, or note that the version is not to be asked for again; unless it was only too late for it."""
+        if self._came_too_late(step):
+            logger.warning("version {} gives way to a newer one: {}", step, error)
+            return
         if self._on_refused == "end":
             raise error
         if step not in self.refused:
             logger.warning("version {} is refused, version {} stays: {}", step, self.version, error)
         self.refused[step] = error
         self._on_change()
+
+    def _came_too_late(self, step: int) -> bool:
+        """Tell whether the version was in memory, where it is no more once newer ones are published."""
+        self._published = steps_in(self._paths.weights_dir)
+        try:
+            published = Published.read(self._paths.weights(step))
+        except VersionRefused:
+            return False
+        return published.is_in_memory and (self._newest() or step) > step
 
     async def _clean(self) -> None:
         """Delete the versions that nobody can need any more; what cannot be deleted now is tried next time."""

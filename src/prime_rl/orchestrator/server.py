@@ -27,11 +27,19 @@ class VersionRefused(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A published version: where it is, which one, and the content hash of its weights."""
+    """A published version.
+
+    Attributes:
+        directory: where it is.
+        version: which one.
+        hash: content hash of its weights.
+        is_in_memory: they are in no file, but in the trainer's memory, and only as long as the version is new.
+    """
 
     directory: Path
     version: PolicyVersion
     hash: str
+    is_in_memory: bool = False
 
     @classmethod
     def read(cls, directory: Path) -> "Published":
@@ -52,7 +60,7 @@ class Published:
             raise VersionRefused(f"{directory / MANIFEST} is malformed: {type(error).__name__}: {error}") from None
         if version.step != step_of(directory):
             raise VersionRefused(f"{directory / MANIFEST} declares step {version.step}")
-        return cls(directory, version, content)
+        return cls(directory, version, content, manifest.get("transfer") is not None)
 
 
 class Server:

@@ -10,7 +10,7 @@ from prime_rl.errors import RunError
 from prime_rl.orchestrator.concurrency import ConcurrencyController
 from prime_rl.orchestrator.engine import Engine, EngineLost
 from prime_rl.orchestrator.policy import Policy
-from prime_rl.orchestrator.server import Server
+from prime_rl.orchestrator.server import Server, VersionRefused
 from prime_rl.run.paths import RunPaths, steps_in
 from prime_rl.types import PolicyVersion
 from tests.support.fake_engine import fake_engine, publish_version
@@ -254,6 +254,22 @@ async def test_a_newer_version_takes_the_place_of_one_that_is_being_staged(tmp_p
         assert one.calls[1:] == ["stage 1", "stage 2", "update 2"], "1 is never put in place"
         await ask_until(policy, lambda: steps_in(paths.weights_dir) == [2])
         assert policy.metrics()["policy/skipped"] == 1
+
+
+async def test_a_version_that_has_left_the_trainers_memory_gives_way_to_a_newer_one(tmp_path):
+    """By itself such a refusal ends the run: the trainer drops a version only when newer ones are published."""
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as engine:
+        server = Server(Engine(engine.url, "m", "test-run"), ConcurrencyController(ConcurrencyConfig(), seq_len=64))
+        policy = Policy([server], paths, lambda: None)
+        publish_version(paths, 1, transfer={"type": "nccl"})
+        with pytest.raises(VersionRefused, match="no longer"):
+            policy._refuse(1, VersionRefused("no longer in memory"))
+        publish_version(paths, 2)
+        policy._refuse(1, VersionRefused("no longer in memory"))
+        publish_version(paths, 3)
+        with pytest.raises(VersionRefused, match="a flipped byte"):
+            policy._refuse(2, VersionRefused("a flipped byte"))
 
 
 async def test_a_version_that_is_being_put_in_place_is_not_given_up(tmp_path):
