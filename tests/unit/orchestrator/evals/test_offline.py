@@ -10,6 +10,7 @@ from aiohttp import web
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.orchestrator.evals import sessions
 from prime_rl.orchestrator.evals.servers import FixedServers
+from prime_rl.run.cleaning import clean
 from prime_rl.run.paths import RunPaths
 from tests.support.fake_chat import fake_chat, says
 from tests.support.fake_engine import fake_engine, publish_version
@@ -79,10 +80,18 @@ async def test_a_server_of_another_make_is_asked_by_messages(evaluate, monkeypat
 
 async def test_published_versions_are_evaluated_in_turn_and_the_base_model_is_served_again(evaluate, tmp_path):
     run = RunPaths(tmp_path / "run")
-    for step in (2, 5):
+    for step in (2, 5, 6):
         publish_version(run, step)
     async with fake_engine() as engine:
-        results = await evaluate(engine.url, weights_dir=run.weights_dir, num_examples=1)
+        deleted = []
+
+        async def delete_what_may_go(step):
+            deleted.append(clean(run.weights_dir, 6, set()))
+
+        engine.switching = delete_what_may_go
+        results = await evaluate(engine.url, weights_dir=run.weights_dir, steps=[2, 5], num_examples=1)
+        engine.switching = None
+        assert deleted == [[], []], "the run that is still publishing there leaves what is to be evaluated"
         assert [result["version"] for result in results] == [0, 2, 5]
         assert [(result["version/min"], result["version/max"]) for result in results] == [(0, 0), (2, 2), (5, 5)]
         assert (engine.step, engine.holder) == (0, None)
@@ -95,6 +104,7 @@ async def test_published_versions_are_evaluated_in_turn_and_the_base_model_is_se
         engine.holder = "a run"
         with pytest.raises(RunError, match="leased by a run"):
             await evaluate(engine.url, weights_dir=run.weights_dir, num_examples=1)
+    assert clean(run.weights_dir, 6, set()) == [2, 5], "nothing is held any more"
 
 
 @pytest.mark.parametrize(

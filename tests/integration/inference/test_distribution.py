@@ -1,0 +1,240 @@
+"""From `weights/` to a real server, as the orchestrator does it: what is refused, and what that does to a run.
+
+And answers without spans: one version from their first token to their last, also over several requests.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from prime_rl.configs.concurrency import ConcurrencyConfig
+from prime_rl.orchestrator.concurrency import ConcurrencyController
+from prime_rl.orchestrator.engine import Engine
+from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.server import Server as Steered
+from prime_rl.orchestrator.server import VersionRefused
+from prime_rl.orchestrator.workers.chat import ChatRecorder, ChatServer
+from prime_rl.run.paths import RunPaths, steps_in
+from tests.integration.inference.conftest import Models, Reference, metric, versions_of
+from tests.support.server import Server
+from tests.support.tiny_model import publish_weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
+CANARY = [6 + (7 * i) % 94 for i in range(64)]
+
+
+def _flip(directory: Path) -> None:
+    shard = directory / "model-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+
+
+def _cut(directory: Path) -> None:
+    with (directory / "model-00002.safetensors").open("r+b") as stream:
+        stream.truncate(1000)
+
+
+def _lose(directory: Path) -> None:
+    (directory / "model-00002.safetensors").unlink()
+
+
+def _declare(**fields: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        file = directory / "manifest.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return change
+
+
+def _widen(directory: Path) -> None:
+    """Another model, published as it should be."""
+    tensors = load_file(directory / "model-00001.safetensors")
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name].repeat(2, axis=0)
+    model = directory.parent / ".model"
+    for file in directory.glob("*.safetensors"):
+        model.mkdir(exist_ok=True)
+        save_file(tensors if file.name.startswith("model-00001") else load_file(file), model / file.name)
+    step = json.loads((directory / "manifest.json").read_text())["step"]
+    for file in directory.iterdir():
+        file.unlink()
+    directory.rmdir()
+    publish_weights(directory.parents[1], model, step)
+
+
+BAD = {
+    "a flipped byte": (_flip, r"{dir}/model-00002\.safetensors is not what was published: tensor \S+ has another hash"),
+    "a cut file": (_cut, r"{dir}/model-00002\.safetensors has 1000 bytes, its manifest says \d+"),
+    "a missing shard": (_lose, r"{dir}/model-00002\.safetensors has None bytes, its manifest says \d+"),
+    "a wrong step": (_declare(step=99), r"{dir}/manifest\.json declares step 99"),
+    "a smaller version": (_declare(branch=0), r"version 0\.\d+ \(branch\.step\) of {dir} is older than 1\.\d+"),
+    "another shape": (_widen, r"tensor \S+ of {dir}/model-00001\.safetensors has shape"),
+    "a wrong canary": (None, r"version 1\.\d+ of {dir} is loaded, but is not the trainer's"),
+}
+
+
+@asynccontextmanager
+async def steering(server: Server, run_dir: Path, **options: Any) -> AsyncIterator[tuple[Policy, asyncio.Event]]:
+    """A policy that watches and keeps `server` for a run; the event is set whenever something has changed."""
+    changed, stop = asyncio.Event(), asyncio.Event()
+    async with Engine(server.url, server.model, f"run {run_dir}") as engine:
+        steered = Steered(engine, ConcurrencyController(ConcurrencyConfig(), seq_len=64))
+        policy = Policy([steered], RunPaths(run_dir), changed.set, **options)
+        await policy.start(10)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(policy.watch(stop))
+                tasks.create_task(policy.keep(stop))
+                try:
+                    yield policy, changed
+                finally:
+                    stop.set()
+        finally:
+            await policy.release()
+
+
+async def until(changed: asyncio.Event, condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            changed.clear()
+            await changed.wait()
+
+
+@pytest.fixture(scope="module")
+def shards(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of version 1 in three files; good versions are of the other one, so that every bad one is read."""
+    directory = tmp_path_factory.mktemp("shards")
+    tensors = load_file(models.published[1] / "model.safetensors")
+    for number in range(3):
+        part = {name: tensors[name] for name in sorted(tensors)[number::3]}
+        save_file(part, directory / f"model-{number + 1:05}.safetensors")
+    return directory
+
+
+def publish_bad(kind: str, run_dir: Path, shards: Path, models: Models, reference: Reference, step: int) -> str:
+    """Publish a version that is not to be sampled from; returns the pattern of what is said of it.
+
+    It is damaged before anybody can see it: in another run, from which it is moved.
+    """
+    damage, said = BAD[kind]
+    other = {
+        "canary": {
+            "token_ids": CANARY,
+            "logprobs": reference.logprobs(models.published[2], CANARY[:1], CANARY[1:]),
+            "dtype": "float32",
+        }
+    }
+    directory = publish_weights(
+        run_dir.with_name("unseen"), shards, step, branch=1, overrides=other if damage is None else None
+    )
+    if damage is not None:
+        damage(directory)
+    if kind == "another shape":
+        _declare(branch=1)(directory)
+    place = RunPaths(run_dir).weights(step)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    directory.rename(place)
+    return said.format(dir=place)
+
+
+async def test_bad_versions_are_done_without_and_sampling_goes_on(
+    server: Server, models: Models, shards: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """One bad version after the other, each followed by a good one, under completions that never notice."""
+    run_dir = tmp_path / "run"
+    async with (
+        steering(server, run_dir, on_refused="keep") as (policy, changed),
+        httpx.AsyncClient(base_url=server.url, timeout=120) as client,
+    ):
+        publish_weights(run_dir, models.published[2], 1, branch=1)
+        await until(changed, lambda: policy.version == 1)
+        for number, kind in enumerate(BAD):
+            before, bad = policy.version, 2 * number + 2
+            start = metric(server, "vllm:generation_tokens_total")
+            body = server.request([*PROMPT, 6 + number], max_tokens=600)
+            completion = asyncio.create_task(client.post("/inference/v1/generate", json=body))
+            while metric(server, "vllm:generation_tokens_total") <= start:
+                await asyncio.sleep(0)
+            said = publish_bad(kind, run_dir, shards, models, reference, bad)
+            await until(changed, lambda bad=bad: bad in policy.refused and policy.servers[0].up)
+            with pytest.raises(VersionRefused, match=said):
+                raise policy.refused[bad]
+            loaded = await asyncio.to_thread(server.policy)
+            assert (loaded["branch"], loaded["step"]) == (1, before), kind
+            answer = await completion
+            if kind != "a wrong canary":  # then what was sampled counts for nothing
+                assert versions_of(answer.json()["choices"][0]) == [(f"1.{before}", 0, 600)], kind
+            publish_weights(run_dir, models.published[2], bad + 1, branch=1)
+            await until(changed, lambda bad=bad: policy.version == bad + 1)
+        assert policy.metrics()["policy/refused"] == len(BAD)
+        assert policy.metrics()["policy/skipped"] == 0
+        assert steps_in(RunPaths(run_dir).weights_dir)[-1] == policy.version
+
+
+@pytest.mark.parametrize("kind", BAD)
+async def test_bad_versions_end_the_run(
+    server: Server, models: Models, shards: Path, reference: Reference, tmp_path: Path, kind: str
+) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(ExceptionGroup) as caught:
+        async with steering(server, run_dir) as (policy, changed):
+            publish_weights(run_dir, models.published[2], 1, branch=1)
+            await until(changed, lambda: policy.version == 1)
+            said = publish_bad(kind, run_dir, shards, models, reference, 2)
+            await until(changed, lambda: policy.version == 2)
+    [error] = caught.value.exceptions
+    with pytest.raises(VersionRefused, match=said):
+        raise error
+
+
+async def test_a_chat_completion_is_of_one_version(server: Server, models: Models, tmp_path: Path) -> None:
+    """A switch that comes in the middle waits until it is answered, streamed or not."""
+    body = {"model": server.model, "messages": [{"role": "user", "content": "say it"}], "ignore_eos": True}
+    body |= {"max_tokens": 400, "temperature": 0, "logprobs": True}
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        alone = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]["content"]
+        for step, streamed in ((1, False), (2, True)):
+            before = server.policy()["step"]
+            start = metric(server, "vllm:generation_tokens_total")
+            asked = asyncio.create_task(client.post("/v1/chat/completions", json=body | {"stream": streamed}))
+            while metric(server, "vllm:generation_tokens_total") <= start + 5:
+                await asyncio.sleep(0)
+            asyncio.get_running_loop()
+            switched = await asyncio.to_thread(server.update, models.published[step], step)
+            assert asked.done() or (await asyncio.wait({asked}, timeout=5))[0], "it was answered before the switch"
+            answer = await asked
+            assert answer.headers["x-policy-version"] == f"0.{before}"
+            if not streamed:
+                assert answer.headers["x-policy-version-end"] == f"0.{before}"
+                assert answer.json()["choices"][0]["message"]["content"] == alone
+            assert switched["step"] == step
+            assert switched["pause_s"] < 5, "the wait is no pause"
+
+
+async def test_a_rollout_of_several_chats_is_of_one_version(server: Server, models: Models) -> None:
+    """The tool is called while a switch waits; the next turn is still the old version's, and then it comes."""
+    ask = [{"role": "user", "content": "say it"}]
+    async with ChatServer(f"{server.url}/v1", server.model) as chat:
+        async with chat.pinned() as pinned:
+            recorder = ChatRecorder(pinned)
+            await recorder.ask(ask, None, {"max_tokens": 20})
+            switch = asyncio.create_task(asyncio.to_thread(server.update, models.published[1], 1))
+            await asyncio.wait({switch}, timeout=1)  # time for a switch that should not be
+            await recorder.ask(ask, None, {"max_tokens": 20})
+            assert recorder.versions == (0, 0)
+            assert not switch.done()
+            assert server.policy()["step"] == 0
+        assert (await switch)["step"] == 1
+        again = ChatRecorder(chat)
+        await again.ask(ask, None, {"max_tokens": 20})
+        assert again.versions == (1, 1)
