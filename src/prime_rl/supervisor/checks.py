@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.errors import ConfigError
+from prime_rl.run.checkpoints import find_checkpoints
 from prime_rl.run.paths import RunPaths
 
 
@@ -21,6 +22,7 @@ def check_before_start(config: RLConfig) -> None:
     Raises:
         ConfigError: the first thing that is wrong.
     """
+    check_resume(config)
     _check_packages(config)
     for name in {config.trainer.model.name, config.orchestrator.model.name, config.model.name}:
         check_model(name)
@@ -29,6 +31,20 @@ def check_before_start(config: RLConfig) -> None:
     if config.inference is not None:
         check_port(config.inference.server.host, config.inference.server.port, "--inference.server.port")
     check_gpus(config, visible_gpus())
+
+
+def check_resume(config: RLConfig) -> None:
+    """Refuse to resume from a checkpoint that is not there, or not whole."""
+    if config.ckpt is None or config.ckpt.resume_step in (None, -1):
+        return
+    step, directory = config.ckpt.resume_step, config.run_paths.root / config.ckpt.path
+    found = find_checkpoints(directory)
+    if step not in found.steps:
+        why = found.broken.get(f"step_{step}")
+        raise ConfigError(
+            f"ckpt.resume_step = {step}: {directory} has no complete checkpoint of it{f' ({why})' if why else ''}; "
+            f"complete are: {', '.join(map(str, found.steps)) or 'none'}"
+        )
 
 
 def check_model(name: str) -> None:

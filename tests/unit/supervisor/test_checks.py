@@ -122,11 +122,12 @@ def test_earlier_run_is_kept_on_request_and_for_a_resume(earlier_run):
     assert earlier_run.weights(1).is_dir()
 
 
-def test_a_resume_of_a_whole_run_is_refused_as_long_as_half_of_it_would_be_missing(tmp_path):
-    config = RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "1"])
-    assert "cannot resume yet" in refused(checks.check_before_start, config)
-    make_roles(RLConfig.load(["--output-dir", str(tmp_path), "--ckpt"]), RunPaths(tmp_path))
-    assert TrainerConfig.load(["@", str(RunPaths(tmp_path).config("trainer"))]).ckpt is None
+def test_a_resume_from_a_checkpoint_that_is_not_there_is_refused(tmp_path):
+    (tmp_path / "checkpoints/step_2").mkdir(parents=True)
+    config = RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "2"])
+    message = refused(checks.check_resume, config)
+    assert "no complete checkpoint of it (was not finished:" in message and "complete are: none" in message
+    checks.check_resume(RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "-1"]))
 
 
 def test_roles_get_their_configuration_gpus_and_files(tmp_path, monkeypatch):
