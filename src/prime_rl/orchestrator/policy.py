@@ -16,7 +16,6 @@ others do not wait for it.
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -25,9 +24,9 @@ from loguru import logger
 
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.engine import EngineError, EngineLost, LoadedPolicy
+from prime_rl.orchestrator.publications import Publications
 from prime_rl.orchestrator.server import Published, Server, VersionRefused
-from prime_rl.run.cleaning import clean
-from prime_rl.run.paths import RunPaths, steps_in
+from prime_rl.run.paths import RunPaths
 from prime_rl.run.wait import changes
 from prime_rl.types import PolicyVersion
 
@@ -44,7 +43,7 @@ class Policy:
         servers: all of them.
         deaths: how often one was taken out.
         skipped: versions that were published and never sampled from, as a newer one was there.
-        refused: why, by step, of the versions that were refused.
+        published: what there is to switch to.
     """
 
     def __init__(
@@ -67,19 +66,16 @@ class Policy:
         self.servers = servers
         self.deaths = 0
         self.skipped = 0
-        self.refused: dict[int, VersionRefused] = {}
+        self.published = Publications(paths, on_refused)
         self._switch_s = self._place_s = 0.0
         self._last: dict[Server, LoadedPolicy] = {}
         self._paths = paths
         self._on_change = on_change
         self._before_switch = before_switch
-        self._on_refused = on_refused
-        self._published: list[int] = []
         self._latest = 0
         self._looked = asyncio.Event()
         self._attempt: tuple[int, asyncio.Future[bool]] | None = None
         self._holding: asyncio.Future[None] | None = None
-        self._kept = Counter[int]()
         self._changed = asyncio.Condition()
         self._all_lost_since: float | None = None
 
@@ -96,7 +92,7 @@ class Policy:
         return {
             "policy/version": self.version,
             "policy/skipped": self.skipped,
-            "policy/refused": len(self.refused),
+            "policy/refused": len(self.published.refused),
             "servers/deaths": self.deaths,
             "time/switch": self._switch_s,
             "time/switch_place": self._place_s,
@@ -122,14 +118,6 @@ class Policy:
             async with self._changed:
                 await self._changed.wait_for(lambda: server.version.step >= step)
 
-    def keep_files(self, step: int) -> None:
-        """Keep the files of a published version until `free_files`, whatever the servers sample from."""
-        self._kept[step] += 1
-
-    def free_files(self, step: int) -> None:
-        """Take one `keep_files` back."""
-        self._kept[step] -= 1
-
     def suspect(self, server: Server, why: str = "it does not answer") -> None:
         """Give it no rollouts until `keep` has seen it alive with the right version."""
         if server.up:
@@ -146,7 +134,7 @@ class Policy:
         Raises:
             RunError: says why it was refused.
         """
-        error = self.refused.get(next_step)
+        error = self.published.refused.get(next_step)
         if error is not None and self.version < next_step:
             raise RunError(
                 f"{error}; without version {next_step} nothing more can be sampled within the bound "
@@ -228,21 +216,17 @@ class Policy:
         """See what is published; a version that is being staged gives way to a newer one."""
         try:
             async for _ in changes(self._paths.weights_dir, stop):
-                self._published = steps_in(self._paths.weights_dir)
-                if self._attempt is not None and (self._newest() or 0) > self._attempt[0]:
+                self.published.look()
+                if self._attempt is not None and (self.published.newest or 0) > self._attempt[0]:
                     self._attempt[1].cancel()
                 if self._wanted() is not None:
                     self._looked.set()
         finally:
             self._looked.set()
 
-    def _newest(self) -> int | None:
-        """Return the newest version that was published and not refused."""
-        return max((step for step in self._published if step not in self.refused), default=None)
-
     def _wanted(self) -> int | None:
         """Return the newest version, if a server lacks it."""
-        newest = self._newest()
+        newest = self.published.newest
         lacks = newest is not None and any(s.up and s.version.step < newest for s in self.servers)
         return newest if lacks else None
 
@@ -250,7 +234,7 @@ class Policy:
         """Bring all servers to a version, unless a newer one appears before it is put in place, or it is refused."""
         started = time.monotonic()
         try:
-            published = await asyncio.to_thread(Published.read, self._paths.weights(step))
+            published = await asyncio.to_thread(self.published.read, step)
             staged = list[Server]()
             if not await self._unless_overtaken(step, lambda: self._stage(published, staged)):
                 return
@@ -262,14 +246,15 @@ class Policy:
         except VersionRefused as error:
             self._refuse(step, error)
         else:
-            await self._clean()
+            loading = [server.loading for server in self.servers if server.loading is not None]
+            await self.published.clean(self.version, loading)
 
     async def _unless_overtaken(self, step: int, work: Callable[[], Awaitable[None]]) -> bool:
         """Do `work`; False if it was given up for a version that is newer than `step`."""
 
         async def done() -> bool:
             await work()
-            return (self._newest() or step) <= step
+            return (self.published.newest or step) <= step
 
         attempt = asyncio.ensure_future(done())
         self._attempt = step, attempt
@@ -312,7 +297,7 @@ class Policy:
 
         answers = await asyncio.gather(*map(switch, staged), return_exceptions=True)
         if pauses := [answer.pause_s for answer in answers if isinstance(answer, LoadedPolicy)]:
-            self.skipped += sum(self._latest < s < step and s not in self.refused for s in self._published)
+            self.skipped += self.published.between(self._latest, step)
             self._latest = max(self._latest, step)
             logger.info("switched to version {} in {:.2f} s (pause {:.3f} s)", step, self._switch_s, max(pauses))
         for server, answer in zip(staged, answers, strict=True):
@@ -331,34 +316,8 @@ class Policy:
             raise min(errors, key=lambda error: isinstance(error, VersionRefused))
 
     def _refuse(self, step: int, error: VersionRefused) -> None:
-        """End the run, or note that the version is not to be asked for again; unless it was only too late for it."""
-        if self._came_too_late(step):
-            logger.warning("version {} gives way to a newer one: {}", step, error)
-            return
-        if self._on_refused == "end":
-            raise error
-        if step not in self.refused:
-            logger.warning("version {} is refused, version {} stays: {}", step, self.version, error)
-        self.refused[step] = error
-        self._on_change()
-
-    def _came_too_late(self, step: int) -> bool:
-        """Tell whether the version was in memory, where it is no more once newer ones are published."""
-        self._published = steps_in(self._paths.weights_dir)
-        try:
-            published = Published.read(self._paths.weights(step))
-        except VersionRefused:
-            return False
-        return published.is_in_memory and (self._newest() or step) > step
-
-    async def _clean(self) -> None:
-        """Delete the versions that nobody can need any more; what cannot be deleted now is tried next time."""
-        needed = {server.loading for server in self.servers if server.loading is not None}
-        needed |= {step for step, count in self._kept.items() if count}
-        try:
-            await asyncio.to_thread(clean, self._paths.weights_dir, self.version, needed)
-        except OSError as error:
-            logger.warning("an old version cannot be deleted: {}", error)
+        if self.published.refuse(step, error):
+            self._on_change()
 
     async def _keep_one(self, server: Server, stop: asyncio.Event) -> None:
         while not stop.is_set():
@@ -390,11 +349,11 @@ class Policy:
             server.died()
             while True:
                 server.version = (await server.engine.reset()).version
-                self._published = steps_in(self._paths.weights_dir)
-                if (newest := self._newest()) is None:
+                self.published.look()
+                if (newest := self.published.newest) is None:
                     break
                 try:
-                    await server.load(Published.read(self._paths.weights(newest)))
+                    await server.load(self.published.read(newest))
                     break
                 except VersionRefused as error:
                     self._refuse(newest, error)

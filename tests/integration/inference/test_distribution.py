@@ -166,9 +166,9 @@ async def test_bad_versions_are_done_without_and_sampling_goes_on(
             while metric(server, "vllm:generation_tokens_total") <= start:
                 await asyncio.sleep(0)
             said = publish_bad(kind, run_dir, shards, models, reference, bad)
-            await until(changed, lambda bad=bad: bad in policy.refused and policy.servers[0].up)
+            await until(changed, lambda bad=bad: bad in policy.published.refused and policy.servers[0].up)
             with pytest.raises(VersionRefused, match=said):
-                raise policy.refused[bad]
+                raise policy.published.refused[bad]
             loaded = await asyncio.to_thread(server.policy)
             assert (loaded["branch"], loaded["step"]) == (1, before), kind
             answer = await completion

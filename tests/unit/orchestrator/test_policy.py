@@ -264,12 +264,12 @@ async def test_a_version_that_has_left_the_trainers_memory_gives_way_to_a_newer_
         policy = Policy([server], paths, lambda: None)
         publish_version(paths, 1, transfer={"type": "nccl"})
         with pytest.raises(VersionRefused, match="no longer"):
-            policy._refuse(1, VersionRefused("no longer in memory"))
+            policy.published.refuse(1, VersionRefused("no longer in memory"))
         publish_version(paths, 2)
-        policy._refuse(1, VersionRefused("no longer in memory"))
+        policy.published.refuse(1, VersionRefused("no longer in memory"))
         publish_version(paths, 3)
         with pytest.raises(VersionRefused, match="a flipped byte"):
-            policy._refuse(2, VersionRefused("a flipped byte"))
+            policy.published.refuse(2, VersionRefused("a flipped byte"))
 
 
 async def test_a_version_that_is_being_put_in_place_is_not_given_up(tmp_path):
@@ -326,8 +326,8 @@ async def test_a_refused_version_is_left_out_where_the_run_says_so(tmp_path, fau
             with pytest.raises(EngineLost):
                 await lost
             one.wrong = ""
-        await changes.until(lambda: policy.refused and policy.servers[0].up)
-        assert said in str(policy.refused[2])
+        await changes.until(lambda: policy.published.refused and policy.servers[0].up)
+        assert said in str(policy.published.refused[2])
         assert (policy.version, one.step, one.hash) == (1, 1, "h1")
         assert policy.metrics()["policy/refused"] == 1
         policy.end_if_refused(3)  # a newer one may come
@@ -355,7 +355,7 @@ async def test_a_refusal_by_one_server_keeps_the_version_from_all(tmp_path):
     ):
         two.refusal = "its disk is bad"
         publish_version(paths, 1)
-        await changes.until(lambda: 1 in policy.refused)
+        await changes.until(lambda: 1 in policy.published.refused)
         two.refusal = ""
         publish_version(paths, 2)
         await changes.until(lambda: policy.version == 2)
@@ -369,11 +369,11 @@ async def test_files_stay_as_long_as_somebody_needs_them(tmp_path):
             publish_version(paths, step)
             await changes.until(lambda step=step: policy.version == step)
             if step == 2:
-                policy.keep_files(2)
+                policy.published.keep_files(2)
         publish_version(paths, 4)
         await changes.until(lambda: policy.version == 4)
         publish_version(paths, 5)
         await ask_until(policy, lambda: steps_in(paths.weights_dir) == [2, 5])
-        policy.free_files(2)
+        policy.published.free_files(2)
         publish_version(paths, 6)
         await ask_until(policy, lambda: steps_in(paths.weights_dir) == [6])

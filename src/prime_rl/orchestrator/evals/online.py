@@ -147,7 +147,7 @@ class OnlineEvaluator:
             )  # fmt: skip
             self._free_files(schedule, earlier[1])
         if schedule.own_servers is not None and version > 0:
-            self._policy.keep_files(version)
+            self._policy.published.keep_files(version)
         if schedule.holds:
             self._released.clear()
         self._waiting[schedule.prefix] = (schedule, version)
@@ -220,7 +220,7 @@ class OnlineEvaluator:
 
     def _free_files(self, schedule: Schedule, version: int) -> None:
         if schedule.own_servers is not None and version > 0:
-            self._policy.free_files(version)
+            self._policy.published.free_files(version)
 
 
 class _ServersOfTheRun:

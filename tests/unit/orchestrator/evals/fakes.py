@@ -75,12 +75,8 @@ class FakeServer:
         self.version, self.up, self.in_flight = PolicyVersion(0, step), True, 0
 
 
-class FakePolicy:
-    """The servers of a run, as far as an evaluation looks at them."""
-
-    def __init__(self, *urls, step=0):
-        self.servers = [FakeServer(url, step) for url in urls or ("http://a",)]
-        self.suspected = []
+class FakePublications:
+    def __init__(self):
         self.kept = []
 
     def keep_files(self, step):
@@ -88,6 +84,15 @@ class FakePolicy:
 
     def free_files(self, step):
         self.kept.remove(step)
+
+
+class FakePolicy:
+    """The servers of a run, as far as an evaluation looks at them."""
+
+    def __init__(self, *urls, step=0):
+        self.servers = [FakeServer(url, step) for url in urls or ("http://a",)]
+        self.suspected = []
+        self.published = FakePublications()
 
     def switch(self, step):
         for server in self.servers:

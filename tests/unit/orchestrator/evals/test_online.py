@@ -211,7 +211,7 @@ async def test_servers_for_evaluation_alone_get_the_version_whose_files_the_run_
         seen = []
 
         def look(example, url):
-            seen.append((url, fake.step, fake.hash, fake.holder, list(run.policy.kept)))
+            seen.append((url, fake.step, fake.hash, fake.holder, list(run.policy.published.kept)))
 
         def own_servers():
             return [Engine(fake.url, "m", "evaluations")]
@@ -225,7 +225,7 @@ async def test_servers_for_evaluation_alone_get_the_version_whose_files_the_run_
         assert run.versions == [2]
         assert seen[-1] == (fake.url, 2, "h2", "evaluations", [2])
         assert (fake.holder, fake.step) == (None, 0), "given back, at the base model"
-        assert run.policy.kept == []
+        assert run.policy.published.kept == []
 
 
 async def test_the_files_of_an_evaluation_that_gives_way_are_freed(tmp_path):
@@ -240,11 +240,11 @@ async def test_the_files_of_an_evaluation_that_gives_way_are_freed(tmp_path):
             await held.begun.wait()
             await run.switch(2, tasks)
             await run.switch(3, tasks)
-            assert run.policy.kept == [1, 3]
+            assert run.policy.published.kept == [1, 3]
             held.gate.set()
             await run.evaluator.finish(3)
         assert run.versions == [1, 3]
-        assert run.policy.kept == []
+        assert run.policy.published.kept == []
 
 
 async def test_pinned_goes_to_a_server_of_its_version(tmp_path):
