@@ -6,7 +6,6 @@ import socket
 import pytest
 
 from prime_rl.configs import RLConfig
-from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.errors import ConfigError
 from prime_rl.run.paths import RunPaths
 from prime_rl.supervisor import checks, roles
