@@ -165,7 +165,7 @@ def main() -> None:
         install(setattr, Path(tempfile.gettempdir()))
         return prepared
 
-    server._prepare_vllm = prepare_and_install
+    setattr(server, "_prepare_vllm", prepare_and_install)  # noqa: B010
     serve()
 
 

@@ -138,7 +138,7 @@ class Sender:
         """Listen at the host and port of `options`; tensors leave from `device`.
 
         Raises:
-            ConfigError: cannot listen there, or vLLM is not installed.
+            ConfigError: cannot listen there.
         """
         self.options = options
         self.session = secrets.token_hex(16)
@@ -150,7 +150,6 @@ class Sender:
         self._turn = threading.Lock()
         self._error: RunError | None = None
         self._closed = False
-        _require_vllm(options.type)
         self._listener = _listen(options.host, options.port)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="transfer-listen", daemon=True).start()
@@ -378,13 +377,3 @@ def _free_port(host: str) -> int:
     with socket.create_server((host, 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
-
-
-def _require_vllm(kind: str) -> None:
-    from importlib.util import find_spec
-
-    if find_spec("vllm") is None:
-        raise ConfigError(
-            f"weight_broadcast.type = {kind!r} sends by vLLM, which is not installed here; run `uv sync --extra gpu`, "
-            "or use 'filesystem'"
-        )

@@ -7,6 +7,7 @@ files.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ def choose_way(options: BroadcastConfig, world: World) -> tuple[FileBroadcastCon
         return options, None
     if world.device.type != "cuda":
         raise ConfigError(f"weight_broadcast.type = {options.type!r} needs a GPU, and there is none; use 'filesystem'")
+    if world.leads:
+        _import_vllm(options.type)
     return FileBroadcastConfig(), options
 
 
@@ -124,6 +127,17 @@ class Transfer:
         self.bytes = sum(tensor.data.size for tensor in raw.values())
         self._sender.hold(content_hash(digests), version, tensors)
         return {"": digests}
+
+
+def _import_vllm(kind: str) -> None:
+    """Import what sends, before training: it changes settings of torch's compiler."""
+    try:
+        import_module("vllm.distributed.weight_transfer")
+    except ImportError as error:
+        raise ConfigError(
+            f"weight_broadcast.type = {kind!r} sends by vLLM, which cannot be imported here ({error}); run `uv sync "
+            "--extra gpu`, or use 'filesystem'"
+        ) from error
 
 
 def _is_inside(tensor: Tensor, buffer: Tensor) -> bool:
