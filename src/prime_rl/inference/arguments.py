@@ -59,13 +59,12 @@ _CPU_KV_CACHE_BYTES = 512 * 2**20
 _CPU_MAX_NUM_SEQS = 256
 
 
-def prepare_environment(config: "InferenceConfig", on_cpu: bool, fork: bool) -> None:
+def prepare_environment(config: "InferenceConfig", on_cpu: bool) -> None:
     """Set the variables that vLLM reads. To be called before its first import.
 
     Args:
         config: the server's configuration.
         on_cpu: vLLM is the CPU build.
-        fork: the engine will be forked and run its worker in its own process (`patches.start_fast_on_cpu`).
     """
     # Their routes would let anybody change the weights behind our back.
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"
@@ -79,9 +78,18 @@ def prepare_environment(config: "InferenceConfig", on_cpu: bool, fork: bool) -> 
         # Eager or not, vLLM compiles how it counts ranks of log-probabilities: seconds in the first request, and the
         # death of the engine on a machine without a C++ compiler.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    if fork:
+    if forks_engines(config, on_cpu):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def forks_engines(config: "InferenceConfig", on_cpu: bool) -> bool:
+    """Whether engines are forked and run their worker in their own process (`patches.start_fast_on_cpu`).
+
+    `vllm.distributed_executor_backend = "mp"` has a CPU start them as a GPU does.
+    """
+    chosen = {"distributed_executor_backend", "distributed-executor-backend"} & config.vllm.keys()
+    return on_cpu and config.parallel.tp == 1 and not chosen
 
 
 def vllm_version() -> str:
@@ -152,6 +160,7 @@ def _defaults(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> dict
             # A seeded request whose prompt is computed in chunks ends the engine (vLLM 0.32: its CPU generator cannot
             # be set back to the offset of the chunk before).
             "enable_chunked_prefill": False,
+            "distributed_executor_backend": "uni" if forks_engines(config, on_cpu) else None,
         }
     return values
 

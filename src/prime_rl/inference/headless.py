@@ -32,9 +32,13 @@ def run_headless(config: "InferenceConfig") -> None:
     started = time.monotonic()
     base = find_base_model(config.model.name, config.vllm.get("revision"))
     on_cpu = arguments.runs_on_cpu()
-    arguments.prepare_environment(config, on_cpu, fork=False)
+    arguments.prepare_environment(config, on_cpu)
     import vllm.v1.engine.utils  # noqa: F401  before the head waits for this node: it takes seconds
 
+    if arguments.forks_engines(config, on_cpu):
+        from prime_rl.inference import patches
+
+        patches.start_fast_on_cpu()
     signal.signal(signal.SIGTERM, _end)
     parallel, silence_s = config.parallel, config.heartbeat.timeout
     address = (str(parallel.address), parallel.rpc_port)

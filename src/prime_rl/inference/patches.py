@@ -14,17 +14,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start_fast_on_cpu() -> None:
-    """Start the engine on a CPU in half the time: one process less, and no second import of torch and vLLM.
+    """Start engines on a CPU in half the time: one process less each, and no second import of torch and vLLM.
 
     On a CPU vLLM inspects the model's class in a subprocess, then spawns the engine, which spawns a worker; each of
     the three imports everything anew. There is no device state here that a fork could break, so the class is
-    inspected in this process and the engine, which runs its worker in itself (see `arguments.prepare_environment`),
-    is forked from it.
+    inspected in this process and the engine, which runs its worker in itself (see `arguments.forks_engines`), is
+    forked from it; so is the coordinator of data-parallel engines.
 
     To be called after vLLM is imported and before the engine starts.
     Without it tests/integration/inference/test_server.py::test_starts_quickly_on_a_cpu fails.
     """
     import vllm.model_executor.models.registry as registry
+    import vllm.v1.engine.coordinator as coordinator
     import vllm.v1.engine.core  # the three imports below are for the fork to inherit
     import vllm.v1.engine.utils as engine_utils
     import vllm.v1.executor.uniproc_executor
@@ -35,6 +36,7 @@ def start_fast_on_cpu() -> None:
 
     # The CPU platform writes "spawn" into the environment, where get_mp_context reads it.
     engine_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    coordinator.get_mp_context = engine_utils.get_mp_context
     registry._LazyRegisteredModel.inspect_model_cls = inspect_here
 
 
@@ -138,19 +140,29 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_coordinator_with_server() -> None:
+def end_coordinator_with_server(forked: bool) -> None:
     """Let the process that counts the requests of data-parallel engines die with the server, as the engines do.
 
-    To be called before the engines start, which must be spawned, not forked.
+    To be called before the engines start.
     Without it tests/integration/inference/test_data_parallel.py fails.
+
+    Args:
+        forked: the process is forked and not spawned.
     """
     from vllm.v1.engine.coordinator import DPCoordinatorProc
 
-    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
+    original = DPCoordinatorProc.run_coordinator
+
+    def run_forked(*args: Any, **kwargs: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server's handler would unwind for seconds
+        die_with_parent()
+        original(*args, **kwargs)
+
+    DPCoordinatorProc.run_coordinator = staticmethod(run_forked if forked else run_coordinator)
 
 
 def run_coordinator(*args: Any, **kwargs: Any) -> None:
-    """What the coordinator's process runs instead; in there vLLM is as it was."""
+    """What the coordinator's process runs instead where it is spawned; in there vLLM is as it was."""
     from vllm.v1.engine.coordinator import DPCoordinatorProc
 
     die_with_parent()

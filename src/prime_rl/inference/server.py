@@ -261,16 +261,16 @@ def run(config: "InferenceConfig") -> None:
 
 def _prepare_vllm(config: "InferenceConfig", base: BaseModel, head: str | None) -> Namespace:
     on_cpu = arguments.runs_on_cpu()
-    single = config.parallel.tp * config.parallel.dp == 1
-    arguments.prepare_environment(config, on_cpu, fork=on_cpu and single)
+    forks = arguments.forks_engines(config, on_cpu)
+    arguments.prepare_environment(config, on_cpu)
     args = arguments.make_arguments(config, base.policy.path, on_cpu, head)
 
     from prime_rl.inference import patches
 
-    if on_cpu and single:
+    if forks:
         patches.start_fast_on_cpu()
     if config.parallel.dp > 1:
-        patches.end_coordinator_with_server()
+        patches.end_coordinator_with_server(forks)
     return args
 
 

@@ -31,7 +31,9 @@ async def test_all_engines_switch_and_die_together(models: Models, reference: Re
     canary = {"token_ids": ids, "logprobs": logprobs, "dtype": "float32"}
     directory = publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary})
     answers: list[dict[str, Any]] = []
+    # On a CPU they would be forked, with their workers inside.
     arguments = ["--parallel.dp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
+    arguments += ["--vllm.distributed_executor_backend", "mp"]
     with inference_server(models.base, tmp_path / "server.log", arguments) as server:
 
         def switch() -> None:
