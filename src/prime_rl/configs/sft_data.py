@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
 from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.shared import StrList, split_commas
 
-FloatList = Annotated[list[float], BeforeValidator(split_commas)]
+FloatList = Annotated[list[FiniteFloat], BeforeValidator(split_commas)]
 
 
 class LossMaskConfig(BaseConfig):

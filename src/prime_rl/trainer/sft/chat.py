@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from prime_rl.configs.sft_data import SFTDataConfig
 from prime_rl.errors import ConfigError
@@ -175,7 +175,7 @@ def _finish(draft: _Draft, tokenizer: PreTrainedTokenizerBase) -> TokenSequence:
             continue
         if not tokenizer.is_fast:
             raise ConfigError("data.loss_mask: system, user and tool messages need a fast tokenizer")
-        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoding = _encoding(tokenizer, text, return_offsets_mapping=True)
         tokens += encoding["input_ids"]
         mask += [any(a <= begin and end <= b for a, b in spans) for begin, end in encoding["offset_mapping"]]
     return _sequence(tokens, mask)
@@ -199,9 +199,18 @@ def _render(
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "tools": tools}
     try:
         return cast(str, tokenizer.apply_chat_template(list(messages), **options))
-    except (TemplateError, TypeError) as error:  # TypeError: a template that adds None to text
-        raise RowError(f"the chat template refuses the messages: {error}") from None
+    except (TemplateError, TypeError, ValueError) as error:  # a template that adds None to text; tools that are none
+        raise RowError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from None
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+    return cast(list[int], _encoding(tokenizer, text)["input_ids"]) if text else []
+
+
+def _encoding(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> BatchEncoding:
+    try:
+        return tokenizer(text, add_special_tokens=False, **options)
+    except (TypeError, UnicodeEncodeError):
+        if not any("\ud800" <= character <= "\udfff" for character in text):
+            raise
+        raise RowError("its text has half of a surrogate pair (\\ud800 to \\udfff), which is no character") from None

@@ -1,5 +1,6 @@
 """Rows of local files, read one by one, each with the place it stands at, so that a bad one can be found."""
 
+import codecs
 import csv
 import json
 import re
@@ -8,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from loguru import logger
 
 from prime_rl.errors import ConfigError
 
@@ -38,6 +41,8 @@ def find_files(name: str, subset: str | None, split: str) -> list[Path]:
             raise ConfigError(f"data.name: {name} is none of {', '.join(SUFFIXES)}")
         if subset is not None:
             raise ConfigError(f"data.subsets: {name} is a file, which has no subsets; give its folder as data.name")
+        if split != "train":
+            logger.warning(f"data.split = {split!r} has no effect: {name} is a file, all of which is read")
         return [root]
     found = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     if subset is not None:
@@ -74,7 +79,7 @@ def _jsonl(path: Path, start: int) -> Iterator[Row]:
 def _json(path: Path, start: int) -> Iterator[Row]:
     """One array of objects, or lines after all, as many files with this ending are."""
     with path.open("rb") as file:
-        if file.read(1024).lstrip()[:1] != b"[":
+        if file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
             yield from _jsonl(path, start)
             return
     try:
@@ -90,7 +95,7 @@ def _json(path: Path, start: int) -> Iterator[Row]:
 def _csv(path: Path, start: int) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # a text may be longer than the 128 KiB that are allowed otherwise
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(file, strict=True)  # otherwise a quote that is never closed swallows the rest
         try:
             for row in islice(reader, start, None):
                 if None in row or None in row.values():

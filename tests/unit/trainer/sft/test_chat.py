@@ -213,6 +213,10 @@ def test_what_a_template_raises_is_told():
             r"messages\[1\].content must be text, not nothing",
         ),
         ({"prompt": "x", "completion": None}, "both be text"),
+        ({"messages": CHAT, "tools": "x"}, "the chat template refuses the messages: Tools should"),
+        ({"messages": CHAT, "tools": [1]}, "the chat template refuses the messages: Tools should"),
+        ({"prompt": "x", "completion": "\ud800"}, "half of a surrogate pair"),
+        ({"messages": [message("user", "\udfff"), message("assistant", "x")]}, "half of a surrogate pair"),
     ],
 )
 def test_other_columns_are_one_line(tokenizer, example, match):

@@ -29,6 +29,14 @@ def test_lines_with_gaps_and_json_of_both_kinds(tmp_path):
     assert len(load(tmp_path)) == 6
 
 
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    for name, text in (("x.jsonl", "{}"), ("array.json", "[{}]"), ("lines.json", "{}")):
+        (tmp_path / name).write_text(text.replace("{}", json.dumps(ROW)), encoding="utf-8-sig")
+        assert [row for _, row in load(tmp_path / name)] == [ROW]
+    (tmp_path / "x.csv").write_text("prompt,completion\na,b\n", encoding="utf-8-sig")
+    assert [row for _, row in load(tmp_path / "x.csv")] == [ROW]
+
+
 def test_reading_goes_on_at_a_row(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"i": i}) + "\n\n" for i in range(5)))
     (tmp_path / "x.json").write_text(json.dumps([{"i": i} for i in range(5)]))
@@ -47,6 +55,7 @@ def test_reading_goes_on_at_a_row(tmp_path):
         ("x.json", "[{]", "x.json is not JSON"),
         ("x.json", "[1]", "entry 1 of .*x.json is not a JSON object"),
         ("x.csv", "prompt,completion\na,b\nc\n", r"x.csv:3 has not one cell per column"),
+        ("x.csv", 'prompt,completion\na,b\nc,"d\ne,f\n', r"x.csv:\d is not CSV: unexpected end"),
         ("x.csv", "a,b\n1,2\n", r"x.csv:2: the columns are \['a', 'b'\]"),
         ("x.parquet", "nonsense", "x.parquet is not a parquet file"),
         ("x.txt", "a", "x.txt is none of .jsonl"),
@@ -99,6 +108,7 @@ def test_folders_know_subsets_and_splits(tmp_path):
         ({"name": "a,b", "splits": ["train"]}, "splits has 1 entries for 2 names"),
         ({"name": "a,b", "subsets": ["c"]}, "one name"),
         ({"name": "a,b", "probabilities": [0, 0]}, "probabilities must not be"),
+        ({"name": "a,b", "probabilities": "inf,1"}, "finite"),
         ({"name": "a,b", "streaming": True}, "needs probabilities"),
         ({"prompt_column": "q"}, "belong together"),
         ({"loss_mask": {"assistant": False}}, "nothing is learned"),
