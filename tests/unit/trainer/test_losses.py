@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from prime_rl.configs.loss import LossConfig
 from prime_rl.errors import ConfigError
-from prime_rl.trainer.losses import LOSSES, LossInputs, build_loss, cross_entropy, distillation, kl_penalty
+from prime_rl.trainer.losses import LOSSES, LossInputs, LossOutput, build_loss, cross_entropy, distillation, kl_penalty
 from tests.unit.trainer import golden_losses as golden
 
 INF = float("inf")
@@ -213,6 +213,14 @@ def broken(inputs):
     raise KeyError("no such thing")
 
 
+def without_gradient(inputs):
+    return torch.zeros_like(inputs.logprobs)
+
+
+def half_an_output(inputs):
+    return LossOutput(inputs.logprobs, None, None, None)
+
+
 def custom(function, **kwargs):
     return config_of("custom", {"import_path": f"tests.unit.trainer.test_losses:{function}", "kwargs": kwargs})
 
@@ -224,11 +232,21 @@ def test_a_loss_of_ones_own():
     assert not halves.masked.any()
 
 
+def test_a_loss_of_ones_own_may_give_a_row_without_trained_tokens_no_gradient():
+    """The backward pass of such a row runs all the same: the other ranks wait for it."""
+    inputs = tensors(draw(0) | {"mask": np.zeros(48, bool), "logprobs": np.full(48, -INF)})
+    loss = build_loss(custom("without_gradient"))(inputs).loss.sum()
+    assert loss == 0
+    assert not torch.autograd.grad(loss, inputs.logprobs)[0].any()
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         ("one_number", r"returned \(\); return one loss per token, \[48\]"),
         ("broken", "failed: KeyError"),
+        ("without_gradient", "returned losses without a gradient"),
+        ("half_an_output", "returned NoneType; return one loss per token"),
         ("x", "no such"),
     ],
 )

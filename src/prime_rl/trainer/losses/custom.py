@@ -1,6 +1,7 @@
 """A loss of the user's own, named by import path. Whatever it does wrong is one clear line."""
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,20 @@ def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], input
     except Exception as error:  # foreign code: whatever it raises ends the run in one line
         raise ConfigError(f"{_KEY} = {name!r} failed: {one_line(error)}") from error
     output = LossOutput.plain(answer) if isinstance(answer, Tensor) else answer
-    if not isinstance(output, LossOutput) or output.loss.shape != inputs.logprobs.shape:
-        found = tuple(output.loss.shape) if isinstance(output, LossOutput) else type(answer).__name__
-        raise ConfigError(f"{_KEY} = {name!r} returned {found}; return one loss per token, [{len(inputs.logprobs)}]")
-    return output
+    parts = (
+        [getattr(output, field.name) for field in fields(LossOutput)] if isinstance(output, LossOutput) else [answer]
+    )
+    for part in parts:
+        if not isinstance(part, Tensor) or part.shape != inputs.logprobs.shape:
+            found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            raise ConfigError(
+                f"{_KEY} = {name!r} returned {found}; return one loss per token, [{len(inputs.logprobs)}]"
+            )
+    return output if output.loss.requires_grad else _connected(output, name, inputs)
+
+
+def _connected(output: LossOutput, name: str, inputs: LossInputs) -> LossOutput:
+    """Let a row without trained tokens take part in the backward pass, in which all ranks gather weights together."""
+    if inputs.mask.any():
+        raise ConfigError(f"{_KEY} = {name!r} returned losses without a gradient; compute them from inputs.logprobs")
+    return replace(output, loss=output.loss + inputs.logprobs.masked_fill(~inputs.mask, 0.0))
