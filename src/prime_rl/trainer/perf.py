@@ -48,12 +48,12 @@ class ModelFlops:
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         active = getattr(config, "num_experts_per_tok", None) or 1
-        experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
         body = matrices = 0.0
         for block in policy.blocks:
             for name, parameter in block.named_parameters():
-                share = active / experts if ".experts." in f".{name}." else 1.0
-                elements = share * parameter.numel() if parameter.ndim >= 2 else 0.0
+                stack = ".experts." in f".{name}." and parameter.ndim == 3  # [experts, out, in]
+                share = active / parameter.shape[0] if stack else 1.0
+                elements = share * parameter.numel() if parameter.ndim >= 2 and not name.endswith("bias") else 0.0
                 matrices += elements
                 body += _flops_per_element(parameter) * elements
         head = policy.causal_lm.get_output_embeddings().weight

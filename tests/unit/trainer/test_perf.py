@@ -74,6 +74,26 @@ def test_only_active_experts_count(tmp_path):
     assert ModelFlops.of(policy).body == 6 * 3 * (experts + attention + router)
 
 
+def test_experts_are_counted_whatever_the_configuration_calls_their_number():
+    """dots.llm1 has `n_routed_experts` alone; GPT-OSS has biases of its experts, which are no products."""
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    experts = {"num_experts_per_tok": 2, "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 8}
+    dots = transformers.Dots1Config(**sizes, **experts, first_k_dense_replace=0, n_shared_experts=1)
+    shared = 3 * 32 * 16
+    attention, router = 32 * 32 * 2 + 32 * 16 * 2, 32 * 8
+    gpt_oss = transformers.GptOssConfig(**sizes, num_experts_per_tok=2, intermediate_size=16, num_local_experts=8)
+    for config, beside in ((dots, shared), (gpt_oss, 0)):
+        with torch.device("meta"):
+            flops = ModelFlops.of(PolicyModel(transformers.AutoModelForCausalLM.from_config(config)))
+        assert flops.body == 6 * (2 * 3 * 32 * 16 + attention + router + beside)
+
+
 def test_measured_roof_is_what_a_matrix_product_reaches():
     roof = peak_flops(torch.device("cpu"), torch.float32)
     a = torch.randn(1024, 1024)
