@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from prime_rl.inference.weights import Shapes, WeightsRefusedError, check_weights, read_shapes
 from prime_rl.run.artifact import ArtifactError
+from prime_rl.run.tensors import content_hash
 from prime_rl.types import PolicyVersion
 from tests.support.tiny_model import publish_weights
 
@@ -134,3 +135,41 @@ def test_a_tied_head_may_be_written_or_left_out(tmp_path: Path) -> None:
     directory = _publish(tmp_path, {**BASE, "lm_head.weight": (8, 4)})
     check_weights(directory, VERSION, BASE, tied=True)
     check_weights(directory, VERSION, {**BASE, "lm_head.weight": (8, 4)}, tied=True)
+
+
+def _offer(tmp_path: Path, shapes: Shapes, **fields: Any) -> Path:
+    """Publish a version whose tensors are in no file."""
+    tensors = {name: f"{number:032x}" for number, name in enumerate(shapes)}
+    offered = {name: ["F32", list(shape)] for name, shape in shapes.items()}
+    transfer = {"type": "nccl", "host": "a", "port": 1, "session": "s", "timeout_s": 5, "tensors": offered, **fields}
+    model = tmp_path / "model"
+    model.mkdir()
+    overrides = {"tensors": tensors, "hash": content_hash(tensors), "transfer": transfer}
+    save_file({"x": np.zeros(1)}, model / "model.safetensors")
+    directory = publish_weights(tmp_path, model, VERSION.step, overrides=overrides)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "model.safetensors").unlink()
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "files": {}}))
+    return directory
+
+
+def test_accepts_what_is_offered(tmp_path: Path) -> None:
+    offer = check_weights(_offer(tmp_path, BASE), VERSION, BASE, tied=False).offer
+    assert offer is not None
+    assert (offer.type, offer.tensors["embed.weight"]) == ("nccl", ("F32", (8, 4)))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "fields", "reason"),
+    [
+        ({**BASE, "norm.weight": (5,)}, {}, "tensor norm.weight of {file} has shape [5], the model that is served [4]"),
+        ({"embed.weight": (8, 4)}, {}, "lacks tensor norm.weight of the model that is served"),
+        (BASE, {"tensors": {}}, "is not what was published: it lacks tensor embed.weight (and 1 more)"),
+        (BASE, {"type": "pigeon"}, "{file} is malformed: transfer: type 'pigeon'"),
+        (BASE, {"port": None}, "{file} is malformed: transfer: TypeError"),
+        (BASE, {"tensors": {"embed.weight": ["F99", [1]]}}, "{file} is malformed: transfer: dtype 'F99'"),
+    ],
+)
+def test_refuses_an_offer_that_cannot_be(tmp_path: Path, shapes: Shapes, fields: dict[str, Any], reason: str) -> None:
+    directory = _offer(tmp_path, shapes, **fields)
+    assert reason.format(file=directory / "manifest.json") in _reason(directory)
