@@ -84,16 +84,21 @@ def _full(weights: Path, target: Path) -> Path:
 
 
 async def _switch_while_sampling(server: Server, directories: dict[int, Path]) -> None:
-    def switch() -> None:
-        for step, directory in directories.items():
+    """Each switch comes amid a completion, which is long enough for a version that is staged."""
+    for step, directory in directories.items():
+        before = server.policy()["step"]
+        staged = server.post("/stage_weights", weight_dir=str(directory), step=step)
+        assert staged.status_code == 200, staged.text
+
+        def switch(step: int = step, directory: Path = directory) -> None:
             start = metric(server, "vllm:generation_tokens_total")
-            wait_for_metric(server, "vllm:generation_tokens_total", above=start + 50)
+            wait_for_metric(server, "vllm:generation_tokens_total", above=start + 20)
             answer = server.update(directory, step)
             assert answer["hash"] == read_manifest(directory, WEIGHTS_FORMAT)["hash"]
             assert answer["canary_difference"] < 1e-4
 
-    [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=900)], switch)
-    assert [version for version, _, _ in versions_of(choice)] == ["0.0", *(f"0.{step}" for step in directories)]
+        [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=1500)], switch)
+        assert [version for version, _, _ in versions_of(choice)] == [f"0.{before}", f"0.{step}"]
 
 
 async def test_a_server_follows_a_chain_of_deltas_through_its_death(
