@@ -55,8 +55,10 @@ class Trainer:
 @pytest.fixture(scope="module")
 def transferring(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("transferring")
-    module = "tests.support.cpu_transfer"
-    with inference_server(models.base, root / "server.log", ARGUMENTS, {"TMPDIR": str(root)}, module=module) as server:
+    arguments = [*ARGUMENTS, "--vllm.kv_cache_memory_bytes", "64M"]
+    with inference_server(
+        models.base, root / "server.log", arguments, {"TMPDIR": str(root)}, module="tests.support.cpu_transfer"
+    ) as server:
         yield server
 
 

@@ -111,6 +111,12 @@ LINES = [
         {"trainer.bench": True, "orchestrator.bench": True},
     ),
     ("uv run rl ... --inference --gpu-memory-utilization 0.5", {"inference.gpu_memory_utilization": 0.5}),
+    ("uv run rl ... --inference --trainer-gpu-ids 0", {"inference.gpu_memory_utilization": 0.5}),
+    (
+        "uv run rl ... --inference --trainer-gpu-ids 0 --gpu-memory-utilization 0.7",
+        {"inference.gpu_memory_utilization": 0.7},
+    ),
+    ("uv run rl ... --inference --trainer-gpu-ids 1", {"inference.gpu_memory_utilization": 0.9}),
     ("uv run inference ... --gpu-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
     (
         "uv run rl ... --inference-gpu-ids 0,1,2,3,4,5 --trainer-gpu-ids 6,7",
