@@ -30,7 +30,7 @@ def inference_server(model: Path, log: Path, arguments: Sequence[str] = ()) -> I
     """Start `inference` on a free port of this machine, wait until it serves, and end it with the context.
 
     Raises:
-        RuntimeError: it ended or did not serve in time; says the end of its log.
+        RuntimeError: it ended or did not serve in time.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -49,6 +49,9 @@ def inference_server(model: Path, log: Path, arguments: Sequence[str] = ()) -> I
         server.wait_until_healthy()
         server.started_s = time.monotonic() - begun
         yield server
+    except BaseException:
+        print(f"the server's last words:\n{log.read_text()[-4000:]}", file=sys.stderr)
+        raise
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -107,7 +110,7 @@ class Server:
                 return
             except OSError:
                 time.sleep(0.1)  # that a port opens is told by nothing else
-        raise RuntimeError(f"the server did not start:\n{self._log.read_text()[-4000:]}")
+        raise RuntimeError(f"the server did not start; its log was {self._log}")
 
 
 class Sampling:

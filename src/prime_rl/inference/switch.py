@@ -178,14 +178,15 @@ class WeightSwitch:
             parameter.data.normal_()
         targets = [torch.zeros_like(parameter.data, device=self._worker.device) for parameter in parameters]
         start = time.perf_counter()
-        for target, parameter in zip(targets, parameters, strict=True):
-            target.copy_(parameter.data, non_blocking=True)
+        for target, source in zip(targets, [parameter.data for parameter in parameters], strict=True):
+            target.copy_(source, non_blocking=True)
         self._synchronize()
-        copied = time.perf_counter()
+        copy_s = time.perf_counter() - start
+        del targets, target, parameters, parameter, source  # processing lets go of what it packs, and so do we
+        start = time.perf_counter()
         standby.pack()
         self._synchronize()
-        processed = time.perf_counter()
-        return {"bytes": standby.bytes, "copy_s": copied - start, "process_s": processed - copied}
+        return {"bytes": standby.bytes, "copy_s": copy_s, "process_s": time.perf_counter() - start}
 
     def _forget(self, version: _Version) -> None:
         self._version = None if version is self._version else self._version
