@@ -51,7 +51,7 @@ def run_headless(config: "InferenceConfig") -> None:
             with _telling(link):
                 _serve(link, engines, silence_s)
         finally:
-            engines.shutdown()
+            engines.shutdown(timeout=0)  # without the head they have nobody to answer, and would wait for it
 
 
 def member_of(config: "InferenceConfig", base: BaseModel) -> Member:
