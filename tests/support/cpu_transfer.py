@@ -171,3 +171,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # a process that such a server has spawned
+    install(setattr, Path(tempfile.gettempdir()))

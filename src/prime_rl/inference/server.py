@@ -86,7 +86,7 @@ class VllmEngine:
     async def _stage(self, policy: Policy, key: str, number: int, overtaken: Callable[[], str | None]) -> Staged:
         place = key, str(policy.path), dict(policy.tensors)
         if policy.offer is not None:
-            request = {**policy.offer.fields(), "hash": policy.hash, "group": self._group}
+            request = {**policy.offer.fields(), "hash": policy.hash, "copies": self._copies, "group": self._group}
             await self._workers("stage_policy", *place, request)
         elif policy.adapter is None:
             await self._workers("stage_policy", *place)

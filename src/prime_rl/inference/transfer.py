@@ -62,8 +62,8 @@ class Receiver:
         """Fetch the tensors of a version.
 
         Args:
-            request: the offer's fields, `hash` of the version, and `group`: the name under which all workers of this
-                server ask; another one after a failure.
+            request: the offer's fields, `hash` of the version, `copies` of the model in this server, and `group`: the
+                name under which all its workers ask; another one after a failure.
             hashes: name -> hash that each tensor must have.
             cancelled: asked again and again. A transfer that has begun is received to its end and thrown away.
 
@@ -79,7 +79,7 @@ class Receiver:
         offer = Offer.parse(request)
         complete = False
         try:
-            member = self._member(offer, request["group"])
+            member = self._member(offer, request["group"], request["copies"])
             member.channel.send({"want": request["hash"]})
             missing = dict(hashes)
 
@@ -100,11 +100,11 @@ class Receiver:
             self._joined.leave()
         self._joined = None
 
-    def _member(self, offer: Offer, group: str) -> "_Membership":
+    def _member(self, offer: Offer, group: str, copies: int) -> "_Membership":
         name = (offer.session, group)
         if self._joined is None or self._joined.name != name:
             self.leave()
-            self._joined = _Membership(self._worker, offer, name)
+            self._joined = _Membership(self._worker, offer, name, copies)
         return self._joined
 
 
@@ -138,7 +138,7 @@ class _Membership:
         channel: to the trainer.
     """
 
-    def __init__(self, worker: Any, offer: Offer, name: tuple[str, str]) -> None:
+    def __init__(self, worker: Any, offer: Offer, name: tuple[str, str], copies: int) -> None:
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -153,7 +153,7 @@ class _Membership:
         self._ready = False
         parallel = worker.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        workers = parallel.data_parallel_size * parallel.world_size
+        workers = copies * parallel.world_size  # where copies are independent, vLLM tells each that it is the only one
         trainer = f"the trainer at {offer.host}:{offer.port}"
         self.channel = connect(offer.host, offer.port, _CONNECT_S, trainer)
         me = f"worker {rank} of inference on {socket.gethostname()} (pid {os.getpid()})"

@@ -39,9 +39,9 @@ def make_tensors(seed):
 class Trainer:
     """The sending side, and what its manifests say."""
 
-    def __init__(self, kind, timeout):
+    def __init__(self, kind, timeout, copies):
         self.sender = Sender(CONFIGS[kind](port=0, timeout=timeout), torch.device("cpu"))
-        self.kind, self.timeout = kind, timeout
+        self.kind, self.timeout, self.copies = kind, timeout, copies
 
     def publish(self, seed):
         tensors = make_tensors(seed)
@@ -52,7 +52,7 @@ class Trainer:
         self.sender.hold(digest, f"0.{seed}", tensors)
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in raw.items()}
         offer = Offer(self.kind, "localhost", self.sender.port, self.sender.session, self.timeout, shapes)
-        return {**offer.fields(), "hash": digest, "group": "g"}, hashes
+        return {**offer.fields(), "hash": digest, "copies": self.copies, "group": "g"}, hashes
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(sending, "_BUFFER_BYTES", 8192)  # several buffers
     trainers = []
 
-    def start(kind="nccl", timeout=20):
-        trainers.append(Trainer(kind, timeout))
+    def start(kind="nccl", timeout=20, copies=1):
+        trainers.append(Trainer(kind, timeout, copies))
         return trainers[-1]
 
     yield start
@@ -74,9 +74,9 @@ def start(monkeypatch, tmp_path):
             assert not thread.is_alive()
 
 
-def worker(rank=0, workers=1):
-    """A place in a server of `workers` engines with one worker each."""
-    parallel = SimpleNamespace(data_parallel_index=rank, data_parallel_size=workers, world_size=1, rank=0)
+def worker(rank=0):
+    """A place in a server of several engines with one worker each."""
+    parallel = SimpleNamespace(data_parallel_index=rank, data_parallel_size=1, world_size=1, rank=0)
     config = SimpleNamespace(parallel_config=parallel, model_config=None)
     return Receiver(SimpleNamespace(device=torch.device("cpu"), vllm_config=config))
 
@@ -105,8 +105,8 @@ def test_versions_arrive_one_after_the_other_in_one_group(start, kind, monkeypat
 
 
 def test_all_workers_of_a_server_receive_at_once(start):
-    trainer = start()
-    receivers = [worker(rank, 3) for rank in range(3)]
+    trainer = start(copies=3)
+    receivers = [worker(rank) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         for seed in (1, 2):
             request = trainer.publish(seed)
@@ -141,9 +141,9 @@ def test_a_byte_that_changes_on_the_way_is_found_and_named(start, monkeypatch, k
 
 
 def test_what_goes_wrong_at_one_worker_is_told_to_the_others_and_the_next_group_works(start):
-    trainer = start()
+    trainer = start(copies=2)
     request, hashes = trainer.publish(1)
-    receivers = [worker(rank, 2) for rank in range(2)]
+    receivers = [worker(rank) for rank in range(2)]
     altered = [{**hashes, "ids": "0" * 32}, hashes]
     with ThreadPoolExecutor(2) as pool:
         answers = [
@@ -160,9 +160,9 @@ def test_what_goes_wrong_at_one_worker_is_told_to_the_others_and_the_next_group_
 
 
 def test_a_worker_that_dies_in_the_middle_frees_the_others_at_once(start, monkeypatch):
-    trainer = start(timeout=60)
+    trainer = start(timeout=60, copies=2)
     request, hashes = trainer.publish(1)
-    staying, dying = (worker(rank, 2) for rank in range(2))
+    staying, dying = (worker(rank) for rank in range(2))
 
     over = threading.Event()
 
@@ -173,7 +173,7 @@ def test_a_worker_that_dies_in_the_middle_frees_the_others_at_once(start, monkey
     with ThreadPoolExecutor(2) as pool:
         answer = pool.submit(fetch, staying, request, hashes)
         receiving = dying.receive(request, hashes)
-        collector = dying._member(Offer.parse(request), "g")._collector
+        collector = dying._member(Offer.parse(request), "g", 2)._collector
         monkeypatch.setattr(collector, "load_weights", die)
         dead = pool.submit(next, receiving)
         begun = time.monotonic()
@@ -183,7 +183,8 @@ def test_a_worker_that_dies_in_the_middle_frees_the_others_at_once(start, monkey
         over.set()
         assert isinstance(dead.exception(), ChannelError)
     trainer.sender.check()
-    assert_equal(fetch(worker(), {**trainer.publish(2)[0], "group": "new"}, trainer.publish(2)[1]), 2)
+    request, hashes = trainer.publish(2)
+    assert_equal(fetch(worker(), {**request, "copies": 1, "group": "new"}, hashes), 2)
 
 
 def test_a_trainer_that_dies_is_noticed_at_once(start):
@@ -202,20 +203,20 @@ def test_a_trainer_that_dies_is_noticed_at_once(start):
 
 
 def test_a_worker_that_never_comes_is_named(start):
-    trainer = start(timeout=0.5)
+    trainer = start(timeout=0.5, copies=2)
     request, hashes = trainer.publish(1)
     with pytest.raises((ChannelError, DeadlineError), match=r"waited 0 s for (workers \[1\] of 2|the trainer)"):
-        fetch(worker(0, 2), request, hashes)
+        fetch(worker(), request, hashes)
 
 
 def test_a_worker_that_does_not_answer_is_named(start):
-    trainer = start(timeout=1)
+    trainer = start(timeout=1, copies=2)
     request, hashes = trainer.publish(1)
     silent = connect("localhost", trainer.sender.port, 5, "the trainer")
     silent.send({"session": request["session"], "group": "g", "rank": 1, "workers": 2, "name": "the silent one"})
     silent.send({"want": request["hash"]})
     with pytest.raises((ChannelError, DeadlineError)):
-        fetch(worker(0, 2), request, hashes)
+        fetch(worker(), request, hashes)
     silent.close()
 
 

@@ -236,7 +236,7 @@ class Sender:
             self._assemble(group)
             while True:
                 wants = receive_all(group.channels, None)
-                self._send(group, self._asked_for(group, wants))
+                self._send(group, *self._asked_for(group, wants))
         except RunError as error:
             self._tell(group, error)
         finally:
@@ -255,7 +255,7 @@ class Sender:
                     f"{group.channels[0].peer} was there"
                 )
 
-    def _asked_for(self, group: _Group, wants: list[Message]) -> str:
+    def _asked_for(self, group: _Group, wants: list[Message]) -> tuple[str, Tensors]:
         digests = {str(want.get("want")) for want in wants}
         with self._changed:
             if len(digests) != 1 or self._closed:
@@ -265,15 +265,14 @@ class Sender:
                 newest = next((name for name, _ in reversed(self._held.values())), "none")
                 raise ChannelError(f"the version is no longer in the trainer's memory; the newest there is {newest}")
             self._sending[group] = digest
-            return digest
+            return self._held[digest]
 
-    def _send(self, group: _Group, digest: str) -> None:
+    def _send(self, group: _Group, name: str, tensors: Tensors) -> None:
         """Send in a thread that can be given up.
 
         Raises:
             RunError: it failed; says at whom.
         """
-        name, tensors = self._held[digest]
         errors = list[Exception]()
 
         def work() -> None:
