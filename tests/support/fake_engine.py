@@ -26,6 +26,7 @@ class FakeEngine:
         self.metrics = ""  # the page of GET /metrics
         self.switch: dict = {}  # what /update_weights answers of the switch
         self.refusal = ""  # why it refuses to stage
+        self.refused = set[int]()  # steps that it refuses
         self.wrong = ""  # why it says that what it has loaded is wrong
         self.staging = None  # async callable(step), before it has staged a version
         self.switching = None  # async callable(step), between the switch and the answer
@@ -63,15 +64,15 @@ class FakeEngine:
         self.calls.append(f"stage {body['step']}")
         if self.staging is not None:
             await self.staging(body["step"])
-        if self.refusal:
-            return web.json_response({"error": self.refusal}, status=400)
+        if self.refusal or body["step"] in self.refused:
+            return web.json_response({"error": self.refusal or "another hash"}, status=400)
         return web.json_response({"branch": body["branch"], "step": body["step"]})
 
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.calls.append(f"update {body['step']}")
-        if self.refusal:
-            return web.json_response({"error": self.refusal}, status=400)
+        if self.refusal or body["step"] in self.refused:
+            return web.json_response({"error": self.refusal or "another hash"}, status=400)
         manifest = json.loads((Path(body["weight_dir"]) / "manifest.json").read_text())
         if (body["branch"], body["step"]) < (self.branch, self.step):
             return web.json_response({"error": "older than what is loaded"}, status=400)

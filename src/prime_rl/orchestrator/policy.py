@@ -323,7 +323,7 @@ class Policy:
         while not stop.is_set():
             try:
                 loaded = await server.engine.policy()
-                if loaded.version != server.version or not loaded.is_ours:
+                if loaded.version != server.version or not loaded.is_ours or server.rejects is not None:
                     await self._rejoin(server)
                 elif not server.up:
                     await self._set_up(server)
@@ -341,24 +341,39 @@ class Policy:
         """
         async with server.steering:
             loaded = await server.engine.policy()
-            if loaded.is_ours and loaded.version == server.version:
+            if loaded.is_ours and loaded.version == server.version and server.rejects is None:
                 return
+            self.published.look()
+            if loaded.is_ours and server.rejects is not None and server.rejects == self.published.newest:
+                return  # nothing else to try yet
             self.suspect(
                 server, f"it samples from {loaded.version}, not {server.version}, or is not this run's any more"
             )
             server.died()
-            while True:
-                server.version = (await server.engine.reset()).version
-                self.published.look()
-                if (newest := self.published.newest) is None:
-                    break
-                try:
-                    await server.load(self.published.read(newest))
-                    break
-                except VersionRefused as error:
-                    self._refuse(newest, error)
-        logger.info("inference at {} is back and samples from {}", server.engine.url, server.version)
-        await self._set_up(server)
+            await self._load_newest(server)
+        if server.rejects is None:
+            logger.info("inference at {} is back and samples from {}", server.engine.url, server.version)
+            await self._set_up(server)
+
+    async def _load_newest(self, server: Server) -> None:
+        """Load the newest version that the server does not refuse; `rejects` is set if others sample from that one."""
+        server.rejects = None
+        while True:
+            server.version = (await server.engine.reset()).version
+            self.published.look()
+            if (newest := self.published.newest) is None:
+                return
+            try:
+                await server.load(self.published.read(newest))
+                return
+            except VersionRefused as error:
+                if any(other.up and other.version.step >= newest for other in self.servers):
+                    server.rejects = newest
+                    logger.warning(
+                        "inference at {} stays out until a newer version comes: {}", server.engine.url, error
+                    )
+                    return
+                self._refuse(newest, error)
 
     async def _set_up(self, server: Server) -> None:
         server.up = True

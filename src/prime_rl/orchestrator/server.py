@@ -73,6 +73,7 @@ class Server:
         in_flight: rollouts that it is playing.
         controller: how many it should be given.
         loading: step of the version that it is being switched to, if it is.
+        rejects: step of the version that it alone refuses, if it does: it stays out until there is a newer one.
         steering: held by whoever switches it.
     """
 
@@ -84,6 +85,7 @@ class Server:
         self.up = False
         self.in_flight = 0
         self.loading: int | None = None
+        self.rejects: int | None = None
         self.steering = asyncio.Lock()
         self._lives = set[asyncio.Timeout]()
 

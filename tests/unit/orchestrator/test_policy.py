@@ -1,6 +1,7 @@
 """Servers that die, come back, or were never told: what samples from which version is always known (I1, I5)."""
 
 import asyncio
+import random
 from contextlib import asynccontextmanager
 
 import pytest
@@ -377,3 +378,61 @@ async def test_files_stay_as_long_as_somebody_needs_them(tmp_path):
         policy.published.free_files(2)
         publish_version(paths, 6)
         await ask_until(policy, lambda: steps_in(paths.weights_dir) == [6])
+
+
+async def test_a_server_that_alone_refuses_the_newest_stays_out_until_there_is_a_newer_one(tmp_path):
+    paths = RunPaths(tmp_path)
+    async with (
+        fake_engine() as one,
+        fake_engine() as two,
+        policy_of(paths, [one, two], on_refused="keep") as (policy, changes),
+    ):
+        for step in (1, 2):
+            publish_version(paths, step)
+            await changes.until(lambda step=step: policy.version == step)
+        port = int(two.url.rsplit(":", 1)[1])
+        await two.die()
+        two.refused = {2}
+        await two.start(port)
+        await ask_until(policy, lambda: policy.servers[1].rejects == 2)
+        assert (policy.version, [server.up for server in policy.servers]) == (2, [True, False])
+        publish_version(paths, 3)
+        await changes.until(lambda: policy.servers[1].up and policy.version == 3)
+        assert not policy.published.refused
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_whatever_comes_between_all_servers_end_at_the_newest(tmp_path, seed):
+    """Versions faster than servers stage them, some of them refused, and servers that die and come back meanwhile."""
+    rng, paths, last = random.Random(seed), RunPaths(tmp_path), 20
+    refused = set(rng.sample(range(2, last), 5))
+
+    async def take_time(step):
+        await asyncio.sleep(rng.random() * 0.05)
+
+    async def die_and_come_back(engine):
+        await asyncio.sleep(rng.random() * 0.5)
+        port = int(engine.url.rsplit(":", 1)[1])
+        await engine.die()
+        await asyncio.sleep(rng.random() * 0.5)
+        await engine.start(port)
+
+    async with (
+        fake_engine() as one,
+        fake_engine() as two,
+        fake_engine() as three,
+        policy_of(paths, [one, two, three], on_refused="keep") as (policy, changes),
+    ):
+        engines = [one, two, three]
+        for engine in engines:
+            engine.refused, engine.staging, engine.switching = refused, take_time, take_time
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(die_and_come_back(two))
+            for step in range(1, last + 1):
+                await asyncio.sleep(rng.random() * 0.06)
+                publish_version(paths, step)
+        await changes.until(lambda: all(s.up and s.version.step == last for s in policy.servers))
+        assert [engine.step for engine in engines] == [last] * 3
+        await ask_until(policy, lambda: steps_in(paths.weights_dir) == [last])
+        updates = [int(call.split()[1]) for call in one.calls if call.startswith("update")]
+        assert updates == sorted(set(updates) - refused), "it went forward, once to each"
