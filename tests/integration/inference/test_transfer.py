@@ -54,8 +54,9 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def transferring(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two copies of the model, which receive together."""
     root = tmp_path_factory.mktemp("transferring")
-    arguments = [*ARGUMENTS, "--vllm.kv_cache_memory_bytes", "64M"]
+    arguments = [*ARGUMENTS, "--parallel.dp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
     with inference_server(
         models.base, root / "server.log", arguments, {"TMPDIR": str(root)}, module="tests.support.cpu_transfer"
     ) as server:

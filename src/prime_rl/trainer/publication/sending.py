@@ -9,7 +9,6 @@ its last member ends.
 """
 
 import base64
-import logging
 import secrets
 import socket
 import threading
@@ -19,14 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
+from loguru import logger
 from torch import Tensor
 
 from prime_rl.configs.broadcast import IPCBroadcastConfig, TransferConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run.channel import Channel, ChannelError, Message, receive_all
 from prime_rl.run.wait import DeadlineError
-
-logger = logging.getLogger(__name__)
 
 Tensors = Mapping[str, Tensor]
 
@@ -72,6 +70,7 @@ class _Group:
         workers: those that have come, by rank.
         engine: vLLM's trainer side, once it is formed.
         failure: what a worker said or did, while others may still be at it.
+        over: set when there is nothing left to wait for: all has arrived, or it has failed.
     """
 
     size: int
@@ -79,7 +78,7 @@ class _Group:
     workers: dict[int, Channel] = field(default_factory=dict)
     engine: Any = None
     failure: RunError | None = None
-    failed: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
 
     @property
     def channels(self) -> list[Channel]:
@@ -127,7 +126,7 @@ class _Client:
                     raise ChannelError(f"{channel.peer}: {answer['error']}")
         except RunError as error:
             group.failure = error
-            group.failed.set()
+            group.over.set()
             raise
 
 
@@ -220,7 +219,7 @@ class Sender:
             name, rank, size = str(hello["group"]), int(hello["rank"]), int(hello["workers"])
             channel.peer = str(hello["name"])
         except (ChannelError, DeadlineError, KeyError, ValueError, TypeError) as error:
-            logger.warning("%s did not introduce itself: %s", channel.peer, error)
+            logger.warning("{} did not introduce itself: {}", channel.peer, error)
             channel.close()
             return
         with self._changed:
@@ -287,14 +286,14 @@ class Sender:
                 errors.append(error)
             finally:
                 group.source.tensors = {}
-                group.failed.set()
+                group.over.set()
 
         with self._turn:
-            group.failed.clear()
+            group.over.clear()
             thread = threading.Thread(target=work, name="transfer", daemon=True)
             thread.start()
-            # Each call has its own deadline and sets `failed`; the longest way has three.
-            group.failed.wait(4 * self.options.timeout)
+            # Each call has its own deadline and sets `over`; the longest way has three.
+            group.over.wait(4 * self.options.timeout)
             thread.join(1)
             if thread.is_alive():
                 group.abort()
@@ -313,7 +312,7 @@ class Sender:
     def _tell(self, group: _Group, error: RunError) -> None:
         """Let the workers of a group know why it ends; those that have left need not know."""
         if not self._closed:
-            logger.warning("a group of %d ends: %s", group.size, error)
+            logger.warning("a server's {} workers are left: {}", group.size, error)
         for channel in group.channels:
             try:
                 channel.send({"error": str(error)})
