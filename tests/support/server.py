@@ -14,6 +14,9 @@ from typing import Any
 
 import httpx
 
+from tests.support.nursery import Forked, start_forked
+
+INFERENCE = "prime_rl.entrypoints.inference"
 START_TIMEOUT_S = 400  # on a machine that others load heavily; 15 s on a quiet one
 STOP_TIMEOUT_S = 15
 
@@ -30,7 +33,7 @@ class Server:
         client: an HTTP client of it.
     """
 
-    process: subprocess.Popen[bytes]
+    process: "subprocess.Popen[bytes] | Forked"
     url: str
     model: str
     log: Path
@@ -75,7 +78,7 @@ def inference_server(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
-    module: str = "prime_rl.entrypoints.inference",
+    module: str | None = None,
 ) -> Iterator[Server]:
     """Start `uv run inference` on a free port, wait until it is healthy, and stop it at the end.
 
@@ -83,7 +86,8 @@ def inference_server(
         model: the base model's directory.
         log: file for its output.
         arguments: further arguments of the command line, such as `--vllm.max_num_seqs 16`.
-        environment: further environment variables.
+        environment: further environment variables; with them (or none, {}) the command is started as a user does,
+            without them it is forked from a process that has imported vLLM (`nursery`).
         port: where to listen; None takes a free one.
         module: what is run instead, from the repository's root.
 
@@ -91,16 +95,21 @@ def inference_server(
         AssertionError: it ended or was not healthy in time; carries the end of its log.
     """
     port = port or free_port()
-    command = [sys.executable, "-m", module, "--model.name", str(model)]
+    arguments = ["--model.name", str(model), "--server.port", str(port), *arguments]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     start = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--server.port", str(port), *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**env, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(environment or {})},
-        )
+    process: subprocess.Popen[bytes] | Forked
+    if environment is None and module is None:
+        process = start_forked(arguments, env, log)
+    else:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module or INFERENCE, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env | dict(environment or {}),
+            )
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_healthy(process, url, log)
@@ -122,7 +131,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_healthy(process: subprocess.Popen[bytes] | Forked, url: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}"
