@@ -19,6 +19,14 @@ class RunError(Exception):
     """A run that cannot go on: a wait past its deadline, a dead peer, a refused request. Exit code 1."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception of a library says, in one line: its first, and the next where that ends in a colon."""
+    first, *others = (line.strip() for line in str(error).strip().split("\n"))
+    if first.endswith(":") and others:
+        first += f" {others[0]}"
+    return f"{type(error).__name__}: {first}" if isinstance(error, KeyError) or not first else first
+
+
 def run_main(main: Callable[[], None]) -> None:
     """Run an entry point; report `ConfigError` and `RunError` as one line without a traceback.
 

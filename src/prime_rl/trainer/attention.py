@@ -48,7 +48,7 @@ def rl_varlen_long(
     segments, length = options.get("cu_seq_lens_q"), query.shape[2]
     alone = segments is not None and len(segments) == 2 and length >= cudnn_attention.LEAST_TOKENS
     plain = query.is_cuda and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 128
-    if alone and plain and all(options.get(name) is None for name in special):
+    if alone and plain and attention_mask is None and all(options.get(name) is None for name in special):
         attended = cudnn_attention.attend(query, key, value, options.get("scaling"))
         return attended.transpose(1, 2).contiguous(), None
     return rl_varlen(module, query, key, value, attention_mask, **options)
@@ -75,7 +75,7 @@ def rl_varlen(
     Args:
         module: the attention layer (unused; the signature is transformers').
         query: [1, heads, T, D]; key and value: [1, kv_heads, T, D]; T is this rank's slice where ranks share the row.
-        attention_mask: always None; segments are given by `cu_seq_lens_q`.
+        attention_mask: None; segments are given by `cu_seq_lens_q`.
         cu_seq_lens_q: int32 [segments + 1], 0 first and T last.
         max_length_q: length of the longest segment.
         scaling: factor on the scores; 1/sqrt(D) if None.
@@ -88,8 +88,14 @@ def rl_varlen(
         [1, T, heads, D], contiguous because some models view it as [1, T, heads * D], and None.
 
     Raises:
-        ConfigError: the model does not hand on the segments, or has sinks or softcapped scores and ranks share rows.
+        ConfigError: the model does not hand on the segments, or makes a mask by itself, or has sinks or softcapped
+            scores and ranks share rows.
     """
+    if attention_mask is not None:
+        raise ConfigError(
+            f"model.name: {type(module).__name__} chooses by a mask of its own what a token attends to, which the "
+            "kernels for packed rows do not take"
+        )
     if cu_seq_lens_q is None:
         raise ConfigError(
             f"model.name: {type(module).__name__} is not told where segments begin, so packed rows cannot be kept apart"

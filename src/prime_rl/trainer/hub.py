@@ -6,7 +6,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import WeakFileLock
 
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, first_line
 
 _WANTED = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
@@ -28,8 +28,4 @@ def local_directory(name: str) -> Path:
         with WeakFileLock(lock):
             return Path(snapshot_download(name, allow_patterns=_WANTED))
     except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ConfigError(f"model.name: cannot download {name!r}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+        raise ConfigError(f"model.name: cannot download {name!r}: {first_line(error)}") from error

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -25,7 +26,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 
 from prime_rl.configs.shared import TokenizerConfig
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, first_line
 from prime_rl.trainer import attention
 from prime_rl.trainer.context_parallel import ContextParallel, RowSlice
 from prime_rl.trainer.kernels import fuse_kernels
@@ -37,6 +38,10 @@ from prime_rl.trainer.weights import Weights
 
 # What a packed row is exact for; recurrent layers would carry state from one segment into the next.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# What transformers raises of files that are missing, or that hold something else than what they should.
+_REFUSALS = (
+    OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, ArithmeticError, StrictDataclassError
+)  # fmt: skip
 
 
 class PolicyModel(nn.Module):
@@ -120,6 +125,27 @@ class PolicyModel(nn.Module):
         """Number of token ids."""
         return int(self.causal_lm.config.get_text_config().vocab_size)
 
+    def check_row(self, row: MicroBatch) -> None:
+        """Refuse tokens and positions that have no embedding; a GPU would end the process without saying which.
+
+        Args:
+            row: still on the host.
+
+        Raises:
+            ConfigError: names the first that is too large.
+        """
+        text, name = self.causal_lm.config.get_text_config(), self.causal_lm.config.name_or_path
+        if (highest := int(row.tokens.max())) >= self.vocabulary:
+            raise ConfigError(
+                f"there is token {highest} to train on, but {name} knows {self.vocabulary} tokens; tokenizer, data and "
+                "model do not belong together"
+            )
+        longest = None if getattr(text, "rope_parameters", None) else getattr(text, "max_position_embeddings", None)
+        if longest is not None and row.longest > longest:
+            raise ConfigError(
+                f"there is a sample of {row.longest} tokens, but {name} has {longest} positions; cut samples"
+            )
+
 
 def build_policy(config: TrainerModelConfig) -> PolicyModel:
     """Build the model on the meta device, its tensors in float32, the precision of the master weights.
@@ -135,9 +161,13 @@ def build_policy(config: TrainerModelConfig) -> PolicyModel:
             causal_lm = AutoModelForCausalLM.from_config(
                 hf_config, **options, trust_remote_code=config.trust_remote_code
             )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except _REFUSALS as error:
         if isinstance(error, KeyError) and error.args[0] in (attention.NAME, attention.LONG_NAME):
             raise _own_attention(config.name) from None
+        if isinstance(error, ImportError) and config.attn == "flash_attention_2":
+            raise ConfigError(
+                f"model.attn 'flash_attention_2': {first_line(error).rstrip('.')}; set model.attn to 'auto'"
+            ) from error
         raise _cannot_load("model.name", config.name, error) from error
     _check_supported(config, causal_lm)
     with suppress(OSError):  # a model need not have the file
@@ -173,7 +203,7 @@ def load_tokenizer(config: TokenizerConfig, model: TrainerModelConfig) -> PreTra
     trust = config.trust_remote_code or model.trust_remote_code
     try:
         return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(name, trust_remote_code=trust))
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except _REFUSALS as error:
         raise _cannot_load("tokenizer.name", name, error) from error
 
 
@@ -181,7 +211,7 @@ def _hf_config(config: TrainerModelConfig) -> Any:
     _check_exists("model.name", config.name)
     try:
         hf_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except _REFUSALS as error:
         raise _cannot_load("model.name", config.name, error) from error
     if getattr(hf_config, "quantization_config", None):
         raise ConfigError(f"model.name: {config.name} is quantized; train the model whose weights were quantized")
@@ -201,12 +231,15 @@ def _check_exists(key: str, name: str) -> None:
 
 
 def _cannot_load(key: str, name: str, error: Exception) -> ConfigError:
-    reason = str(error).strip().split("\n")[0]
-    return ConfigError(f"{key}: cannot load {name!r} as a local directory or from the Hugging Face hub: {reason}")
+    return ConfigError(
+        f"{key}: cannot load {name!r} as a local directory or from the Hugging Face hub: {first_line(error)}"
+    )
 
 
 def _check_supported(config: TrainerModelConfig, causal_lm: PreTrainedModel) -> None:
     name, text = config.name, causal_lm.config.get_text_config()
+    if any(getattr(module, "is_causal", True) is False for module in causal_lm.modules()):
+        raise ConfigError(f"model.name: {name} is no decoder: its tokens attend to those that follow them")
     if others := set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES:
         raise ConfigError(f"model.name: {name} has {sorted(others)} layers, which packed rows cannot keep apart")
     if not causal_lm._supports_attention_backend:

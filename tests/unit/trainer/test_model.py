@@ -1,5 +1,7 @@
 """The policy's log-probabilities against transformers' own logits, and I8: packing is invisible."""
 
+import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -224,8 +226,24 @@ REFUSED = {
         **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
     "by itself": lambda: transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+    "no decoder": lambda: transformers.BertConfig(vocab_size=64, hidden_size=32, num_attention_heads=4),
     "is quantized": lambda: transformers.LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}),
 }
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", "wide"), ("num_attention_heads", 0)])
+def test_a_configuration_that_makes_no_model_is_one_line(key, value, tmp_path):
+    config = ARCHITECTURES["llama"]().to_dict() | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"^model\.name: cannot load '{tmp_path}'") as caught:
+        load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="it is installed")
+def test_a_kernel_that_is_not_installed_is_the_fault_of_its_key(tiny):
+    with pytest.raises(ConfigError, match=r"^model\.attn 'flash_attention_2': .*; set model\.attn to 'auto'$"):
+        load_policy(TrainerModelConfig(name=str(tiny), attn="flash_attention_2"), seed=0)
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -248,3 +266,22 @@ def test_a_model_that_hides_the_segments_from_its_attention_is_refused(tmp_path)
     policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
     with pytest.raises(ConfigError, match="not told where segments begin"):
         policy(pack(segments(64)))
+
+
+def test_a_model_whose_attention_makes_a_mask_of_its_own_is_refused(tmp_path):
+    """Doge keeps some of the tokens before it only; without the mask it would attend to all."""
+    save(transformers.DogeConfig(**SMALL, head_dim=8), tmp_path)
+    policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    with pytest.raises(ConfigError, match="DogeAttention chooses by a mask of its own"):
+        policy(pack(segments(64)))
+
+
+def test_tokens_and_positions_without_an_embedding_are_refused(tmp_path):
+    """On a GPU they would end the process with an assertion of the device, far from here."""
+    save(ARCHITECTURES["gpt2"](), tmp_path)
+    policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+    policy.check_row(pack([np.array([1, 63]), np.ones(64, int)]))
+    with pytest.raises(ConfigError, match=f"token 64 to train on, but {tmp_path} knows 64 tokens"):
+        policy.check_row(pack([np.array([1, 64])]))
+    with pytest.raises(ConfigError, match=r"a sample of 65 tokens, but .* has 64 positions"):
+        policy.check_row(pack([np.ones(65, int)]))

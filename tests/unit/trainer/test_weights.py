@@ -214,6 +214,12 @@ def test_an_index_that_names_a_lost_file_is_named(models, tmp_path):
     assert lost.name in refusal(path)
 
 
+@pytest.mark.parametrize("content", ["[]", '{"weight_map": []}', "{"])
+def test_an_index_that_is_none_is_named(tiny, content):
+    (tiny / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json is not an index of weights" in refusal(tiny)
+
+
 def test_pickles_are_not_read(tiny):
     (tiny / "model.safetensors").rename(tiny / "pytorch_model.bin")
     assert "neither model.safetensors" in refusal(tiny) and "save_pretrained" in refusal(tiny)

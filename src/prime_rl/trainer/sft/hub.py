@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, first_line
 from prime_rl.trainer.sft.files import Row
 from prime_rl.trainer.sft.sources import Reader
 
@@ -75,5 +75,5 @@ def _load(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     try:
         return load_dataset(name, subset, split=split, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:  # not found, no such configuration or split, a script
-        reason = str(error).strip().split("\n")[0]
-        raise ConfigError(f"data.name: cannot load {name!r} as a local path or from the hub: {reason}") from error
+        said = first_line(error)
+        raise ConfigError(f"data.name: cannot load {name!r} as a local path or from the hub: {said}") from error
