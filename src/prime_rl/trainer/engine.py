@@ -126,6 +126,7 @@ class Engine:
         """Take one optimizer step per minibatch, all at `factor` times the peak rates. All ranks call it together.
 
         Raises:
+            ConfigError: a row has tokens or positions that the model does not know.
             RunError: the third step in a row in which every gradient was non-finite.
         """
         rates = self._rates.apply(factor)
@@ -150,9 +151,7 @@ class Engine:
         """Compute the loss of a minibatch and change nothing. All ranks call it together."""
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for row in minibatch.rows:
-            row = row.to(self._world.device)
-            logprobs, entropy, *left_out = self._policy(row)
-            total += objective(Scored(row, logprobs, entropy, True, minibatch.counts, *left_out)).loss
+            total += objective(self._score(row, minibatch.counts, untouched=True)).loss
         for module in self._policy.modules():
             if isinstance(module, FSDPModule):  # no backward pass follows that would give the gathered weights back
                 module.reshard()
@@ -165,13 +164,17 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for i, row in enumerate(minibatch.rows):
             accumulate(self._policy, last=i == len(minibatch.rows) - 1)
-            row = row.to(self._world.device)
-            logprobs, entropy, *left_out = self._policy(row)
-            answer = objective(Scored(row, logprobs, entropy, untouched, minibatch.counts, *left_out))
+            answer = objective(self._score(row, minibatch.counts, untouched))
             answer.loss.backward()
             total += answer.loss.detach()
             means.add(answer.means)
         return self._world.sum_rows(total).item()
+
+    def _score(self, row: MicroBatch, counts: Counts, untouched: bool) -> Scored:
+        self._policy.check_row(row)
+        row = row.to(self._world.device)
+        logprobs, entropy, *left_out = self._policy(row)
+        return Scored(row, logprobs, entropy, untouched, counts, *left_out)
 
     def _update(self, loss: float) -> float | None:
         """Clip the gradient and apply it; return its norm before clipping, None if it or the loss is not finite."""

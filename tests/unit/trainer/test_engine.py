@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from prime_rl.configs.loss import AIPOLossConfig
 from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.trainer import ActivationCheckpointConfig, FakeDataConfig, TrainerModelConfig
-from prime_rl.errors import RunError
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.trainer.engine import Engine
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.losses import build_loss
@@ -206,6 +206,17 @@ def test_three_lost_steps_in_a_row_end_the_run(lone_engine):
         engine.step(minibatches, objective, 1.0)
     with pytest.raises(RunError, match="3 steps in a row"):
         engine.step(bad, objective, 1.0)
+
+
+@pytest.mark.parametrize("action", ["step", "evaluate"])
+def test_a_batch_of_another_vocabulary_is_refused(lone_engine, action):
+    world, _, engine = lone_engine
+    batch = make_batch(0)
+    batch = dataclasses.replace(batch, tokens=np.where(batch.tokens == batch.tokens[3], 128, batch.tokens))
+    (minibatch,) = split_batch(batch, 0, 1, world, ROOM)
+    objective = rl_objective(build_loss(AIPOLossConfig()))
+    with pytest.raises(ConfigError, match=r"token 128 to train on, but .* knows 128 tokens"):
+        engine.step([minibatch], objective, 1.0) if action == "step" else engine.evaluate(minibatch, objective)
 
 
 def test_empty_batch_changes_nothing_but_completes(lone_engine):

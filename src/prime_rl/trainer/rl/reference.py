@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.loss import CustomLossConfig, DecoupledPPOLossConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.errors import ConfigError, RunError
+from prime_rl.errors import ConfigError
 from prime_rl.trainer.engine import Minibatch
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.lora import adapted_layers
@@ -51,7 +51,7 @@ class References:
         log-probabilities as the step begins are those of its forward pass: `proximal_logprobs` stays None.
 
         Raises:
-            RunError: the batch has tokens that the reference model does not know.
+            ConfigError: the batch has tokens or positions that the reference model does not know.
         """
         scored = list(minibatches)
         if self._model is not None and scored[0].rows[0].ref_logprobs is None:
@@ -63,9 +63,10 @@ class References:
 
     def _reference(self, row: MicroBatch) -> Tensor:
         assert self._model is not None
-        known = self._model.vocabulary
-        if int(row.tokens.max()) >= known:
-            raise RunError(f"the batch has token {int(row.tokens.max())}, but the reference model knows {known} tokens")
+        try:
+            self._model.check_row(row)
+        except ConfigError as error:
+            raise ConfigError(f"reference.name: {error}") from None
         with _adapters_off(self._policy) if self._without_adapters else torch.no_grad():
             return _logprobs(self._model, row.to(self._world.device))
 
