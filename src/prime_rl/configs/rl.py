@@ -151,6 +151,11 @@ class RLConfig(RootConfig):
                 f"trainer.model.seq_len = {self.trainer.model.seq_len} is shorter than "
                 f"orchestrator.seq_len = {self.orchestrator.seq_len}; the trainer must hold whole rows"
             )
+        try:
+            self.trainer.model.sharding_ranks(self.ranks)
+        except ValueError as error:
+            keys = "trainer_ranks" if self.trainer_ranks else "trainer_gpu_ids"
+            raise ValueError(f"trainer.{error} ({keys} says how many there are)") from None
         if self.inference is not None and self.inference.parallel.spans_nodes:
             raise ValueError(
                 "inference.parallel: `rl` starts all on one node, so it cannot start a server over several; start "

@@ -1,5 +1,6 @@
 """Keys of `uv run trainer`."""
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -118,10 +119,36 @@ class TrainerModelConfig(BaseConfig):
     @model_validator(mode="after")
     def _parallelism_fits(self) -> "TrainerModelConfig":
         if self.cp is not None and self.attn not in ("auto", "varlen"):
-            raise ValueError(f"model.cp: attention {self.attn!r} would see one slice of a row; set model.attn='varlen'")
+            raise ValueError(f"cp: attention {self.attn!r} would see one slice of a row; set model.attn='varlen'")
         if self.lora is not None and self.tp > 1:
-            raise ValueError("model.lora: an adapter cannot be divided over model.tp; set model.tp=1")
+            raise ValueError(f"lora does not go with tp = {self.tp}: an adapter cannot be divided; set model.tp=1")
         return self
+
+    def sharding_ranks(self, ranks: int) -> int:
+        """Ranks that shard one copy of the model and have rows of their own, where there are `ranks` in all.
+
+        Raises:
+            ValueError: they cannot be divided as the other keys ask for.
+        """
+        cp = self.cp.degree if self.cp else 1
+        factors = {"dp_replicate": self.dp_replicate, "cp": cp, "tp": self.tp}
+        product = math.prod(factors.values())
+        if ranks % product:
+            asked = [f"model.{name} {factor}" for name, factor in factors.items() if factor > 1]
+            what = " x ".join(asked) + (f" = {product}" if len(asked) > 1 else "")
+            raise ValueError(f"{what} does not divide the {ranks} ranks; start a multiple of {product}")
+        shard = ranks // product
+        if self.ep > 1 and (self.ep % cp or (shard * cp) % self.ep):
+            raise ValueError(
+                f"model.ep {self.ep} must be a multiple of model.cp {cp} and divide the {shard * cp} ranks that "
+                "shard one copy of the model"
+            )
+        if self.reshard_ranks is not None and (shard * cp) % self.reshard_ranks:
+            raise ValueError(
+                f"model.reshard_ranks {self.reshard_ranks} does not divide the {shard * cp} ranks that shard one copy "
+                "of the model"
+            )
+        return shard
 
 
 class FakeDataConfig(BaseConfig):

@@ -1,6 +1,5 @@
 """How the ranks divide the work: sizes that are checked, and the groups of ranks that follow from them."""
 
-import math
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,20 +36,11 @@ class Layout:
         Raises:
             ConfigError: they cannot be divided so.
         """
-        cp = config.cp.degree if config.cp else 1
-        factors = {"dp_replicate": config.dp_replicate, "cp": cp, "tp": config.tp}
-        product = math.prod(factors.values())
-        if size % product:
-            asked = [f"model.{name} {factor}" for name, factor in factors.items() if factor > 1]
-            what = " x ".join(asked) + (f" = {product}" if len(asked) > 1 else "")
-            raise ConfigError(f"{what} does not divide the {size} ranks; start a multiple of {product}")
-        shard = size // product
-        if config.ep > 1 and (config.ep % cp or (shard * cp) % config.ep):
-            raise ConfigError(
-                f"model.ep {config.ep} must be a multiple of model.cp {cp} and divide the {shard * cp} ranks that "
-                "shard one copy of the model"
-            )
-        return cls(config.dp_replicate, shard, cp, config.tp, config.ep)
+        try:
+            shard = config.sharding_ranks(size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return cls(config.dp_replicate, shard, config.cp.degree if config.cp else 1, config.tp, config.ep)
 
     @property
     def sharers(self) -> int:

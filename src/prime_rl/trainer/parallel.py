@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.errors import ConfigError, RunError
+from prime_rl.errors import ConfigError, RunError, first_line
 from prime_rl.trainer.context_parallel import ContextParallel, check_context_parallel
 from prime_rl.trainer.expert_parallel import share_experts
 from prime_rl.trainer.layout import Layout, Mesh
@@ -126,10 +126,9 @@ def lost_ranks_told(timeout_s: float) -> Iterator[None]:
         # gloo says that it was a collective only by where in its sources it failed.
         if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
             raise
-        first = str(error).strip().split("\n")[0]
         raise RunError(
             f"rank {os.environ.get('RANK', 0)} lost another rank, which ended or did not answer in {timeout_s:g} s: "
-            f"its log, and the first failure that torchrun names, say why ({first})"
+            f"its log, and the first failure that torchrun names, say why ({first_line(error)})"
         ) from error
 
 
@@ -178,7 +177,9 @@ def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> Poli
     dtype = compute_dtype(config.dtype, world.device)
     precision = partial(MixedPrecisionPolicy, param_dtype=dtype, reduce_dtype=getattr(torch, config.reduce_dtype))
     share = partial(fully_shard, offload_policy=offload_policy(config))
-    reshard = _reshard_after_forward(config, layout.shard * layout.cp)
+    # What FSDP is told: into how many parts a block's weights go after the forward pass.
+    between = config.reshard_ranks or layout.shard * layout.cp
+    reshard = config.reshard_after_forward and (True if between == layout.shard * layout.cp else between)
     if mesh.experts is not None:
         for experts in share_experts(policy.causal_lm, mesh.experts):
             share(experts, mesh=mesh.beside_experts, mp_policy=precision(), reshard_after_forward=bool(reshard))
@@ -191,20 +192,6 @@ def shard(policy: PolicyModel, config: TrainerModelConfig, world: World) -> Poli
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     return policy
-
-
-def _reshard_after_forward(config: TrainerModelConfig, ranks: int) -> bool | int:
-    """What FSDP is told: into how many parts a block's weights go after the forward pass.
-
-    Raises:
-        ConfigError: the sharding ranks do not divide into groups of `model.reshard_ranks`.
-    """
-    wanted = config.reshard_ranks
-    if wanted is None or not config.reshard_after_forward:
-        return config.reshard_after_forward
-    if ranks % wanted:
-        raise ConfigError(f"model.reshard_ranks {wanted} does not divide the {ranks} ranks that shard the model")
-    return True if wanted == ranks else wanted
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:

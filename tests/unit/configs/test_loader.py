@@ -331,6 +331,8 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         (RLConfig, ["--inference.parallel.dp", "2", "--inference-gpus", "3"], ["3 GPUs", "dp"]),
         (RLConfig, ["--inference-gpu-ids", "0,1,2", "--inference.parallel.tp", "2"], ["3 GPUs", "tp"]),
         (RLConfig, ["--inference-gpus", "2", "--inference-gpu-ids", "0"], ["inference_gpus = 2", "differ"]),
+        (RLConfig, ["--trainer.model.tp", "2"], ["trainer.model.tp 2 does not divide the 1 ranks", "trainer_gpu_ids"]),
+        (RLConfig, ["--trainer.model.cp", "2", "--trainer-ranks", "3"], ["model.cp 2", "3 ranks", "(trainer_ranks"]),
         (RLConfig, ["--inference-gpu-ids", "a,b"], ["inference_gpu_ids"]),
         (RLConfig, ["--orchestrator.batch-size", "3", "--orchestrator.rollouts-per-example", "2"], ["orchestrator"]),
     ],

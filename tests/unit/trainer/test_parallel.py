@@ -202,6 +202,7 @@ def test_the_sliding_model_slides(worlds):
         (6, {"tp": 2, "cp": {"degree": 2}}, "model.cp 2 x model.tp 2 = 4 does not divide the 6 ranks"),
         (4, {"ep": 3}, "model.ep 3 must be a multiple of model.cp 1 and divide the 4 ranks"),
         (4, {"ep": 2, "cp": {"degree": 4}}, "model.ep 2 must be a multiple of model.cp 4"),
+        (4, {"dp_replicate": 2, "reshard_ranks": 4}, "model.reshard_ranks 4 does not divide the 2 ranks"),
     ],
 )
 def test_sizes_are_checked(size, keys, message):
@@ -236,9 +237,8 @@ def refuse(world, argument):
     messages = []
     for model, keys in argument:
         config = TrainerModelConfig(name=model, **keys)
-        world = dataclasses.replace(world, sharers=Layout.of(config, world.size).sharers)
         with pytest.raises(ConfigError) as caught:
-            make_policy(config, 0, world)
+            make_policy(config, 0, dataclasses.replace(world, sharers=Layout.of(config, world.size).sharers))
         messages.append(str(caught.value))
     return messages
 
