@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -21,29 +22,41 @@ _ROLES = ("orchestrator", "trainer")
 
 
 class JsonTail:
-    """Reads the lines that were added to a file of JSON lines; a line that is still being written waits."""
+    """Reads the lines that were added to a file of JSON lines; a line that is still being written waits.
+
+    A resume puts another file in its place, which begins with some of the same lines (`run.rewind`); they are not read
+    again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
+        self._file: int | None = None
+        self._number = 0
+        self._seen: list[int] = []
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the objects of the new lines; nothing while the file does not exist."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
+            if (number := os.fstat(file.fileno()).st_ino) != self._file:
+                self._file, self._offset, self._number = number, 0, 0
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                self._number += 1
+                if self._seen[self._number - 1 : self._number] != [hash(line)]:
+                    self._seen[self._number - 1 :] = [hash(line)]
+                    yield json.loads(line)
 
 
 class Story:
     """What is known of a run so far.
 
     Attributes:
-        steps: steps that the trainer has finished.
+        steps: steps that the trainer has finished; a resume begins with fewer.
         rewards: mean reward of each of them, in order.
         staleness: the largest seen.
         wasted: tokens sampled and thrown away to keep the bound.
@@ -74,7 +87,7 @@ class Story:
         return (recent[-1] - recent[0]) / (len(recent) - 1) * (max_steps - self.steps)
 
     def _count(self, step: Mapping[str, Any]) -> None:
-        self.steps += 1
+        self.steps = step["step"] + 1
         self._times.append(time.monotonic())
         if (reward := step.get("reward/mean")) is not None:
             self.rewards.append(reward)

@@ -166,6 +166,21 @@ def test_half_a_line_of_metrics_waits(tmp_path):
     assert list(lines.read()) == [{"step": 1}]
 
 
+def test_metrics_that_a_resume_has_cut_are_read_on(tmp_path):
+    """Neither from the middle of a line of the new file, nor the lines again that it has kept."""
+    file = tmp_path / "trainer.jsonl"
+    lines = JsonTail(file)
+    file.write_text("".join(f'{{"step": {step}, "old": true}}\n' for step in range(4)))
+    assert len(list(lines.read())) == 4
+    cut = tmp_path / "cut"
+    cut.write_text("".join(file.read_text().splitlines(keepends=True)[:2]) + '{"step": 2, "new": "and rather long"}\n')
+    cut.rename(file)
+    assert list(lines.read()) == [{"step": 2, "new": "and rather long"}]
+    with file.open("a") as more:
+        more.write('{"step": 3}\n')
+    assert list(lines.read()) == [{"step": 3}]
+
+
 def test_story_joins_what_both_report_of_a_step():
     story = Story()
     assert list(story.add("orchestrator", {"step": 0, "reward/mean": 0.5, "staleness/max": 1, "time/step": 9})) == []
