@@ -34,6 +34,23 @@ def test_equals_the_kernel(dtype, tolerance, length, window):
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("spread", [1, 3, 6])
+def test_it_is_as_exact_as_the_kernel_of_torch_in_halves(spread):
+    """Also where scores are large, up to about 30 here, and halves are far apart."""
+    generator = torch.Generator().manual_seed(spread)
+    query, key, value = (torch.randn(1, 4, 150, 64, generator=generator).bfloat16() for _ in range(3))
+    query, key = query * spread**0.5, key * spread**0.5
+    exact = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), is_causal=True)
+    ours, theirs = (
+        (attended.double() - exact).abs().mean()
+        for attended in (
+            attend(query, key, value, None, None),
+            F.scaled_dot_product_attention(query, key, value, is_causal=True),
+        )
+    )
+    assert ours < 1.5 * theirs
+
+
 def test_scale_is_that_of_the_head_dimension():
     query, key, value = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
