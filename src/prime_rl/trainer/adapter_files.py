@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from prime_rl.trainer.model import PolicyModel
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
+# What peft can also do with an adapter: it would change the result, and none of it is written here.
+_OTHER_KINDS = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")
 
 
 def peft_name(layer: str, factor: str) -> str:
@@ -94,12 +96,20 @@ def _read_adapter(directory: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], fl
     try:
         values = json.loads((directory / ADAPTER_CONFIG).read_text())
         tensors = load_file(directory / ADAPTER_WEIGHTS)
+        layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors})
+        pairs = {
+            name: (tensors.pop(peft_name(name, "lora_A")), tensors.pop(peft_name(name, "lora_B"))) for name in layers
+        }
+        scale = values["lora_alpha"] / (values["r"] ** 0.5 if values.get("use_rslora") else values["r"])
     except FileNotFoundError as error:
         raise ConfigError(f"--adapter: {directory} holds no {Path(error.filename or ADAPTER_WEIGHTS).name}") from None
-    layers = sorted({name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors})
-    pairs = {name: (tensors[peft_name(name, "lora_A")], tensors[peft_name(name, "lora_B")]) for name in layers}
-    root = values["r"] ** 0.5 if values.get("use_rslora") else values["r"]
-    return pairs, values["lora_alpha"] / root
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"--adapter: {directory} is not an adapter as peft writes them: {error!r}") from None
+    if others := [key for key in _OTHER_KINDS if values.get(key)] + sorted(tensors):
+        raise ConfigError(
+            f"--adapter: {directory} is more than products of two matrices ({others[0]}); merge it with peft"
+        )
+    return pairs, scale
 
 
 def _check_layers(factors: Mapping[str, Any], files: list[Path], adapter: Path, base: Path) -> None:

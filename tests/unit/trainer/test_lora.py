@@ -1,6 +1,7 @@
 """Adapters: what is trained and what stays, the same on any number of ranks (I9), and what is published of them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,19 @@ def test_merging_the_files_gives_what_merged_publication_gives(trained, tmp_path
         merge_adapter(root / "dense_adapter_2", root / "moe", tmp_path / "other")
     with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
         merge_adapter(root / "dense", root / "dense", tmp_path / "other")
+    for name, changed, said in (
+        ("scales", {"alpha_pattern": {"q_proj": 1}}, "alpha_pattern"),
+        ("dora", {"use_dora": True}, "use_dora"),
+        ("without_rank", {"r": None}, "is not an adapter"),
+    ):
+        shutil.copytree(root / "dense_adapter_2", tmp_path / name)
+        values = json.loads((tmp_path / name / "adapter_config.json").read_text()) | changed
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(values))
+        with pytest.raises(ConfigError, match=said):
+            merge_adapter(tmp_path / name, root / "dense", tmp_path / "other")
+    (tmp_path / "scales" / "adapter_model.safetensors").write_bytes(b"x" * 99)
+    with pytest.raises(ConfigError, match="is not an adapter"):
+        merge_adapter(tmp_path / "scales", root / "dense", tmp_path / "other")
 
 
 def test_the_adapted_policy_scores_as_the_merged_model(lone_world, trained, tmp_path):  # noqa: F811
@@ -247,7 +261,7 @@ def test_unknown_targets_are_one_error(name, targets, message, tmp_path):
 def test_configurations_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="neither a name nor a regular expression"):
         LoRAConfig(target_modules=["(q_proj"])
-    with pytest.raises(ValueError, match=r"model\.lora: .*model\.tp"):
+    with pytest.raises(ValueError, match=r"lora does not go with tp = 2: .*model\.tp=1"):
         TrainerModelConfig(lora=LORA, tp=2)
     adapter = TrainerModelConfig(lora=LoRAConfig(publish="adapter"))
     with pytest.raises(ValueError, match=r"trainer\.model\.lora\.publish = 'adapter' needs inference\.enable_lora"):
