@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from prime_rl.errors import ConfigError
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.start import check_writable
 
 # The first step compiles and allocates, the second warms the profiler up, a few more say everything: a trace grows by
 # some hundred megabytes a step.
@@ -33,7 +34,8 @@ class Profiler:
         if memory_path is not None and world.device.type != "cuda":
             raise ConfigError("memory_profiler_path: torch records the memory of CUDA devices only; leave it out")
         for key, path in (("trace_path", trace_path), ("memory_profiler_path", memory_path)):
-            _make(key, path)
+            if path is not None:
+                check_writable(key, path)
         self._trace: profile | None = None
         if trace_path is not None:
             target = trace_path / f"{self._name}.json"
@@ -66,14 +68,6 @@ class Profiler:
         if self._trace is not None:
             self._trace.stop()
             self._trace = None
-
-
-def _make(key: str, path: Path | None) -> None:
-    try:
-        if path is not None:
-            path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot make {path}: {error.strerror}") from None
 
 
 def _export(recorded: profile, target: Path) -> None:

@@ -1,6 +1,7 @@
 """What every trainer process does before it trains: die with its parent, log, choose threads, look at its directory."""
 
 import os
+from pathlib import Path
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -30,14 +31,23 @@ def check_output_dir(paths: RunPaths, resuming: bool) -> None:
     Raises:
         ConfigError: says which.
     """
-    try:
-        paths.root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir: cannot make {paths.root}: {error.strerror}") from None
-    if not os.access(paths.root, os.W_OK):
-        raise ConfigError(f"output_dir: {paths.root} is not writable")
+    check_writable("output_dir", paths.root)
     if not resuming and (steps := steps_in(paths.weights_dir)):
         raise ConfigError(
             f"output_dir: {paths.weights_dir} holds versions {steps[0]} to {steps[-1]} of an earlier run, which would "
             "be taken for this one's; remove it or choose another output_dir"
         )
+
+
+def check_writable(key: str, directory: Path) -> None:
+    """Make `directory`, which `key` names; look now whether files can be put there, and not after hours of training.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot make {directory}: {error.strerror}") from None
+    if not os.access(directory, os.W_OK):
+        raise ConfigError(f"{key}: {directory} is not writable")

@@ -182,6 +182,14 @@ def test_without_resume_step_a_run_is_not_continued_by_accident(whole, model):
     assert line.startswith("error: output_dir:")
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_the_first_step(model, tmp_path):
+    (tmp_path / "file").touch()
+    ship(tmp_path / "run", 1)
+    line = fail(trainer(model, tmp_path / "run", "--max-steps", "1", "--ckpt.path", tmp_path / "file"), 2)
+    assert line.startswith(f"error: ckpt.path: cannot make {tmp_path / 'file'}")
+    assert not RunPaths(tmp_path / "run").metrics("trainer").exists()
+
+
 def test_changed_settings_are_named(halves, model, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(halves, root)

@@ -37,7 +37,7 @@ from prime_rl.trainer.checkpoints.agreement import Agreement, os_reason
 from prime_rl.trainer.checkpoints.reader import TensorReader
 from prime_rl.trainer.checkpoints.settings import changes, settings_of
 from prime_rl.trainer.parallel import World, lost_ranks_told
-from prime_rl.trainer.start import check_output_dir
+from prime_rl.trainer.start import check_output_dir, check_writable
 
 PART = files.TRAINER
 
@@ -114,6 +114,7 @@ class Checkpointer:
         timeout = timedelta(seconds=config.dist_timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = Agreement(world, self._group)
+        self._ranks.on_lead(lambda: check_writable("ckpt.path", self._directory))
         self._thread = ThreadPoolExecutor(1, "checkpoint") if self._options.save_async else None
         self._pending: Future[None] | None = None
         self._resumed: files.Commit | None = None
