@@ -29,8 +29,8 @@ from prime_rl.trainer.start import start_process
 from prime_rl.types import PolicyVersion
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# All that says which model it is. How the run computed it (ranks, kernels, memory) is left at its default: one process on
-# a CPU would be refused much of that.
+# All that says which model it is. How the run computed it (ranks, kernels, memory) is left at its default, as one
+# process on a CPU would be refused much of that.
 _OF_THE_MODEL = ("name", "trust_remote_code", "dtype", "lora", "debug")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from numpy.typing import NDArray
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
@@ -199,6 +199,8 @@ def _render(
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "tools": tools}
     try:
         return cast(str, tokenizer.apply_chat_template(list(messages), **options))
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"tokenizer.name: the chat template is no template: {error}") from None
     except (TemplateError, TypeError, ValueError) as error:  # a template that adds None to text; tools that are none
         raise RowError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from None
 

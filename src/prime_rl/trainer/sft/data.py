@@ -163,7 +163,9 @@ def _hold_out(one: DataSet, fraction: float, seed: Sequence[int]) -> DataSet:
     order = permuted(one.chosen, seed)
     count = max(1, round(fraction * len(order)))
     if count == len(order):
-        raise ConfigError("val.fraction: a data set of one example cannot be parted; give val.name")
+        raise ConfigError(
+            f"val.fraction: {fraction:g} of {len(order)} examples leaves none to train on; lower it, or give val.name"
+        )
     one.chosen = np.sort(order[count:])
     return DataSet(one.rows, np.sort(order[:count]))
 
