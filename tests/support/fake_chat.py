@@ -47,7 +47,7 @@ class FakeChat:
         self.asked_for_pins += 1
         if self.pins is None:
             return web.json_response({"detail": "Not Found"}, status=404)
-        self.pins.append(f"pin {len(self.pins)}")
+        self.pins.append(f"pin {self.asked_for_pins - 1}")
         return web.json_response({"pin": self.pins[-1], "branch": 0, "step": 3})
 
     async def unpin(self, request: web.Request) -> web.Response:

@@ -63,9 +63,11 @@ async def test_an_interrupted_evaluation_goes_on_where_it_stopped(evaluate, tmp_
         assert other["folder"] != str(folder), "another configuration, another folder"
 
 
-async def test_a_server_of_another_make_is_asked_by_messages(evaluate, monkeypatch):
+@pytest.mark.parametrize("ours", [False, True])
+async def test_a_server_is_asked_by_messages_and_ours_for_pins(evaluate, monkeypatch, ours):
     monkeypatch.setenv("SOME_KEY", "secret")
     async with fake_chat() as server:
+        server.pins = [] if ours else None
         server.reply = lambda body: says(body["messages"][-1]["content"][::-1])
         (result,) = await evaluate(
             f"{server.url}/v1",
@@ -75,6 +77,10 @@ async def test_a_server_of_another_make_is_asked_by_messages(evaluate, monkeypat
         )
     assert (result["reward/mean"], result["pass@4"], result["completion_len/mean"]) == (1.0, 1.0, 3.0)
     assert set(server.keys) == {"Bearer secret"}
+    if ours:
+        assert (set(server.named), server.pins) == ({"pin 0", "pin 1", "pin 2"}, []), "one a group, given back"
+    else:
+        assert set(server.named) == {None}
     assert "version/min" not in result
 
 
