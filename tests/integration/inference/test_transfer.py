@@ -19,7 +19,7 @@ from prime_rl.configs.trainer import TrainerModelConfig
 from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.trainer.model import load_policy, load_tokenizer
 from prime_rl.trainer.parallel import World, shard
-from prime_rl.trainer.publication import Publisher
+from prime_rl.trainer.publication import Publisher, sending
 from prime_rl.types import PolicyVersion
 from tests.integration.inference.conftest import ARGUMENTS, Models, assert_greedy_outputs_equal
 from tests.support import cpu_transfer
@@ -68,6 +68,7 @@ def start(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transferring: Server
 ) -> Iterator[Callable[[TransferConfig], Trainer]]:
     cpu_transfer.install(monkeypatch.setattr, tmp_path)
+    monkeypatch.setattr(sending, "_BUFFER_BYTES", 2**16)  # several buffers a version
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     started: list[Trainer] = []
 

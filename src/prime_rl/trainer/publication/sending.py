@@ -233,8 +233,7 @@ class Sender:
     def _serve(self, name: str, group: _Group) -> None:
         try:
             self._assemble(group)
-            while True:
-                wants = receive_all(group.channels, None)
+            while (wants := self._wants(group)) is not None:
                 self._send(group, *self._asked_for(group, wants))
         except RunError as error:
             self._tell(group, error)
@@ -253,6 +252,14 @@ class Sender:
                     f"waited {self.options.timeout:.0f} s for workers {absent} of {group.size}; "
                     f"{group.channels[0].peer} was there"
                 )
+
+    def _wants(self, group: _Group) -> list[Message] | None:
+        """Wait for the next request; None if a worker leaves instead: its server ends, or begins a new group."""
+        try:
+            return receive_all(group.channels, None)
+        except ChannelError as error:
+            logger.info("{}", error)
+            return None
 
     def _asked_for(self, group: _Group, wants: list[Message]) -> tuple[str, Tensors]:
         digests = {str(want.get("want")) for want in wants}
@@ -311,8 +318,7 @@ class Sender:
 
     def _tell(self, group: _Group, error: RunError) -> None:
         """Let the workers of a group know why it ends; those that have left need not know."""
-        if not self._closed:
-            logger.warning("a server's {} workers are left: {}", group.size, error)
+        logger.warning("a server's {} workers are left: {}", group.size, error)
         for channel in group.channels:
             try:
                 channel.send({"error": str(error)})
