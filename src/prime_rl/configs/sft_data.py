@@ -163,7 +163,7 @@ class ValConfig(BaseConfig):
     """Share of `data` that is held out where neither `name` nor `split` is given."""
 
     examples: int | None = Field(1000, ge=1)
-    """Most examples to validate on, drawn by `data.seed`; None takes all."""
+    """Most examples to validate on, drawn by `data.seed`, of a stream the first; None takes all."""
 
     interval: int = Field(100, ge=1)
     """Steps between two validations; there is one before the first step and one after the last in any case."""

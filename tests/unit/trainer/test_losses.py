@@ -221,8 +221,26 @@ def half_an_output(inputs):
     return LossOutput(inputs.logprobs, None, None, None)
 
 
-def custom(function, **kwargs):
-    return config_of("custom", {"import_path": f"tests.unit.trainer.test_losses:{function}", "kwargs": kwargs})
+def since_the_step_began(inputs):
+    return inputs.logprobs - inputs.proximal_logprobs
+
+
+def custom(function, proximal=False, **kwargs):
+    where = f"tests.unit.trainer.test_losses:{function}"
+    return config_of("custom", {"import_path": where, "kwargs": kwargs, "proximal": proximal})
+
+
+def test_a_loss_of_ones_own_that_asks_for_proximal_logprobs_always_has_them():
+    """Before the first update they are the trainer's own, as constants."""
+    loss = build_loss(custom("since_the_step_began", proximal=True))
+    row = draw(0)
+    later = tensors(row)
+    np.testing.assert_allclose(loss(later).loss.detach(), row["logprobs"] - row["proximal"], rtol=1e-4, atol=1e-6)
+    row.pop("proximal")
+    first = tensors(row)
+    output = loss(first).loss
+    assert not output.any()
+    assert (torch.autograd.grad(output.sum(), first.logprobs)[0] == 1).all()
 
 
 def test_a_loss_of_ones_own():

@@ -58,6 +58,6 @@ def build_loss(config: LossConfig) -> Loss:
         ConfigError: a loss of the user's own that cannot be loaded.
     """
     if isinstance(config, CustomLossConfig):
-        return custom(config.import_path, config.kwargs)
+        return custom(config.import_path, config.kwargs, config.proximal)
     keys = config.model_dump(exclude=_OF_EVERY_LOSS)
     return partial(LOSSES[keys.pop("type")], **keys)

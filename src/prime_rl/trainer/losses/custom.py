@@ -14,16 +14,22 @@ from prime_rl.user_code import load_function, one_line
 _KEY = "loss.import_path"
 
 
-def custom(import_path: str, kwargs: dict[str, Any]) -> Loss:
+def custom(import_path: str, kwargs: dict[str, Any], proximal: bool = False) -> Loss:
     """Load `function(inputs: LossInputs, **kwargs)`, which answers with a `LossOutput` or the losses [T] alone.
+
+    With `proximal` its `inputs.proximal_logprobs` are there also before the first update: the trainer's own.
 
     Raises:
         ConfigError: the function cannot be loaded; later, from the loss itself: it raised, or its answer is no loss.
     """
-    return partial(_call, load_function(import_path, _KEY), import_path, kwargs)
+    return partial(_call, load_function(import_path, _KEY), import_path, kwargs, proximal)
 
 
-def _call(function: Callable[..., Any], name: str, kwargs: dict[str, Any], inputs: LossInputs) -> LossOutput:
+def _call(
+    function: Callable[..., Any], name: str, kwargs: dict[str, Any], proximal: bool, inputs: LossInputs
+) -> LossOutput:
+    if proximal and inputs.proximal_logprobs is None:
+        inputs = replace(inputs, proximal_logprobs=inputs.logprobs.detach())
     try:
         answer = function(inputs, **kwargs)
     except Exception as error:  # foreign code: whatever it raises ends the run in one line
