@@ -138,7 +138,7 @@ def _preload() -> None:
 
 
 def _fork_on_request() -> dict[str, Any] | None:
-    """Fork a child for each request, and tell how each ends; returns in a child its request, at the end of stdin None."""
+    """Fork a child for each request, and tell how each ends; in a child return its request, at the end None."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed here is no answer
     waiting = selectors.DefaultSelector()
