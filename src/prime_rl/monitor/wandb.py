@@ -18,7 +18,7 @@ _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 class WandbRun:
-    """One W&B run. An id goes on with the run of that id, or starts it."""
+    """One W&B run. An id goes on with the run of that id, or starts it; a resumed process goes on with its own."""
 
     def __init__(self, config: WandbConfig, role: str, directory: Path, whole: RootConfig | None) -> None:
         """Start the run.
@@ -34,12 +34,14 @@ class WandbRun:
             RunError: W&B cannot be reached.
         """
         self._extras = config.log_extras
+        known = directory / "wandb" / f"{role}.id"
+        run_id = config.id or (known.read_text() if _goes_on(whole) and known.exists() else None)
         try:
             self._run = wandb.init(
                 project=config.project,
                 name=config.name,
-                id=config.id,
-                resume="allow" if config.id else None,
+                id=run_id,
+                resume="allow" if run_id else None,
                 entity=config.entity,
                 group=config.group,
                 tags=config.tags,
@@ -54,6 +56,8 @@ class WandbRun:
             ) from None
         except wandb.errors.CommError as error:
             raise RunError(f"wandb cannot be reached: {_first_line(error)}; --wandb.offline needs no network") from None
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(self._run.id)
         # The step is a metric like the others: after a rewind it goes back, which W&B's own counter never does.
         self._run.define_metric("*", step_metric="step")
 
@@ -87,6 +91,12 @@ class WandbRun:
     def close(self) -> None:
         """Upload what is left and mark the run finished."""
         self._run.finish()
+
+
+def _goes_on(config: RootConfig | None) -> bool:
+    """Tell whether the process resumes a checkpoint, or restarts."""
+    ckpt = getattr(config, "ckpt", None)
+    return (ckpt is not None and ckpt.resume_step is not None) or getattr(config, "restart", False)
 
 
 def _cell(value: Any) -> Any:

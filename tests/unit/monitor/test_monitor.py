@@ -19,6 +19,8 @@ ROWS = [
 
 
 class FakeRun:
+    id = "its-own"
+
     def __init__(self):
         self.logged, self.finished = [], False
 
@@ -95,6 +97,17 @@ def test_run_is_started_as_configured(tmp_path, fake_wandb):
     assert first["config"]["optim"]["lr"] == TrainerConfig().optim.lr
     assert first["dir"] == tmp_path
     assert run.finished
+
+
+def test_a_resumed_process_goes_on_with_its_own_run(tmp_path, fake_wandb):
+    _, calls = fake_wandb
+    new, resumed = (RLConfig.load(["--wandb.offline", *keys]) for keys in ([], ["--ckpt.resume-step", "-1"]))
+    for rl in (new, resumed, new):
+        Monitor(RunPaths(tmp_path), "trainer", rl.trainer.wandb, rl.trainer).close()
+    Monitor(RunPaths(tmp_path), "orchestrator", resumed.orchestrator.wandb, resumed.orchestrator).close()
+    assert [(call["id"], call["resume"]) for call in calls] == [
+        (None, None), (FakeRun.id, "allow"), (None, None), (None, None),
+    ]  # fmt: skip
 
 
 def test_tables_every_few_steps_and_only_on_request(tmp_path, fake_wandb):
