@@ -78,6 +78,10 @@ def prepare_environment(config: "InferenceConfig", on_cpu: bool) -> None:
         # Eager or not, vLLM compiles how it counts ranks of log-probabilities: seconds in the first request, and the
         # death of the engine on a machine without a C++ compiler.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    if on_cpu and config.parallel.tp > 1:
+        # vLLM would bind each worker to a NUMA node of its own, and end where there are fewer.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     if forks_engines(config, on_cpu):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from tests.integration.inference.conftest import (
     versions_of,
     wait_for_metric,
 )
+from tests.support.nursery import Forked, start_forked
 from tests.support.server import Server, free_port, inference_server
 from tests.support.tiny_model import publish_weights
 
@@ -32,17 +31,11 @@ NODES = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--vllm
 
 
 @contextmanager
-def headless_node(model: Path, log: Path, arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def headless_node(model: Path, log: Path, arguments: list[str]) -> Iterator[Forked]:
     """The second node; nothing of it is left at the end."""
-    command = [sys.executable, "-m", "prime_rl.entrypoints.inference", "--model.name", str(model), *arguments]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--data-parallel-start-rank", "1", "--headless"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**env, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )
+    node = ["--model.name", str(model), *arguments, "--data-parallel-start-rank", "1", "--headless"]
+    process = start_forked(node, env | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, log)
     try:
         yield process
     finally:
