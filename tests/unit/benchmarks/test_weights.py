@@ -49,7 +49,7 @@ def test_figures_are_medians_without_the_first_switch(benchmark):
         _round(stall_s=0.3, pause_s=1.5),
         _round(stall_s=0.2),
     ]
-    figures = benchmark.summary(2, [_round(stall_s=0.4)], [_round(stall_s=0.04)], served, {})
+    figures = benchmark.summary(2, [_round(stall_s=0.4)], [_round(stall_s=0.04)], served)
     assert figures["pause_over_copy"] == pytest.approx(0.5)
     assert figures["stall_fraction"] == pytest.approx(0.05)
     assert figures["stall"]["alone"] == pytest.approx(0.1)
