@@ -1,5 +1,6 @@
 """I7 on a node without an HTTP server: its copies of the model live exactly as long as the head that they serve."""
 
+import shutil
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from prime_rl.errors import RunError
 from prime_rl.inference import arguments
 from prime_rl.inference.model import BaseModel, find_base_model
 from prime_rl.inference.nodes import Link, LinkLost, Member, join_head, listen_to
+from prime_rl.inference.replica import replica_root
 
 if TYPE_CHECKING:
     from prime_rl.configs.inference import InferenceConfig
@@ -52,6 +54,7 @@ def run_headless(config: "InferenceConfig") -> None:
                 _serve(link, engines, silence_s)
         finally:
             engines.shutdown(timeout=0)  # without the head they have nobody to answer, and would wait for it
+            shutil.rmtree(replica_root(config.weights_cache, config.server.port), ignore_errors=True)
 
 
 def member_of(config: "InferenceConfig", base: BaseModel) -> Member:
