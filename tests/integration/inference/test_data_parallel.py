@@ -1,4 +1,8 @@
-"""Two engines behind one server: both switch, and none outlives it. The paths are those of several GPUs."""
+"""Several workers behind one server, as copies of the model or as parts of one: all switch, and none outlives it.
+
+On a CPU data-parallel engines are forked, with their workers inside. Tensor-parallel workers are spawned by a spawned
+engine: the paths of several GPUs.
+"""
 
 import math
 import os
@@ -14,45 +18,74 @@ from prime_rl.inference.weights import read_shapes
 from tests.integration.inference.conftest import (
     Models,
     Reference,
+    gap,
     generate_all,
+    logprobs_of,
     metric,
     versions_of,
     wait_for_metric,
 )
-from tests.support.server import inference_server
+from tests.support.server import Server, inference_server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-async def test_all_engines_switch_and_die_together(models: Models, reference: Reference, tmp_path: Path) -> None:
+async def test_data_parallel_engines_switch_and_die_together(
+    models: Models, reference: Reference, tmp_path: Path
+) -> None:
+    directory = publish_with_canary(models, reference, tmp_path)
+    arguments = ["--parallel.dp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
+    with inference_server(models.base, tmp_path / "server.log", arguments) as server:
+        answer, choices = await switch_between_tokens(server, directory)
+        assert {versions_of(choice)[-1][0] for choice in choices} == {"0.1"}
+        assert any(len(versions_of(choice)) == 2 for choice in choices)
+        assert answer["canary_difference"] <= 1e-4, "of the worse of the two"
+        assert answer["bytes"] == 2 * 4 * sum(math.prod(shape) for shape in read_shapes(directory).values())
+        for engine in (0, 1):
+            assert metric(server, f'vllm:generation_tokens_total{{engine="{engine}"') > 0
+        kill_and_look_for_orphans(server)
+
+
+async def test_tensor_parallel_workers_switch_and_die_together(
+    models: Models, reference: Reference, tmp_path: Path
+) -> None:
+    directory = publish_with_canary(models, reference, tmp_path)
+    arguments = ["--parallel.tp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
+    with inference_server(models.base, tmp_path / "server.log", arguments) as server:
+        answer, choices = await switch_between_tokens(server, directory)
+        assert any(len(versions_of(choice)) == 2 for choice in choices)
+        assert answer["canary_difference"] <= 1e-4
+        after = server.generate([6, 7, 8], max_tokens=16)
+        assert gap(logprobs_of(after), reference.logprobs(directory, [6, 7, 8], after["token_ids"])) <= 1e-4
+        kill_and_look_for_orphans(server)
+
+
+def publish_with_canary(models: Models, reference: Reference, run_dir: Path) -> Path:
     ids = [6 + (7 * i) % 94 for i in range(64)]
     logprobs = reference.logprobs(models.published[1], ids[:1], ids[1:])
     canary = {"token_ids": ids, "logprobs": logprobs, "dtype": "float32"}
-    directory = publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary})
+    return publish_weights(run_dir, models.published[1], 1, overrides={"canary": canary})
+
+
+async def switch_between_tokens(server: Server, directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Switch while sixteen completions are sampled; the answer, and their choices."""
     answers: list[dict[str, Any]] = []
-    # On a CPU they would be forked, with their workers inside.
-    arguments = ["--parallel.dp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
-    arguments += ["--vllm.distributed_executor_backend", "mp"]
-    with inference_server(models.base, tmp_path / "server.log", arguments) as server:
 
-        def switch() -> None:
-            wait_for_metric(server, "vllm:generation_tokens_total", above=100)
-            answers.append(server.update(directory, 1))
+    def switch() -> None:
+        wait_for_metric(server, "vllm:generation_tokens_total", above=100)
+        answers.append(server.update(directory, 1))
 
-        requests = [server.request([6 + i, 7, 8], max_tokens=400) for i in range(16)]
-        choices = await generate_all(server, requests, switch)
-        assert {versions_of(choice)[-1][0] for choice in choices} == {"0.1"}
-        assert any(len(versions_of(choice)) == 2 for choice in choices)
-        assert answers[0]["canary_difference"] <= 1e-4, "of the worse of the two"
-        assert answers[0]["bytes"] == 2 * 4 * sum(math.prod(shape) for shape in read_shapes(directory).values())
-        for engine in (0, 1):
-            assert metric(server, f'vllm:generation_tokens_total{{engine="{engine}"') > 0
+    requests = [server.request([6 + i, 7, 8], max_tokens=400) for i in range(16)]
+    choices = await generate_all(server, requests, switch)
+    return answers[0], choices
 
-        offspring = psutil.Process(server.process.pid).children(recursive=True)
-        os.kill(server.process.pid, signal.SIGKILL)
-        server.process.wait()
-        deadline = time.monotonic() + 10
-        while alive := [p for p in offspring if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-            assert time.monotonic() < deadline, alive
-            time.sleep(0.05)
+
+def kill_and_look_for_orphans(server: Server) -> None:
+    offspring = psutil.Process(server.process.pid).children(recursive=True)
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    deadline = time.monotonic() + 10
+    while alive := [p for p in offspring if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
