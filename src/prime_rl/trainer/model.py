@@ -135,11 +135,12 @@ class PolicyModel(nn.Module):
             ConfigError: names the first that is too large.
         """
         text, name = self.causal_lm.config.get_text_config(), self.causal_lm.config.name_or_path
-        if (highest := int(row.tokens.max())) >= self.vocabulary:
-            raise ConfigError(
-                f"there is token {highest} to train on, but {name} knows {self.vocabulary} tokens; tokenizer, data and "
-                "model do not belong together"
-            )
+        for token in (int(row.tokens.min()), int(row.tokens.max())):
+            if not 0 <= token < self.vocabulary:
+                raise ConfigError(
+                    f"there is token {token} to train on, but {name} knows {self.vocabulary} tokens; tokenizer, data "
+                    "and model do not belong together"
+                )
         longest = None if getattr(text, "rope_parameters", None) else getattr(text, "max_position_embeddings", None)
         if longest is not None and row.longest > longest:
             raise ConfigError(

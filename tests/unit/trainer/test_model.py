@@ -281,7 +281,8 @@ def test_tokens_and_positions_without_an_embedding_are_refused(tmp_path):
     save(ARCHITECTURES["gpt2"](), tmp_path)
     policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
     policy.check_row(pack([np.array([1, 63]), np.ones(64, int)]))
-    with pytest.raises(ConfigError, match=f"token 64 to train on, but {tmp_path} knows 64 tokens"):
-        policy.check_row(pack([np.array([1, 64])]))
+    for token in (64, -1):
+        with pytest.raises(ConfigError, match=f"token {token} to train on, but {tmp_path} knows 64 tokens"):
+            policy.check_row(pack([np.array([1, token])]))
     with pytest.raises(ConfigError, match=r"a sample of 65 tokens, but .* has 64 positions"):
         policy.check_row(pack([np.ones(65, int)]))
