@@ -33,7 +33,8 @@ from prime_rl.run.batch import delete_rows
 from prime_rl.run.paths import RunPaths, step_of
 from prime_rl.run.rewind import START_VARIABLE, next_branch, rewind
 from prime_rl.trainer.checkpoints import state
-from prime_rl.trainer.checkpoints.agreement import Agreement, os_reason
+from prime_rl.trainer.checkpoints.agreement import Agreement
+from prime_rl.trainer.checkpoints.loading import load_model_and_optimizer, reason
 from prime_rl.trainer.checkpoints.reader import TensorReader
 from prime_rl.trainer.checkpoints.settings import changes, settings_of
 from prime_rl.trainer.parallel import World, lost_ranks_told
@@ -216,7 +217,7 @@ class Checkpointer:
                 with suppress(OSError):  # another part is in it
                     checkpoint.rmdir()
             raise RunError(
-                f"cannot save {checkpoint}: {_reason(error)} ({_free(self._directory)}); earlier checkpoints are whole"
+                f"cannot save {checkpoint}: {reason(error)} ({_free(self._directory)}); earlier checkpoints are whole"
             ) from error
         if self._world.leads:
             size = sum(file.stat().st_size for file in (checkpoint / PART).iterdir()) / 1024**2
@@ -298,10 +299,10 @@ class Checkpointer:
             logger.warning(f"{self._directory / name} is not used: {why}")
         if wanted != -1 and wanted not in found.steps:
             there = ", ".join(map(str, found.steps)) or "none"
-            reason = found.broken.get(f"step_{wanted}")
+            broken = found.broken.get(f"step_{wanted}")
             raise ConfigError(
                 f"ckpt.resume_step = {wanted}: {self._directory} has no complete checkpoint of it"
-                + (f" ({reason})" if reason else "")
+                + (f" ({broken})" if broken else "")
                 + f"; complete are: {there}"
             )
         return [commit for commit in reversed(found.complete) if wanted in (-1, commit.step)]
@@ -374,28 +375,6 @@ class Checkpointer:
         return self._directory / f"step_{step}"
 
 
-def load_model_and_optimizer(
-    part: Path, policy: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None = None, hint: str = ""
-) -> None:
-    """Fill a policy, and its optimizer unless None, from the trainer's part of a checkpoint, in place.
-
-    Raises:
-        ConfigError: the checkpoint is of another model; `hint` says why that may be.
-        RunError: it is damaged.
-    """
-    reader = TensorReader(part)
-    metadata = reader.read_metadata()
-    model = state.model_tensors(policy)
-    state.check_model(model, metadata, str(part), hint)
-    moments = state.empty_optimizer_tensors(policy, metadata) if optimizer is not None else {}
-    try:
-        dcp.load({**model, **moments}, storage_reader=reader, process_group=group)
-    except dcp.CheckpointException as error:
-        raise RunError(f"cannot load {part}: {_reason(error)}") from error
-    if optimizer is not None:
-        state.restore_optimizer(policy, optimizer, moments)
-
-
 def _temporary(part: str) -> str:
     return f".tmp-{part}"
 
@@ -403,18 +382,6 @@ def _temporary(part: str) -> str:
 def _hint(manifest: Mapping[str, Any], config: TrainerConfig | SFTConfig) -> str:
     found = changes(manifest["config"], config.model_dump(mode="json"), only="model")
     return f"; {found[0]}" if found else ""
-
-
-def _reason(error: BaseException) -> str:
-    """One line: the first rank's first cause, for a failure that several ranks may have."""
-    if isinstance(error, dcp.CheckpointException):
-        rank, (cause, _) = next(iter(sorted(error.failures.items())))
-        return f"rank {rank}: {_reason(cause)}"
-    if isinstance(error, OSError):
-        return os_reason(error)
-    line = str(error).strip().split("\n")[0] or type(error).__name__
-    # What torch's writer says of a write that ended early; the disk's own error does not get through it.
-    return f"the disk did not take a whole file ({line})" if "inline_container" in line else line
 
 
 def _free(directory: Path) -> str:
