@@ -51,7 +51,10 @@ def test_the_floor_is_a_rate_not_a_share():
 
 
 def test_decay_fills_all_after_the_warm_up_by_default():
-    assert factors(LinearSchedulerConfig(warmup_steps=2), 6) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25])
+    wanted = [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]
+    assert factors(LinearSchedulerConfig(warmup_steps=2), 6) == pytest.approx(wanted)
+    longer = LinearSchedulerConfig(warmup_steps=2, decay_steps=100)
+    assert factors(longer, 6) == pytest.approx(wanted), "the peak is reached all the same"
 
 
 def test_cosine_is_half_way_in_the_middle():

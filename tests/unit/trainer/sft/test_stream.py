@@ -71,6 +71,11 @@ def test_packing_keeps_every_sequence_once_and_fills_rows():
     assert len(rows) <= 1.03 * -(-lengths.sum() // 512)
 
 
+def test_a_sequence_goes_into_the_fullest_row_that_holds_it():
+    rows = pack_all([make_sequence(length) for length in (6, 7, 2, 4, 1)], 10)
+    assert [[len(sequence) for sequence in row] for row in rows] == [[6, 4], [7, 2, 1]]
+
+
 def test_packing_does_not_sort_by_length():
     lengths = np.random.default_rng(0).integers(20, 60, 4000)
     rows = pack_all([make_sequence(int(n)) for n in lengths], 512)
