@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.configs.loss import AIPOLossConfig
-from prime_rl.configs.optim import AdamWConfig
+from prime_rl.configs.optim import AdamWConfig, SGDConfig
 from prime_rl.configs.trainer import ActivationCheckpointConfig, FakeDataConfig, TrainerModelConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.trainer.engine import Engine
@@ -239,6 +239,21 @@ def test_mismatch_is_measured_before_the_first_update_only(lone_engine):
     for name in ("mismatch_kl", "mismatch_kl/on_policy"):
         assert got[name] == pytest.approx(wanted[name], rel=1e-6)
     assert got["importance_ratio/mean"] != pytest.approx(wanted["importance_ratio/mean"], rel=1e-3)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3, None])
+def test_the_step_is_as_long_as_the_clipped_gradient(lone_world, tmp_path, max_norm):
+    """Plain gradient descent at rate 1 moves the weights by the gradient itself."""
+    policy = make_policy(TrainerModelConfig(name=str(make_tiny_model(tmp_path))), 0, lone_world)
+    descent = SGDConfig(lr=1.0, momentum=0, weight_decay=0)
+    engine = Engine(policy, build_optimizer(descent, policy), lone_world, max_norm)
+    before = [p.full_tensor().detach().clone() for p in policy.parameters()]
+    minibatches = split_batch(make_batch(0), 0, 1, lone_world, ROOM)
+    result = engine.step(minibatches, rl_objective(build_loss(AIPOLossConfig())), 1.0)
+    moved = [(p.full_tensor().detach() - b).double() for p, b in zip(policy.parameters(), before, strict=True)]
+    length = sum(difference.square().sum() for difference in moved).sqrt().item()
+    assert result.grad_norm > 1e-2
+    assert length == pytest.approx(min(result.grad_norm, max_norm or np.inf), rel=1e-3)
 
 
 def test_learning_rate_zero_keeps_the_weights(lone_engine):
