@@ -1,14 +1,16 @@
 """Reference and proximal log-probabilities: whose they are, on one rank and on two."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from prime_rl.configs.loss import AIPOLossConfig, DecoupledPPOLossConfig, GSPOLossConfig, KLConfig, ReferenceConfig
 from prime_rl.configs.optim import AdamWConfig
-from prime_rl.configs.trainer import FakeDataConfig, LoRAConfig, TrainerConfig, TrainerModelConfig
+from prime_rl.configs.trainer import DebugModelConfig, FakeDataConfig, LoRAConfig, TrainerConfig, TrainerModelConfig
 from prime_rl.trainer.engine import Engine
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.optim import build_optimizer
@@ -157,6 +159,20 @@ def test_the_frozen_copy_is_in_the_precision_of_the_forward_pass(lone):
     assert not any(p.requires_grad for p in references._model.parameters())
     with torch.no_grad():
         assert all(torch.equal(row.ref_logprobs, policy(row)[0]) for row in minibatch.rows)
+
+
+def test_another_reference_is_whole_where_the_policy_is_shrunk_and_random(lone, tmp_path):
+    world, path = lone
+    teacher = str(make_tiny_model(tmp_path / "teacher", seed=1))
+    debug = DebugModelConfig(num_layers=1, random_init=True)
+    model = TrainerModelConfig(name=path, debug=debug)
+    policy = make_policy(model, 0, world)
+    for name in (path, teacher):
+        config = TrainerConfig(model=model, loss=KL, reference=ReferenceConfig(name=name))
+        frozen = References(config, policy, world)._model
+        assert len(frozen.blocks) == (1 if name == path else 2)
+    wanted = load_file(Path(teacher) / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(frozen.causal_lm.get_input_embeddings().weight.full_tensor(), wanted)
 
 
 @pytest.mark.parametrize(

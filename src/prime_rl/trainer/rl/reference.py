@@ -7,13 +7,14 @@ Every rank calls the models equally often, padding rows included, as their weigh
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.loss import CustomLossConfig, DecoupledPPOLossConfig
-from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.trainer import DebugModelConfig, TrainerConfig
 from prime_rl.errors import ConfigError
 from prime_rl.trainer.engine import Minibatch
 from prime_rl.trainer.loading import make_policy
@@ -76,9 +77,11 @@ class References:
 
 def _load(config: TrainerConfig, name: str, world: World) -> PolicyModel:
     """Load a frozen copy, laid out like the policy, in the precision of the forward pass."""
-    nothing_to_train = {"name": name, "lora": None, "ac": None, "ac_offloading": None}
+    changed: dict[str, Any] = {"name": name, "lora": None, "ac": None, "ac_offloading": None}
+    if name != config.model.name:
+        changed["debug"] = DebugModelConfig()  # a teacher is whole, also where the policy is shrunk or drawn at random
     try:
-        return make_policy(config.model.model_copy(update=nothing_to_train), config.seed, world, frozen=True)
+        return make_policy(config.model.model_copy(update=changed), config.seed, world, frozen=True)
     except ConfigError as error:
         raise ConfigError(f"reference.name = {name!r}: {error}") from error
 
