@@ -56,7 +56,7 @@ BLOCK = 2**22
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = {
-    "the recipe's rate, 6e-4 at most": "--max-steps 12",
+    "the recipe's rate": "--max-steps 12",
     "rate 1e-6": "--max-steps 8 --trainer.optim.lr 1e-6 --trainer.scheduler.warmup-steps 0 "
     "--trainer.scheduler.min-lr 1e-6",
 }
