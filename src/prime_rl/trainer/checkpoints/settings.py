@@ -5,7 +5,7 @@ from typing import Any
 
 _DECIDING = (
     "model.name", "model.lora", "model.dtype", "model.reduce_dtype", "model.debug", "optim", "scheduler", "loss",
-    "reference", "minibatches", "data", "seed",
+    "reference", "minibatches", "data", "seed", "tokenizer.name",
 )  # fmt: skip
 # How rows are shared among forward passes changes no result beyond rounding, and what is published nothing at all.
 _IGNORED = {"data.micro_batch_size", "model.lora.publish"}
@@ -27,11 +27,20 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], only: str = "") -> list[str]:
     """One line for each deciding setting that differs; keys that one version of the program does not know are equal."""
     old, new = settings_of(before), settings_of(now)
+    differing = {key: (repr(old[key]), repr(new[key])) for key in old.keys() & new.keys() if old[key] != new[key]}
+    differing |= dict.fromkeys(_switched_on(old, new), ("None", "set"))
+    differing |= dict.fromkeys(_switched_on(new, old), ("set", "None"))
     return [
-        f"{key} was {old[key]!r} when the checkpoint was written and is {new[key]!r}"
-        for key in sorted(old.keys() & new.keys())
-        if key.startswith(only) and old[key] != new[key]
+        f"{key} was {was} when the checkpoint was written and is {is_}"
+        for key, (was, is_) in sorted(differing.items())
+        if key.startswith(only)
     ]
+
+
+def _switched_on(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    """Blocks that are None in `old` and have keys in `new`."""
+    off = {key for key, value in old.items() if value is None}
+    return {key for key in off if any(other.startswith(f"{key}.") for other in new)}
 
 
 def _decides(key: str) -> bool:
