@@ -1,5 +1,6 @@
 """`uv run inference`: start the inference server."""
 
+import gc
 import importlib.util
 import os
 
@@ -25,7 +26,10 @@ def _serve() -> None:
     from prime_rl.logs import set_up_logging
 
     set_up_logging(config.log)
-    run(config)
+    try:
+        run(config)
+    finally:
+        gc.freeze()  # otherwise Python walks over all that vLLM has imported before it ends: seconds
 
 
 if __name__ == "__main__":
