@@ -17,7 +17,7 @@ TOOLS = {"mypy", "pre-commit", "pytest", "python", "ruff", "torchrun", "wandb"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 RUN = re.compile(r"\buv run\b([^`\n|#]*)")
 RECIPE = re.compile(r"\bconfigs/[\w./{},-]+\.toml\b")
-FILE = re.compile(r"(?:`|\s)((?:benchmarks|docker|docs|environments|scripts|src|tests)/[\w./-]*\w)")
+FILE = re.compile(r"(?:`|\s)((?:benchmarks|deploy|docker|docs|environments|scripts|src|tests)/[\w./-]*\w)")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
