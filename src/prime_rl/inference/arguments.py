@@ -55,6 +55,8 @@ _UNSUPPORTED = {
 }
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM has kernels for; smaller ones are filled up with zeros."""
+# Names under which configurations say how many experts a layer has.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CPU_KV_CACHE_BYTES = 512 * 2**20
 _CPU_MAX_NUM_SEQS = 256
 
@@ -85,6 +87,24 @@ def prepare_environment(config: "InferenceConfig", on_cpu: bool) -> None:
     if forks_engines(config, on_cpu):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def check_copies(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> None:
+    """Refuse copies of a mixture of experts on a CPU: their engines would die in the first request.
+
+    vLLM runs data-parallel engines of such models in step and has tokens travel between them; its CPU build cannot.
+
+    Raises:
+        ConfigError: says so.
+    """
+    if not on_cpu or config.parallel.dp == 1:
+        return
+    model = json.loads((model_path / "config.json").read_text())
+    if any(model.get("text_config", model).get(key) for key in _EXPERTS):
+        raise ConfigError(
+            f"parallel.dp = {config.parallel.dp}: {config.model.name} is a mixture of experts, whose copies vLLM cannot "
+            "run together on a CPU; start a server for each and give the orchestrator all addresses (client.base_url)"
+        )
 
 
 def forks_engines(config: "InferenceConfig", on_cpu: bool) -> bool:

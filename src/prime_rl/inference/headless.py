@@ -34,6 +34,7 @@ def run_headless(config: "InferenceConfig") -> None:
     started = time.monotonic()
     base = find_base_model(config.model.name, config.vllm.get("revision"))
     on_cpu = arguments.runs_on_cpu()
+    arguments.check_copies(config, base.policy.path, on_cpu)
     arguments.prepare_environment(config, on_cpu)
     import vllm.v1.engine.utils  # noqa: F401  before the head waits for this node: it takes seconds
 

@@ -261,6 +261,7 @@ def run(config: "InferenceConfig") -> None:
 
 def _prepare_vllm(config: "InferenceConfig", base: BaseModel, head: str | None) -> Namespace:
     on_cpu = arguments.runs_on_cpu()
+    arguments.check_copies(config, base.policy.path, on_cpu)
     forks = arguments.forks_engines(config, on_cpu)
     arguments.prepare_environment(config, on_cpu)
     args = arguments.make_arguments(config, base.policy.path, on_cpu, head)

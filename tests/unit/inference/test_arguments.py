@@ -1,12 +1,13 @@
 """From `vllm.*` keys to vLLM's command line."""
 
+import json
 from typing import Any
 
 import pytest
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.errors import ConfigError
-from prime_rl.inference.arguments import _defaults, _flags, _refuse
+from prime_rl.inference.arguments import _defaults, _flags, _refuse, check_copies
 
 
 def _config(**keys: Any) -> InferenceConfig:
@@ -52,6 +53,18 @@ def test_unknown_arguments_are_named() -> None:
 def test_refuses_what_the_server_promises_on(key: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"vllm.{key}.*{reason}"):
         _refuse({key: 1})
+
+
+@pytest.mark.parametrize("model", [{"num_experts": 4}, {"text_config": {"n_routed_experts": 8}}])
+def test_copies_of_a_mixture_of_experts_need_a_gpu(tmp_path: Any, model: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    two = _config(parallel={"dp": 2})
+    with pytest.raises(ConfigError, match=r"parallel.dp = 2: .* is a mixture of experts"):
+        check_copies(two, tmp_path, on_cpu=True)
+    check_copies(two, tmp_path, on_cpu=False)
+    check_copies(_config(), tmp_path, on_cpu=True)
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": None}))
+    check_copies(two, tmp_path, on_cpu=True)
 
 
 def test_defaults_on_cpu_and_gpu(tmp_path: Any) -> None:
