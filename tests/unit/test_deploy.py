@@ -22,7 +22,7 @@ RECIPES = {
 
 # Servers run until they are ended; the others end at once, with the code in their variable.
 SRUN = """#!/usr/bin/env bash
-printf '%q ' "$@" | tr -d '\\n' >> "$CALLS"; echo >> "$CALLS"
+printf '%s\\n' "$(printf '%q ' "$@")" >> "$CALLS" # in one write: they run at the same time
 case " $* " in
     *" inference "*) exec sleep 60 ;;
     *" orchestrator "*) exit "$ORCHESTRATOR_CODE" ;;

@@ -103,7 +103,8 @@ def check_copies(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> N
     if any(model.get("text_config", model).get(key) for key in _EXPERTS):
         raise ConfigError(
             f"parallel.dp = {config.parallel.dp}: {config.model.name} is a mixture of experts, whose copies vLLM "
-            "cannot run together on a CPU; start a server for each and give the orchestrator all addresses (client.base_url)"
+            "cannot run together on a CPU; start a server for each, and give the orchestrator all addresses "
+            "(client.base_url)"
         )
 
 
