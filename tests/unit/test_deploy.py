@@ -20,11 +20,12 @@ RECIPES = {
     "TRAINER": ROOT / "configs/trainer/debug.toml",
 }
 
-# Servers run until they are ended; the others end at once, with the code in their variable.
+# Servers run until they are ended; the others end with the code in their variable, once all have been started.
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$(printf '%q ' "$@")" >> "$CALLS" # in one write: they run at the same time
+[[ " $* " == *" inference "* ]] && exec sleep 60
+until (($(wc -l < "$CALLS") == INFERENCE_NODES + 2)); do sleep 0.01; done
 case " $* " in
-    *" inference "*) exec sleep 60 ;;
     *" orchestrator "*) exit "$ORCHESTRATOR_CODE" ;;
     *" torchrun "*) exit "$TRAINER_CODE" ;;
 esac
@@ -46,6 +47,7 @@ def submit(tmp_path: Path, **variables: str) -> tuple[subprocess.CompletedProces
         "SLURM_JOB_NODELIST": "n[1-4]",
         "SLURM_GPUS_ON_NODE": "8",
         "OUTPUT_DIR": "/shared/run",
+        "INFERENCE_NODES": "1",
         "ORCHESTRATOR_CODE": "0",
         "TRAINER_CODE": "0",
         **{name: str(path) for name, path in RECIPES.items()},
