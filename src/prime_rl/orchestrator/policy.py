@@ -135,7 +135,8 @@ class Policy:
             RunError: says why it was refused.
         """
         error = self.published.refused.get(next_step)
-        if error is not None and self.version < next_step:
+        # An older version that was passed over for the refused one may be on its way now.
+        if error is not None and self.version < next_step and self._wanted() is None:
             raise RunError(
                 f"{error}; without version {next_step} nothing more can be sampled within the bound "
                 f"(orchestrator.on_refused_weights = keep, version {self.version} is sampled from)"

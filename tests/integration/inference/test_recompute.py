@@ -74,7 +74,7 @@ async def _play_across_switches(
 
     def switch() -> None:
         for step in (1, 2, 3):
-            wait_for_metric(server, "vllm:generation_tokens_total", above=start + step * len(prompts) * TOKENS / 4)
+            wait_for_metric(server, "vllm:generation_tokens_total", above=start + step * len(prompts) * TOKENS / 8)
             server.update(policies[f"0.{step}"], step)
 
     requests = [server.request(prompt, max_tokens=TOKENS, temperature=1.0, seed=i) for i, prompt in enumerate(prompts)]

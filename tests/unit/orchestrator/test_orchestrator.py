@@ -52,9 +52,9 @@ def run_orchestrator(host):
             async with AsyncExitStack() as stack:
                 environments = await start_environments(config, host, paths, stack)
                 servers = [await connect(config, url, stack) for url in config.client.urls]
+                beginning = await asyncio.to_thread(find_beginning, config)
                 monitor = Monitor(paths, "orchestrator", None)
                 stack.callback(monitor.close)
-                beginning = await asyncio.to_thread(find_beginning, config)
                 await Orchestrator(config, environments, servers, monitor, beginning=beginning).run()
             await training
         finally:
@@ -123,7 +123,7 @@ async def test_a_server_dies_and_comes_back(tmp_path, tokenizer_dir, monkeypatch
             await noticed.wait()
             await two.start(port)
 
-        def suspect(policy, server):
+        def suspect(policy, server, *why):
             noticed.set()
             return original(policy, server)
 
@@ -398,6 +398,8 @@ async def test_nothing_counts_that_was_sampled_before_the_canary_has_answered(
             while done < steps and paths.rollouts(done).exists():
                 if done == 1:
                     await in_flight.wait()
+                if done == 2:
+                    await switched.wait()  # a newer version would overtake it
                 done += 1
                 publish_version(paths, done)
             if done == steps:
