@@ -12,7 +12,7 @@ from tests.integration.rl.conftest import MODEL, StartCommand, rl_values, start
 from tests.support.command import metrics_of
 from tests.support.server import inference_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["start"]  # a fixture
 
 STEPS = 48

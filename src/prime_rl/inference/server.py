@@ -244,6 +244,8 @@ def run(config: "InferenceConfig") -> None:
         )
     started = time.monotonic()
     with bind(config.server.host, config.server.port) as listener:
+        # An engine that is forked must not keep the port from the next server, for as long as it outlives a killed one.
+        os.register_at_fork(after_in_child=listener.close)
         base = find_base_model(config.model.name, config.vllm.get("revision"))
         head = resolve(str(config.parallel.address)) if config.parallel.spans_nodes else None
         args = _prepare_vllm(config, base, head)

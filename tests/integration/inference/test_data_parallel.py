@@ -47,6 +47,7 @@ async def test_data_parallel_engines_switch_and_die_together(
         kill_and_look_for_orphans(server)
 
 
+@pytest.mark.extended
 async def test_tensor_parallel_workers_switch_and_die_together(
     models: Models, reference: Reference, tmp_path: Path
 ) -> None:

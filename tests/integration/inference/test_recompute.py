@@ -29,7 +29,7 @@ from tests.integration.inference.conftest import (
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import publish_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 AGREEMENT = 1e-4
 DIFFERENT = 0.5

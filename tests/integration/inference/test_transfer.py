@@ -25,7 +25,7 @@ from tests.integration.inference.conftest import ARGUMENTS, Models, assert_greed
 from tests.support import cpu_transfer
 from tests.support.server import Server, inference_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Trainer:

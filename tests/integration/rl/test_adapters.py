@@ -8,7 +8,7 @@ from prime_rl.run.paths import steps_in
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.support.command import metrics_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 4
 

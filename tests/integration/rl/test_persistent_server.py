@@ -69,6 +69,7 @@ def free_server(server: Server, base: tuple[Any, ...]) -> Server:
     return server
 
 
+@pytest.mark.extended
 def test_two_runs_one_after_the_other(
     free_server: Server, base: tuple[Any, ...], start: StartCommand, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_two_runs_one_after_the_other(
     assert identity(free_server) == base
 
 
+@pytest.mark.extended
 def test_bench(free_server: Server, base: tuple[Any, ...], start: StartCommand, tmp_path: Path) -> None:
     """Inference and the trainer one after the other, each alone; the server is left as it was."""
     values = with_server(free_server, tmp_path / "run", 1, async_level=1, max_steps=500, bench=True)
@@ -139,7 +141,7 @@ def test_by_hand_in_three_shells(
     assert_serves(free_server, paths, STEPS)
 
 
-@pytest.mark.parametrize("victim", ["trainer", "orchestrator"])
+@pytest.mark.parametrize("victim", ["trainer", pytest.param("orchestrator", marks=pytest.mark.extended)])
 def test_a_killed_process_ends_the_run_and_is_named(
     free_server: Server, start: StartCommand, tmp_path: Path, victim: str
 ) -> None:

@@ -11,7 +11,7 @@ from tests.integration.rl.test_whole_run import manifest
 from tests.support.command import metrics_of
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 HALF, STEPS = 2, 4
 

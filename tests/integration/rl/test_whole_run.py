@@ -73,6 +73,7 @@ def test_a_synchronous_run_from_start_to_end(start: StartCommand, tmp_path: Path
     assert run.errors == ""
 
 
+@pytest.mark.extended
 def test_two_runs_side_by_side_and_how_they_end(start: StartCommand, tmp_path: Path) -> None:
     """Ctrl-C ends one and leaves the other alone; the death of its engine ends the other, and is told."""
     left, right = (

@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[3] / "benchmarks/orchestrator_overhead.py"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_tiny_run_gives_all_figures(tmp_path):
     command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--json", str(tmp_path / "figures.json")]

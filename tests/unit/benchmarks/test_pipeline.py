@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[3] / "benchmarks/pipeline.py"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_quick_run_keeps_the_bound_and_fills_the_table(tmp_path):
     """Rows are made only of runs whose stream and token counts are those of the trace."""

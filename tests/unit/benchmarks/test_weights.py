@@ -70,6 +70,7 @@ def test_goals(benchmark):
     }  # fmt: skip
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_small_run_gives_all_figures(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "weights.py"), "--small", "--no-reverse-text", "--json"]
