@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from prime_rl.configs.inference import InferenceConfig
 from prime_rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from prime_rl.configs.inference import InferenceConfig, ParallelConfig
+    from prime_rl.configs.inference import ParallelConfig
 
 # Set by the server itself; another value would break its promises (or has a key of its own).
 _FIXED = {
@@ -24,13 +25,7 @@ _ELSEWHERE = {
     "host": "server.host",
     "port": "server.port",
     "api_key": "server.api_key_var",
-    "tensor_parallel_size": "parallel.tp",
-    "data_parallel_size": "parallel.dp",
-    "data_parallel_size_local": "parallel.dp_local",
-    "data_parallel_start_rank": "parallel.start_rank",
-    "data_parallel_address": "parallel.address",
-    "data_parallel_rpc_port": "parallel.rpc_port",
-    "headless": "parallel.headless",
+    **InferenceConfig.aliases,
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",
@@ -61,7 +56,7 @@ _CPU_KV_CACHE_BYTES = 512 * 2**20
 _CPU_MAX_NUM_SEQS = 256
 
 
-def prepare_environment(config: "InferenceConfig", on_cpu: bool) -> None:
+def prepare_environment(config: InferenceConfig, on_cpu: bool) -> None:
     """Set the variables that vLLM reads. To be called before its first import.
 
     Args:
@@ -89,7 +84,7 @@ def prepare_environment(config: "InferenceConfig", on_cpu: bool) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def check_copies(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> None:
+def check_copies(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None:
     """Refuse copies of a mixture of experts on a CPU: their engines would die in the first request.
 
     vLLM runs data-parallel engines of such models in step and has tokens travel between them; its CPU build cannot.
@@ -108,7 +103,7 @@ def check_copies(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> N
         )
 
 
-def forks_engines(config: "InferenceConfig", on_cpu: bool) -> bool:
+def forks_engines(config: InferenceConfig, on_cpu: bool) -> bool:
     """Whether engines are forked and run their worker in their own process (`patches.start_fast_on_cpu`).
 
     `vllm.distributed_executor_backend = "mp"` has a CPU start them as a GPU does.
@@ -134,7 +129,7 @@ def runs_on_cpu() -> bool:
         return False
 
 
-def make_arguments(config: "InferenceConfig", model_path: Path, on_cpu: bool, head: str | None = None) -> Namespace:
+def make_arguments(config: InferenceConfig, model_path: Path, on_cpu: bool, head: str | None = None) -> Namespace:
     """Build the arguments of vLLM's server.
 
     Ours are defaults that `config.vllm` overrides, except for those on which the server's promises rest.
@@ -154,7 +149,7 @@ def make_arguments(config: "InferenceConfig", model_path: Path, on_cpu: bool, he
     return _parse({**_defaults(config, model_path, on_cpu), **nodes, **extra, **_FIXED})
 
 
-def _defaults(config: "InferenceConfig", model_path: Path, on_cpu: bool) -> dict[str, Any]:
+def _defaults(config: InferenceConfig, model_path: Path, on_cpu: bool) -> dict[str, Any]:
     model = config.model
     values: dict[str, Any] = {
         "model": str(model_path),
