@@ -18,6 +18,7 @@ class FakeEngine:
     def __init__(self):
         self.branch, self.step, self.hash = 0, 0, "base"
         self.holder = None
+        self.lease_left = None  # callable() -> seconds that the holder's lease lasts yet; it ends at 0
         self.requests: list[dict] = []
         self.gate = None  # async callable(request body) -> None
         self.fault = None  # callable(request body) -> web.Response | None
@@ -85,8 +86,9 @@ class FakeEngine:
 
     async def reload(self, request: web.Request) -> web.Response:
         run_id = (await request.json()).get("run_id")
-        if self.holder not in (None, run_id):
-            return web.json_response({"error": f"leased by {self.holder}"}, status=409)
+        left = self.lease_left() if self.lease_left is not None else 0.1
+        if self.holder not in (None, run_id) and left > 0:
+            return web.json_response({"error": f"leased by {self.holder}", "free_in_s": left}, status=409)
         self.calls.append("reset")
         self.holder, self.branch, self.step, self.hash = run_id, 0, 0, "base"
         return web.json_response(self.loaded())

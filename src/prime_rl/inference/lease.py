@@ -5,7 +5,16 @@ from collections.abc import Callable
 
 
 class LeaseHeldError(Exception):
-    """Another run holds the server; the message says which and since when."""
+    """Another run holds the server; the message says which and since when.
+
+    Attributes:
+        free_in_s: seconds until the server is free, unless its holder calls again.
+    """
+
+    def __init__(self, message: str, free_in_s: float) -> None:
+        """Take the message and the seconds."""
+        super().__init__(message)
+        self.free_in_s = free_in_s
 
 
 class Lease:
@@ -39,7 +48,8 @@ class Lease:
         if self.holder is not None and self.holder != run_id:
             raise LeaseHeldError(
                 f"run {self.holder} holds this server since {now - self._since:.0f} s "
-                f"(last call {now - self._renewed:.0f} s ago); it is free {self.seconds:.0f} s after its last call"
+                f"(last call {now - self._renewed:.0f} s ago); it is free {self.seconds:.0f} s after its last call",
+                free_in_s=self.seconds - (now - self._renewed),
             )
         if run_id is not None:
             self._since = self._since if self.holder == run_id else now

@@ -171,7 +171,7 @@ async def _answer(call: Callable[[], Awaitable[dict[str, Any]]]) -> JSONResponse
     except WeightsRefusedError as error:
         return JSONResponse({"error": str(error)}, 400)
     except LeaseHeldError as error:
-        return JSONResponse({"error": str(error)}, 409)
+        return JSONResponse({"error": str(error), "free_in_s": error.free_in_s}, 409)
     except PolicyWrongError as error:
         return JSONResponse({"error": str(error)}, 422)
 

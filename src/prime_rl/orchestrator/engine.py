@@ -3,6 +3,7 @@
 I5: which version sampled a token is what the engine reports of that token, never inferred from clocks.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -10,6 +11,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 import numpy as np
+from loguru import logger
 from numpy.typing import NDArray
 
 from prime_rl.configs.shared import SamplingConfig
@@ -18,6 +20,7 @@ from prime_rl.types import PolicyVersion
 
 _RETRIES = 2
 """A reset connection loses the request but says nothing of the server: try again before giving up on it."""
+_LEASE_PROBE_S = 0.5
 
 
 class EngineError(RunError):
@@ -25,12 +28,14 @@ class EngineError(RunError):
 
     Attributes:
         status: of the HTTP answer; None where what was answered is not understood, or nothing was.
+        free_in_s: another run holds the server, which is free after so many seconds unless that run calls again.
     """
 
-    def __init__(self, message: str, status: int | None = None) -> None:
-        """Take the message, and the status of the answer if there was one."""
+    def __init__(self, message: str, status: int | None = None, free_in_s: float | None = None) -> None:
+        """Take the message, the status of the answer if there was one, and what it says of another run's lease."""
         super().__init__(message)
         self.status = status
+        self.free_in_s = free_in_s
 
 
 class EngineLost(RunError):
@@ -175,8 +180,26 @@ class Engine:
         return self._loaded(await self._request("POST", "/update_weights", body))
 
     async def reset(self) -> LoadedPolicy:
-        """Lease the server for this run and go back to the base model, version 0."""
-        return self._loaded(await self._request("POST", "/reload_weights", {"run_id": self._run_id}))
+        """Lease the server for this run and go back to the base model, version 0.
+
+        What a run that was killed still holds is waited for, as long as a lease lasts without a call; what a living run
+        holds is not, for it calls again meanwhile.
+
+        Raises:
+            EngineError: another run holds it, and lives.
+            EngineLost: the server cannot be reached.
+        """
+        free_in_s: float | None = None
+        while True:
+            try:
+                return self._loaded(await self._request("POST", "/reload_weights", {"run_id": self._run_id}))
+            except EngineError as error:
+                if error.free_in_s is None or (free_in_s is not None and error.free_in_s >= free_in_s):
+                    raise
+                if free_in_s is None:
+                    logger.info("waiting for the lease: {}", error)
+                free_in_s = error.free_in_s
+                await asyncio.sleep(min(_LEASE_PROBE_S, free_in_s))
 
     async def release(self) -> None:
         """Give the lease back."""
@@ -211,8 +234,9 @@ class Engine:
                 async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
                     answer = await response.read()
                     if response.status != 200:
-                        said = f"{self.url}{path} answered {response.status}: {_message(answer)}"
-                        raise EngineError(said, response.status)
+                        message, free_in_s = _refusal(answer)
+                        said = f"{self.url}{path} answered {response.status}: {message}"
+                        raise EngineError(said, response.status, free_in_s)
                     return answer
             except TimeoutError:
                 raise EngineError(f"{self.url}{path} did not answer within {self._timeout.total:.0f} s") from None
@@ -241,12 +265,15 @@ def _generation(choice: _Choice) -> Generation:
     return Generation(ids, logprobs, versions, choice.finish_reason == "length")
 
 
-def _message(data: bytes) -> str:
-    """Return the server's own words of an error answer, on one line."""
+def _refusal(data: bytes) -> tuple[str, float | None]:
+    """Return the server's own words of an error answer, on one line, and when another run's lease ends."""
     try:
         answer = msgspec.json.decode(data)
     except msgspec.DecodeError:
         answer = data.decode(errors="replace")
+    free_in_s = None
     if isinstance(answer, dict) and "error" in answer:
+        seconds = answer.get("free_in_s")
+        free_in_s = float(seconds) if isinstance(seconds, int | float) else None
         answer = answer["error"]["message"] if isinstance(answer["error"], dict) else answer["error"]
-    return " ".join(str(answer).split())[:500]
+    return " ".join(str(answer).split())[:500], free_in_s

@@ -30,8 +30,9 @@ def test_another_run_is_told_who_holds_it_and_since_when(lease: Lease, clock: Cl
     clock.now = 20
     lease.renew("first")
     clock.now = 25
-    with pytest.raises(LeaseHeldError, match=r"run first holds this server since 25 s \(last call 5 s ago\)"):
+    with pytest.raises(LeaseHeldError, match=r"run first holds this server since 25 s \(last call 5 s ago\)") as told:
         lease.take("second")
+    assert told.value.free_in_s == 25
     with pytest.raises(LeaseHeldError):
         lease.take(None)
     assert lease.holder == "first"

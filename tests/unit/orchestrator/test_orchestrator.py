@@ -201,6 +201,15 @@ async def test_another_runs_lease_is_named(tmp_path, tokenizer_dir, run_orchestr
         engine.holder = "somebody-else"
         with pytest.raises(RunError, match="409: leased by somebody-else"):
             await run_orchestrator(config, [engine])
+        assert engine.requests == [], "a run that lives is not waited for"
+
+
+async def test_the_lease_of_a_run_that_was_killed_is_waited_for(tmp_path, tokenizer_dir, run_orchestrator):
+    config = make_config(tmp_path, tokenizer_dir)
+    async with fake_engine() as engine:
+        engine.holder, engine.lease_left = "killed", iter([0.03, 0.02, 0.01, 0.0]).__next__
+        await run_orchestrator(config, [engine])
+        assert (engine.step, engine.holder) == (STEPS, None)
 
 
 async def test_a_trainer_that_never_publishes_is_named_at_the_deadline(tmp_path, tokenizer_dir, run_orchestrator):
