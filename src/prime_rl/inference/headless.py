@@ -14,8 +14,9 @@ from loguru import logger
 
 from prime_rl.errors import RunError
 from prime_rl.inference import arguments
+from prime_rl.inference.link import Link, LinkLost
 from prime_rl.inference.model import BaseModel, find_base_model
-from prime_rl.inference.nodes import Link, LinkLost, Member, join_head, listen_to
+from prime_rl.inference.nodes import Member, join_head, listen_to
 from prime_rl.inference.replica import replica_root
 
 if TYPE_CHECKING:

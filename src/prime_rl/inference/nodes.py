@@ -26,15 +26,10 @@ from typing import Any
 from loguru import logger
 
 from prime_rl.errors import ConfigError, RunError
+from prime_rl.inference.link import SEND_TIMEOUT_S, Link, LinkLost, wait_readable
 
 _BEAT_S = 1.0
-_SEND_TIMEOUT_S = 5.0
 _RETRY_S = 0.25
-_LONGEST_MESSAGE = 2**20
-
-
-class LinkLost(Exception):
-    """The other side is gone, or says nothing; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,77 +52,6 @@ class Member:
     def ranks(self) -> range:
         """Numbers of its copies."""
         return range(self.first, self.first + self.count)
-
-
-class Link:
-    """One connection between a node and the head.
-
-    Attributes:
-        peer: address of the other side.
-        name: what it is called in messages.
-    """
-
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        """Take over a connected socket."""
-        connection.settimeout(_SEND_TIMEOUT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.name = name
-        self.peer: str = connection.getpeername()[0]
-        self._connection = connection
-        self._buffer = b""
-        self._heard = time.monotonic()
-
-    def fileno(self) -> int:
-        """For select."""
-        return self._connection.fileno()
-
-    def send(self, kind: str, **content: Any) -> None:
-        """Send one message.
-
-        Raises:
-            LinkLost: the connection is gone.
-        """
-        try:
-            self._connection.sendall(json.dumps({"kind": kind, **content}, default=str).encode() + b"\n")
-        except OSError as error:
-            raise LinkLost(f"{self.name} is gone ({error})") from None
-
-    def receive(self) -> list[dict[str, Any]]:
-        """Read what has arrived, without its beats; to be called when there is something to read.
-
-        Raises:
-            LinkLost: the connection was closed, or speaks another language.
-        """
-        try:
-            data = self._connection.recv(2**16)
-        except OSError as error:
-            raise LinkLost(f"{self.name} is gone ({error})") from None
-        if not data:
-            raise LinkLost(f"{self.name} is gone")
-        self._heard = time.monotonic()
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines]
-            if len(self._buffer) > _LONGEST_MESSAGE or not all("kind" in message for message in messages):
-                raise ValueError
-        except (ValueError, TypeError):
-            raise LinkLost(f"{self.name} does not speak as a node does") from None
-        return [message for message in messages if message["kind"] != "beat"]
-
-    def beat(self, silence_s: float) -> None:
-        """Show that this side lives.
-
-        Raises:
-            LinkLost: the other side has not for `silence_s` seconds.
-        """
-        silent = time.monotonic() - self._heard
-        if silent > silence_s:
-            raise LinkLost(f"{self.name} has said nothing for {silent:.0f} s (heartbeat.timeout)")
-        self.send("beat")
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
 
 class Nodes(threading.Thread):
@@ -163,7 +87,7 @@ class Nodes(threading.Thread):
         due = 0.0
         try:
             while True:
-                readable, ended = _readable(self._links, self._wake, max(due - time.monotonic(), 0))
+                readable, ended = wait_readable(self._links, self._wake, max(due - time.monotonic(), 0))
                 if ended:
                     return
                 for link in readable:
@@ -275,7 +199,7 @@ class Gathering:
 
     def _listen_once(self, listener: socket.socket) -> None:
         # The end of a node is read before the same node, started again, asks for its place.
-        readable, called = _readable([*self._joined, *self._strangers], listener, _BEAT_S)
+        readable, called = wait_readable([*self._joined, *self._strangers], listener, _BEAT_S)
         for link in readable:
             self._unless_lost(link, self._hear)
         if called:
@@ -332,7 +256,7 @@ def join_head(mine: Member, address: tuple[str, int], timeout_s: float, silence_
     problem = ""
     while time.monotonic() < deadline:
         try:
-            link = Link(socket.create_connection(address, _SEND_TIMEOUT_S), f"the head at {address[0]}:{address[1]}")
+            link = Link(socket.create_connection(address, SEND_TIMEOUT_S), f"the head at {address[0]}:{address[1]}")
         except OSError as error:
             problem = error.strerror or str(error)
             time.sleep(_RETRY_S)  # the only sign of a port that opens is that it opens
@@ -395,13 +319,6 @@ def _wait_for_welcome(link: Link, mine: Member, deadline: float, silence_s: floa
                 return
         link.beat(silence_s)
     raise LinkLost(f"{link.name} waits for other nodes")
-
-
-def _readable(links: Sequence[Link], other: socket.socket, timeout_s: float) -> tuple[list[Link], bool]:
-    """Wait for the first of them; return the links that have something to read, and whether `other` has."""
-    by_number: dict[int, Link] = {link.fileno(): link for link in links}
-    numbers, _, _ = select.select([*by_number, other.fileno()], [], [], timeout_s)
-    return [by_number[number] for number in numbers if number in by_number], other.fileno() in numbers
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.inference.server import VllmEngine
+from prime_rl.inference.engine import VllmEngine
 from prime_rl.inference.weights import Policy, WeightsRefusedError
 from prime_rl.types import PolicyVersion
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from prime_rl.errors import ConfigError, RunError
-from prime_rl.inference.nodes import Gathering, Link, Member, Nodes, all_nodes, join_head, listen_to, resolve
+from prime_rl.inference.link import Link
+from prime_rl.inference.nodes import Gathering, Member, Nodes, all_nodes, join_head, listen_to, resolve
 from tests.support.server import free_port
 
 FACTS = {"model.name": "m", "the hash of the model's weights": "abc", "vllm": {"max_num_seqs": 4}}
