@@ -69,6 +69,11 @@ class RunPaths:
         return self.root / "abandoned"
 
     @property
+    def heartbeats_dir(self) -> Path:
+        """What each process last said of itself, one file a process."""
+        return self.root / "heartbeats"
+
+    @property
     def run_toml(self) -> Path:
         """The resolved configuration of this run."""
         return self.root / "run.toml"
@@ -114,6 +119,10 @@ class RunPaths:
         """Log file of `role`."""
         return self.logs_dir / f"{role}.log"
 
+    def heartbeat(self, name: str) -> Path:
+        """Replaced each second by the process `name`: `orchestrator`, `trainer_0`, `inference`."""
+        return self.heartbeats_dir / f"{name}.json"
+
     def config(self, role: str) -> Path:
         """The resolved configuration that `rl` hands to `role`."""
         return self.root / "configs" / f"{role}.toml"
@@ -121,6 +130,11 @@ class RunPaths:
     def error(self, role: str) -> Path:
         """Why `role` failed, if it could say so."""
         return self.logs_dir / f"{role}.error.json"
+
+    @property
+    def events(self) -> Path:
+        """What happened to the processes of a run, one JSON object an event, written by `rl`."""
+        return self.root / "events.jsonl"
 
     @property
     def torchrun_logs(self) -> Path:
