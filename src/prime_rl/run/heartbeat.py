@@ -1,0 +1,412 @@
+"""I7 no hang: each process says once a second that it lives, and what it does or waits for; whoever asks can tell.
+
+    heartbeats/<name>.json    replaced as a whole, so that no reader sees half of it (I4)
+
+A reader judges by its own clock since the contents last changed, never by times in the file: clocks of nodes differ,
+and jump. Time that the reader itself has slept (stopped, swapped out) is counted against nobody.
+
+    absent --> alive <--> silent --> dead        silent: nothing new for `silence_s`
+                 |  \\       |                    stopped: silent, and its process is (SIGSTOP, Ctrl-Z)
+                 |   \\      +--> stopped         dead: silent for `timeout_s`; failed; or the process is gone
+                 |    +--> stuck                 stuck: beats, but has been in one phase for longer than it may
+                 +--> ended                      ended: in order; its last word
+
+A machine under load that starves a process for six seconds makes it silent, which is reported and ends nothing.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from asyncio import AbstractEventLoop
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from prime_rl.run.paths import RunPaths
+
+FORMAT = "prime_rl.heartbeat/1"
+ENDED = "ended"
+"""Last phase of a process that ended in order."""
+FAILED = "failed"
+"""Last phase of a process that an exception ended."""
+INTERVAL_S = 1.0
+"""Between two beats."""
+_LOOK_AT_MOST_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a process last said.
+
+    Attributes:
+        name: of the process, and of its file: `trainer_0`, `orchestrator`, `inference`.
+        role: `trainer`, `orchestrator` or `inference`.
+        pid: its process id, on `host`.
+        host: name of its node.
+        boot_id: of the node's kernel and process namespace: where it is equal, `pid` means the same process.
+        started: when the process began, in the kernel's clock; tells it from another one of the same pid.
+        beat: rises with each beat.
+        phase: what it does, for people.
+        progress: rises with each unit of work.
+        phase_deadline_s: longest time without progress in this phase; None sets no limit.
+        phase_since: when it entered the phase, Unix seconds by its own clock; for people.
+        waiting_for: the role that it waits for, if it does.
+        log: its log; "" if that is a terminal.
+        written: Unix seconds by its own clock; for people.
+        touched: of the file, nanoseconds; changes too where a full disk has kept the rest from being written.
+    """
+
+    name: str
+    role: str
+    pid: int
+    host: str
+    boot_id: str
+    started: int
+    beat: int
+    phase: str
+    progress: int
+    phase_deadline_s: float | None
+    phase_since: float
+    waiting_for: str | None
+    log: str
+    written: float
+    touched: int = 0
+
+    def __str__(self) -> str:
+        """Who it is: `trainer_0 (pid 12 on node7)`."""
+        return f"{self.name} (pid {self.pid} on {self.host})"
+
+
+class Life(StrEnum):
+    """What the kernel says of a process."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    TRACED = "traced"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+    """It is on another node, or the kernel does not say."""
+
+
+class State(StrEnum):
+    """What is to be thought of a process."""
+
+    ABSENT = "absent"
+    ALIVE = "alive"
+    SILENT = "silent"
+    STOPPED = "stopped"
+    STUCK = "stuck"
+    DEAD = "dead"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a process is silent, and when dead, seconds; `[heartbeat]` in the configuration."""
+
+    silence_s: float = 5.0
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one look at a process's heartbeat tells.
+
+    Attributes:
+        name: of the process.
+        state: what is to be thought of it.
+        beat: what it last said; None if absent.
+        for_s: seconds, by the reader's clock, that it has been silent, or without progress.
+        life: what the kernel says of the process.
+        seen: this reader has seen the process live; if not, the file may be of an earlier run.
+        why: the state in words, without who.
+    """
+
+    name: str
+    state: State
+    beat: Beat | None = None
+    for_s: float = 0.0
+    life: Life = Life.UNKNOWN
+    seen: bool = False
+    why: str = "has not said anything"
+
+    @property
+    def lost(self) -> bool:
+        """Nothing more is to be expected of the process unless somebody helps."""
+        return self.state in (State.STOPPED, State.STUCK, State.DEAD)
+
+    def __str__(self) -> str:
+        """One line: who, state, since when, in which phase, log."""
+        if self.beat is None:
+            return f"{self.name} {self.why}"
+        log = f", log {self.beat.log}" if self.beat.log else ""
+        return f"{self.beat} {self.why}; phase {self.beat.phase!r}{log}"
+
+
+class Heartbeat:
+    """Writes the heartbeat of this process, in a thread of its own, from `start` to `close`.
+
+    As a context manager it starts, and closes as `ended`, or as `failed` where an exception passes. Any thread may call
+    `enter` and `advance`; neither touches the disk.
+
+    Args:
+        paths: of the run.
+        name: of the process, and of its file.
+        role: `trainer`, `orchestrator` or `inference`.
+        interval_s: between two beats.
+    """
+
+    def __init__(self, paths: RunPaths, name: str, role: str, interval_s: float = INTERVAL_S) -> None:
+        self._path = paths.heartbeat(name)
+        self._interval_s = interval_s
+        self._who = {"name": name, "role": role, "pid": os.getpid(), "host": socket.gethostname()}
+        self._where = {"boot_id": boot_id(), "started": _stat(os.getpid())[1], "log": own_log()}
+        self._phase: tuple[str, float | None, str | None, float] = ("start", None, None, time.time())
+        self._progress = self._beats = 0
+        self._loop: AbstractEventLoop | None = None
+        self._turned = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Say the first word, and go on by itself.
+
+        A heartbeat that cannot be written (full disk, directory gone) ends nothing: its readers will tell.
+        """
+        self._write()
+        self._thread.start()
+
+    def enter(self, phase: str, deadline_s: float | None = None, waiting_for: str | None = None) -> None:
+        """Say what this process does from now on; that is progress, too.
+
+        Args:
+            phase: for people, such as "wait for batch 12".
+            deadline_s: without progress for longer than this it counts as stuck.
+            waiting_for: the role that it waits for.
+        """
+        with self._lock:
+            self._phase = phase, deadline_s, waiting_for, time.time()
+            self._progress += 1
+
+    def advance(self, units: int = 1) -> None:
+        """Count work that is done."""
+        with self._lock:
+            self._progress += units
+
+    def follow(self, loop: AbstractEventLoop | None) -> None:
+        """Beat only while `loop` turns, so that one that is blocked falls silent; None follows none again."""
+        self._turned.set()
+        self._loop = loop
+
+    def close(self, last: str = ENDED) -> None:
+        """Say the last word: `ended` or `failed`. What is called later says nothing."""
+        if self._closed.is_set() or os.getpid() != self._who["pid"]:  # a forked child has no word in this
+            return
+        self._closed.set()
+        self.follow(None)
+        if self._thread.is_alive():
+            self._thread.join(10 * self._interval_s)
+        self.enter(last)
+        self._write()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Whoever is told to stop (Ctrl-C, SystemExit, a cancellation) ends in order."""
+        self.close(FAILED if isinstance(error, Exception) else ENDED)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            if self._turns():
+                self._write()
+
+    def _turns(self) -> bool:
+        """Whether the loop has turned since it was asked last; asks again."""
+        loop, turned = self._loop, self._turned.is_set()
+        if loop is not None and turned:
+            self._turned.clear()
+            with suppress(RuntimeError):  # the loop is closed: silent until it is followed no more
+                loop.call_soon_threadsafe(self._turned.set)
+        return loop is None or turned
+
+    def _write(self) -> None:
+        with self._lock:
+            self._beats += 1
+            phase, deadline_s, waiting_for, since = self._phase
+            told = {"beat": self._beats, "phase": phase, "progress": self._progress, "phase_deadline_s": deadline_s}
+        told |= {"phase_since": since, "waiting_for": waiting_for, "written": time.time()}
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"format": FORMAT, **self._who, **self._where, **told}))
+            temporary.replace(self._path)
+        except OSError:  # a full disk must not make the living look dead: a touch needs no room
+            with suppress(OSError):
+                os.utime(self._path)
+
+
+class Pulse:
+    """Judges one process by its beats. Pure: reading, clock and kernel are given.
+
+    Args:
+        name: of the process.
+        limits: when it is silent, and when dead.
+    """
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        self._name, self._limits = name, limits
+        # Time that passes between two looks counts up to here; more than that the reader has slept itself.
+        self._step_s = min(_LOOK_AT_MOST_S, limits.silence_s / 2)
+        self._looked: float | None = None
+        self._beat: Beat | None = None
+        self._silent_s = self._still_s = 0.0
+        self._seen = False
+
+    def observe(self, beat: Beat | None, now: float, life: Life = Life.UNKNOWN) -> Verdict:
+        """Look once; to be called about once a second.
+
+        Args:
+            beat: what the file says; None if it is not there, or cannot be read just now.
+            now: the reader's clock, seconds, monotonic.
+            life: what the kernel says of the process that wrote it, asked after the file was read.
+        """
+        passed = 0.0 if self._looked is None else min(max(0.0, now - self._looked), self._step_s)
+        self._looked, before = now, self._beat
+        beat = beat or before
+        if beat is None:
+            return Verdict(self._name, State.ABSENT)
+        self._silent_s = self._silent_s + passed if beat == before else 0.0
+        self._still_s = self._still_s + passed if before is not None and _work(beat) == _work(before) else 0.0
+        self._seen |= life in (Life.RUNNING, Life.STOPPED, Life.TRACED) or (before is not None and beat != before)
+        # Gone without a last word, unless the word was written after the file was read: the next look will tell.
+        gone = life is Life.GONE and beat == before
+        self._beat = beat
+        state, for_s, why = self._judge(beat, gone, life)
+        return Verdict(self._name, state, beat, for_s, life, self._seen, why)
+
+    def _judge(self, beat: Beat, gone: bool, life: Life) -> tuple[State, float, str]:
+        silent, still, limits = self._silent_s, self._still_s, self._limits
+        may_s = beat.phase_deadline_s
+        if beat.phase == ENDED:
+            return State.ENDED, silent, "has ended"
+        if beat.phase == FAILED:
+            return State.DEAD, silent, "has failed"
+        if gone:
+            return State.DEAD, silent, "is gone: its process does not exist any more"
+        if silent > limits.silence_s and life is Life.STOPPED:
+            return State.STOPPED, silent, f"is stopped (SIGSTOP?) and has been silent for {silent:.0f} s"
+        if silent > limits.timeout_s:
+            return State.DEAD, silent, f"has been silent for {silent:.0f} s"
+        if silent > limits.silence_s:
+            return State.SILENT, silent, f"has been silent for {silent:.0f} s"
+        if may_s is not None and still > may_s + limits.silence_s:
+            return State.STUCK, still, f"is stuck: no progress for {still:.0f} s, where {may_s:g} s are the limit"
+        return State.ALIVE, still, "is alive"
+
+
+class Watch:
+    """Looks at the heartbeats of a run; one `Pulse` for each file that appears.
+
+    Args:
+        paths: of the run.
+        limits: when a process is silent, and when dead.
+        roles: whose; None is everybody's.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        limits: Limits,
+        roles: tuple[str, ...] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._paths, self._limits, self._roles, self._clock = paths, limits, roles, clock
+        self._pulses: dict[str, Pulse] = {}
+
+    def look(self) -> list[Verdict]:
+        """Read all files and judge all processes, in the order of their names. Reads small files; blocks no longer."""
+        beats = read_beats(self._paths)
+        for name, beat in beats.items():
+            if self._roles is None or beat.role in self._roles:
+                self._pulses.setdefault(name, Pulse(name, self._limits))
+        now = self._clock()
+        return [
+            pulse.observe(beat := beats.get(name), now, life_of(beat) if beat else Life.UNKNOWN)
+            for name, pulse in sorted(self._pulses.items())
+        ]
+
+
+def read_beats(paths: RunPaths) -> dict[str, Beat]:
+    """Read what is in `heartbeats/` by name; what cannot be read just now, or is no heartbeat, is left out."""
+    try:
+        files = sorted(path for path in paths.heartbeats_dir.iterdir() if path.suffix == ".json")
+    except OSError:  # not there yet; or a network file system that will answer the next time
+        return {}
+    read = [read_beat(path) for path in files]
+    return {beat.name: beat for beat in read if beat is not None}
+
+
+def read_beat(path: Path) -> Beat | None:
+    """Read one heartbeat; None if it is not there, cannot be read just now, or is none."""
+    try:
+        told = json.loads(path.read_bytes())
+        touched = path.stat().st_mtime_ns
+        names = [entry.name for entry in fields(Beat) if entry.name != "touched"]
+        return Beat(**{name: told[name] for name in names}, touched=touched) if told["format"] == FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def life_of(beat: Beat) -> Life:
+    """Ask the kernel for the process that wrote `beat`; unknown where it is not on this node."""
+    if not beat.boot_id or beat.boot_id != boot_id() or beat.host != socket.gethostname():
+        return Life.UNKNOWN
+    letter, started = _stat(beat.pid)
+    if letter in ("", "Z", "X") or started != beat.started:
+        return Life.GONE
+    return {"T": Life.STOPPED, "t": Life.TRACED}.get(letter, Life.RUNNING)
+
+
+def boot_id() -> str:
+    """Name this start of the kernel and this namespace of processes; "" where there is no /proc."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{kernel}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def own_log() -> str:
+    """The file that takes this process's stderr; "" if it is none (a terminal, a pipe)."""
+    try:
+        path = Path(os.readlink("/proc/self/fd/2"))
+    except OSError:
+        return ""
+    return str(path) if path.is_file() else ""
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """The state of a process, as the kernel's letter, and when it began, in ticks since boot; ("", 0) if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", 0
+    after = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
+    return after[0], int(after[19])
+
+
+def _work(beat: Beat) -> tuple[object, ...]:
+    """What changes when a process gets on with its work."""
+    return beat.boot_id, beat.pid, beat.started, beat.phase, beat.progress
