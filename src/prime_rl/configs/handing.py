@@ -62,6 +62,10 @@ VALUES = (
         Shared(f"log.{key}", (*_both(f"log.{key}"), f"inference.log.{key}"), equal=False, mutual=False)
         for key in ("level", "utc")
     ),
+    *(
+        Shared(f"heartbeat.{key}", (*_both(f"heartbeat.{key}"), f"inference.heartbeat.{key}"), False, False)
+        for key in ("silence", "timeout")
+    ),
 )
 
 ENDPOINT = (

@@ -135,7 +135,7 @@ class InferenceConfig(RootConfig):
     """How the model is spread over GPUs and nodes."""
 
     heartbeat: HeartbeatConfig = HeartbeatConfig()
-    """How a node that was lost is noticed, where its connections do not tell."""
+    """How a node that was lost, or an engine that hangs, is noticed where no connection tells."""
 
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of each GPU's memory that the server may take; leave room where the trainer shares the GPU."""

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from prime_rl.configs.advantage import AdvantageConfig, GRPOAdvantageConfig, RewardShapingConfig
-from prime_rl.configs.base import RootConfig, later
+from prime_rl.configs.base import RootConfig
 from prime_rl.configs.bench import STEPS, sample_alone, shorten
 from prime_rl.configs.buffer import BufferConfig, SimpleBufferConfig
 from prime_rl.configs.concurrency import ConcurrencyConfig
@@ -149,8 +149,8 @@ class OrchestratorConfig(RootConfig):
     bench_steps: int = Field(STEPS, ge=2)
     """Steps of a benchmark, of which the first is not counted; takes the place of max_steps."""
 
-    heartbeat: HeartbeatConfig | None = later(None)
-    """How a dead process on another node is noticed."""
+    heartbeat: HeartbeatConfig = HeartbeatConfig()
+    """How the silence of a process that this one waits for is noticed."""
 
     @classmethod
     def prepare(cls, state: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from prime_rl.configs.algorithm import Algorithm, apply_algorithm, measure_fixed_length
-from prime_rl.configs.base import RootConfig, later
+from prime_rl.configs.base import RootConfig
 from prime_rl.configs.bench import STEPS, shorten, use_fake_data
 from prime_rl.configs.broadcast import check_placement
 from prime_rl.configs.handing import (
@@ -113,8 +113,8 @@ class RLConfig(RootConfig):
     bench_steps: int = Field(STEPS, ge=2)
     """Steps of a benchmark, of which the first is not counted; takes the place of max_steps."""
 
-    heartbeat: HeartbeatConfig | None = later(None)
-    """How a dead process on another node is noticed."""
+    heartbeat: HeartbeatConfig = HeartbeatConfig()
+    """How a silent, stuck or dead process is noticed, by `rl` and the three."""
 
     @classmethod
     def prepare(cls, state: Any) -> None:

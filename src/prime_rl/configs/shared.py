@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from prime_rl.configs.base import BaseConfig, later
 from prime_rl.configs.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig
+from prime_rl.run.heartbeat import Limits
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 DEFAULT_PORT = 8000
@@ -198,10 +199,20 @@ class EnvConfig(BaseConfig):
 
 
 class HeartbeatConfig(BaseConfig):
-    """How a stuck or dead process is noticed."""
+    """How a silent, stuck or dead process is noticed; see docs/liveness.md."""
+
+    aliases: ClassVar[dict[str, str]] = {"silence_s": "silence", "timeout_s": "timeout"}
+
+    silence: float = Field(5, gt=0)
+    """Seconds without a beat after which a process is reported as silent; nothing ends of it."""
 
     timeout: float = Field(60, gt=0)
-    """Seconds without a beat after which a process on another node counts as dead."""
+    """Seconds without a beat after which a process counts as dead; of inference over several nodes, a node as lost."""
+
+    @property
+    def limits(self) -> Limits:
+        """The two for who judges; nobody is dead before he is silent."""
+        return Limits(min(self.silence, self.timeout), self.timeout)
 
 
 class DeltaConfig(BaseConfig):

@@ -265,8 +265,8 @@ class TrainerConfig(RootConfig):
     trace_path: Path | None = None
     """Directory for a profiler trace of the third and fourth step, one file a rank."""
 
-    heartbeat: HeartbeatConfig | None = later(None)
-    """How a dead process on another node is noticed."""
+    heartbeat: HeartbeatConfig = HeartbeatConfig()
+    """How the silence of a process that this one waits for is noticed."""
 
     max_concurrent_runs: int = later(1, ge=1)
     """Runs that share this trainer, one LoRA adapter each."""

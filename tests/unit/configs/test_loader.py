@@ -385,8 +385,8 @@ def test_help_lists_every_key_with_doc_and_default(root, capsys):
 
 
 def test_keys_of_later_work_say_so_once(capsys):
-    RLConfig.load(["--trainer.heartbeat.timeout", "4"])
-    assert capsys.readouterr().err == "warning: trainer.heartbeat has no effect yet\n"
+    RLConfig.load(["--trainer.max-concurrent-runs", "4"])
+    assert capsys.readouterr().err == "warning: trainer.max_concurrent_runs has no effect yet\n"
     RLConfig.load(["--trainer.optim.lr", "4"])
     assert capsys.readouterr().err == ""
 
@@ -432,3 +432,10 @@ def test_a_contradiction_inside_a_variant_names_the_block():
     fractions = ["--buffer.easy-fraction", "0.9", "--buffer.hard-fraction", "0.2"]
     text = message(OrchestratorConfig, "--buffer.type", "difficulty-pool", *fractions)
     assert text == "buffer: easy_fraction = 0.9 and hard_fraction = 0.2 add up to more than 1"
+
+
+def test_heartbeat_is_handed_to_all_and_nobody_is_dead_before_he_is_silent():
+    config = RLConfig.load(["--heartbeat.silence", "3", "--heartbeat.timeout-s", "20", "--inference"])
+    for part in (config, config.trainer, config.orchestrator, config.inference):
+        assert (part.heartbeat.limits.silence_s, part.heartbeat.limits.timeout_s) == (3, 20)
+    assert RLConfig.load(["--trainer.heartbeat.timeout", "2"]).trainer.heartbeat.limits.silence_s == 2
