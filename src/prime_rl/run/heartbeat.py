@@ -15,18 +15,13 @@ A machine under load that starves a process for six seconds makes it silent, whi
 """
 
 import json
-import os
 import socket
-import threading
 import time
-from asyncio import AbstractEventLoop
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from prime_rl.run.paths import RunPaths
 
@@ -35,8 +30,6 @@ ENDED = "ended"
 """Last phase of a process that ended in order."""
 FAILED = "failed"
 """Last phase of a process that an exception ended."""
-INTERVAL_S = 1.0
-"""Between two beats."""
 _LOOK_AT_MOST_S = 2.0
 
 
@@ -149,113 +142,6 @@ class Verdict:
         return f"{self.beat} {self.why}; phase {self.beat.phase!r}{log}"
 
 
-class Heartbeat:
-    """Writes the heartbeat of this process, in a thread of its own, from `start` to `close`.
-
-    As a context manager it starts, and closes as `ended`, or as `failed` where an exception passes. Any thread may call
-    `enter` and `advance`; neither touches the disk.
-
-    Args:
-        paths: of the run.
-        name: of the process, and of its file.
-        role: `trainer`, `orchestrator` or `inference`.
-        interval_s: between two beats.
-    """
-
-    def __init__(self, paths: RunPaths, name: str, role: str, interval_s: float = INTERVAL_S) -> None:
-        self._path = paths.heartbeat(name)
-        self._interval_s = interval_s
-        self._who = {"name": name, "role": role, "pid": os.getpid(), "host": socket.gethostname()}
-        self._where = {"boot_id": boot_id(), "started": _stat(os.getpid())[1], "log": own_log()}
-        self._phase: tuple[str, float | None, str | None, float] = ("start", None, None, time.time())
-        self._progress = self._beats = 0
-        self._loop: AbstractEventLoop | None = None
-        self._turned = threading.Event()
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-
-    def start(self) -> None:
-        """Say the first word, and go on by itself.
-
-        A heartbeat that cannot be written (full disk, directory gone) ends nothing: its readers will tell.
-        """
-        self._write()
-        self._thread.start()
-
-    def enter(self, phase: str, deadline_s: float | None = None, waiting_for: str | None = None) -> None:
-        """Say what this process does from now on; that is progress, too.
-
-        Args:
-            phase: for people, such as "wait for batch 12".
-            deadline_s: without progress for longer than this it counts as stuck.
-            waiting_for: the role that it waits for.
-        """
-        with self._lock:
-            self._phase = phase, deadline_s, waiting_for, time.time()
-            self._progress += 1
-
-    def advance(self, units: int = 1) -> None:
-        """Count work that is done."""
-        with self._lock:
-            self._progress += units
-
-    def follow(self, loop: AbstractEventLoop | None) -> None:
-        """Beat only while `loop` turns, so that one that is blocked falls silent; None follows none again."""
-        self._turned.set()
-        self._loop = loop
-
-    def close(self, last: str = ENDED) -> None:
-        """Say the last word: `ended` or `failed`. What is called later says nothing."""
-        if self._closed.is_set() or os.getpid() != self._who["pid"]:  # a forked child has no word in this
-            return
-        self._closed.set()
-        self.follow(None)
-        if self._thread.is_alive():
-            self._thread.join(10 * self._interval_s)
-        self.enter(last)
-        self._write()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Whoever is told to stop (Ctrl-C, SystemExit, a cancellation) ends in order."""
-        self.close(FAILED if isinstance(error, Exception) else ENDED)
-
-    def _run(self) -> None:
-        while not self._closed.wait(self._interval_s):
-            if self._turns():
-                self._write()
-
-    def _turns(self) -> bool:
-        """Whether the loop has turned since it was asked last; asks again."""
-        loop, turned = self._loop, self._turned.is_set()
-        if loop is not None and turned:
-            self._turned.clear()
-            with suppress(RuntimeError):  # the loop is closed: silent until it is followed no more
-                loop.call_soon_threadsafe(self._turned.set)
-        return loop is None or turned
-
-    def _write(self) -> None:
-        with self._lock:
-            self._beats += 1
-            phase, deadline_s, waiting_for, since = self._phase
-            told = {"beat": self._beats, "phase": phase, "progress": self._progress, "phase_deadline_s": deadline_s}
-        told |= {"phase_since": since, "waiting_for": waiting_for, "written": time.time()}
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"format": FORMAT, **self._who, **self._where, **told}))
-            temporary.replace(self._path)
-        except OSError:  # a full disk must not make the living look dead: a touch needs no room
-            with suppress(OSError):
-                os.utime(self._path)
-
-
 class Pulse:
     """Judges one process by its beats. Pure: reading, clock and kernel are given.
 
@@ -341,21 +227,36 @@ class Watch:
         for name, beat in beats.items():
             if self._roles is None or beat.role in self._roles:
                 self._pulses.setdefault(name, Pulse(name, self._limits))
+        there = [path.stem for path in _files(self._paths)]
+        for name in [name for name in self._pulses if name not in beats and there and name not in there]:
+            del self._pulses[name]  # a new start has removed it, one of fewer ranks perhaps
         now = self._clock()
+        lives = {name: life_of(beat) for name, beat in beats.items()}
         return [
-            pulse.observe(beat := beats.get(name), now, life_of(beat) if beat else Life.UNKNOWN)
+            pulse.observe(beats.get(name), now, lives.get(name, Life.UNKNOWN))
             for name, pulse in sorted(self._pulses.items())
         ]
 
 
+def forget(paths: RunPaths, role: str, keep: Collection[str]) -> None:
+    """Remove what others of `role` have left, such as the ranks of a larger trainer; none of `keep` is touched."""
+    for beat in read_beats(paths).values():
+        if beat.role == role and beat.name not in keep:
+            with suppress(OSError):  # it only confuses
+                paths.heartbeat(beat.name).unlink()
+
+
 def read_beats(paths: RunPaths) -> dict[str, Beat]:
     """Read what is in `heartbeats/` by name; what cannot be read just now, or is no heartbeat, is left out."""
-    try:
-        files = sorted(path for path in paths.heartbeats_dir.iterdir() if path.suffix == ".json")
-    except OSError:  # not there yet; or a network file system that will answer the next time
-        return {}
-    read = [read_beat(path) for path in files]
+    read = [read_beat(path) for path in _files(paths)]
     return {beat.name: beat for beat in read if beat is not None}
+
+
+def _files(paths: RunPaths) -> list[Path]:
+    try:
+        return sorted(path for path in paths.heartbeats_dir.iterdir() if path.suffix == ".json")
+    except OSError:  # not there yet; or a network file system that will answer the next time
+        return []
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -373,7 +274,7 @@ def life_of(beat: Beat) -> Life:
     """Ask the kernel for the process that wrote `beat`; unknown where it is not on this node."""
     if not beat.boot_id or beat.boot_id != boot_id() or beat.host != socket.gethostname():
         return Life.UNKNOWN
-    letter, started = _stat(beat.pid)
+    letter, started = process_state(beat.pid)
     if letter in ("", "Z", "X") or started != beat.started:
         return Life.GONE
     return {"T": Life.STOPPED, "t": Life.TRACED}.get(letter, Life.RUNNING)
@@ -383,7 +284,7 @@ def boot_id() -> str:
     """Name this start of the kernel and this namespace of processes; "" where there is no /proc."""
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{kernel}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{kernel}/{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
         return ""
 
@@ -391,13 +292,13 @@ def boot_id() -> str:
 def own_log() -> str:
     """The file that takes this process's stderr; "" if it is none (a terminal, a pipe)."""
     try:
-        path = Path(os.readlink("/proc/self/fd/2"))
+        path = Path("/proc/self/fd/2").readlink()
     except OSError:
         return ""
     return str(path) if path.is_file() else ""
 
 
-def _stat(pid: int) -> tuple[str, int]:
+def process_state(pid: int) -> tuple[str, int]:
     """The state of a process, as the kernel's letter, and when it began, in ticks since boot; ("", 0) if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

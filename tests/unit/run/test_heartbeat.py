@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from prime_rl.run import heartbeat
-from prime_rl.run.heartbeat import Beat, Heartbeat, Life, Limits, Pulse, State, Watch, life_of, read_beat, read_beats
+from prime_rl.run.heart import Heartbeat
+from prime_rl.run.heartbeat import Beat, Life, Limits, Pulse, State, Watch, life_of, read_beat, read_beats
 from prime_rl.run.paths import RunPaths
 
 LIMITS = Limits(silence_s=5, timeout_s=60)
@@ -40,7 +40,9 @@ def test_one_that_never_was_there_is_absent():
     assert Pulse("trainer_0", LIMITS).observe(None, 0.0).state is State.ABSENT
 
 
-@pytest.mark.parametrize(("seconds", "state"), [(5, State.ALIVE), (7, State.SILENT), (60, State.SILENT), (62, State.DEAD)])
+@pytest.mark.parametrize(
+    ("seconds", "state"), [(5, State.ALIVE), (7, State.SILENT), (60, State.SILENT), (62, State.DEAD)]
+)
 def test_silence_is_reported_and_then_is_death(seconds, state):
     verdict, _ = look(Pulse("trainer_0", LIMITS), [BEAT] * (seconds + 1))
     assert verdict.state is state
@@ -183,7 +185,7 @@ def test_a_disk_that_takes_nothing_does_not_make_the_living_look_dead(tmp_path, 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(heartbeat.Path, "write_text", full)
+    monkeypatch.setattr(type(tmp_path), "write_text", full)
     heart._write()
     after = read_beat(paths.heartbeat("trainer_0"))
     assert after.beat == before.beat
@@ -212,12 +214,13 @@ def test_a_process_of_another_node_namespace_or_time_is_not_judged_by_its_pid(tm
 def test_a_real_process_that_is_stopped_is_told_and_then_that_it_is_gone(tmp_path):
     paths = RunPaths(tmp_path)
     code = (
-        "import sys, pathlib; from prime_rl.run.heartbeat import Heartbeat; from prime_rl.run.paths import RunPaths\n"
-        f"with Heartbeat(RunPaths(pathlib.Path({str(tmp_path)!r})), 'orchestrator', 'orchestrator', 0.01): sys.stdin.read()"
+        "import sys; from pathlib import Path\n"
+        "from prime_rl.run.heart import Heartbeat; from prime_rl.run.paths import RunPaths\n"
+        "with Heartbeat(RunPaths(Path(sys.argv[1])), 'orchestrator', 'orchestrator', 0.01): sys.stdin.read()"
     )
     now = iter(range(1000))
     watch = Watch(paths, LIMITS, ("orchestrator",), clock=lambda: next(now))
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE) as process:
         beat_of(paths, lambda beat: beat.beat > 2, name="orchestrator")
         os.kill(process.pid, signal.SIGSTOP)
         verdicts = [v for _ in range(12) for v in watch.look()]

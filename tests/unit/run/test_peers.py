@@ -1,0 +1,105 @@
+"""I7: a wait for another process ends when that process does not come back."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from prime_rl.run.heartbeat import FORMAT, Beat, Limits
+from prime_rl.run.paths import RunPaths
+from prime_rl.run.peers import PeerLost, Peers
+
+BEAT = Beat("trainer_0", "trainer", 12, "node7", "boot", 99, 1, "step 3", 7, None, 0.0, None, "/x/t.log", 0.0)
+
+
+class World:
+    """A run directory with a trainer's heartbeat, and an orchestrator's clock."""
+
+    def __init__(self, root, judges=True):
+        self.paths, self.now, self.beats = RunPaths(root), 0.0, 0
+        self.paths.heartbeats_dir.mkdir()
+        self.peers = Peers(self.paths, "trainer", Limits(5, 60), judges, clock=lambda: self.now)
+
+    def say(self, beat=BEAT, **changes):
+        self.beats += 1
+        told = asdict(replace(beat, beat=self.beats, **changes))
+        self.paths.heartbeat(beat.name).write_text(json.dumps({"format": FORMAT, **told}))
+
+    def wait(self, seconds, each=lambda: None):
+        for _ in range(seconds):
+            self.now += 1
+            each()
+            self.peers.check()
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def test_a_wait_for_the_living_goes_on(world):
+    world.wait(1000, each=world.say)
+
+
+def test_a_wait_for_what_is_not_there_yet_goes_on(world):
+    world.wait(1000)
+    assert "nothing is known of the trainer" in world.peers.told()
+
+
+def test_silence_is_reported_and_ends_the_wait_in_time(world, caplog_of_loguru):
+    world.wait(3, each=world.say)
+    world.wait(10)
+    assert "has been silent" in caplog_of_loguru()
+    with pytest.raises(PeerLost, match=r"trainer_0 \(pid 12 on node7\).*silent for 61 s; phase 'step 3', log /x/t.log"):
+        world.wait(60)
+
+
+def test_one_that_comes_back_is_waited_for_again(world, caplog_of_loguru):
+    world.wait(3, each=world.say)
+    world.wait(50)
+    world.wait(100, each=world.say)
+    assert "goes on" in caplog_of_loguru()
+
+
+def test_a_heartbeat_of_an_earlier_run_ends_nothing(world):
+    world.say()
+    world.wait(1000)
+
+
+@pytest.mark.parametrize("last", ["ended", "failed"])
+def test_one_that_has_ended_is_waited_for_as_long_as_one_that_is_silent(world, last):
+    world.wait(3, each=world.say)
+    world.say(phase=last)
+    world.wait(55)
+    with pytest.raises(PeerLost, match=f"has {last}"):
+        world.wait(10)
+
+
+def test_a_stuck_one_ends_the_wait_at_once(world):
+    with pytest.raises(PeerLost, match="no progress for 16 s, where 10 s"):
+        world.wait(18, each=lambda: world.say(phase_deadline_s=10))
+
+
+def test_under_rl_it_only_tells(tmp_path):
+    world = World(tmp_path, judges=False)
+    world.wait(3, each=world.say)
+    world.wait(100)
+    assert "silent for 100 s" in world.peers.told()
+
+
+def test_a_rank_of_a_larger_world_is_forgotten_with_its_file(world):
+    other = replace(BEAT, name="trainer_1")
+    world.wait(3, each=lambda: (world.say(), world.say(other)))
+    world.wait(50, each=world.say)
+    world.paths.heartbeat("trainer_1").unlink()
+    world.wait(100, each=world.say)
+
+
+@pytest.fixture
+def caplog_of_loguru():
+    from loguru import logger
+
+    lines = []
+    handler = logger.add(lambda line: lines.append(str(line)), format="{message}")
+    yield lambda: "".join(lines)
+    logger.remove(handler)
