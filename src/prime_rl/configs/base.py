@@ -42,7 +42,9 @@ class BaseConfig(BaseModel):
         shorthand: key that a bare value given to the whole block stands for (`--model.cp 2`), if any.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
     aliases: ClassVar[dict[str, str]] = {}
     shorthand: ClassVar[str | None] = None
@@ -83,7 +85,8 @@ class RootConfig(BaseConfig):
     @property
     def run_paths(self) -> RunPaths:
         """The run directory: output_dir, or the folder `bench` in it for a benchmark."""
-        return RunPaths(self.output_dir / "bench" if getattr(self, "bench", False) else self.output_dir)
+        root = self.output_dir / "bench" if getattr(self, "bench", False) else self.output_dir
+        return RunPaths(root, getattr(self, "visibility_seconds", None))
 
     def dry_run_path(self) -> Path:
         """Where `--dry-run` writes; `rl` writes run.toml, the parts of a run a file of their own beside it."""

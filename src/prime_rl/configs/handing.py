@@ -57,6 +57,7 @@ VALUES = (
     Shared("max_model_len", ("inference.model.max_model_len",)),
     Shared("gpu_memory_utilization", ("inference.gpu_memory_utilization",)),
     Shared(None, _both("tokenizer.name")),
+    Shared(None, _both("visibility_seconds")),
     *(Shared(f"wandb.{key}", _both(f"wandb.{key}"), equal=False, mutual=False) for key in _WANDB_KEYS),
     *(
         Shared(f"log.{key}", (*_both(f"log.{key}"), f"inference.log.{key}"), equal=False, mutual=False)

@@ -107,6 +107,10 @@ class OrchestratorConfig(RootConfig):
     wait_timeout_seconds: float = Field(1800, gt=0)
     """Longest wait for the trainer's next version or for inference to start, seconds."""
 
+    visibility_seconds: float | None = Field(None, ge=0)
+    """How long files of what the others write may take to be seen whole, before they count as damaged, seconds; None is
+    0 on a local disk and 60 on a network file system."""
+
     ckpt: CkptConfig | None = None
     """Checkpoints; None writes none."""
 

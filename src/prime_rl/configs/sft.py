@@ -65,6 +65,9 @@ class SFTConfig(RootConfig):
     seed: int = 42
     """Seed of random weights."""
 
+    wait_timeout_seconds: float = Field(1800, gt=0)
+    """Longest wait for the data of one batch, seconds."""
+
     dist_timeout_seconds: float = Field(600, gt=0)
     """Longest wait of one rank for another, seconds."""
 

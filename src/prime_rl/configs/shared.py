@@ -89,6 +89,9 @@ class WandbConfig(BaseConfig):
     offline: bool = False
     """Write to the run directory only; `wandb sync` uploads later. No account is needed."""
 
+    timeout: float = Field(120, gt=0)
+    """Longest wait for W&B at the start and, to upload the rest, at the end, seconds."""
+
     log_extras: LogExtrasConfig | None = None
     """Tables of samples and distributions; None logs scalars only."""
 
@@ -132,6 +135,10 @@ class ClientConfig(BaseConfig):
 
     timeout: float = Field(1200, gt=0)
     """Longest time for one request, seconds."""
+
+    probe_timeout: float = Field(30, gt=0)
+    """Longest time for a server to say what it samples from, seconds; one that does not is taken out, and what it was
+    playing is played elsewhere."""
 
     @property
     def urls(self) -> list[str]:
@@ -192,6 +199,13 @@ class EnvConfig(BaseConfig):
     timeout: float | None = Field(None, gt=0)
     """Longest time for one rollout, seconds; a slower one fails its group. None sets no limit."""
 
+    start_timeout: float = Field(600, gt=0)
+    """Longest time for a worker process to load the environment, seconds."""
+
+    silence_timeout: float = Field(600, gt=0)
+    """Longest time that the environment may block its worker process where `timeout` is None, seconds; the worker is
+    replaced then."""
+
     @property
     def label(self) -> str:
         """Name of the environment in metrics and messages."""
@@ -230,6 +244,9 @@ class FileBroadcastConfig(BaseConfig):
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Precision of the published weights; auto is bfloat16 on CUDA and float32 on CPU."""
+
+    timeout: float = Field(1200, gt=0)
+    """Longest time to write one version, seconds."""
 
     directory: Path | None = None
     """Folder on this node to write versions to, such as /dev/shm, linked from `weights/`; the last is written there."""

@@ -95,6 +95,9 @@ class TrainerModelConfig(BaseConfig):
     trust_remote_code: bool = False
     """Run Python code that the model's repository brings along."""
 
+    download_timeout: float = Field(3600, gt=0)
+    """Longest time to download the model, or to wait for another process of this node that does, seconds."""
+
     logprob_chunk_size: int | None = Field(None, ge=1)
     """Tokens of a row whose logits exist at the same time; smaller saves memory. None: as many as 256 MiB hold."""
 
@@ -240,6 +243,10 @@ class TrainerConfig(RootConfig):
 
     wait_timeout_seconds: float = Field(1800, gt=0)
     """Longest wait for a batch, seconds."""
+
+    visibility_seconds: float | None = Field(None, ge=0)
+    """How long files of what the others write may take to be seen whole, before they count as damaged, seconds; None is
+    0 on a local disk and 60 on a network file system."""
 
     dist_timeout_seconds: float = Field(600, gt=0)
     """Longest wait of one rank for another, seconds."""

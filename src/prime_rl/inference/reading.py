@@ -19,6 +19,7 @@ from prime_rl.inference.replica import Replica
 from prime_rl.inference.weights import TensorPlace, read_places
 from prime_rl.run.artifact import ArtifactError
 from prime_rl.run.tensors import RawTensor
+from prime_rl.run.visibility import patience, settled
 
 _AHEAD_BYTES = 256 * 2**20
 _MAX_THREADS = 8
@@ -58,7 +59,7 @@ def read_verified(
     """
     if replica is not None:
         directory = replica.complete(directory, partial(_stop_if, cancelled))
-    places = read_places(directory)
+    places = settled(partial(read_places, directory), patience(directory), partial(_stop_if, cancelled))
     threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
     with ThreadPoolExecutor(threads, "read-weights") as pool:
         pending: deque[tuple[TensorPlace, Future[Tensor]]] = deque()

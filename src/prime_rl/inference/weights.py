@@ -8,14 +8,16 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.inference.canary import Canary, parse_canary
-from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
+from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, Incomplete, read_manifest
 from prime_rl.run.delta.chain import base_of, read_entries
 from prime_rl.run.offer import Offer
 from prime_rl.run.tensors import content_hash
+from prime_rl.run.visibility import patience, settled
 from prime_rl.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def read_places(directory: Path) -> list[TensorPlace]:
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ArtifactError(f"{directory} holds no .safetensors file")
+        raise Incomplete(f"{directory} holds no .safetensors file")
     return [place for file in files for place in _places(file)]
 
 
@@ -112,7 +114,7 @@ def read_published(directory: Path, version: PolicyVersion) -> tuple[Policy, dic
         WeightsRefusedError: as `check_weights`, but for the model.
     """
     try:
-        manifest = read_manifest(directory, WEIGHTS_FORMAT)
+        manifest = settled(partial(read_manifest, directory, WEIGHTS_FORMAT), patience(directory))
         _check_version(directory / MANIFEST, manifest, version)
         offer = None if manifest.get("transfer") is None else Offer.parse(manifest["transfer"])
         places = {place.name: place for place in _published_places(directory, manifest, offer)}
@@ -151,7 +153,7 @@ def _places(file: Path) -> Iterator[TensorPlace]:
                 continue
             begin, end = entry["data_offsets"]
             if 8 + length + end > size:
-                raise ArtifactError(f"{file} is truncated: tensor {name} ends at byte {8 + length + end} of {size}")
+                raise Incomplete(f"{file} is truncated: tensor {name} ends at byte {8 + length + end} of {size}")
             yield TensorPlace(file, name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArtifactError(f"{file} is not a safetensors file: {error}") from None

@@ -365,7 +365,7 @@ class Policy:
             if (newest := self.published.newest) is None:
                 return
             try:
-                await server.load(self.published.read(newest))
+                await server.load(await asyncio.to_thread(self.published.read, newest))
                 return
             except VersionRefused as error:
                 if any(other.up and other.version.step >= newest for other in self.servers):

@@ -10,6 +10,7 @@ from loguru import logger
 from prime_rl.orchestrator.server import Published, VersionRefused
 from prime_rl.run.cleaning import clean
 from prime_rl.run.paths import RunPaths, steps_in
+from prime_rl.run.visibility import patience
 
 
 class Publications:
@@ -38,8 +39,9 @@ class Publications:
         self.steps = steps_in(self._paths.weights_dir)
 
     def read(self, step: int) -> Published:
-        """Read a version's manifest; raises VersionRefused."""
-        return Published.read(self._paths.weights(step))
+        """Read a version's manifest, which may take a while over a network; raises VersionRefused."""
+        directory = self._paths.weights(step)
+        return Published.read(directory, patience(directory, self._paths.visibility_s))
 
     def between(self, older: int, newer: int) -> int:
         """Count what was there to be sampled from between two versions."""
@@ -86,7 +88,7 @@ class Publications:
         """Tell whether the version was in memory, where it is no more once newer ones are published."""
         self.look()
         try:
-            published = self.read(step)
+            published = Published.read(self._paths.weights(step))
         except VersionRefused:
             return False
         return published.is_in_memory and (self.newest or step) > step

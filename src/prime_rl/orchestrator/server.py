@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from loguru import logger
@@ -14,6 +15,7 @@ from prime_rl.orchestrator.concurrency import ConcurrencyController, Load, parse
 from prime_rl.orchestrator.engine import Engine, EngineError, EngineLost, LoadedPolicy
 from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.run.paths import step_of
+from prime_rl.run.visibility import settled
 from prime_rl.types import PolicyVersion
 
 _PROBE_S = 0.25
@@ -42,14 +44,18 @@ class Published:
     is_in_memory: bool = False
 
     @classmethod
-    def read(cls, directory: Path) -> "Published":
+    def read(cls, directory: Path, patience_s: float = 0.0) -> "Published":
         """Read the manifest of `directory`, and check the files against it, by size.
+
+        Args:
+            directory: what has appeared.
+            patience_s: how long it may take to be whole.
 
         Raises:
             VersionRefused: it has none, or one of another step, or files are missing or of another size.
         """
         try:
-            manifest = read_manifest(directory, WEIGHTS_FORMAT)
+            manifest = settled(partial(read_manifest, directory, WEIGHTS_FORMAT), patience_s)
             version = PolicyVersion(int(manifest["branch"]), int(manifest["step"]))
             content = str(manifest["hash"])
         except ArtifactError as error:

@@ -22,6 +22,10 @@ class ArtifactError(RunError):
     """An artifact that is incomplete or does not say what it should; the message names the file."""
 
 
+class Incomplete(ArtifactError):
+    """Something is missing of it, or shorter than it should be: damaged, or, over a network, not to be seen yet."""
+
+
 def publish(
     target: Path,
     write: Callable[[Path], Mapping[str, Any]],
@@ -110,15 +114,16 @@ def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:
     """Read and check the manifest of the artifact at `path`.
 
     Raises:
-        ArtifactError: no manifest, not the expected format, or a file is missing or has another size.
+        Incomplete: no manifest, half of one, or a file is missing or has another size.
+        ArtifactError: not the expected format.
     """
     file = path / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ArtifactError(f"{file} is missing: {path} is not a published artifact") from None
+        raise Incomplete(f"{file} is missing: {path} is not a published artifact") from None
     except ValueError as error:
-        raise ArtifactError(f"{file} is not JSON: {error}") from None
+        raise Incomplete(f"{file} is not JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != expected_format:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise ArtifactError(f"{file} has format {found!r}, expected {expected_format!r}")
@@ -126,9 +131,12 @@ def read_manifest(path: Path, expected_format: str) -> dict[str, Any]:
     if not isinstance(files, dict):
         raise ArtifactError(f"{file} lists no files")
     for name, size in files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
+        try:
+            found = (path / name).stat().st_size
+        except FileNotFoundError:
+            raise Incomplete(f"{path / name} is missing; its manifest says it has {size} bytes") from None
         if found != size:
-            raise ArtifactError(f"{path / name} has {found} bytes, its manifest says {size}")
+            raise Incomplete(f"{path / name} has {found} bytes, its manifest says {size}")
     return manifest
 
 

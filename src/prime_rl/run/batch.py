@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
-from prime_rl.run.artifact import ArtifactError, publish, read_manifest
+from prime_rl.run.artifact import ArtifactError, Incomplete, publish, read_manifest
 from prime_rl.run.paths import RunPaths, steps_in
+from prime_rl.run.surroundings import told
 from prime_rl.run.tensors import content_hash, hash_tensors
 
 FORMAT = "prime_rl.batch/1"
@@ -110,6 +111,8 @@ class Batch:
         starts = np.cumsum(self.seq_lens) - self.seq_lens
         if self.loss_mask[starts].any():
             raise ValueError("loss_mask is set on the first token of a segment, which has no log-probability")
+        if not (np.isfinite(self.temperature).all() and (self.temperature > 0).all()):
+            raise ValueError("temperature is not a number above 0 for every token: the logits are divided by it")
 
 
 _DTYPES: dict[str, type[np.generic]] = {
@@ -138,11 +141,15 @@ def write_batch(
         batch: what to train on; checked first (ValueError).
         fields: branch, step, async_level and whatever else the manifest shall say.
         before_rename: as `publish` has it.
+
+    Raises:
+        SurroundingsError: the disk is full, the directory not writable ...; nothing is left behind.
     """
     batch.validate()
 
     def write(directory: Path) -> dict[str, Any]:
-        save_file(batch.arrays, directory / ROWS_FILE)
+        # Not by save_file, whose errors say neither file nor reason.
+        (directory / ROWS_FILE).write_bytes(save(batch.arrays))
         sampled = batch.versions[batch.versions >= 0]
         return {
             "format": FORMAT,
@@ -155,7 +162,8 @@ def write_batch(
             "hash": content_hash(hash_tensors(directory)),
         }
 
-    return publish(path, write, before_rename)
+    with told(f"write batch {path}", path.parent):
+        return publish(path, write, before_rename)
 
 
 def read_batch(path: Path, step: int | None = None) -> tuple[Batch, dict[str, Any]]:
@@ -166,11 +174,18 @@ def read_batch(path: Path, step: int | None = None) -> tuple[Batch, dict[str, An
         step: the step that the manifest must tell; None takes any.
 
     Raises:
-        ArtifactError: the artifact is incomplete, of another step, or its arrays are not as `Batch` says.
+        Incomplete: something is missing, or the rows are not those that were hashed.
+        ArtifactError: it is of another step, or its arrays are not as `Batch` says.
     """
     manifest = read_manifest(path, FORMAT)
     if step is not None and manifest["step"] != step:
         raise ArtifactError(f"{path} holds step {manifest['step']}, not {step}")
+    try:
+        found = content_hash(hash_tensors(path))
+    except ArtifactError as error:
+        raise Incomplete(str(error)) from None  # of the right size: what is in it may yet be to come
+    if found != manifest.get("hash"):
+        raise Incomplete(f"{path / ROWS_FILE} is not what was shipped: its hash is not the one in its manifest")
     try:
         batch = Batch(**load_file(path / ROWS_FILE))
         batch.validate()

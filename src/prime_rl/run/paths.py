@@ -9,9 +9,16 @@ _STEP = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """The layout of one run directory (docs/architecture.md shows it as a tree)."""
+    """The layout of one run directory (docs/architecture.md shows it as a tree).
+
+    Attributes:
+        root: the directory.
+        visibility_s: how long an artifact that has appeared may take to be whole, seconds; None lets the kind of file
+            system decide (`run.visibility`).
+    """
 
     root: Path
+    visibility_s: float | None = None
 
     @property
     def rollouts_dir(self) -> Path:

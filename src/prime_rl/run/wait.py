@@ -1,21 +1,25 @@
 """Waiting for an artifact to appear. Every wait has an owner and a deadline (I7).
 
 A watcher is a hint and `stat` is the truth: network file systems send no events, so the path is checked again at
-every event and at least four times a second.
+every event and at least four times a second. Where the kernel has no watcher left to give (its limits on inotify, or on
+open files), that alone has to do.
 """
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from watchfiles import awatch, watch
+from watchfiles._rust_notify import WatchfilesRustInternalError
 
 from prime_rl.errors import RunError
 
 _RECHECK_MS = 250
 _DEBOUNCE_MS = 5
+_NO_WATCHER = (OSError, WatchfilesRustInternalError)
 
 
 class DeadlineError(RunError):
@@ -49,11 +53,7 @@ def wait_until(
     directory.mkdir(parents=True, exist_ok=True)
     if holds():
         return
-    stop = threading.Event()
-    for _ in watch(
-        directory, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS, rust_timeout=_RECHECK_MS,
-        yield_on_timeout=True, recursive=False, raise_interrupt=True,
-    ):  # fmt: skip
+    for _ in _ticks(directory):
         if holds():
             return
         check()
@@ -65,8 +65,28 @@ async def changes(directory: Path, stop: asyncio.Event) -> AsyncIterator[None]:
     """Yield whenever `directory` may have changed: at once, at each event, and four times a second."""
     directory.mkdir(parents=True, exist_ok=True)
     yield
-    async for _ in awatch(
-        directory, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS, rust_timeout=_RECHECK_MS,
-        yield_on_timeout=True, recursive=False,
-    ):  # fmt: skip
+    with suppress(*_NO_WATCHER):
+        async for _ in awatch(
+            directory, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS, rust_timeout=_RECHECK_MS,
+            yield_on_timeout=True, recursive=False,
+        ):  # fmt: skip
+            yield
+    while not stop.is_set():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RECHECK_MS / 1000):
+                await stop.wait()
+        yield
+
+
+def _ticks(directory: Path) -> Iterator[None]:
+    """Yield at each event and four times a second."""
+    with suppress(*_NO_WATCHER):
+        for _ in watch(
+            directory, stop_event=threading.Event(), debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS,
+            rust_timeout=_RECHECK_MS, yield_on_timeout=True, recursive=False, raise_interrupt=True,
+        ):  # fmt: skip
+            yield
+    pause = threading.Event()
+    while True:
+        pause.wait(_RECHECK_MS / 1000)
         yield

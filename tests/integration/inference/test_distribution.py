@@ -75,7 +75,7 @@ def _widen(directory: Path) -> None:
 BAD = {
     "a flipped byte": (_flip, r"{dir}/model-00002\.safetensors is not what was published: tensor \S+ has another hash"),
     "a cut file": (_cut, r"{dir}/model-00002\.safetensors has 1000 bytes, its manifest says \d+"),
-    "a missing shard": (_lose, r"{dir}/model-00002\.safetensors has None bytes, its manifest says \d+"),
+    "a missing shard": (_lose, r"{dir}/model-00002\.safetensors is missing; its manifest says it has \d+ bytes"),
     "a wrong step": (_declare(step=99), r"{dir}/manifest\.json declares step 99"),
     "a smaller version": (_declare(branch=0), r"version 0\.\d+ \(branch\.step\) of {dir} is older than 1\.\d+"),
     "another shape": (_widen, r"tensor \S+ of {dir}/model-00001\.safetensors has shape"),

@@ -47,7 +47,7 @@ def _lie(shard: Path) -> None:
     ("damage", "reason"),
     [
         (_flip, r"{shard} is not what was published: tensor \S+ has another hash"),
-        (Path.unlink, r"{shard} has None bytes, its manifest says \d+"),
+        (Path.unlink, r"{shard} is missing; its manifest says it has \d+ bytes"),
         (_truncate, r"{shard} has \d+ bytes, its manifest says \d+"),
         (_lengthen_a_tensor, r"{shard} is truncated: tensor \S+ ends at byte \d+ of \d+"),
         (_lie, r"{directory}/manifest.json declares branch 0, step 6; asked for was branch 0, step 7"),

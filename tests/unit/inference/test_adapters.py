@@ -88,7 +88,10 @@ def _edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
         (_edit("adapter_config.json", lambda text: "[" + text[1:]), "adapter_config.json is not an adapter's config"),
         (_edit("manifest.json", lambda text: text.replace('"step": 7', '"step": 6')), "declares branch 0, step 6"),
         (_edit("manifest.json", lambda text: text.replace('"adapter"', '"other"')), "has another hash of it"),
-        (lambda directory: (directory / "adapter_config.json").unlink(), "adapter_config.json has None bytes"),
+        (
+            lambda directory: (directory / "adapter_config.json").unlink(),
+            "adapter_config.json is missing; its manifest says",
+        ),
     ],
 )
 def test_damage_is_told(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:

@@ -199,7 +199,7 @@ def _flip(file: Path) -> None:
     [
         (_flip, r"{} is damaged: its checksum is another"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"{} has \d+ bytes, its manifest says \d+"),
-        (Path.unlink, r"{} has None bytes, its manifest says \d+"),
+        (Path.unlink, r"{} is missing; its manifest says it has \d+ bytes"),
         (
             lambda file: shutil.copy(file.parents[1] / "step_2" / file.name, file),
             r"({0} has \d+ bytes|{0} leads from version 0\.1 to 0\.2; its manifest says from 0\.2 to 0\.3)",

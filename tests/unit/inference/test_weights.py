@@ -76,7 +76,7 @@ def test_refuses_altered_files(tmp_path: Path) -> None:
     _change(directory, lambda content: content.pop())
     assert f"{file} has 95 bytes, its manifest says 96" in _reason(directory)
     file.unlink()
-    assert f"{file} has None bytes" in _reason(directory)
+    assert f"{file} is missing; its manifest says" in _reason(directory)
     (directory / "manifest.json").write_text("{")
     assert "is not JSON" in _reason(directory)
     (directory / "manifest.json").write_text('{"format": "prime_rl.weights/1"}')

@@ -16,8 +16,12 @@ from prime_rl.errors import ConfigError
 from prime_rl.monitor import Monitor
 from prime_rl.run.artifact import remove
 from prime_rl.run.batch import ROWS_FILE, Batch, read_batch
+from prime_rl.run.heart import Heartbeat
 from prime_rl.run.paths import RunPaths
-from prime_rl.run.wait import wait_for
+from prime_rl.run.peers import Peers
+from prime_rl.run.visibility import patience, settled
+from prime_rl.run.wait import DeadlineError, wait_for
+from prime_rl.supervisor.process import is_supervised
 from prime_rl.trainer.checkpoints import Checkpointer
 from prime_rl.trainer.engine import Engine
 from prime_rl.trainer.loading import make_policy
@@ -30,6 +34,7 @@ from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.rl.batches import fake_batch, split_batch
 from prime_rl.trainer.rl.objective import build_objective
 from prime_rl.trainer.rl.reference import References
+from prime_rl.trainer.start import rank_heartbeat
 from prime_rl.types import PolicyVersion
 
 
@@ -40,39 +45,45 @@ def train(config: TrainerConfig) -> None:
         ConfigError: bad input.
         RunError: a batch did not come in time, or the run cannot go on.
     """
-    paths = config.run_paths
-    with join_world(config.device, config.dist_timeout_seconds, config.model) as world:
+    paths, timeout_s = config.run_paths, config.dist_timeout_seconds
+    with rank_heartbeat(paths, timeout_s) as heart, join_world(config.device, timeout_s, config.model) as world:
+        heart.enter("load the model")
         checkpoints = Checkpointer(config, paths, world, serves=True)
         policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
-        engine = Engine(policy, optimizer, world, config.optim.max_norm)
+        engine = Engine(policy, optimizer, world, config.optim.max_norm, heart.advance)
         publisher = make_publisher(config, policy, tokenizer, optimizer, world)
         objective = build_objective(config.loss, config.model.seq_len)
         references = References(config, policy, world)
-        next_batch = batch_source(config, paths, policy, publisher)
+        next_batch = batch_source(config, paths, policy, publisher, heart)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config, world, monitor)
 
+        heart.enter("restore")
         progress = checkpoints.restore(policy, optimizer)
-        if progress.step and config.data.fake is None:
+        if checkpoints.resumes and config.data.fake is None:
             publisher.start(paths.weights(progress.step), PolicyVersion(checkpoints.branch, progress.step))
         for step in range(progress.step, config.max_steps) if config.max_steps else count(progress.step):
             clock = Stopwatch()
             batch = next_batch(step)
             clock.lap("wait_for_batch")
+            heart.enter(f"step {step}", timeout_s if world.size > 1 else None)
             factor = schedule_factor(config.scheduler, config.optim.lr, step, config.max_steps)
             minibatches = split_batch(batch, step, config.minibatches, world, room=config.model.seq_len)
             result = engine.step(references.score(minibatches), objective, factor)
             clock.lap("train")
             last = step + 1 == config.max_steps
+            heart.enter(f"publish version {step + 1}")
             publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1), last)
             clock.lap("publish")
             if world.leads:
                 clean_up(config, paths, step)
             reporter.report(step, result, clock, batch.seq_lens, batch.loss_tokens, publisher.metrics())
             progress.count(len(batch.tokens), len(batch.seq_lens), len(np.unique(batch.sample_group)))
+            heart.enter(f"checkpoint {progress.step}")
             checkpoints.step_done(progress, last)
+        heart.enter("write what is left")
         checkpoints.close()
         publisher.close()
         if world.leads and config.data.fake is not None:
@@ -107,22 +118,32 @@ def make_publisher(
 
 
 def batch_source(
-    config: TrainerConfig, paths: RunPaths, policy: PolicyModel, publisher: Publisher
+    config: TrainerConfig, paths: RunPaths, policy: PolicyModel, publisher: Publisher, heart: Heartbeat
 ) -> Callable[[int], Batch]:
     """Return what gives the batch of a step: the run directory, where every rank waits by itself, or a generator.
 
     The source raises ConfigError where the orchestrator was given another bound, and while it waits what goes wrong
-    with the publication: the batch may never come without the version.
+    with the publication: the batch may never come without the version. It looks whether the orchestrator lives.
     """
     fake = config.data.fake
     if fake is not None:
         return lambda step: fake_batch(fake, policy.vocabulary, config.model.seq_len, config.seed, step)
 
+    orchestrator = Peers(paths, "orchestrator", config.heartbeat.limits, judges=not is_supervised())
+
+    def check() -> None:
+        publisher.check()
+        orchestrator.check()
+
     def read(step: int) -> Batch:
         path = paths.rollouts(step)
+        heart.enter(f"wait for batch {step}", config.wait_timeout_seconds, "orchestrator")
         owner = f"the orchestrator (log {paths.log('orchestrator')})"
-        wait_for(path, config.wait_timeout_seconds, owner, publisher.check)
-        batch, manifest = read_batch(path, step)
+        try:
+            wait_for(path, config.wait_timeout_seconds, owner, check)
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}; {orchestrator.told()}") from None
+        batch, manifest = settled(partial(read_batch, path, step), patience(path, paths.visibility_s), publisher.check)
         if manifest["async_level"] != config.async_level:
             raise ConfigError(
                 f"async_level = {config.async_level} here and {manifest['async_level']} at the orchestrator that wrote "

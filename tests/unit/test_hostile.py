@@ -1,0 +1,236 @@
+"""A hostile machine: every write that fails, every file that comes late, every clock that jumps ends in one clear line.
+
+What each test guards is in docs/surroundings.md.
+"""
+
+import ast
+import errno
+import os
+import resource
+import shutil
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prime_rl
+from prime_rl.run import wait
+from prime_rl.run.artifact import ArtifactError, Incomplete, publish, read_manifest
+from prime_rl.run.batch import Batch, read_batch, write_batch
+from prime_rl.run.locks import acquire
+from prime_rl.run.surroundings import SurroundingsError, describe, is_surroundings, told
+from prime_rl.run.visibility import is_local, patience, settled
+from prime_rl.run.wait import DeadlineError, wait_for
+
+FIELDS = {"branch": 0, "step": 5, "async_level": 2}
+
+
+@contextmanager
+def small_disk(size: int):
+    """Refuse to write a file beyond `size` bytes, as a full disk does."""
+    earlier = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, earlier[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, earlier)
+
+
+@contextmanager
+def no_more_files():
+    """Leave no file descriptor to open."""
+    earlier = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest)]  # whatever gaps there are
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, earlier[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, earlier)
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def make_batch(tokens: int = 8, **changes) -> Batch:
+    mask = np.ones(tokens, np.uint8)
+    mask[0] = 0
+    arrays = {
+        "tokens": np.arange(tokens, dtype=np.int32),
+        "loss_mask": mask,
+        "logprobs": np.full(tokens, -0.5, np.float32),
+        "advantages": np.ones(tokens, np.float32),
+        "versions": np.where(mask == 1, 4, -1).astype(np.int32),
+        "temperature": np.ones(tokens, np.float32),
+        "segment_ids": np.zeros(tokens, np.int32),
+        "row_offsets": np.array([0, tokens], np.int64),
+        "row_cost": np.array([tokens], np.float32),
+        "seq_lens": np.array([tokens], np.int32),
+        "sample_group": np.zeros(1, np.int64),
+        "sample_rollout": np.zeros(1, np.int32),
+    }
+    return Batch(**arrays | changes)
+
+
+def test_a_batch_that_the_disk_has_no_room_for_is_absent_and_told_in_one_line(tmp_path):
+    with small_disk(4096), pytest.raises(SurroundingsError, match=r"cannot write batch .*step_5: File too large.*MiB"):
+        write_batch(tmp_path / "rollouts/step_5", make_batch(4096), FIELDS)
+    assert list((tmp_path / "rollouts").iterdir()) == []
+    write_batch(tmp_path / "rollouts/step_5", make_batch(4096), FIELDS)
+
+
+def test_a_directory_that_cannot_be_written_is_told_in_one_line(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(SurroundingsError, match=r"cannot write batch .*: Read-only file system: .*rollouts"):
+        write_batch(tmp_path / "rollouts/step_5", make_batch(), FIELDS)
+
+
+def test_without_file_descriptors_the_limit_is_named(tmp_path):
+    write_batch(tmp_path / "step_5", make_batch(), FIELDS)
+    said = r"Too many open files.*may open \d+ files.*ulimit -n"
+    with no_more_files(), pytest.raises(SurroundingsError, match=said), told("read it", tmp_path):
+        (tmp_path / "step_5/manifest.json").read_text()
+
+
+def test_without_a_watcher_files_are_found_all_the_same(tmp_path, monkeypatch):
+    """The kernel's limits on inotify are reached on machines with many users."""
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+        yield
+
+    monkeypatch.setattr(wait, "watch", refuse)
+    later = threading.Timer(0.05, (tmp_path / "step_0").mkdir)
+    later.start()
+    wait_for(tmp_path / "step_0", 20, "the test")
+    with pytest.raises(DeadlineError):
+        wait_for(tmp_path / "step_1", 0.1, "the test")
+    later.join()
+
+
+async def test_without_a_watcher_changes_are_seen_all_the_same(tmp_path, monkeypatch):
+    import asyncio
+
+    async def refuse(*args, **kwargs):
+        raise wait.WatchfilesRustInternalError("no inotify instance left")
+        yield
+
+    monkeypatch.setattr(wait, "awatch", refuse)
+    stop, looks = asyncio.Event(), 0
+    async with asyncio.timeout(20):
+        async for _ in wait.changes(tmp_path, stop):
+            looks += 1
+            if looks == 3:
+                stop.set()
+    assert looks >= 3
+
+
+def late(path: Path, name: str) -> threading.Timer:
+    """Hide a file of an artifact, and show it a moment later: what another machine's cache does."""
+    hidden = path.parent / f"hidden-{name}"
+    shutil.move(path / name, hidden)
+    timer = threading.Timer(0.15, lambda: shutil.move(hidden, path / name))
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rows.safetensors"])
+def test_a_batch_whose_files_are_seen_later_than_its_name_is_waited_for(tmp_path, name):
+    path = tmp_path / "step_5"
+    write_batch(path, make_batch(), FIELDS)
+    timer = late(path, name)
+    with pytest.raises(Incomplete, match="missing"):
+        read_batch(path, 5)
+    batch, _ = settled(lambda: read_batch(path, 5), 20)
+    assert batch.loss_tokens == 7
+    timer.join()
+
+
+def test_a_batch_whose_contents_are_seen_later_than_its_size_is_waited_for(tmp_path):
+    path = tmp_path / "step_5"
+    write_batch(path, make_batch(), FIELDS)
+    rows, whole = path / "rows.safetensors", (path / "rows.safetensors").read_bytes()
+    for seen in (bytes(len(whole)), whole[:-4] + bytes([1, 2, 3, 4])):
+        rows.write_bytes(seen)
+        with pytest.raises(Incomplete, match=r"rows\.safetensors is not"):
+            read_batch(path, 5)
+    timer = threading.Timer(0.15, lambda: rows.write_bytes(whole))
+    timer.start()
+    settled(lambda: read_batch(path, 5), 20)
+    timer.join()
+
+
+def test_what_never_becomes_whole_is_damaged_at_the_deadline_and_at_once_on_a_local_disk(tmp_path):
+    publish(tmp_path / "step_5", lambda d: {"format": "test/1", "n": (d / "a").write_text("abc")})
+    (tmp_path / "step_5/a").unlink()
+    with pytest.raises(ArtifactError, match=r"a is missing; .* it was looked at for 0\.2 s \(visibility_seconds\)"):
+        settled(lambda: read_manifest(tmp_path / "step_5", "test/1"), 0.2)
+    looks = []
+    with pytest.raises(ArtifactError, match="a is missing"):
+        settled(lambda: looks.append(1) or read_manifest(tmp_path / "step_5", "test/1"), 0)
+    assert looks == [1]
+
+
+def test_patience_is_for_network_file_systems(tmp_path, monkeypatch):
+    from collections import namedtuple
+
+    Part = namedtuple("Part", "mountpoint fstype")
+    parts = [Part("/", "ext4"), Part(str(tmp_path / "nfs"), "nfs4"), Part(str(tmp_path / "nf"), "xfs")]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: parts)
+    is_local.cache_clear()
+    try:
+        assert patience(tmp_path / "nfs/run/step_1") == 60
+        assert patience(tmp_path / "nfs/run/step_1", 3.0) == 3
+        assert patience(tmp_path / "run/step_1") == 0
+    finally:
+        is_local.cache_clear()
+
+
+def test_a_lock_that_is_held_too_long_names_its_holder(tmp_path):
+    import subprocess
+    import sys
+
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        with (tmp_path / "lock").open("w") as file:
+            with pytest.raises(DeadlineError, match=rf"waited 0 s for process {holder.pid} .*, which rebuilds weights"):
+                acquire(file, 0.2, "rebuilds weights")
+            holder.stdin.close()
+            holder.wait(10)
+            acquire(file, 10, "rebuilds weights")
+
+
+def test_a_defect_keeps_its_traceback_and_the_machine_does_not():
+    assert not is_surroundings(FileNotFoundError(errno.ENOENT, "No such file", "x"))
+    for number in (errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EDQUOT, errno.EIO):
+        assert is_surroundings(OSError(number, os.strerror(number)))
+    assert "free there" in describe(OSError(errno.ENOSPC, "No space left on device", "/no/such/place"))
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, np.nan, np.inf])
+def test_a_batch_whose_temperature_divides_by_nonsense_is_refused(tmp_path, value):
+    temperature = np.ones(8, np.float32)
+    temperature[3] = value
+    with pytest.raises(ValueError, match="temperature is not a number above 0"):
+        write_batch(tmp_path / "step_5", make_batch(temperature=temperature), FIELDS)
+
+
+def test_the_wall_clock_decides_nothing():
+    """It may jump (NTP, a suspended machine): what it says is written down, never compared or subtracted to decide."""
+    found = []
+    for file in Path(prime_rl.__file__).parent.rglob("*.py"):
+        if file.parent.name == "doctor":
+            continue  # shows people how long ago something was written
+        for node in ast.walk(ast.parse(file.read_text())):
+            for part in ast.iter_child_nodes(node) if isinstance(node, ast.BinOp | ast.Compare | ast.AugAssign) else ():
+                if isinstance(part, ast.Call) and ast.unparse(part.func) in ("time.time", "datetime.now"):
+                    found.append(f"{file}:{node.lineno}")
+    assert found == []
