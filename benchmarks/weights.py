@@ -57,7 +57,7 @@ SHARES = (0.01, 0.02, 0.06, 0.02)
 
 _WAIT_S = 900
 _ALONE = 2
-_ENGINE = ["--vllm.max-num-seqs", "8", "--vllm.max-model-len", "1024", "--model.dtype", "bfloat16"]
+_ENGINE = ["--vllm.max-num-seqs", "8", "--max-model-len", "1024", "--model.dtype", "bfloat16"]
 
 Rounds = list[dict[str, float]]
 

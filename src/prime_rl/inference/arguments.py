@@ -25,7 +25,7 @@ _ELSEWHERE = {
     "host": "server.host",
     "port": "server.port",
     "api_key": "server.api_key_var",
-    **InferenceConfig.aliases,
+    **{key: ours for key, ours in InferenceConfig.aliases.items() if ours.startswith("parallel.")},
     "enable_lora": "enable_lora",
     "max_loras": "max_loras",
     "max_lora_rank": "max_lora_rank",

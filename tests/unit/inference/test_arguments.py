@@ -55,6 +55,10 @@ def test_refuses_what_the_server_promises_on(key: str, reason: str) -> None:
         _refuse({key: 1})
 
 
+def test_a_default_of_ours_can_be_overridden() -> None:
+    _refuse({"max_model_len": 1024, "max_num_seqs": 8, "dtype": "float32"})
+
+
 @pytest.mark.parametrize("model", [{"num_experts": 4}, {"text_config": {"n_routed_experts": 8}}])
 def test_copies_of_a_mixture_of_experts_need_a_gpu(tmp_path: Any, model: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model))
