@@ -116,6 +116,14 @@ class RLConfig(RootConfig):
     heartbeat: HeartbeatConfig = HeartbeatConfig()
     """How a silent, stuck or dead process is noticed, by `rl` and the three."""
 
+    max_restarts: int = Field(0, ge=0)
+    """How often each of inference, orchestrator and trainer is started again after it died, in one run; with 0 the
+    first death ends the run. Bad input always does. See docs/deployment.md."""
+
+    grace_seconds: float = Field(5, ge=1)
+    """Time for an orderly end after SIGTERM, Ctrl-C or a failure, seconds; then what is left is killed. Less than what
+    the scheduler of a cluster gives."""
+
     @classmethod
     def prepare(cls, state: Any) -> None:
         """Hand the shared values to the three; see `prime_rl.configs.handing`."""

@@ -9,6 +9,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.monitor import bench
 from prime_rl.run.paths import RunPaths
 from prime_rl.supervisor.children import Role
+from prime_rl.supervisor.events import Events
 from prime_rl.supervisor.roles import make_roles
 from prime_rl.supervisor.supervise import Outcome, supervise
 
@@ -29,7 +30,5 @@ def benchmark(config: RLConfig, paths: RunPaths, console: Console) -> Outcome:
 
 
 def _supervise(roles: list[Role], console: Console) -> Outcome:
-    def started(name: str, pid: int, log: object) -> None:
-        console.print(f"started {name} (pid {pid}), log {log}", soft_wrap=True)
-
-    return asyncio.run(supervise(roles, started=lambda child: started(child.role.name, child.pid, child.role.log)))
+    events = Events(None, lambda line: console.print(line, markup=False, soft_wrap=True))
+    return asyncio.run(supervise([replace(role, restarts=0) for role in roles], events=events))

@@ -5,15 +5,16 @@ session of its own, so that Ctrl-C reaches `rl` alone, and dies with `rl` by the
 """
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -29,11 +30,15 @@ class Role:
         name: `trainer`, `orchestrator` or `inference`.
         argv: the command.
         env: the whole environment of the process.
-        log: file that takes its stdout and stderr; emptied first.
+        log: file that takes its stdout and stderr; emptied at the first start.
         error: file in which it may leave its error (`prime_rl.errors.ERROR_FILE`).
         finishes: the run is over when all roles that finish have ended with exit code 0; the others serve until told
             to stop.
         last: it does the last of the work, so once it has ended the others that finish must follow soon.
+        restarts: how often it may be started again after it has failed.
+        again: what to start then, given how many more times it may be started; None is the same.
+        restarted: how often a launcher that is the role's child has started it again by itself.
+        recalled: whether work that it had finished has been undone by another, so that it is started once more.
     """
 
     name: str
@@ -43,6 +48,17 @@ class Role:
     error: Path
     finishes: bool = True
     last: bool = False
+    restarts: int = 0
+    again: "Callable[[int], Role] | None" = None
+    restarted: Callable[[], int] = lambda: 0
+    recalled: Callable[[], bool] = lambda: False
+
+    def told(self) -> dict[str, Any] | None:
+        """The error that it left behind: {"code", "message"}; None if it left none."""
+        with suppress(OSError, ValueError):
+            error = json.loads(self.error.read_text())
+            return error if {"code", "message"} <= error.keys() else None
+        return None
 
 
 class Child:
@@ -59,8 +75,12 @@ class Child:
         self.ended = asyncio.ensure_future(self._wait(process))
 
     @classmethod
-    def start(cls, role: Role) -> Self:
+    def start(cls, role: Role, again: str | None = None) -> Self:
         """Start a role. Call it from the thread that lasts, with a running event loop.
+
+        Args:
+            role: what to start.
+            again: a line for its log, which then keeps what is in it; None empties the log.
 
         Raises:
             RunError: it cannot be started: the disk is full, no such command ...
@@ -75,7 +95,10 @@ class Child:
         try:
             role.log.parent.mkdir(parents=True, exist_ok=True)
             role.error.unlink(missing_ok=True)
-            with role.log.open("wb") as log:
+            with role.log.open("wb" if again is None else "ab") as log:
+                if again is not None:
+                    log.write(f"\n--- {again} ---\n".encode())
+                    log.flush()
                 process = subprocess.Popen(
                     role.argv,
                     env=dict(role.env),
@@ -156,6 +179,17 @@ async def end_all(children: Sequence[Child], grace_s: float, kill_s: float, hurr
     # Reaping a killed child of ours is the business of its own task.
     await asyncio.wait([child.ended for child in children], timeout=max(0.0, deadline - time.monotonic()))
     return _descendants()
+
+
+async def end_orphans(pids: Sequence[int], kill_s: float) -> None:
+    """Kill what a child has left behind, and wait for its end; `kill_s` seconds at most."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    await exits(pids, kill_s)
+    for pid in pids:
+        with suppress(ChildProcessError):  # somebody else's child, who will reap it
+            os.waitpid(pid, os.WNOHANG)
 
 
 def _descendants() -> list[int]:

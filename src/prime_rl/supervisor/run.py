@@ -1,23 +1,23 @@
 """A whole run on one node, from its configuration to its exit code."""
 
 import asyncio
-import json
-import signal
 from contextlib import suppress
-from typing import Any
 
 from rich.console import Console
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.errors import ConfigError, RunError
+from prime_rl.plain import visible
+from prime_rl.run.heartbeat import read_beats
 from prime_rl.run.paths import RunPaths
 from prime_rl.supervisor.bench import benchmark
 from prime_rl.supervisor.checks import check_before_start, clear_earlier_run, unreachable_servers
-from prime_rl.supervisor.children import Child
+from prime_rl.supervisor.events import Events
 from prime_rl.supervisor.lock import hold_lock
+from prime_rl.supervisor.lookout import Lookout
 from prime_rl.supervisor.progress import Display
 from prime_rl.supervisor.roles import make_roles
-from prime_rl.supervisor.supervise import Outcome, supervise, tail
+from prime_rl.supervisor.supervise import Limits, Outcome, how, supervise, tail
 
 
 def run(config: RLConfig) -> int:
@@ -30,7 +30,7 @@ def run(config: RLConfig) -> int:
         ConfigError: bad input, found here or by one of the processes.
         RunError: a process failed.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     paths = config.run_paths
     with hold_lock(paths):
         check_before_start(config)
@@ -63,10 +63,11 @@ def _train(config: RLConfig, paths: RunPaths, console: Console) -> Outcome:
 
 
 async def _run(config: RLConfig, paths: RunPaths, display: Display, console: Console) -> Outcome:
-    def started(child: Child) -> None:
-        console.print(f"started {child.role.name} (pid {child.pid}), log {child.role.log}", soft_wrap=True)
-
-    work = asyncio.ensure_future(supervise(make_roles(config, paths), started=started))
+    roles = make_roles(config, paths)
+    forget_heartbeats(paths, [role.name for role in roles])
+    events = Events(paths.events, lambda line: console.print(line, markup=False, soft_wrap=True))
+    lookout = Lookout(paths, config.heartbeat.limits, events)
+    work = asyncio.ensure_future(supervise(roles, Limits(grace=config.grace_seconds), events, lookout))
     following = asyncio.ensure_future(display.follow())
     await asyncio.wait({work, following}, return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
@@ -83,30 +84,20 @@ def _explain(outcome: Outcome, console: Console) -> ConfigError | RunError:
     """Name the culprit, with what it said itself; show the last lines of its log unless the input was bad."""
     assert outcome.culprit is not None
     role, code = outcome.culprit, outcome.code
-    told = _told(outcome)
-    if told is not None and told["code"] == 2:
+    told = role.told()
+    if told is not None and told["code"] == 2 and (code or 0) > 0:
         return ConfigError(f"{role.name}: {told['message']} (log {role.log})")
     lines = tail(role.log)
     if lines:
         console.print(f"last lines of {role.log}:", style="bold", soft_wrap=True)
         for line in lines:
-            console.print(f"  {line}", markup=False, soft_wrap=True)
-    if code is None:
-        how = "did not end after the last step"
-    elif code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-    else:
-        how = f"ended with exit code {code}" + ("" if code else " before the run was over")
-    why = f": {told['message']}" if told else ""
-    return RunError(f"{role.name} {how}{why}; log {role.log}")
+            console.print(f"  {visible(line)}", soft_wrap=True)
+    why = outcome.reason or (told["message"] if told is not None and (code or 0) > 0 else None)
+    return RunError(f"{role.name} {how(code)}{f': {why}' if why else ''}; log {role.log}")
 
 
-def _told(outcome: Outcome) -> dict[str, Any] | None:
-    """The error that the culprit left behind, unless a signal killed it."""
-    assert outcome.culprit is not None
-    if outcome.code is None or outcome.code <= 0:
-        return None
-    with suppress(OSError, ValueError):
-        error = json.loads(outcome.culprit.error.read_text())
-        return error if {"code", "message"} <= error.keys() else None
-    return None
+def forget_heartbeats(paths: RunPaths, roles: list[str]) -> None:
+    """Remove what the processes of an earlier run said last; a server that was started by hand keeps its own."""
+    for name, beat in read_beats(paths).items():
+        if beat.role in roles:
+            paths.heartbeat(name).unlink(missing_ok=True)

@@ -31,10 +31,11 @@ path.write_text("".join(json.dumps({"step": n, **row}) + "\\n" for n, row in enu
 class Run:
     """`rl` over fake roles, and what becomes of it."""
 
-    def __init__(self, output_dir, roles, grace=1.0):
+    def __init__(self, output_dir, roles, grace=1.0, keys=()):
         self.output_dir = output_dir
+        driver = [sys.executable, "-m", "tests.unit.supervisor.driver", str(output_dir)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.supervisor.driver", str(output_dir), json.dumps(roles), str(grace)],
+            [*driver, json.dumps(roles), str(grace), *keys],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
