@@ -26,7 +26,13 @@ class DeadlineError(RunError):
     """What was waited for did not come in time; the message names it and who should have made it."""
 
 
-def wait_for(path: Path, timeout_s: float, owner: str, check: Callable[[], None] = lambda: None) -> None:
+def wait_for(
+    path: Path,
+    timeout_s: float,
+    owner: str,
+    check: Callable[[], None] = lambda: None,
+    counts: Callable[[], bool] = lambda: True,
+) -> None:
     """Block until `path` exists.
 
     Args:
@@ -34,11 +40,16 @@ def wait_for(path: Path, timeout_s: float, owner: str, check: Callable[[], None]
         timeout_s: seconds until the wait is given up.
         owner: who makes the path and where its log is, for the error.
         check: called again and again; raises what makes waiting pointless.
+        counts: whether what exists is what is waited for; another may take its place.
 
     Raises:
         DeadlineError: `timeout_s` passed.
     """
-    wait_until(path.parent, path.exists, timeout_s, f"{path}, which {owner} should have written", check)
+
+    def holds() -> bool:
+        return path.exists() and counts()
+
+    wait_until(path.parent, holds, timeout_s, f"{path}, which {owner} should have written", check)
 
 
 def wait_until(

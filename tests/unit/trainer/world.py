@@ -49,10 +49,10 @@ def run_world(size, function, argument, tmp_path, timeout=120, lost=()):
     return [answer["value"] for answer in answers]
 
 
-def run_command(command, arguments, timeout=120):
+def run_command(command, arguments, timeout=120, env=None):
     """Run the entry point `command` ("trainer", "sft"); return its exit code and what it wrote to stderr."""
     with tempfile.NamedTemporaryFile("r") as error:
-        process = _context.Process(target=_run_main, args=(command, list(map(str, arguments)), error.name))
+        process = _context.Process(target=_run_main, args=(command, list(map(str, arguments)), error.name, env))
         process.start()
         process.join(timeout)
         if process.is_alive():
@@ -61,11 +61,11 @@ def run_command(command, arguments, timeout=120):
         return process.exitcode, error.read()
 
 
-def _run_main(command, arguments, error):
+def _run_main(command, arguments, error, env):
     with Path(error).open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     sys.argv = [command, *arguments]
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", **(env or {})}
     importlib.import_module(f"prime_rl.entrypoints.{command}").main()
 
 

@@ -5,7 +5,6 @@ all are on the disk rank 0 renames it, and commits if the other parts of the run
 goes over a group of its own, so that a save in the background never mixes with the collectives of training.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,20 +23,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.shared import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run import checkpoints as files
 from prime_rl.run.artifact import MANIFEST, ArtifactError
 from prime_rl.run.batch import delete_rows
 from prime_rl.run.paths import RunPaths, step_of
-from prime_rl.run.rewind import START_VARIABLE, next_branch, rewind
 from prime_rl.trainer.checkpoints import state
 from prime_rl.trainer.checkpoints.agreement import Agreement
 from prime_rl.trainer.checkpoints.loading import load_model_and_optimizer, reason
 from prime_rl.trainer.checkpoints.reader import TensorReader
 from prime_rl.trainer.checkpoints.settings import changes, settings_of
+from prime_rl.trainer.checkpoints.start import Chooser, Start
 from prime_rl.trainer.parallel import World, lost_ranks_told
-from prime_rl.trainer.start import check_output_dir, check_writable
+from prime_rl.trainer.start import check_output_dir
 
 PART = files.TRAINER
 
@@ -78,12 +77,7 @@ class Progress:
 
 
 class Checkpointer:
-    """Saves and resumes one trainer. Without a `ckpt` block, and in a benchmark, it does neither and costs nothing.
-
-    Attributes:
-        branch: of this run: 0, or one more than the run that is resumed.
-        start: steps that are done already.
-    """
+    """Saves and resumes one trainer. A benchmark does neither; without a `ckpt` block a restart begins at step 0."""
 
     def __init__(
         self,
@@ -104,25 +98,38 @@ class Checkpointer:
             ConfigError: the directory holds another run, or not the checkpoint that is asked for.
             RunError: the checkpoint is damaged, or the directory cannot be written.
         """
-        self.branch, self.start = 0, 0
-        self._config, self._paths, self._world, self._serves = config, paths, world, serves
+        self._config, self._paths, self._world = config, paths, world
         self._options = None if config.bench else config.ckpt
-        resuming = self._options is not None and self._options.resume_step is not None
-        check_output_dir(paths, resuming)
-        if self._options is None:
+        if config.bench:
+            check_output_dir(paths, resuming=False)
+            self._start = Start()
             return
-        self._directory = paths.root / self._options.path
+        self._directory = paths.root / (self._options or CkptConfig()).path
         timeout = timedelta(seconds=config.dist_timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = Agreement(world, self._group)
-        self._ranks.on_lead(lambda: check_writable("ckpt.path", self._directory))
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if self._options.save_async else None
+        background = self._options is not None and self._options.save_async
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
-        self._resumed: files.Commit | None = None
-        if resuming:
-            self._go_back(self._options.resume_step)
-        else:
-            self._ranks.on_lead(self._refuse_earlier)
+        self._start = Chooser(config, paths, self._directory, world, self._ranks, serves).choose()
+
+    @property
+    def branch(self) -> int:
+        """Of this run: 0, or one more than that of the run that is resumed."""
+        return self._start.branch
+
+    @property
+    def batches_of(self) -> int | None:
+        """The branch that batches must be of: an orchestrator that lives on after a rewind may still write others.
+
+        None takes any, as a trainer alone does.
+        """
+        return self._start.batches_of
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a checkpoint is gone on from, so that version `start` has to be published again."""
+        return self._start.commit is not None
 
     def restore(self, policy: nn.Module, optimizer: Optimizer, stream: DataStream | None = None) -> Progress:
         """Give model, optimizer, random generators and data the state of the checkpoint, if this run resumes one.
@@ -142,9 +149,9 @@ class Checkpointer:
             RunError: it is damaged.
         """
         self._policy, self._optimizer, self._stream = policy, optimizer, stream
-        if self._options is None or self._resumed is None:
-            return Progress(self.start)
-        part = self._checkpoint(self._resumed.step) / PART
+        if self._options is None or self._start.commit is None:
+            return Progress(self._start.step)
+        part = self._checkpoint(self._start.step) / PART
         manifest = files.read_manifest(part, files.PART_FORMAT)
         self._compare(manifest)
         load_model_and_optimizer(part, policy, optimizer, self._group, _hint(manifest, self._config))
@@ -270,59 +277,6 @@ class Checkpointer:
             self._pending.result()
             self._pending = None
 
-    def _go_back(self, wanted: int | None) -> None:
-        """Choose the checkpoint, newest first, by size and then by hash; put aside what came after it."""
-        candidates = self._ranks.on_lead(lambda: self._candidates(wanted))
-        for commit in candidates:
-            part = self._checkpoint(commit.step) / PART
-            damage = self._ranks.failure(partial(files.check_hashes, part, self._world.rank, self._world.size))
-            if damage is None:
-                self._resumed = commit
-                break
-            if wanted != -1:
-                raise damage
-            if self._world.leads:
-                logger.warning(f"{part.parent} is not used: {damage}")
-        self.start, limit = self._resumed.step if self._resumed else 0, self._config.max_steps
-        if limit is not None and self.start > limit:
-            raise ConfigError(
-                f"max_steps = {limit}, but the checkpoint to resume from has done {self.start} steps; raise "
-                "--max-steps, or choose an earlier one with --ckpt.resume-step"
-            )
-        if self._resumed is None and self._world.leads:
-            logger.warning(f"{self._directory} has no complete checkpoint: starting at step 0")
-        self.branch = self._ranks.on_lead(self._rewind)
-
-    def _candidates(self, wanted: int | None) -> list[files.Commit]:
-        found = files.find_checkpoints(self._directory)
-        for name, why in found.broken.items():
-            logger.warning(f"{self._directory / name} is not used: {why}")
-        if wanted != -1 and wanted not in found.steps:
-            there = ", ".join(map(str, found.steps)) or "none"
-            broken = found.broken.get(f"step_{wanted}")
-            raise ConfigError(
-                f"ckpt.resume_step = {wanted}: {self._directory} has no complete checkpoint of it"
-                + (f" ({broken})" if broken else "")
-                + f"; complete are: {there}"
-            )
-        return [commit for commit in reversed(found.complete) if wanted in (-1, commit.step)]
-
-    def _rewind(self) -> int:
-        branch = next_branch(self._directory, self._resumed)
-        start = os.environ.get(START_VARIABLE)
-        # Who resumes without an orchestrator, which would sample them again, trains on the batches that are recorded.
-        resampled = files.ORCHESTRATOR in self._resumed.parts if self._resumed else start is not None
-        rewind(
-            self._paths,
-            self._directory,
-            self.start,
-            branch,
-            weights=self._serves or not self.start,
-            rollouts=resampled,
-            start=start,
-        )
-        return branch
-
     def _orchestrators(self, checkpoint: Path) -> tuple[str, ...]:
         """Name the orchestrator's part if it wrote one, before the last batch, and see that it is of that batch.
 
@@ -339,13 +293,6 @@ class Checkpointer:
         if (manifest["branch"], manifest["batch"]) != (self.branch, files.hash_file(batch)):
             raise ArtifactError(f"{part} is of branch {manifest['branch']}, and not of the batch {batch.parent}")
         return (files.ORCHESTRATOR,)
-
-    def _refuse_earlier(self) -> None:
-        if steps := files.find_checkpoints(self._directory).steps:
-            raise ConfigError(
-                f"output_dir: {self._directory} holds checkpoints of an earlier run (steps {steps[0]} to {steps[-1]}); "
-                "go on from the newest with --ckpt.resume-step -1, or choose another output_dir"
-            )
 
     def _compare(self, manifest: Mapping[str, Any]) -> None:
         if manifest["command"] != self._config.command:

@@ -19,6 +19,7 @@ from prime_rl.run.batch import ROWS_FILE, Batch, read_batch
 from prime_rl.run.heart import Heartbeat
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.peers import Peers
+from prime_rl.run.rewind import branch_of_batch
 from prime_rl.run.visibility import patience, settled
 from prime_rl.run.wait import DeadlineError, wait_for
 from prime_rl.supervisor.process import is_supervised
@@ -56,7 +57,7 @@ def train(config: TrainerConfig) -> None:
         publisher = make_publisher(config, policy, tokenizer, optimizer, world)
         objective = build_objective(config.loss, config.model.seq_len)
         references = References(config, policy, world)
-        next_batch = batch_source(config, paths, policy, publisher, heart)
+        next_batch = batch_source(config, paths, policy, publisher, heart, checkpoints.batches_of)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config, world, monitor)
 
@@ -118,9 +119,17 @@ def make_publisher(
 
 
 def batch_source(
-    config: TrainerConfig, paths: RunPaths, policy: PolicyModel, publisher: Publisher, heart: Heartbeat
+    config: TrainerConfig,
+    paths: RunPaths,
+    policy: PolicyModel,
+    publisher: Publisher,
+    heart: Heartbeat,
+    branch: int | None = None,
 ) -> Callable[[int], Batch]:
     """Return what gives the batch of a step: the run directory, where every rank waits by itself, or a generator.
+
+    Where a `branch` is given only its batches count: an orchestrator that has not seen yet that the trainer went back
+    may still write others, which it puts aside then.
 
     The source raises ConfigError where the orchestrator was given another bound, and while it waits what goes wrong
     with the publication: the batch may never come without the version. It looks whether the orchestrator lives.
@@ -140,7 +149,7 @@ def batch_source(
         heart.enter(f"wait for batch {step}", config.wait_timeout_seconds, "orchestrator")
         owner = f"the orchestrator (log {paths.log('orchestrator')})"
         try:
-            wait_for(path, config.wait_timeout_seconds, owner, check)
+            wait_for(path, config.wait_timeout_seconds, owner, check, lambda: branch in (None, branch_of_batch(path)))
         except DeadlineError as error:
             raise DeadlineError(f"{error}; {orchestrator.told()}") from None
         batch, manifest = settled(partial(read_batch, path, step), patience(path, paths.visibility_s), publisher.check)
