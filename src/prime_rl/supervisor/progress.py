@@ -57,18 +57,22 @@ class Story:
 
     Attributes:
         steps: steps that the trainer has finished; a resume begins with fewer.
-        rewards: mean reward of each of them, in order.
         staleness: the largest seen.
         wasted: tokens sampled and thrown away to keep the bound.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        self.rewards: list[float] = []
+        self._rewards: dict[int, float] = {}
         self.staleness: float | None = None
         self.wasted: float | None = None
         self._pending: dict[str, dict[int, dict[str, Any]]] = {role: {} for role in _ROLES}
         self._times: list[float] = []
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each step that was finished and not abandoned since, in order."""
+        return [self._rewards[step] for step in sorted(self._rewards)]
 
     def add(self, role: str, metrics: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Take one line of `role`; yield the steps that both have reported now, in order, as one object each."""
@@ -88,9 +92,10 @@ class Story:
 
     def _count(self, step: Mapping[str, Any]) -> None:
         self.steps = step["step"] + 1
+        self._rewards = {done: reward for done, reward in self._rewards.items() if done < self.steps - 1}
         self._times.append(time.monotonic())
         if (reward := step.get("reward/mean")) is not None:
-            self.rewards.append(reward)
+            self._rewards[step["step"]] = reward
         if (staleness := step.get("staleness/max")) is not None:
             self.staleness = max(staleness, self.staleness or 0)
         self.wasted = step.get("tokens/wasted", self.wasted)
