@@ -113,9 +113,24 @@ class StepResult:
 class Engine:
     """Forward, backward and update over minibatches of packed rows."""
 
-    def __init__(self, policy: PolicyModel, optimizer: Optimizer, world: World, max_norm: float | None) -> None:
-        """Take a sharded policy and the optimizer over its parameters; `max_norm` None does not clip."""
-        self._policy, self._optimizer, self._world = policy, optimizer, world
+    def __init__(
+        self,
+        policy: PolicyModel,
+        optimizer: Optimizer,
+        world: World,
+        max_norm: float | None,
+        on_row: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take a sharded policy and the optimizer over its parameters.
+
+        Args:
+            policy: sharded.
+            optimizer: over its trained parameters.
+            world: the ranks.
+            max_norm: of the gradient; None does not clip.
+            on_row: called whenever a micro-batch is done.
+        """
+        self._policy, self._optimizer, self._world, self._on_row = policy, optimizer, world, on_row
         self._max_norm = float("inf") if max_norm is None else max_norm
         self._rates = LearningRates(optimizer)
         self._lost_steps = 0
@@ -152,6 +167,7 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for row in minibatch.rows:
             total += objective(self._score(row, minibatch.counts, untouched=True)).loss
+            self._on_row()
         for module in self._policy.modules():
             if isinstance(module, FSDPModule):  # no backward pass follows that would give the gathered weights back
                 module.reshard()
@@ -168,6 +184,7 @@ class Engine:
             answer.loss.backward()
             total += answer.loss.detach()
             means.add(answer.means)
+            self._on_row()
         return self._world.sum_rows(total).item()
 
     def _score(self, row: MicroBatch, counts: Counts, untouched: bool) -> Scored:

@@ -9,6 +9,8 @@ from transformers.utils.logging import disable_progress_bar
 from prime_rl.configs.shared import LogConfig
 from prime_rl.errors import ConfigError
 from prime_rl.logs import set_up_logging
+from prime_rl.run.heart import Heartbeat
+from prime_rl.run.heartbeat import forget
 from prime_rl.run.paths import RunPaths, steps_in
 from prime_rl.supervisor.process import follow_parent, is_supervised
 
@@ -23,6 +25,21 @@ def start_process(log: LogConfig) -> None:
     # the cores of a small machine, is not starved.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+def rank_heartbeat(paths: RunPaths, timeout_s: float) -> Heartbeat:
+    """Make this rank's heartbeat, not started, in the phase in which the ranks find each other.
+
+    Args:
+        paths: of the run.
+        timeout_s: longest wait of one rank for another.
+    """
+    rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if not rank:
+        forget(paths, "trainer", [f"trainer_{one}" for one in range(size)])
+    heart = Heartbeat(paths, f"trainer_{rank}", "trainer")
+    heart.enter("wait for all ranks", timeout_s)
+    return heart
 
 
 def check_output_dir(paths: RunPaths, resuming: bool) -> None:

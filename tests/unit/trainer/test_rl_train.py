@@ -7,18 +7,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
-from prime_rl.configs.trainer import FakeDataConfig
+from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
 from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.run.batch import ROWS_FILE, write_batch
+from prime_rl.run.heart import Heartbeat
+from prime_rl.run.heartbeat import read_beats
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.peers import PeerLost
 from prime_rl.run.tensors import hash_tensors
-from prime_rl.run.wait import wait_for
+from prime_rl.run.wait import DeadlineError, wait_for
+from prime_rl.supervisor.process import SUPERVISED
 from prime_rl.trainer.rl.batches import fake_batch
+from prime_rl.trainer.rl.train import batch_source
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_command
 
@@ -95,6 +101,15 @@ def test_every_step_is_reported_and_published(runs):
         assert len({read_manifest(RunPaths(root).weights(s), WEIGHTS_FORMAT)["hash"] for s in (1, 2, 3)}) == 3
 
 
+def test_every_rank_has_a_heartbeat_that_ends_in_order(runs):
+    """I7"""
+    for ranks, root in runs.items():
+        beats = read_beats(RunPaths(root))
+        assert list(beats) == [f"trainer_{rank}" for rank in range(ranks)]
+        assert {(beat.role, beat.phase) for beat in beats.values()} == {("trainer", "ended")}
+        assert all(beat.progress > 6 * STEPS for beat in beats.values())
+
+
 def test_two_ranks_train_like_one(runs):
     """I9, through torchrun and files."""
     for one, two in zip(metrics_of(runs[1]), metrics_of(runs[2]), strict=True):
@@ -131,7 +146,25 @@ def test_a_missing_batch_ends_the_wait_and_names_the_orchestrator(model, tmp_pat
     last = error.splitlines()[-1]
     assert code == 1
     assert last.startswith("error: waited 2 s") and "step_1" in last and "orchestrator" in last
+    assert "nothing is known of the orchestrator" in last
+    assert [beat.phase for beat in read_beats(RunPaths(tmp_path)).values()] == ["failed"]
     assert "Traceback" not in error
+
+
+def test_the_wait_for_a_batch_ends_when_the_orchestrator_has_died(tmp_path, monkeypatch):
+    """I7, by hand; under `rl` the supervisor alone judges."""
+    paths = RunPaths(tmp_path)
+    config = TrainerConfig.load(["--heartbeat.timeout", "0.4", "--wait-timeout-seconds", "2"])
+    mine, its = Heartbeat(paths, "trainer_0", "trainer"), Heartbeat(paths, "orchestrator", "orchestrator")
+    its.start()
+    its.close("failed")
+    publisher = SimpleNamespace(check=lambda: None)
+    with pytest.raises(PeerLost, match=rf"orchestrator \(pid {os.getpid()} on .*\) has failed"):
+        batch_source(config, paths, None, publisher, mine)(7)
+    assert mine._phase[:3] == ("wait for batch 7", 2, "orchestrator")
+    monkeypatch.setenv(SUPERVISED, "1")
+    with pytest.raises(DeadlineError, match=r"waited 2 s for .*; orchestrator \(pid .* has failed"):
+        batch_source(config, paths, None, publisher, mine)(7)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from prime_rl.trainer.report import Reporter, Stopwatch
 from prime_rl.trainer.sft import data
 from prime_rl.trainer.sft.objective import lengths_of, sft_objective, share_rows
 from prime_rl.trainer.sft.validation import Validator
+from prime_rl.trainer.start import rank_heartbeat
 from prime_rl.types import PolicyVersion
 
 
@@ -27,21 +28,23 @@ def train(config: SFTConfig) -> None:
         ConfigError: bad input.
         RunError: the run cannot go on.
     """
-    paths = config.run_paths
-    with join_world(config.device, config.dist_timeout_seconds, config.model) as world:
+    paths, timeout_s = config.run_paths, config.dist_timeout_seconds
+    with rank_heartbeat(paths, timeout_s) as heart, join_world(config.device, timeout_s, config.model) as world:
+        heart.enter("load data and model")
         checkpoints = Checkpointer(config, paths, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         examples = data.open_data(config, tokenizer)
         batches, steps = examples.batches, examples.batches.steps
         policy = make_policy(config.model, config.seed, world)
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
-        engine = Engine(policy, optimizer, world, config.optim.max_norm)
+        engine = Engine(policy, optimizer, world, config.optim.max_norm, heart.advance)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weights_dtype, world.device), world)
         publisher.guard(optimizer)
         monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
         reporter = Reporter(policy, config, world, monitor)
         validate = Validator(config, examples.held_out, engine, world, monitor)
 
+        heart.enter("restore")
         progress = checkpoints.restore(policy, optimizer, batches)
         validate(progress.step)
         for step, rows in enumerate(batches, progress.step):
@@ -49,8 +52,10 @@ def train(config: SFTConfig) -> None:
             factor = schedule_factor(config.scheduler, config.optim.lr, step, steps)
             minibatch = share_rows(rows, config.data.micro_batch_size, world)
             clock.lap("load_data")
+            heart.enter(f"step {step}", timeout_s if world.size > 1 else None)
             result = engine.step([minibatch], sft_objective, factor)
             clock.lap("train")
+            heart.enter(f"finish step {step}")
             if step + 1 == steps or (config.weights_interval and (step + 1) % config.weights_interval == 0):
                 publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1))
                 clock.lap("publish")
@@ -58,6 +63,7 @@ def train(config: SFTConfig) -> None:
             validate(step + 1, last=step + 1 == steps)
             progress.count(int(lengths_of(rows).sum()), len(lengths_of(rows)))
             checkpoints.step_done(progress, last=progress.step == steps)
+        heart.enter("write what is left")
         checkpoints.close()
         publisher.close()
         reporter.close()
