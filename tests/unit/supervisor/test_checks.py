@@ -194,6 +194,16 @@ def test_story_joins_what_both_report_of_a_step():
     assert story.eta_s(None) is None
 
 
+def test_story_of_steps_that_are_done_again():
+    """After a restart the trainer goes back, and both report those steps once more."""
+    story = Story()
+    for steps, reward in (((0, 1, 2), 0.1), ((1,), 0.5)):
+        for step in steps:
+            list(story.add("orchestrator", {"step": step, "reward/mean": reward}))
+            list(story.add("trainer", {"step": step}))
+    assert (story.steps, story.rewards) == (2, [0.1, 0.5])
+
+
 def test_tail_of_a_log(tmp_path):
     (tmp_path / "log").write_text("\n".join(map(str, range(1000))))
     assert tail(tmp_path / "log", lines=2) == ["998", "999"]
