@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from prime_rl.plain import visible
+
 ERROR_FILE = "PRIME_RL_ERROR_FILE"
 """Environment variable: where an entry point leaves its error for `rl`, as {"code": exit code, "message": one line}."""
 
@@ -48,7 +50,7 @@ def run_main(main: Callable[[], None]) -> None:
 
 
 def _report(error: Exception, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
     _record(str(error), code)
     return code
 

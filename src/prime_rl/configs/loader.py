@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -21,6 +21,8 @@ Config = TypeVar("Config", bound=RootConfig)
 _SECRET = re.compile(
     r"(^|_)(api_?key|access_?key|access_token|auth_token|hf_token|secret|password|authorization)$", re.I
 )
+_CREDENTIALS = re.compile(r"\w://[^/?#@\s]+@")
+"""User and password in a URL."""
 
 
 def load_config(root: type[Config], argv: Sequence[str]) -> Config:
@@ -83,13 +85,27 @@ def keys_without_effect(config: BaseModel, prefix: str = "") -> Iterator[tuple[s
 
 def _refuse_secrets(state: State) -> None:
     """The configuration is written to the run directory, so a key in it would be too."""
-    for path, origin in state.origins.items():
-        value = state.get(path)
-        if isinstance(path[-1], str) and _SECRET.search(path[-1]) and isinstance(value, str) and value:
-            raise ConfigError(
-                f"{dotted(path)} ({origin.label}) looks like a secret, and the configuration is written to disk; "
-                "put it into an environment variable and give that variable's name"
-            )
+    for given, origin in state.origins.items():
+        for path, text in _texts(given, state.get(given)):
+            if isinstance(path[-1], str) and _SECRET.search(path[-1]) and text:
+                raise ConfigError(
+                    f"{dotted(path)} ({origin.label}) looks like a secret, and the configuration is written to disk; "
+                    "put it into an environment variable and give that variable's name"
+                )
+            if _CREDENTIALS.search(text):
+                raise ConfigError(
+                    f"{dotted(path)} ({origin.label}) holds a URL with a user or password, and the configuration is "
+                    "written to disk; a server's key comes from the environment (client.api_key_var)"
+                )
+
+
+def _texts(path: Path, value: object) -> Iterator[tuple[Path, str]]:
+    """Every text in a value, and where it is."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping | list):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts((*path, key), inner)
 
 
 def _explain(error: ValidationError, state: State) -> str:

@@ -1,6 +1,5 @@
 """The routes that switch the policy, beside vLLM's own on the same server."""
 
-import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -65,23 +64,23 @@ class ReleaseBody(_Body):
 def make_router(
     server: PolicyServer,
     model_name: str,
-    api_key: str | None,
+    why_not: str | None = None,
     measure: Callable[[], Awaitable[dict[str, Any]]] | None = None,
     adapters: NamedAdapters | None = None,
 ) -> APIRouter:
     """Make the routes.
 
-    A refusal answers {"error": why}: 400 for bad weights or a bad body, 401 without the key, 409 if another run
-    holds the server, 422 for weights that were loaded and are not the trainer's.
+    A refusal answers {"error": why}: 400 for bad weights or a bad body, 403 where nobody may steer, 409 if another run
+    holds the server, 422 for weights that were loaded and are not the trainer's. The key is asked before (`access`).
 
     Args:
         server: what they steer.
         model_name: the name under which the model is served.
-        api_key: the key that every call must bring as a bearer token; None lets all through.
+        why_not: why nobody may change anything; None if whoever gets here may.
         measure: times what a switch costs at the least; benchmarks compare with it.
         adapters: those beside the policy; None where the server takes none.
     """
-    router = APIRouter(dependencies=[Depends(_key_check(api_key))])
+    router = APIRouter(dependencies=[Depends(_steering_check(why_not))])
 
     @router.get("/policy")
     async def policy(run_id: str | None = None) -> dict[str, Any]:
@@ -176,12 +175,9 @@ async def _answer(call: Callable[[], Awaitable[dict[str, Any]]]) -> JSONResponse
         return JSONResponse({"error": str(error)}, 422)
 
 
-def _key_check(api_key: str | None) -> Callable[[Request], None]:
+def _steering_check(why_not: str | None) -> Callable[[Request], None]:
     def check(request: Request) -> None:
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if api_key is not None and not (
-            scheme.lower() == "bearer" and secrets.compare_digest(key.encode(), api_key.encode())
-        ):
-            raise HTTPException(401, "this server needs its API key as a bearer token")
+        if why_not is not None and request.method != "GET":
+            raise HTTPException(403, why_not)
 
     return check

@@ -23,6 +23,7 @@ from loguru import logger
 
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.inference import arguments
+from prime_rl.inference.access import Access, GuardedRequests
 from prime_rl.inference.engine import VllmEngine
 from prime_rl.inference.headless import member_of, run_headless
 from prime_rl.inference.lease import Lease
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 # To end the requests in flight, and then to write their answers.
 _CLOSE_TIMEOUT_S = 3
 # The same where the engine is dead: what waits for it waits in vain, and who looks for the cause waits for us.
@@ -85,6 +85,7 @@ def run(config: "InferenceConfig") -> None:
         )
     started = time.monotonic()
     with bind(config.server.host, config.server.port) as listener:
+        access = Access.of(config.server.api_key_var, listener.getsockname()[0])
         # An engine that is forked must not keep the port from the next server, for as long as it outlives a killed one.
         os.register_at_fork(after_in_child=listener.close)
         base = find_base_model(config.model.name, config.vllm.get("revision"))
@@ -98,7 +99,7 @@ def run(config: "InferenceConfig") -> None:
             config.parallel.wait_timeout_seconds,
             config.heartbeat.timeout,
         ) as nodes:
-            uvloop.run(_serve(config, args, base, listener, started, nodes))
+            uvloop.run(_serve(config, args, base, listener, access, started, nodes))
     shutil.rmtree(replica_root(config.weights_cache, config.server.port), ignore_errors=True)
 
 
@@ -123,15 +124,14 @@ async def _serve(
     args: Namespace,
     base: BaseModel,
     listener: socket.socket,
+    access: Access,
     started: float,
     nodes: Nodes,
 ) -> None:
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
-    api_key = os.environ.get(config.server.api_key_var) or None
-    if api_key is None and config.server.host not in _THIS_MACHINE:
-        logger.warning("everybody who reaches {} may switch the policy; set {}", args.host, config.server.api_key_var)
-    args.api_key = [api_key] if api_key else None
+    if access.why_not_steered:
+        logger.warning("whoever reaches {} may sample; {}", args.host, access.why_not_steered)
     loop = asyncio.get_running_loop()
     end: asyncio.Future[str | None] = loop.create_future()
     async with build_async_engine_client(args) as client:
@@ -140,9 +140,11 @@ async def _serve(
             loop.call_soon_threadsafe(_end, end, reason)
 
         nodes.tell(lost)
-        app, policies = await _unless_ended(_make_app(config, args, base, client, nodes, partial(_end, end)), end)
+        app, policies = await _unless_ended(
+            _make_app(config, args, base, client, access, nodes, partial(_end, end)), end
+        )
         logger.info(f"serving {config.model.name} on port {args.port} after {time.monotonic() - started:.1f} s")
-        await serve_http(app, client, listener, args, end, policies)
+        await serve_http(app, client, listener, access, args, end, policies)
     if reason := end.result():
         raise RunError(reason)
 
@@ -152,6 +154,7 @@ async def _make_app(
     args: Namespace,
     base: BaseModel,
     client: "AsyncLLM",
+    access: Access,
     nodes: Nodes,
     fail: Callable[[str], None],
 ) -> "tuple[FastAPI, PolicyServer]":
@@ -184,8 +187,8 @@ async def _make_app(
             canary_tolerance=config.canary_tolerance,
         )
     prepare_requests(client, policies, names)
-    api_key = args.api_key[0] if args.api_key else None
-    app.include_router(make_router(policies, args.served_model_name[0], api_key, engine.measure, adapters))
+    name, why_not = args.served_model_name[0], access.why_not_steered
+    app.include_router(make_router(policies, name, why_not, engine.measure, adapters))
     return app, policies
 
 
@@ -204,6 +207,7 @@ async def serve_http(
     app: "FastAPI",
     client: "AsyncLLM",
     listener: socket.socket,
+    access: Access,
     args: Namespace,
     end: "asyncio.Future[str | None]",
     policies: PolicyServer,
@@ -216,7 +220,8 @@ async def serve_http(
     from vllm.v1.engine.exceptions import EngineDeadError
 
     versioned = PolicyVersionHeader(app, lambda: policies.policy.version)
-    http = NoSignalServer(_http_config(PinnedRequests(versioned, policies.pins), args))
+    guarded = GuardedRequests(PinnedRequests(versioned, policies.pins), access)
+    http = NoSignalServer(_http_config(guarded, args))
     app.state.server = http  # where vLLM's error handlers look for it
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -248,7 +253,7 @@ def _end_start(signum: int, frame: object) -> None:
     sys.exit(128 + signum)
 
 
-def _http_config(app: PinnedRequests, args: Namespace) -> uvicorn.Config:
+def _http_config(app: GuardedRequests, args: Namespace) -> uvicorn.Config:
     """What vLLM's own entry point sets of its HTTP server."""
     from vllm import envs
     from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config

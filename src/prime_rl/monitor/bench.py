@@ -70,7 +70,7 @@ def report(paths: RunPaths, roles: Sequence[str], console: Console | None = None
     Returns:
         That file: {role: {metric: {mean, min, max}}}.
     """
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, markup=False)
     figures = {role: summarise(paths, role) for role in roles}
     for role, metrics in figures.items():
         console.print(_table(role, metrics))

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from prime_rl.api_key import read_api_key
+from prime_rl.configs.inference import ServerConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.errors import ConfigError
 from prime_rl.run.checkpoints import find_checkpoints
@@ -29,6 +31,7 @@ def check_before_start(config: RLConfig) -> None:
     for index, env in enumerate(config.orchestrator.env):
         check_environment(env.id, f"orchestrator.env.{index}.id")
     if config.inference is not None:
+        check_key(config.inference.server)
         check_port(config.inference.server.host, config.inference.server.port, "--inference.server.port")
     check_gpus(config, visible_gpus())
 
@@ -65,6 +68,16 @@ def check_environment(env_id: str, key: str) -> None:
             f"{key} = {env_id} is not installed; run `uv pip install -e environments/{module}` for one of this "
             f"repository, `prime env install {env_id}` for one of the hub"
         )
+
+
+def check_key(server: ServerConfig) -> None:
+    """Refuse a server that other machines reach and nobody may steer, since it has no key."""
+    if server.host in ("127.0.0.1", "localhost", "::1") or read_api_key(server.api_key_var) is not None:
+        return
+    raise ConfigError(
+        f"inference.server.host = {server.host} lets other machines in, so the server needs a key: set the environment "
+        f"variable {server.api_key_var}, or leave the host at 127.0.0.1"
+    )
 
 
 def check_port(host: str, port: int, flag: str) -> None:
@@ -124,7 +137,7 @@ def unreachable_servers(config: RLConfig) -> Iterator[str]:
 def clear_earlier_run(config: RLConfig, paths: RunPaths) -> list[Path]:
     """Make room in the run directory, unless this run resumes the earlier one.
 
-    Rollouts, weights, ledger, spool, metrics, samples and logs are removed. Checkpoints are the only means of
+    Rollouts, weights, ledger, spool, metrics, samples, events and logs are removed. Checkpoints are the only means of
     going on with the earlier run, so they are moved to `abandoned/`, never removed.
 
     Returns:
@@ -157,6 +170,7 @@ def clear_earlier_run(config: RLConfig, paths: RunPaths) -> list[Path]:
         else:
             shutil.rmtree(path)
     shutil.rmtree(paths.torchrun_logs, ignore_errors=True)
+    paths.events.unlink(missing_ok=True)
     return old
 
 

@@ -25,7 +25,8 @@ from tests.support.tiny_model import make_tiny_model, publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-KEY = {"Authorization": "Bearer secret"}
+SECRET = "k-51c0ffee"
+KEY = {"Authorization": f"Bearer {SECRET}"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def locked(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of an untied model that wants a key, on a machine without a C++ compiler."""
     root = tmp_path_factory.mktemp("locked")
-    environment = {"INFERENCE_SERVER_API_KEY": "secret", "CXX": "none", "TORCHINDUCTOR_CACHE_DIR": str(root / "cache")}
+    environment = {"INFERENCE_SERVER_API_KEY": SECRET, "CXX": "none", "TORCHINDUCTOR_CACHE_DIR": str(root / "cache")}
     with inference_server(models[0], root / "server.log", environment=environment) as server:
         yield server
 
@@ -56,10 +57,28 @@ def test_starts_quickly_on_a_cpu(locked: Server) -> None:
 def test_admin_routes_want_the_key(locked: Server) -> None:
     assert locked.client.get("/policy").status_code == 401
     assert locked.post("/inference/v1/generate").status_code == 401
-    for path in ("/update_weights", "/reload_weights", "/release_policy"):
+    for path in (
+        "/update_weights",
+        "/reload_weights",
+        "/release_policy",
+        "/v1/completions",
+        "/tokenize",
+        "/invocations",
+    ):
         assert locked.post(path).status_code == 401
         assert locked.client.post(path, json={}, headers={"Authorization": "Bearer other"}).status_code == 401
+    assert [locked.client.get(path).status_code for path in ("/metrics", "/v1/models", "/docs", "/health")] == [
+        401
+    ] * 3 + [200]
     assert locked.client.get("/policy", headers=KEY).json()["step"] == 0
+    prompt = {"model": locked.model, "prompt": "a"}
+    assert locked.client.post("/tokenize", json=prompt, headers=KEY).status_code == 200
+
+
+def test_the_key_is_not_logged(locked: Server) -> None:
+    assert SECRET not in locked.log.read_text()
+    engine = locked.engine_pids()
+    assert not any(SECRET in " ".join(psutil.Process(pid).cmdline()) for pid in (locked.process.pid, *engine))
 
 
 def test_seeded_requests_with_long_prompts_repeat(locked: Server) -> None:

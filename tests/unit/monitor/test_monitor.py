@@ -152,9 +152,10 @@ def test_what_wandb_refuses_is_one_line(tmp_path, monkeypatch):
         assert "more" not in str(caught.value)
 
 
-def test_offline_run_is_written_for_real(tmp_path):
+def test_offline_run_is_written_for_real(tmp_path, monkeypatch):
+    monkeypatch.setenv("INFERENCE_SERVER_API_KEY", "k-51c0ffee")
     config = WandbConfig(offline=True, name="x-trainer", log_extras=LogExtrasConfig(interval=1))
-    monitor = Monitor(RunPaths(tmp_path), "trainer", config)
+    monitor = Monitor(RunPaths(tmp_path), "trainer", config, RLConfig())
     monitor.log(0, {"loss": 1.0})
     monitor.log_samples(0, ROWS)
     monitor.log_distributions(0, {"reward": [0.0, 1.0]})
@@ -164,3 +165,6 @@ def test_offline_run_is_written_for_real(tmp_path):
     tables = {path.name.split("_")[0]: json.loads(path.read_text()) for path in run.rglob("*.table.json")}
     assert tables["samples"]["data"][1][2] == 1.0
     assert tables["distributions"]["data"][0][1] == "reward"
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"api_key_var" in path.read_bytes() for path in written), "the configuration is there"
+    assert not any(b"k-51c0ffee" in path.read_bytes() for path in written), "and the key is not"

@@ -42,8 +42,8 @@ class _RichBar:
 def progress_bar(name: str, rows: Sequence[ExampleRow], total: int) -> Iterator[Bar]:
     """Show a bar on stderr, which begins at the examples that earlier runs have finished."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = _RichBar(progress, name, total)
@@ -76,9 +76,9 @@ def print_table(results: Sequence[Mapping[str, Any]]) -> None:
         )
         for key in sorted(key for key in result if key.startswith("metrics/")):
             metrics.add_row(*head, key.removeprefix("metrics/"), _shown(result[key]))
-    console = Console()
+    console = Console(markup=False)  # names are an environment's own
     if not console.is_terminal:
-        console = Console(width=_FILE_COLUMNS)
+        console = Console(markup=False, width=_FILE_COLUMNS)
     console.print(table)
     if metrics.row_count:
         console.print(metrics)

@@ -4,7 +4,6 @@ I7: a server that is gone is asked again for a while, then the evaluation ends w
 """
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -15,6 +14,7 @@ import aiohttp
 import msgspec
 from loguru import logger
 
+from prime_rl.api_key import read_api_key
 from prime_rl.configs.playing import AnyServerConfig, Api
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.engine import Engine, EngineError, EngineLost, LoadedPolicy
@@ -166,7 +166,7 @@ async def _give_back(engine: Engine) -> None:
 
 def api_key(config: AnyServerConfig) -> str | None:
     """Return the key of the servers, if one is set."""
-    return os.environ.get(config.api_key_var)
+    return read_api_key(config.api_key_var)
 
 
 def _headers(config: AnyServerConfig) -> dict[str, str]:

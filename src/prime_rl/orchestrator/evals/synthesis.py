@@ -45,7 +45,7 @@ def synthesize(config: SynthesizeConfig) -> Path:
         count = counts[name]
         failed = sum(row.failure is not None for row in rows)
         table.add_row(name, *(str(number) for number in (count["kept"], failed, count["truncated"], count["low"])))
-    Console().print(table)
+    Console(markup=False).print(table)
     kept = sum(count["kept"] for count in counts.values())
     if not kept:
         error = next((error for rows in played.values() if (error := first_error(rows))), None)

@@ -1,0 +1,249 @@
+"""Keys are in no file, nobody from elsewhere runs code here, and what a rollout says is shown and never obeyed."""
+
+import ast
+import inspect
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from loguru import logger
+from pydantic import BaseModel
+from rich.console import Console
+
+from prime_rl import errors, logs
+from prime_rl.api_key import read_api_key
+from prime_rl.configs import InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
+from prime_rl.configs.eval import EvalConfig
+from prime_rl.configs.shared import LogConfig
+from prime_rl.configs.synthesize import SynthesizeConfig
+from prime_rl.errors import ConfigError, RunError, run_main
+from prime_rl.orchestrator.renderer import Renderer
+from prime_rl.orchestrator.workers.pool import ModelAccess
+from prime_rl.plain import visible
+from prime_rl.run.paths import RunPaths
+from prime_rl.supervisor import checks
+from prime_rl.supervisor.roles import make_roles
+from tests.support.tiny_model import make_tiny_model
+
+SOURCE = Path(__file__).parents[2] / "src/prime_rl"
+KEY = "k-9d1f27c4e6"
+ROOTS = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig, SynthesizeConfig)
+
+
+def blocks(model, seen):
+    """A configuration's models, at any depth."""
+    if model in seen:
+        return
+    seen.add(model)
+    for info in model.model_fields.values():
+        for found in re.findall(r"prime_rl\.configs\.[\w.]+", str(info.annotation)):
+            module, _, name = found.rpartition(".")
+            inner = getattr(sys.modules[module], name, None)
+            if inspect.isclass(inner) and issubclass(inner, BaseModel):
+                blocks(inner, seen)
+
+
+def all_blocks():
+    seen = set()
+    for root in ROOTS:
+        blocks(root, seen)
+    return seen
+
+
+# Keys
+
+
+def test_the_key_of_a_run_is_in_no_file_and_on_no_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("INFERENCE_SERVER_API_KEY", KEY)
+    monkeypatch.setenv("PRIME_RL_TEST", "1")
+    roles = make_roles(RLConfig.load(["--inference", "--output-dir", str(tmp_path)]), RunPaths(tmp_path))
+    assert [role.env["INFERENCE_SERVER_API_KEY"] for role in roles] == [KEY] * 3
+    assert not any(KEY in word for role in roles for word in role.argv)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) == 4
+    assert not any(KEY.encode() in file.read_bytes() for file in files)
+
+
+def test_the_key_is_not_told_by_whoever_holds_it(monkeypatch, capsys):
+    monkeypatch.setenv("SOME_KEY", KEY)
+    access = ModelAccess("m", "t", api_key=read_api_key("SOME_KEY"))
+    assert access.api_key == KEY and KEY not in repr(access)
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    logs.set_up_logging(LogConfig())
+    try:
+        held = {"api_key": KEY}
+        assert held["none"]
+    except KeyError:
+        logger.exception("failed")
+    assert "failed" in stream.getvalue() and "KeyError" in stream.getvalue()
+    assert KEY not in stream.getvalue(), "a traceback shows the values of variables"
+
+
+def test_a_key_that_no_header_can_carry_is_refused_unseen(monkeypatch):
+    for text, expected in (("", None), (" \n", None), (f"{KEY}\n", KEY)):
+        monkeypatch.setenv("SOME_KEY", text)
+        assert read_api_key("SOME_KEY") == expected
+    monkeypatch.delenv("SOME_KEY")
+    assert read_api_key("SOME_KEY") is None
+    for text in (f"{KEY}\r\nX-Admin: 1", f"{KEY}é"):
+        monkeypatch.setenv("SOME_KEY", text)
+        with pytest.raises(ConfigError, match="SOME_KEY holds a character") as refused:
+            read_api_key("SOME_KEY")
+        assert KEY not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--orchestrator.client.base-url", f"http://user:{KEY}@node1:8000/v1"],
+        ["--orchestrator.env.0.args.url", f"https://{KEY}@judge"],
+        ["--orchestrator.env.0.args", json.dumps({"judges": [{"name": "a", "api_key": KEY}]})],
+        ["--inference.vllm.hf-token", KEY],
+        ["--inference.vllm.api-key", KEY],
+    ],
+)
+def test_a_secret_is_refused_before_it_is_written_anywhere(argv, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        RLConfig.load(["--inference", "--output-dir", str(tmp_path), "--dry-run", *argv])
+    assert KEY not in str(refused.value) and "environment" in str(refused.value)
+    assert not list(tmp_path.rglob("*.toml"))
+
+
+# Who is let in: tests/unit/inference/test_access.py
+
+
+def test_servers_listen_to_their_own_machine_only_unless_told():
+    addresses = {
+        f"{block.__name__}.{name}": info.default
+        for block in all_blocks()
+        for name, info in block.model_fields.items()
+        if name in ("host", "address")
+    }
+    assert {"ServerConfig.host", "ClientConfig.host", "NCCLBroadcastConfig.host"} <= addresses.keys()
+    assert set(addresses.values()) <= {"127.0.0.1", "localhost", None}
+
+
+def test_a_run_with_a_server_for_other_machines_needs_a_key(monkeypatch):
+    monkeypatch.delenv("INFERENCE_SERVER_API_KEY", raising=False)
+    config = RLConfig.load(["--inference.server.host", "0.0.0.0"])
+    with pytest.raises(ConfigError, match=r"inference.server.host = 0.0.0.0 .* INFERENCE_SERVER_API_KEY"):
+        checks.check_key(config.inference.server)
+    monkeypatch.setenv("INFERENCE_SERVER_API_KEY", KEY)
+    checks.check_key(config.inference.server)
+    monkeypatch.delenv("INFERENCE_SERVER_API_KEY")
+    checks.check_key(RLConfig.load(["--inference"]).inference.server)
+
+
+# Code of others
+
+
+def test_remote_code_is_run_by_nobody_who_was_not_told_to():
+    found = [(block.__name__, block.model_fields["trust_remote_code"]) for block in all_blocks()
+             if "trust_remote_code" in block.model_fields]  # fmt: skip
+    assert {name for name, _ in found} >= {"InferenceModelConfig", "TokenizerConfig", "TrainerModelConfig"}
+    assert [name for name, info in found if info.default is not False] == []
+
+
+def test_a_model_that_brings_code_along_does_not_run_it(tmp_path):
+    pytest.importorskip("torch")
+    from prime_rl.configs.shared import TokenizerConfig
+    from prime_rl.configs.trainer import TrainerModelConfig
+    from prime_rl.trainer import model as trainer_model
+
+    path = make_tiny_model(tmp_path / "model")
+    (path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass A: pass\n")
+    for name, entry in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
+        told = json.loads((path / name).read_text())
+        own = "own.A" if entry == "AutoConfig" else ["own.A", None]
+        told |= {"auto_map": {entry: own}, "model_type": "own", "tokenizer_class": "A"}
+        (path / name).write_text(json.dumps(told))
+    with pytest.raises(ConfigError):
+        trainer_model._hf_config(TrainerModelConfig(name=str(path)))
+    with pytest.raises(ConfigError):
+        trainer_model.load_tokenizer(TokenizerConfig(), TrainerModelConfig(name=str(path)))
+    Renderer.load(str(path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_nothing_is_unpickled_or_evaluated():
+    """But for torch's table of contents, whose reader names what it may hold (`trainer/checkpoints/reader.py`)."""
+    wrong = {
+        ("pickle",), ("cloudpickle",), ("dill",), ("marshal",), ("shelve",), ("joblib",), ("eval",), ("exec",),
+        ("torch", "load"), ("torch", "jit", "load"), ("yaml", "load"), ("yaml", "unsafe_load"),
+    }  # fmt: skip
+    found = set()
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
+            names += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
+            parts = [tuple(name.split(".")) for name in names]
+            if any(part[: len(bad)] == bad for part in parts for bad in wrong):
+                found.add(str(file.relative_to(SOURCE)))
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+                found.add(str(file.relative_to(SOURCE)))
+    assert found == {"trainer/checkpoints/reader.py"}
+
+
+# Text of others
+
+NASTY = "\x1b[2J\x1b]0;title\x07\x9b31m\x7f\u202eabc[bold]x[/bold]<red>y</red>{0}\ttab\nline"
+SHOWN = "\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\x7f\\u202eabc[bold]x[/bold]<red>y</red>{0}\ttab\nline"
+
+
+def test_what_a_terminal_obeys_is_spelled_out():
+    assert visible(NASTY) == SHOWN
+    assert visible("naïve 世界 👩‍🔬") == "naïve 世界 👩‍🔬"
+
+
+def test_a_log_shows_a_rollout_as_it_is(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    logs.set_up_logging(LogConfig())
+    logger.warning("group {} is played again: {}", 1, NASTY)
+    assert f"group 1 is played again: {SHOWN}" in stream.getvalue()
+
+
+def test_an_error_shows_a_rollout_as_it_is(monkeypatch, capsys):
+    monkeypatch.delenv(errors.ERROR_FILE, raising=False)
+
+    def fail():
+        raise RunError(f"cannot parse {NASTY}")
+
+    with pytest.raises(SystemExit):
+        run_main(fail)
+    assert SHOWN in capsys.readouterr().err
+
+
+def test_tables_take_no_markup_of_names(capsys):
+    from prime_rl.orchestrator.evals.report import print_table
+
+    result = dict.fromkeys(("examples", "rollouts", "errors"), 1)
+    result |= {"env": "[red]env[/nothing]", "reward/mean": 1.0, "reward/stderr": None, "completion_len/mean": 1.0}
+    print_table([result])
+    assert "[red]env[/nothing]" in capsys.readouterr().out
+
+
+def test_rl_shows_the_log_of_a_failed_process_as_it_is(tmp_path):
+    from prime_rl.supervisor import run
+    from prime_rl.supervisor.children import Role
+    from prime_rl.supervisor.supervise import Outcome
+
+    log = tmp_path / "[out]" / "trainer.log"
+    log.parent.mkdir()
+    log.write_text(f"{NASTY}\n[/nothing]\n")
+    role = Role("trainer", [], {}, log, tmp_path / "none.json")
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, highlight=False, markup=False)
+    run._explain(Outcome(role, 1), console)
+    shown = console.file.getvalue()
+    assert "[/nothing]" in shown and "[out]" in shown
+    assert all(line in shown for line in SHOWN.replace("\t", " ").splitlines()[1:])
+    assert "\x1b[2J" not in shown and "\x1b]0" not in shown
+
+
+def test_tables_of_rollouts_are_text_to_wandb():
+    """`wandb.Html` would run a script that a model writes."""
+    for file in SOURCE.rglob("*.py"):
+        assert not re.search(r"\b(Html|Markdown|from_markup|HTMLResponse)\b", file.read_text()), file
