@@ -16,7 +16,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.errors import RunError
 from prime_rl.monitor import Monitor
 from prime_rl.orchestrator.advantages import advantage_function
-from prime_rl.orchestrator.beginning import START, Beginning
+from prime_rl.orchestrator.beginning import START, Beginning, Rewound, find_rewind, resume_directory
 from prime_rl.orchestrator.checkpoint import Cut, write_cut
 from prime_rl.orchestrator.dispatch import Dispatcher, TrainEnvironment
 from prime_rl.orchestrator.evals.online import OnlineEvaluator, Schedule
@@ -31,6 +31,7 @@ from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.stream import Source, Stream
 from prime_rl.run.artifact import MANIFEST
 from prime_rl.run.batch import Batch, write_batch
+from prime_rl.run.wait import changes
 from prime_rl.types import Group
 
 
@@ -73,6 +74,7 @@ class Orchestrator:
         self._policy = Policy(servers, self._paths, self._wake.set, self._before_switch, config.on_refused_weights)
         self._evaluator = OnlineEvaluator(schedules, self._policy, monitor, self._paths)
         self._beginning = beginning
+        self._writing: asyncio.Future[Batch] | None = None
         state = read_ledger(self._paths, beginning.branch) if config.restart else None
         cut = beginning.cut
         stream = _stream(config, environments)
@@ -100,11 +102,27 @@ class Orchestrator:
 
         Raises:
             RunError: a wait passed its deadline, inference is gone, or the environment fails all the time.
+            Rewound: the trainer has begun a newer branch; the lease is kept for it.
         """
         await self._policy.start(self._config.wait_timeout_seconds, self._beginning.version)
+        lease_stays = False
+        try:
+            await self._work()
+        except Rewound:
+            lease_stays = True
+            raise
+        finally:
+            if not lease_stays:
+                await self._policy.release()
+            await self._end_writing()
+            await self._close_ledger()
+
+    async def _work(self) -> None:
         stop = asyncio.Event()
         try:
             async with asyncio.TaskGroup() as tasks:
+                if not self._config.bench:
+                    tasks.create_task(self._follow_trainer(stop))
                 tasks.create_task(self._policy.watch(stop))
                 tasks.create_task(self._policy.keep(stop))
                 tasks.create_task(self._lag.measure(stop))
@@ -116,10 +134,20 @@ class Orchestrator:
                 await self._evaluator.finish(self._policy.version)
                 stop.set()
         except ExceptionGroup as group:
-            raise _first(group) from group
-        finally:
-            await self._policy.release()
-            await self._close_ledger()
+            raise _first(group.subgroup(Rewound) or group) from group
+
+    async def _follow_trainer(self, stop: asyncio.Event) -> None:
+        """Raise Rewound as soon as the trainer has begun a newer branch."""
+        directory = self._paths.root if self._config.ckpt is None else resume_directory(self._config)
+        async for _ in changes(directory, stop):
+            if (resume := find_rewind(self._config, self._beginning.branch)) is not None:
+                raise Rewound(resume)
+
+    async def _end_writing(self) -> None:
+        """Wait for a batch that a thread still writes: it must not appear after its branch has ended."""
+        if self._writing is not None and not self._writing.done():
+            await asyncio.wait({self._writing})
+            self._writing.exception()  # told to nobody: what ended the run came before it
 
     async def _close_ledger(self) -> None:
         """Write what waits; all that a batch builds upon is on disk already."""
@@ -168,7 +196,8 @@ class Orchestrator:
         advantages = self._advantage([self._dispatcher.scores(group) for group in groups])
         await self._ledger.flush()
         cut = self._cut(step, group_ids)
-        batch = await asyncio.to_thread(self._write, step, groups, advantages, cut)
+        self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, step, groups, advantages, cut))
+        batch = await asyncio.shield(self._writing)
         # No await before the ledger and the scheduler know: a draw must not slip in between.
         self._ledger.shipped(step, group_ids)
         self._ledger.delete_spool(group_ids)

@@ -10,10 +10,12 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import uvloop
+from loguru import logger
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.errors import RunError
 from prime_rl.monitor import Monitor
-from prime_rl.orchestrator.beginning import Beginning, find_beginning
+from prime_rl.orchestrator.beginning import Beginning, Rewound, find_beginning, find_rewind
 from prime_rl.orchestrator.concurrency import ConcurrencyController
 from prime_rl.orchestrator.dispatch import TrainEnvironment
 from prime_rl.orchestrator.engine import Engine
@@ -27,17 +29,26 @@ from prime_rl.run.paths import RunPaths
 
 
 def orchestrate(config: OrchestratorConfig) -> None:
-    """Run the orchestrator to its end.
+    """Run the orchestrator to its end; where the trainer goes back meanwhile, begin again from there.
 
     Raises:
         ConfigError: bad input: tokenizer, environment, prompts.
         RunError: the run cannot go on.
     """
-    beginning = find_beginning(config)
-    try:
-        uvloop.run(_run(config, config.run_paths, beginning))
-    except asyncio.CancelledError:
-        sys.exit(128 + signal.SIGTERM)
+    while True:
+        beginning = find_beginning(config)
+        try:
+            uvloop.run(_run(config, config.run_paths, beginning))
+            return
+        except asyncio.CancelledError:
+            sys.exit(128 + signal.SIGTERM)
+        except Rewound as rewound:
+            logger.warning("{}", rewound)
+        except RunError as error:  # perhaps because the trainer has put aside what was being read
+            if find_rewind(config, beginning.branch) is None:
+                raise
+            logger.warning("{}; meanwhile the trainer has gone back", error)
+        config = config.model_copy(update={"restart": True})
 
 
 async def _run(config: OrchestratorConfig, paths: RunPaths, beginning: Beginning) -> None:
@@ -50,6 +61,7 @@ async def _run(config: OrchestratorConfig, paths: RunPaths, beginning: Beginning
         monitor = Monitor(paths, "orchestrator", config.wandb, config)
         stack.callback(monitor.close)
         row_cost = await asyncio.to_thread(read_row_cost, config.model.name)
+        gc.unfreeze()  # what an earlier branch has left
         gc.collect()
         gc.freeze()  # what is there now stays: no collection has to look at it again
         await Orchestrator(config, environments, servers, monitor, row_cost, schedules, beginning).run()

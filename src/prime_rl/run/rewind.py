@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from prime_rl.run.artifact import MANIFEST, fsync, remove
-from prime_rl.run.checkpoints import ORCHESTRATOR, Commit, Resume, read_resume, write_resume
+from prime_rl.run.checkpoints import COMMITTED, ORCHESTRATOR, Commit, Resume, read_resume, write_resume
 from prime_rl.run.paths import RunPaths, step_of, steps_in
 
 START_VARIABLE = "PRIME_RL_START"
@@ -109,7 +109,7 @@ def put_aside_late(paths: RunPaths, directory: Path, step: int, branch: int) -> 
 
     Args:
         paths: the run.
-        directory: of the checkpoints: parts of later ones, which will never be committed, are moved.
+        directory: of the checkpoints: parts of later ones that were not committed, and never will be, are moved.
         step: N, where the branch begins.
         branch: that begins; what it wrote already stays.
 
@@ -122,7 +122,8 @@ def put_aside_late(paths: RunPaths, directory: Path, step: int, branch: int) -> 
     for ledger in sorted(paths.ledger_dir.glob("branch_*.jsonl")):
         if ledger != paths.ledger(branch):
             _move([ledger], paths.abandoned(branch - 1) / "ledger")
-    _move_steps(directory, paths.abandoned(branch - 1) / "checkpoints", above=step)
+    unfinished = [checkpoint for checkpoint in _steps(directory, above=step) if not (checkpoint / COMMITTED).exists()]
+    _move(unfinished, paths.abandoned(branch - 1) / "checkpoints")
     _cut_metrics(paths.metrics("orchestrator"), paths.abandoned(branch - 1) / "metrics" / "orchestrator.jsonl", step)
 
 
