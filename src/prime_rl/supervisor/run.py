@@ -8,7 +8,8 @@ from rich.console import Console
 from prime_rl.configs.rl import RLConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.plain import visible
-from prime_rl.run.heartbeat import read_beats
+from prime_rl.run.heart import Heartbeat
+from prime_rl.run.heartbeat import forget
 from prime_rl.run.paths import RunPaths
 from prime_rl.supervisor.bench import benchmark
 from prime_rl.supervisor.checks import check_before_start, clear_earlier_run, unreachable_servers
@@ -64,20 +65,24 @@ def _train(config: RLConfig, paths: RunPaths, console: Console) -> Outcome:
 
 async def _run(config: RLConfig, paths: RunPaths, display: Display, console: Console) -> Outcome:
     roles = make_roles(config, paths)
-    forget_heartbeats(paths, [role.name for role in roles])
-    events = Events(paths.events, lambda line: console.print(line, markup=False, soft_wrap=True))
+    for role in roles:
+        forget(paths, role.name, keep=())  # what the processes of an earlier run said last
+    events = Events(paths.events, lambda line: console.print(visible(line), soft_wrap=True))
     lookout = Lookout(paths, config.heartbeat.limits, events)
-    work = asyncio.ensure_future(supervise(roles, Limits(grace=config.grace_seconds), events, lookout))
-    following = asyncio.ensure_future(display.follow())
-    await asyncio.wait({work, following}, return_when=asyncio.FIRST_COMPLETED)
-    if not work.done():
-        # The display failed; the run goes on without it.
-        console.print(f"warning: no progress is shown: {following.exception()!r}")
-        await asyncio.wait({work})
-    following.cancel()
-    with suppress(asyncio.CancelledError):
-        await following
-    return work.result()
+    with Heartbeat(paths, "rl", "rl") as heart:
+        heart.enter("watch over the run")
+        heart.follow(asyncio.get_running_loop())
+        work = asyncio.ensure_future(supervise(roles, Limits(grace=config.grace_seconds), events, lookout))
+        following = asyncio.ensure_future(display.follow())
+        await asyncio.wait({work, following}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            # The display failed; the run goes on without it.
+            console.print(f"warning: no progress is shown: {following.exception()!r}")
+            await asyncio.wait({work})
+        following.cancel()
+        with suppress(asyncio.CancelledError):
+            await following
+        return work.result()
 
 
 def _explain(outcome: Outcome, console: Console) -> ConfigError | RunError:
@@ -94,10 +99,3 @@ def _explain(outcome: Outcome, console: Console) -> ConfigError | RunError:
             console.print(f"  {visible(line)}", soft_wrap=True)
     why = outcome.reason or (told["message"] if told is not None and (code or 0) > 0 else None)
     return RunError(f"{role.name} {how(code)}{f': {why}' if why else ''}; log {role.log}")
-
-
-def forget_heartbeats(paths: RunPaths, roles: list[str]) -> None:
-    """Remove what the processes of an earlier run said last; a server that was started by hand keeps its own."""
-    for name, beat in read_beats(paths).items():
-        if beat.role in roles:
-            paths.heartbeat(name).unlink(missing_ok=True)
