@@ -17,7 +17,7 @@ from prime_rl.supervisor.children import Role
 from prime_rl.supervisor.process import SUPERVISED
 
 # Ranks that hang in a collective when another dies are killed so many seconds before the grace of `rl` itself is over.
-_TORCHRUN_SOONER_S = 1.0
+_TORCHRUN_SOONER_S = 1
 
 
 def make_roles(config: RLConfig, paths: RunPaths) -> list[Role]:
@@ -58,7 +58,7 @@ def _trainer(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> Role:
     It starts the ranks again by itself when one dies, as long as restarts are left.
     """
     env = start | _gpus(config.trainer_gpu_ids)
-    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(0.5, config.grace_seconds - _TORCHRUN_SOONER_S))}
+    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(config.grace_seconds) - _TORCHRUN_SOONER_S))}
 
     def make(left: int, restarted: bool) -> Role:
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.ranks}"]
