@@ -32,10 +32,12 @@ from prime_rl.inference.named_adapters import NamedAdapters
 from prime_rl.inference.nodes import Nodes, all_nodes, resolve
 from prime_rl.inference.pins import PinnedRequests
 from prime_rl.inference.policy import PolicyServer
+from prime_rl.inference.pulse import asking, server_heartbeat
 from prime_rl.inference.replica import replica_root
 from prime_rl.inference.requests import NamesInVllm, prepare_requests
 from prime_rl.inference.routes import make_router
 from prime_rl.inference.version_header import PolicyVersionHeader
+from prime_rl.run.heart import Heartbeat
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -84,7 +86,7 @@ def run(config: "InferenceConfig") -> None:
             "from 0; the other nodes are started with --headless"
         )
     started = time.monotonic()
-    with bind(config.server.host, config.server.port) as listener:
+    with bind(config.server.host, config.server.port) as listener, server_heartbeat(config) as heart:
         access = Access.of(config.server.api_key_var, listener.getsockname()[0])
         # An engine that is forked must not keep the port from the next server, for as long as it outlives a killed one.
         os.register_at_fork(after_in_child=listener.close)
@@ -99,7 +101,7 @@ def run(config: "InferenceConfig") -> None:
             config.parallel.wait_timeout_seconds,
             config.heartbeat.timeout,
         ) as nodes:
-            uvloop.run(_serve(config, args, base, listener, access, started, nodes))
+            uvloop.run(_serve(config, args, base, listener, access, started, nodes, heart))
     shutil.rmtree(replica_root(config.weights_cache, config.server.port), ignore_errors=True)
 
 
@@ -127,6 +129,7 @@ async def _serve(
     access: Access,
     started: float,
     nodes: Nodes,
+    heart: Heartbeat,
 ) -> None:
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
 
@@ -144,7 +147,9 @@ async def _serve(
             _make_app(config, args, base, client, access, nodes, partial(_end, end)), end
         )
         logger.info(f"serving {config.model.name} on port {args.port} after {time.monotonic() - started:.1f} s")
-        await serve_http(app, client, listener, access, args, end, policies)
+        ask = partial(client.engine_core.call_utility_all_async, "last_pause")
+        async with asking(heart, ask, config.heartbeat.timeout):
+            await serve_http(app, client, listener, access, args, end, policies)
     if reason := end.result():
         raise RunError(reason)
 
