@@ -56,9 +56,14 @@ def _report(error: Exception, code: int) -> int:
 
 
 def _record(message: str, code: int) -> None:
-    path = os.environ.get(ERROR_FILE)
+    path, attempt = os.environ.get(ERROR_FILE), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if path is None:
         return
-    # The first error is the cause, so the file is never overwritten; on a full disk the log has to do.
-    with suppress(OSError), Path(path).open("x") as file:
-        json.dump({"code": code, "message": " ".join(message.split())}, file)
+    file = Path(path)
+    # The first error is the cause, so it is never overwritten, but by a later attempt of torchrun; on a full disk the
+    # log has to do.
+    with suppress(OSError, ValueError):
+        if file.exists() and json.loads(file.read_text()).get("attempt", attempt) != attempt:
+            file.unlink()
+        with file.open("x") as new:
+            json.dump({"code": code, "message": " ".join(message.split()), "attempt": attempt}, new)

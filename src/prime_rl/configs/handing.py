@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from prime_rl.configs.base import move_to_experiment
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.lora import LoRAConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.schema import flag
 from prime_rl.configs.shared import DEFAULT_MODEL
 from prime_rl.configs.state import MISSING, Origin, Rank, State
@@ -189,6 +190,15 @@ def leave_room(state: State) -> None:
     shared = set(_ids(state, ids, [1])) & set(_ids(state, "inference_gpu_ids", [0]))
     if shared and isinstance(state.get("inference"), dict) and not state.is_set(key):
         state.put(key, _SHARED_GPU, state.origin(ids))
+
+
+def wait_for_restarts(state: State) -> None:
+    """Let the orchestrator wait for a server that `rl` starts again, as long as for one that starts first."""
+    key, restarts = "orchestrator.client.reconnect_seconds", _number(state, "max_restarts")
+    if restarts and isinstance(state.get("inference"), dict) and not state.is_set(key):
+        longest = state.get("orchestrator.wait_timeout_seconds")
+        default = OrchestratorConfig.model_fields["wait_timeout_seconds"].default
+        state.put(key, default if longest is MISSING else longest, state.origin("max_restarts"))
 
 
 def serve_adapters(state: State) -> None:

@@ -21,6 +21,7 @@ from prime_rl.configs.handing import (
     name_wandb_runs,
     serve_adapters,
     switch_blocks,
+    wait_for_restarts,
 )
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -140,6 +141,7 @@ class RLConfig(RootConfig):
         assign_gpus(state)
         leave_room(state)
         serve_adapters(state)
+        wait_for_restarts(state)
         shorten(state, "", "trainer.", "orchestrator.")
         use_fake_data(state, "trainer.", **_batch_shape(state))
 

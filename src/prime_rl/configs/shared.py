@@ -140,6 +140,10 @@ class ClientConfig(BaseConfig):
     """Longest time for a server to say what it samples from, seconds; one that does not is taken out, and what it was
     playing is played elsewhere."""
 
+    reconnect_seconds: float = Field(4, gt=0)
+    """Longest time in which no server answers before the run ends, seconds; `rl` with max_restarts, which starts its
+    server again, takes wait_timeout_seconds."""
+
     @property
     def urls(self) -> list[str]:
         """Roots of the servers, without a trailing `/` or `/v1`."""

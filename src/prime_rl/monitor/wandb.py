@@ -13,6 +13,7 @@ from prime_rl.configs.base import RootConfig
 from prime_rl.configs.shared import WandbConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.monitor.jsonl import finite
+from prime_rl.run.rewind import is_restart
 
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -94,9 +95,10 @@ class WandbRun:
 
 
 def _goes_on(config: RootConfig | None) -> bool:
-    """Tell whether the process resumes a checkpoint, or restarts."""
+    """Tell whether the process resumes a checkpoint, or is started again."""
     ckpt = getattr(config, "ckpt", None)
-    return (ckpt is not None and ckpt.resume_step is not None) or getattr(config, "restart", False)
+    resumes = ckpt is not None and ckpt.resume_step is not None
+    return resumes or getattr(config, "restart", False) or is_restart()
 
 
 def _cell(value: Any) -> Any:

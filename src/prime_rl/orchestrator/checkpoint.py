@@ -78,25 +78,32 @@ def write_cut(checkpoint: Path, cut: Cut, branch: int, batch_manifest: Path, con
         RunError: the disk is full ..., or the checkpoint is complete already.
     """
     try:
-        temporary = clear_unfinished(checkpoint, ORCHESTRATOR)
-        rest = [
-            {"group_id": known.group.group_id, "version": known.version, "deadline": known.deadline}
-            for known in cut.finished
-        ]
-        files = {_group_file(known.group.group_id): encode_group(known.group) for known in cut.finished}
-        state = {"base": cut.base, "finished": rest, "lengths": cut.lengths}
-        files[_STATE] = json.dumps(state).encode()
-        for name, data in files.items():
-            (temporary / name).write_bytes(data)
-            fsync(temporary / name)
-        hashes = {name: hash_file(temporary / name) for name in files}
-        settings = {key: getattr(config, key) for key in _SETTINGS}
-        fields = {"step": cut.step, "branch": branch, "batch": hash_file(batch_manifest), "settings": settings}
-        seal_part(temporary, checkpoint / ORCHESTRATOR, fields, hashes)
+        try:
+            _write_part(checkpoint, cut, branch, batch_manifest, config)
+        except FileNotFoundError:  # a trainer that goes back has just put the unfinished checkpoint aside
+            _write_part(checkpoint, cut, branch, batch_manifest, config)
     except OSError as error:
         raise RunError(
             f"cannot save {checkpoint / ORCHESTRATOR}: {error.strerror}; earlier checkpoints are whole"
         ) from error
+
+
+def _write_part(checkpoint: Path, cut: Cut, branch: int, batch_manifest: Path, config: OrchestratorConfig) -> None:
+    temporary = clear_unfinished(checkpoint, ORCHESTRATOR)
+    rest = [
+        {"group_id": known.group.group_id, "version": known.version, "deadline": known.deadline}
+        for known in cut.finished
+    ]
+    files = {_group_file(known.group.group_id): encode_group(known.group) for known in cut.finished}
+    state = {"base": cut.base, "finished": rest, "lengths": cut.lengths}
+    files[_STATE] = json.dumps(state).encode()
+    for name, data in files.items():
+        (temporary / name).write_bytes(data)
+        fsync(temporary / name)
+    hashes = {name: hash_file(temporary / name) for name in files}
+    settings = {key: getattr(config, key) for key in _SETTINGS}
+    fields = {"step": cut.step, "branch": branch, "batch": hash_file(batch_manifest), "settings": settings}
+    seal_part(temporary, checkpoint / ORCHESTRATOR, fields, hashes)
 
 
 def read_cut(checkpoint: Path, config: OrchestratorConfig) -> Cut:

@@ -29,9 +29,13 @@ from prime_rl.orchestrator.row_cost import TOKENS, RowCost
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
 from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.stream import Source, Stream
+from prime_rl.orchestrator.vigil import INFERENCE, TRAINER, Vigil
 from prime_rl.run.artifact import MANIFEST
 from prime_rl.run.batch import Batch, write_batch
 from prime_rl.run.wait import changes
+from prime_rl.run.heart import Heartbeat
+from prime_rl.run.peers import Peers
+from prime_rl.supervisor.process import is_supervised
 from prime_rl.types import Group
 
 
@@ -47,6 +51,7 @@ class Orchestrator:
         row_cost: RowCost = TOKENS,
         schedules: Sequence[Schedule] = (),
         beginning: Beginning = START,
+        heart: Heartbeat | None = None,
     ) -> None:
         """Put the parts together; nothing runs yet.
 
@@ -58,6 +63,7 @@ class Orchestrator:
             row_cost: what a row costs the trainer.
             schedules: evaluations beside training.
             beginning: where the run begins, or goes on.
+            heart: of this process; None says nothing to anybody.
 
         Raises:
             ConfigError, RunError: the ledger, or the checkpoint, is not of this configuration, or cannot be read.
@@ -71,7 +77,18 @@ class Orchestrator:
         self._tally = Tally()
         self._lag = LoopLag()
         self._advantage = advantage_function(config.advantage)
-        self._policy = Policy(servers, self._paths, self._wake.set, self._before_switch, config.on_refused_weights)
+        self._policy = Policy(
+            servers,
+            self._paths,
+            self._wake.set,
+            self._before_switch,
+            config.on_refused_weights,
+            config.client.reconnect_seconds,
+        )
+        self._heart = heart or Heartbeat(self._paths, "orchestrator", "orchestrator")
+        trainer = Peers(self._paths, TRAINER, config.heartbeat.limits, judges=not is_supervised())
+        self._vigil = Vigil(self._heart, trainer, config.wait_timeout_seconds)
+        self._ended = 0
         self._evaluator = OnlineEvaluator(schedules, self._policy, monitor, self._paths)
         self._beginning = beginning
         self._writing: asyncio.Future[Batch] | None = None
@@ -90,7 +107,7 @@ class Orchestrator:
             max_off_policy_steps=config.max_off_policy_steps,
         )
         self._dispatcher = Dispatcher(
-            config, environments, self._policy, self._scheduler, self._ledger, self._tally, self._wake.set
+            config, environments, self._policy, self._scheduler, self._ledger, self._tally, self._group_ended
         )
         if state is not None:
             self._restore(state)
@@ -104,6 +121,7 @@ class Orchestrator:
             RunError: a wait passed its deadline, inference is gone, or the environment fails all the time.
             Rewound: the trainer has begun a newer branch; the lease is kept for it.
         """
+        self._heart.enter("wait for inference", waiting_for=INFERENCE)
         await self._policy.start(self._config.wait_timeout_seconds, self._beginning.version)
         lease_stays = False
         try:
@@ -131,6 +149,7 @@ class Orchestrator:
                 await self._ship_all(tasks)
                 if not self._config.bench:  # then there is no trainer that could publish it
                     await self._wait_for_last_version()
+                self._heart.enter("finish the evaluations", waiting_for=INFERENCE)
                 await self._evaluator.finish(self._policy.version)
                 stop.set()
         except ExceptionGroup as group:
@@ -155,6 +174,10 @@ class Orchestrator:
             await asyncio.to_thread(self._ledger.close)
         except RunError as error:  # it must not hide what the run ended with
             logger.error("the ledger is not complete: {}", error)
+
+    def _group_ended(self) -> None:
+        self._ended += 1
+        self._wake.set()
 
     async def _before_switch(self) -> None:
         await self._evaluator.before_switch()
@@ -269,21 +292,18 @@ class Orchestrator:
 
     async def _wait_for_progress(self) -> None:
         """Wait until a group ends or more may be dispatched than before; both set `_wake`."""
-        if not self._scheduler.in_flight:
-            self._policy.end_if_refused(self._scheduler.next_step)
-        timeout_s = self._config.wait_timeout_seconds
-        try:
-            async with asyncio.timeout(timeout_s):  # not wait_for: in Python 3.11 it may swallow a cancellation
-                await self._wake.wait()
-        except TimeoutError:
-            if self._scheduler.in_flight:
-                names = ", ".join(env.pool.name for env in self._environments)
-                who = f"{self._scheduler.in_flight} groups in flight at environment {names}"
-            else:
-                who = f"the trainer to publish version {self._policy.version + 1} ({self._paths.log('trainer')})"
-            raise RunError(
-                f"nothing happened for {timeout_s:.0f} s (wait_timeout_seconds); waiting for {who}"
-            ) from None
+        step, flying = self._scheduler.next_step, self._scheduler.in_flight
+        if not flying:
+            self._policy.end_if_refused(step)
+        mark = step, self._policy.version, self._ended
+        if flying or not any(server.up for server in self._policy.servers):
+            names = ", ".join(env.pool.name for env in self._environments)
+            who = f"{flying} groups in flight at environment {names}"
+            await self._vigil.wait(self._wake, mark, f"sample batch {step}", INFERENCE, who)
+        else:
+            version = self._policy.version + 1
+            who = f"the trainer to publish version {version} ({self._paths.log(TRAINER)})"
+            await self._vigil.wait(self._wake, mark, f"wait for version {version}", TRAINER, who)
 
     async def _wait_for_last_version(self) -> None:
         """Stay until inference samples from what the last batch made, so that it serves the trained policy."""

@@ -17,8 +17,7 @@ others do not wait for it.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from typing import Any, Literal
+from typing import Literal
 
 from loguru import logger
 
@@ -26,14 +25,15 @@ from prime_rl.errors import RunError
 from prime_rl.orchestrator.engine import EngineError, EngineLost, LoadedPolicy
 from prime_rl.orchestrator.publications import Publications
 from prime_rl.orchestrator.server import Published, Server, VersionRefused
+from prime_rl.orchestrator.tasks import end_tasks, pause
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.wait import changes
 from prime_rl.types import PolicyVersion
 
 _LEASE_RENEWAL_S = 2.0
 _PROBE_S = 0.25
-_LOST_AFTER_S = 4.0
-"""Longest time in which not one server answers, before the run ends."""
+_MOST_STARTS = 10
+"""How often a server may die while it is brought to the version that the run begins with."""
 
 
 class Policy:
@@ -53,6 +53,7 @@ class Policy:
         on_change: Callable[[], None],
         before_switch: Callable[[], Awaitable[None]] | None = None,
         on_refused: Literal["end", "keep"] = "end",
+        reconnect_s: float = 4.0,
     ) -> None:
         """Manage `servers` for the run at `paths`.
 
@@ -62,6 +63,7 @@ class Policy:
             on_change: called when more may be dispatched than before.
             before_switch: awaited before each switch: an evaluation may hold it up.
             on_refused: what a version that is refused does: `end` the run, or `keep` the version before.
+            reconnect_s: longest time in which not one server answers, before the run ends.
         """
         self.servers = servers
         self.deaths = 0
@@ -72,6 +74,7 @@ class Policy:
         self._paths = paths
         self._on_change = on_change
         self._before_switch = before_switch
+        self._reconnect_s = reconnect_s
         self._latest = 0
         self._looked = asyncio.Event()
         self._attempt: tuple[int, asyncio.Future[bool]] | None = None
@@ -156,12 +159,23 @@ class Policy:
             self._latest = version.step
         for server in self.servers:
             await server.until_reachable(timeout_s)
-            loaded = await server.engine.reset()
-            if published is not None:
-                async with server.steering:
-                    loaded = await server.load(published)
+            loaded = await self._bring_to(server, published)
             server.version, server.up = loaded.version, True
             logger.info("inference at {} samples from {} ({})", server.engine.url, loaded.version, loaded.hash)
+
+    async def _bring_to(self, server: Server, published: Published | None) -> LoadedPolicy:
+        """Lease a server and bring it to a version, or to the base model; one that dies meanwhile may come back."""
+        for _ in range(_MOST_STARTS):
+            try:
+                loaded = await server.engine.reset()
+                if published is not None:
+                    async with server.steering:
+                        loaded = await server.load(published)
+                return loaded
+            except EngineLost as error:
+                logger.warning("{}; waiting for it to come back", error)
+                await server.until_reachable(self._reconnect_s)
+        raise EngineLost(f"inference at {server.engine.url} has died {_MOST_STARTS} times while it was set up")
 
     async def watch(self, stop: asyncio.Event) -> None:
         """Switch to every newest version as it is published, until `stop` is set.
@@ -182,13 +196,13 @@ class Policy:
                 else:
                     await self._looked.wait()
         finally:
-            await _end(looking, self._holding)
+            await end_tasks(looking, self._holding)
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Renew the leases, and look after what died, until `stop` is set.
 
         Raises:
-            EngineLost: no server answered for 4 seconds.
+            EngineLost: no server answered for `reconnect_s` seconds.
             RunError: a server was leased by another run.
         """
         async with asyncio.TaskGroup() as tasks:
@@ -203,7 +217,7 @@ class Policy:
                 if load is not None:
                     server.controller.observe(load, server.in_flight)
                     self._on_change()
-            await _pause(stop, interval_s)
+            await pause(stop, interval_s)
 
     async def release(self) -> None:
         """Give the leases back; a server that is gone has none to give."""
@@ -263,7 +277,7 @@ class Policy:
             await asyncio.wait({attempt})
         finally:
             self._attempt = None
-            await _end(attempt)
+            await end_tasks(attempt)
         goes_on = not attempt.cancelled() and attempt.result()
         if not goes_on:
             logger.info("version {} gives way to a newer one", step)
@@ -333,7 +347,7 @@ class Policy:
                 self.suspect(server)
                 server.died()
                 self._give_up_if_all_are_lost(server)
-            await _pause(stop, _LEASE_RENEWAL_S if server.up else _PROBE_S)
+            await pause(stop, _LEASE_RENEWAL_S if server.up else _PROBE_S)
 
     async def _rejoin(self, server: Server) -> None:
         """Bring a server that was started again, or has loaded what it should not, to the current version.
@@ -386,26 +400,10 @@ class Policy:
             self._all_lost_since = None
         elif self._all_lost_since is None:
             self._all_lost_since = now
-        elif now - self._all_lost_since > _LOST_AFTER_S:
+        elif now - self._all_lost_since > self._reconnect_s:
             raise EngineLost(f"inference at {server.engine.url} cannot be reached, and no other server is left")
 
     async def _notify(self) -> None:
         self._on_change()
         async with self._changed:
             self._changed.notify_all()
-
-
-async def _pause(stop: asyncio.Event, seconds: float) -> None:
-    """Return after `seconds`, or as soon as `stop` is set."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-
-
-async def _end(*tasks: "asyncio.Future[Any] | None") -> None:
-    """Cancel what is not done, and wait for its end."""
-    running = [task for task in tasks if task is not None and not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running)

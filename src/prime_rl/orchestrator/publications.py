@@ -53,8 +53,9 @@ class Publications:
         Raises:
             VersionRefused: `error`, where a refusal ends the run.
         """
-        if self._came_too_late(step):
-            logger.warning("version {} gives way to a newer one: {}", step, error)
+        self.look()
+        if step not in self.steps or self._came_too_late(step):  # put aside by a trainer that goes back, or overtaken
+            logger.warning("version {} is gone, or gives way to a newer one: {}", step, error)
             return False
         if self._on_refused == "end":
             raise error
