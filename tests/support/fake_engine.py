@@ -44,6 +44,7 @@ class FakeEngine:
             await self.gate(body)
         length = body["sampling_params"].get("max_tokens", 4)
         ids, finish = ([20 + i % 5 for i in range(length)], "length") if self.reply is None else self.reply(body)
+        ids, finish = (ids, finish) if len(ids) <= length else (ids[:length], "length")
         length = len(ids)
         half = length // 2
         last = f"{self.branch}.{self.step}"

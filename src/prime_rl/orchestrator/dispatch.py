@@ -19,7 +19,7 @@ from prime_rl.orchestrator.admission import LengthHistory, Lookahead
 from prime_rl.orchestrator.advantages import Scores, degenerate
 from prime_rl.orchestrator.checkpoint import Cut
 from prime_rl.orchestrator.drops import Drops, Verdict
-from prime_rl.orchestrator.engine import EngineLost, sampling_parameters
+from prime_rl.orchestrator.engine import EngineError, EngineLost, sampling_parameters
 from prime_rl.orchestrator.filters import DIFFICULTY, OVERLONG, is_off_difficulty, is_overlong
 from prime_rl.orchestrator.ledger import Finished, Ledger
 from prime_rl.orchestrator.policy import Policy
@@ -35,8 +35,13 @@ from prime_rl.types import Group, Rollout
 ZERO_ADVANTAGE = "zero_advantage"
 """Reason of a group whose rollouts all have the same reward: it teaches nothing."""
 
+ENGINE = "error/engine"
+"""Reason of a group that the servers failed to sample, again and again, while they could be reached."""
+
 _MOST_RETRIES = 10
 """Servers that one group may lose; more, and the fault is not theirs."""
+_MOST_FAULTS = 2
+"""Failures of servers that one group may meet; more, and it is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +167,28 @@ class Dispatcher:
         return next(able, None)
 
     async def _play(self, draw: Draw, server: Server) -> None:
-        """Play one group to its end. A server that is lost takes its rollouts with it: they start again elsewhere."""
+        """Play one group to its end. A server that is lost takes its rollouts with it: they start again elsewhere.
+
+        So do those of one that fails to answer properly, a few times.
+        """
+        faults = 0
         try:
             for attempt in itertools.count():
                 try:
                     async with server.life():
                         await self._sample(draw, server)
+                    server.succeeded()
                     break
+                except EngineError as error:
+                    if not error.is_fault:
+                        raise
+                    self._failed_at(server)
+                    faults += 1
+                    if faults > _MOST_FAULTS:
+                        self._drop(draw.group_id, ENGINE, str(error))
+                        break
+                    self._tally.retried += 1
+                    logger.warning("group {} is played again: {}", draw.group_id, error)
                 except EngineLost as error:
                     if attempt == _MOST_RETRIES:
                         raise
@@ -186,6 +206,10 @@ class Dispatcher:
             raise
         finally:
             self._on_end()
+
+    def _failed_at(self, server: Server) -> None:
+        """Leave a server alone for a while that has just failed, and look again for work when that is over."""
+        asyncio.get_running_loop().call_later(server.failed(), self._on_end)
 
     async def _sample(self, draw: Draw, server: Server) -> None:
         env = self._environments[draw.env]

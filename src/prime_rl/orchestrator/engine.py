@@ -1,9 +1,13 @@
 """HTTP client of one inference server: token-in/token-out generation and the policy routes.
 
 I5: which version sampled a token is what the engine reports of that token, never inferred from clocks.
+I7: every request has a deadline; what a server answers is checked before anybody uses it. A fault of the server's own
+(5xx, an answer that is not understood) is asked for again a few times, and is then its caller's to count.
 """
 
 import asyncio
+import errno
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,10 +20,16 @@ from numpy.typing import NDArray
 
 from prime_rl.configs.shared import SamplingConfig
 from prime_rl.errors import RunError
+from prime_rl.run.surroundings import describe
 from prime_rl.types import PolicyVersion
 
 _RETRIES = 2
 """A reset connection loses the request but says nothing of the server: try again before giving up on it."""
+_PAUSE_S = 0.05
+"""Before a completion is asked for again that the server failed to give; four times as long before the next."""
+_BUSY = (408, 425, 429)
+_POSITIVE = 1e-3
+"""What rounding may leave of a log-probability above 0."""
 _LEASE_PROBE_S = 0.5
 
 
@@ -29,13 +39,22 @@ class EngineError(RunError):
     Attributes:
         status: of the HTTP answer; None where what was answered is not understood, or nothing was.
         free_in_s: another run holds the server, which is free after so many seconds unless that run calls again.
+        late: nothing was answered in time.
     """
 
-    def __init__(self, message: str, status: int | None = None, free_in_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, status: int | None = None, free_in_s: float | None = None, late: bool = False
+    ) -> None:
         """Take the message, the status of the answer if there was one, and what it says of another run's lease."""
         super().__init__(message)
         self.status = status
         self.free_in_s = free_in_s
+        self.late = late
+
+    @property
+    def is_fault(self) -> bool:
+        """The server has failed, and not the request: it may go well another time, or elsewhere."""
+        return self.status is None or self.status >= 500 or self.status in _BUSY
 
 
 class EngineLost(RunError):
@@ -107,10 +126,32 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Loaded(msgspec.Struct):
+    branch: int
+    step: int
+    hash: str
+    run_id: str | None = None
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    canary_difference: float | None = None
+
+
+_LOADED = msgspec.json.Decoder(_Loaded)
+
+
 class Engine:
     """One inference server. Use as an async context manager."""
 
-    def __init__(self, url: str, model: str, run_id: str, api_key: str | None = None, timeout_s: float = 1200) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        run_id: str,
+        api_key: str | None = None,
+        timeout_s: float = 1200,
+        probe_s: float | None = None,
+    ) -> None:
         """Prepare a client; nothing is sent before the first call.
 
         Args:
@@ -119,12 +160,14 @@ class Engine:
             run_id: the run in whose name the policy is switched; the server is leased by it.
             api_key: sent as bearer token if given.
             timeout_s: longest time for one request, seconds.
+            probe_s: longest time for an answer that the server need not work for; None is `timeout_s`.
         """
         self.url = url
         self._model = model
         self._run_id = run_id
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._probe = aiohttp.ClientTimeout(total=min(probe_s or timeout_s, timeout_s))
         self._session: aiohttp.ClientSession | None = None
         self._decoder = msgspec.json.Decoder(_Answer)
 
@@ -146,22 +189,32 @@ class Engine:
 
         Raises:
             EngineLost: the server cannot be reached.
-            EngineError: it refused, or its answer lacks ids, log-probabilities or version spans.
+            EngineError: it refused, or its answer lacks ids, log-probabilities or version spans, or has more than was
+                asked for; a fault of the server's was asked for again twice.
         """
         body = {"model": self._model, "token_ids": prompt_ids, "sampling_params": {**sampling, "logprobs": 0}}
-        raw = await self._request("POST", "/inference/v1/generate", body)
-        try:
-            return _generation(self._decoder.decode(raw).choices[0])
-        except (msgspec.DecodeError, ValueError, IndexError) as error:
-            raise EngineError(f"{self.url}/inference/v1/generate answered what is not understood: {error}") from None
+        for attempt in itertools.count():
+            try:
+                raw = await self._request("POST", "/inference/v1/generate", body)
+                return self._understood(raw, sampling.get("max_tokens"))
+            except EngineError as error:
+                if attempt == _RETRIES or error.late or not error.is_fault:
+                    raise
+            await asyncio.sleep(_PAUSE_S * 4**attempt)
+        raise AssertionError("unreachable")
 
     async def policy(self) -> LoadedPolicy:
-        """Ask what the server samples from; renews the lease if this run holds it."""
-        return self._loaded(await self._request("GET", f"/policy?run_id={self._run_id}"))
+        """Ask what the server samples from; renews the lease if this run holds it.
+
+        Raises:
+            EngineLost: it cannot be reached, or does not answer in time.
+            EngineError: it refuses, or answers what is not understood.
+        """
+        return self._loaded(await self._request("GET", f"/policy?run_id={self._run_id}", probe=True))
 
     async def look(self) -> LoadedPolicy:
-        """Ask what the server samples from, in nobody's name."""
-        return self._loaded(await self._request("GET", "/policy"))
+        """Ask what the server samples from, in nobody's name; raises as `policy`."""
+        return self._loaded(await self._request("GET", "/policy", probe=True))
 
     async def stage(self, weight_dir: str, version: PolicyVersion) -> None:
         """Have the published weights in `weight_dir` read and checked, so that `load` has little left to do.
@@ -203,35 +256,49 @@ class Engine:
 
     async def release(self) -> None:
         """Give the lease back."""
-        await self._request("POST", "/release_policy", {"run_id": self._run_id})
+        await self._request("POST", "/release_policy", {"run_id": self._run_id}, probe=True)
 
     async def metrics(self) -> str:
         """Read the server's Prometheus page."""
-        return (await self._request("GET", "/metrics")).decode()
+        return (await self._request("GET", "/metrics", probe=True)).decode(errors="replace")
 
     def _version_body(self, weight_dir: str, version: PolicyVersion) -> dict[str, Any]:
         return {"weight_dir": weight_dir, "branch": version.branch, "step": version.step, "run_id": self._run_id}
 
     def _loaded(self, raw: bytes) -> LoadedPolicy:
-        answer = msgspec.json.decode(raw)
+        try:
+            answer = _LOADED.decode(raw)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.url} answered what is not understood of its policy: {error}") from None
         return LoadedPolicy(
-            version=PolicyVersion(answer["branch"], answer["step"]),
-            hash=answer["hash"],
-            is_ours=answer.get("run_id") == self._run_id,
-            stage_s=answer.get("stage_s", 0.0),
-            pause_s=answer.get("pause_s", 0.0),
-            load_s=answer.get("load_s", 0.0),
-            canary_difference=answer.get("canary_difference"),
+            version=PolicyVersion(answer.branch, answer.step),
+            hash=answer.hash,
+            is_ours=answer.run_id == self._run_id,
+            stage_s=answer.stage_s,
+            pause_s=answer.pause_s,
+            load_s=answer.load_s,
+            canary_difference=answer.canary_difference,
         )
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+    def _understood(self, raw: bytes, max_tokens: int | None) -> Generation:
+        try:
+            return _generation(self._decoder.decode(raw).choices[0], max_tokens)
+        except (msgspec.DecodeError, ValueError, IndexError, OverflowError) as error:
+            raise EngineError(f"{self.url}/inference/v1/generate answered what is not understood: {error}") from None
+
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, probe: bool = False
+    ) -> bytes:
         if self._session is None:
             raise RuntimeError("Engine is used outside of `async with`")
         data = None if body is None else msgspec.json.encode(body)
         headers = None if body is None else {"Content-Type": "application/json"}
+        limit = self._probe if probe else self._timeout
         for attempt in range(_RETRIES + 1):
             try:
-                async with self._session.request(method, self.url + path, data=data, headers=headers) as response:
+                async with self._session.request(
+                    method, self.url + path, data=data, headers=headers, timeout=limit
+                ) as response:
                     answer = await response.read()
                     if response.status != 200:
                         message, free_in_s = _refusal(answer)
@@ -239,8 +306,16 @@ class Engine:
                         raise EngineError(said, response.status, free_in_s)
                     return answer
             except TimeoutError:
-                raise EngineError(f"{self.url}{path} did not answer within {self._timeout.total:.0f} s") from None
+                if probe:
+                    raise EngineLost(
+                        f"inference at {self.url} did not answer within {limit.total:g} s (client.probe_timeout)"
+                    ) from None
+                raise EngineError(
+                    f"{self.url}{path} did not answer within {limit.total:g} s (client.timeout)", late=True
+                ) from None
             except aiohttp.ClientError as error:
+                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise EngineError(f"cannot connect to {self.url}: {describe(error)}") from None
                 if attempt == _RETRIES:
                     raise EngineLost(f"inference at {self.url} cannot be reached: {error}") from None
         raise AssertionError("unreachable")
@@ -252,14 +327,18 @@ def sampling_parameters(config: SamplingConfig) -> dict[str, Any]:
     return parameters | ({"max_tokens": config.max_tokens} if config.max_tokens else {})
 
 
-def _generation(choice: _Choice) -> Generation:
+def _generation(choice: _Choice, max_tokens: int | None) -> Generation:
     ids = np.array(choice.token_ids, np.int32)
     logprobs = np.array([entry.logprob for entry in choice.logprobs.content], np.float32)
     versions = np.full(len(ids), -1, np.int32)
     for span in choice.weight_versions:
         versions[span.start : span.end] = PolicyVersion.parse(span.version).step
-    if len(logprobs) != len(ids) or (versions < 0).any():
+    if not len(ids) or len(logprobs) != len(ids) or (versions < 0).any():
         raise ValueError(f"{len(ids)} ids, {len(logprobs)} logprobs, {(versions >= 0).sum()} versions")
+    if max_tokens is not None and len(ids) > max_tokens:
+        raise ValueError(f"{len(ids)} tokens, where at most {max_tokens} were asked for")
+    if (ids < 0).any() or not (np.isfinite(logprobs).all() and (logprobs <= _POSITIVE).all()):
+        raise ValueError("an id below 0, or a log-probability that is none")
     if choice.finish_reason not in ("stop", "length"):
         raise ValueError(f"the request ended by {choice.finish_reason!r}")
     return Generation(ids, logprobs, versions, choice.finish_reason == "length")

@@ -19,6 +19,9 @@ from prime_rl.run.visibility import settled
 from prime_rl.types import PolicyVersion
 
 _PROBE_S = 0.25
+_BAR_S = 0.05
+_LONGEST_BAR_S = 2.0
+"""A server that fails is given nothing for so long at first, twice as long after the next failure, and so on."""
 _REFUSALS = (400, 422)
 """Status of what is not sampled from: not what was published, and not what the trainer says it is."""
 
@@ -80,6 +83,7 @@ class Server:
         controller: how many it should be given.
         loading: step of the version that it is being switched to, if it is.
         rejects: step of the version that it alone refuses, if it does: it stays out until there is a newer one.
+        failed_switches: to how many versions in a row it could not be switched by a fault of its own.
         steering: held by whoever switches it.
     """
 
@@ -93,6 +97,9 @@ class Server:
         self.loading: int | None = None
         self.rejects: int | None = None
         self.steering = asyncio.Lock()
+        self.failed_switches = 0
+        self._faults = 0
+        self._barred_until = 0.0
         self._lives = set[asyncio.Timeout]()
 
     @asynccontextmanager
@@ -120,6 +127,22 @@ class Server:
         for scope in lives:
             scope.reschedule(now)
 
+    @property
+    def bar_s(self) -> float:
+        """Seconds for which it is given nothing yet, because it failed: one that fails at once would get everything."""
+        return max(0.0, self._barred_until - time.monotonic())
+
+    def failed(self) -> float:
+        """Bar it for a while, longer each time; returns how long, seconds."""
+        bar_s = min(_BAR_S * 2.0 ** min(self._faults, 16), _LONGEST_BAR_S)
+        self._faults += 1
+        self._barred_until = time.monotonic() + bar_s
+        return bar_s
+
+    def succeeded(self) -> None:
+        """It has played a group to its end: earlier failures are forgotten."""
+        self._faults, self._barred_until = 0, 0.0
+
     def has_room(self, rollouts: int) -> bool:
         """Tell whether it should be given so many more; always, where it has none."""
         return self.in_flight == 0 or self.in_flight + rollouts <= self.controller.limit
@@ -136,7 +159,9 @@ class Server:
             try:
                 await self.engine.policy()
                 return
-            except EngineLost as error:
+            except (EngineLost, EngineError) as error:
+                if isinstance(error, EngineError) and not error.is_fault:
+                    raise
                 if time.monotonic() > deadline:
                     raise RunError(f"{error}; waited {timeout_s:.0f} s for it to start") from None
             await asyncio.sleep(_PROBE_S)

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import uvloop
 from loguru import logger
 
+from prime_rl.api_key import read_api_key
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.errors import RunError
 from prime_rl.monitor import Monitor
@@ -94,7 +94,7 @@ def model_access(config: OrchestratorConfig) -> ModelAccess:
         trust_remote_code=config.tokenizer.trust_remote_code,
         rendering=config.rendering,
         trajectory_strategy=config.trajectory_strategy,
-        api_key=os.environ.get(config.client.api_key_var),
+        api_key=read_api_key(config.client.api_key_var),
         request_timeout_s=config.client.timeout,
     )
 
@@ -102,8 +102,11 @@ def model_access(config: OrchestratorConfig) -> ModelAccess:
 async def connect(config: OrchestratorConfig, url: str, stack: AsyncExitStack) -> Server:
     """Open the admin connection to one inference server; `stack` closes it."""
     run_id = config.run_id or f"{socket.gethostname()}:{config.output_dir.resolve()}"
-    api_key = os.environ.get(config.client.api_key_var)
-    engine = await stack.enter_async_context(Engine(url, config.model.name, run_id, api_key, config.client.timeout))
+    api_key = read_api_key(config.client.api_key_var)
+    client = config.client
+    engine = await stack.enter_async_context(
+        Engine(url, config.model.name, run_id, api_key, client.timeout, client.probe_timeout)
+    )
     return Server(engine, ConcurrencyController(config.concurrency, config.seq_len))
 
 

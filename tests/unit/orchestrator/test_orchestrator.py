@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import ClientConfig, EnvConfig
@@ -185,14 +186,27 @@ async def test_a_reward_that_is_no_number_is_an_error_and_never_trained_on(tmp_p
     assert not RunPaths(config.output_dir).rollouts(0).exists()
 
 
-async def test_a_server_that_goes_away_ends_the_run(tmp_path, tokenizer_dir, run_orchestrator):
-    config = make_config(tmp_path, tokenizer_dir, async_level=1)
+async def test_a_server_that_only_fails_ends_the_run(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
+    monkeypatch.setattr("prime_rl.orchestrator.server._LONGEST_BAR_S", 0.001)
+    config = make_config(tmp_path, tokenizer_dir, async_level=1, batch_size=2)
     async with fake_engine() as engine:
-        from aiohttp import web
-
         engine.fault = lambda body: web.json_response({"error": {"message": "engine is dead"}}, status=500)
-        with pytest.raises(RunError, match=r"answered 500: engine is dead"):
+        with pytest.raises(RunError, match=r"in a row were dropped as error/engine; .*answered 500: engine is dead"):
             await run_orchestrator(config, [engine])
+
+
+async def test_a_server_that_fails_is_left_alone_and_another_plays_its_groups(
+    tmp_path, tokenizer_dir, run_orchestrator
+):
+    """It answers at once, so the least loaded server would always be this one."""
+    config = make_config(tmp_path, tokenizer_dir)
+    async with fake_engine() as good, fake_engine() as bad:
+        bad.fault = lambda body: web.Response(text='{"choices": [', content_type="application/json")
+        paths = await run_orchestrator(config, [good, bad])
+    assert [len(batch.seq_lens) for batch, _ in batches(paths)] == [6] * STEPS
+    lines = [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
+    assert sum(line.get("error/engine", 0) for line in lines) == 0
+    assert len(bad.requests) < len(good.requests)
 
 
 async def test_another_runs_lease_is_named(tmp_path, tokenizer_dir, run_orchestrator):

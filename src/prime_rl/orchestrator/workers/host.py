@@ -77,7 +77,10 @@ class WorkerHost:
             await asyncio.to_thread(server.wait, _CLOSE_S)
         except subprocess.TimeoutExpired:
             server.kill()
-            await asyncio.to_thread(server.wait)
+            try:
+                await asyncio.to_thread(server.wait, _CLOSE_S)
+            except subprocess.TimeoutExpired:
+                logger.warning("the kernel holds process {}, from which environment workers are forked", server.pid)
 
     async def start(self, log: Path | None) -> WorkerProcess:
         """Start a worker.

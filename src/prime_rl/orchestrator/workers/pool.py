@@ -55,7 +55,7 @@ class ModelAccess:
     trust_remote_code: bool = False
     rendering: RenderingConfig = field(default_factory=RenderingConfig)
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     request_timeout_s: float = 1200
     api: Api = "generate"
     keep_messages: bool = False
@@ -110,7 +110,7 @@ class EnvironmentPool:
                 it where main's errors go.
             limits: what to put up with.
         """
-        limits = limits or PoolLimits()
+        limits = limits or PoolLimits(start_s=config.start_timeout, silence_s=config.silence_timeout)
         self.name = config.label
         self.deaths = 0
         self._host = host

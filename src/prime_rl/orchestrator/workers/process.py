@@ -6,6 +6,7 @@ It keeps nothing that would be missed: whatever dies with it can be played again
 import asyncio
 import gc
 import socket
+import sys
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,6 +38,7 @@ from prime_rl.orchestrator.workers.protocol import (
     receive,
 )
 from prime_rl.orchestrator.workers.scores import check_scores
+from prime_rl.plain import visible
 
 BEAT_S = 0.25
 """Seconds between two beats of a worker's event loop."""
@@ -128,7 +130,7 @@ class _Worker:
         """Drop a group that has ended. What an adapter lets through is a defect of ours: main must hear of it."""
         del self._playing[request]
         if not task.cancelled() and (error := task.exception()) is not None:
-            traceback.print_exception(error)
+            print(visible("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
             self._send(Failed(request, "defect", one_line(error)))
 
     async def _answer(self, play: Play) -> None:
@@ -151,7 +153,7 @@ class _Worker:
         except EngineLost as error:
             return Failed(play.request, "engine_lost", str(error))
         except EngineError as error:
-            return Failed(play.request, "engine_error", str(error))
+            return Failed(play.request, "engine_error", str(error), error.status, error.late)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -144,11 +144,13 @@ class Played(msgspec.Struct, tag="played", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """Why a group has no rollouts."""
+    """Why a group has no rollouts; `status` and `late` are those of an `EngineError`."""
 
     request: int
     kind: FailureKind
     message: str
+    status: int | None = None
+    late: bool = False
 
 
 Order = Load | Play | Cancel

@@ -34,6 +34,9 @@ _DRAIN_S = 1.0
 """Longest wait for the rest of what a dead worker had sent; longer only if a stray child of it holds the line open."""
 
 
+_KILL_S = 5.0
+"""Longest wait for the end of a worker that is killed; longer only if the process that forked it is stopped itself."""
+
 _STALLED_S = 1.0
 """A loop that has not beaten for so long is blocked: a group that is overdue then may be none the worse for it."""
 
@@ -100,18 +103,21 @@ class RemoteWorker:
             ConfigError: the environment cannot be loaded, by fault of the input.
             RunError: the worker died, or took too long.
         """
-        worker = cls(host, await host.start(log), patience)
+        limit = asyncio.timeout(patience.start_s)
+        worker: RemoteWorker | None = None
         try:
-            await worker._open(load)
-            async with asyncio.timeout(patience.start_s):
+            async with limit:
+                worker = cls(host, await host.start(log), patience)
+                await worker._open(load)
                 waits: set[asyncio.Future[Any]] = {worker._ready, worker.died}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError:
-            await worker.close(0)
-            raise RunError(f"did not load within {patience.start_s:.0f} s{_see(log)}") from None
-        except BaseException:
-            await worker.close(0)
-            raise
+        except BaseException as error:
+            if worker is not None:
+                await worker.close(0)
+            if not isinstance(error, TimeoutError) or not limit.expired():
+                raise
+            what = "did not load" if worker is not None else "got no worker from the process that forks them"
+            raise RunError(f"{what} within {patience.start_s:.0f} s (env.start_timeout){_see(log)}") from None
         if not worker._ready.done():
             raise RunError(f"does not load: its worker {worker.died.result()}{_see(log)}")
         answer = worker._ready.result()
@@ -175,7 +181,7 @@ class RemoteWorker:
         if grace_s > 0:
             await asyncio.wait({self.died}, timeout=grace_s)
         self._host.kill(self._process)
-        await asyncio.wait({self.died})
+        await asyncio.wait({self.died}, timeout=_KILL_S)
 
     async def _open(self, load: Load) -> None:
         self._transport, _ = await asyncio.get_running_loop().create_unix_connection(
@@ -240,7 +246,7 @@ def _error(failed: Failed) -> Exception:
         case "engine_lost":
             return EngineLost(failed.message)
         case "engine_error":
-            return EngineError(failed.message)
+            return EngineError(failed.message, failed.status, late=failed.late)
         case "defect":
             return RuntimeError(f"an environment worker failed by a defect of its own: {failed.message}")
 
