@@ -31,6 +31,8 @@ class FakeEngine:
         self.wrong = ""  # why it says that what it has loaded is wrong
         self.staging = None  # async callable(step), before it has staged a version
         self.switching = None  # async callable(step), between the switch and the answer
+        self.deaf: asyncio.Event | None = None  # until it is set no request is answered
+        self.failures = 0  # so many switches are answered with 500 yet
         self.calls: list[str] = []  # of the routes that stage, switch and reset
         self.running: web.AppRunner | None = None
 
@@ -73,6 +75,9 @@ class FakeEngine:
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.calls.append(f"update {body['step']}")
+        if self.failures:
+            self.failures -= 1
+            return web.json_response({"error": "no memory"}, status=500)
         if self.refusal or body["step"] in self.refused:
             return web.json_response({"error": self.refusal or "another hash"}, status=400)
         manifest = json.loads((Path(body["weight_dir"]) / "manifest.json").read_text())
@@ -104,7 +109,14 @@ class FakeEngine:
     async def start(self, port: int = 0) -> None:
         """Listen as a server that was just started: at the base model, leased by nobody."""
         self.branch, self.step, self.hash, self.holder = 0, 0, "base", None
-        app = web.Application()
+
+        @web.middleware
+        async def hear(request: web.Request, handler) -> web.StreamResponse:
+            if self.deaf is not None:
+                await self.deaf.wait()
+            return await handler(request)
+
+        app = web.Application(middlewares=[hear])
         app.add_routes(
             [
                 web.post("/inference/v1/generate", self.generate),

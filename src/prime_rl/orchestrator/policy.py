@@ -31,6 +31,8 @@ from prime_rl.run.wait import changes
 from prime_rl.types import PolicyVersion
 
 _LEASE_RENEWAL_S = 2.0
+_MOST_FAILED_SWITCHES = 3
+"""In a row on one server, by a fault of its own; more, and the run ends with what it says."""
 _PROBE_S = 0.25
 _MOST_STARTS = 10
 """How often a server may die while it is brought to the version that the run begins with."""
@@ -105,15 +107,21 @@ class Policy:
         }
 
     def by_load(self, rollouts: int) -> list[Server]:
-        """Return the servers that have room for so many rollouts, the least loaded first."""
-        return sorted((s for s in self.servers if s.up and s.has_room(rollouts)), key=lambda s: s.in_flight)
+        """Return the servers that have room for so many rollouts, the least loaded first; none that has just failed."""
+        able = (s for s in self.servers if s.up and not s.bar_s and s.has_room(rollouts))
+        return sorted(able, key=lambda s: s.in_flight)
 
     async def any_at(self, step: int) -> Server:
-        """Wait for a server that samples from version `step` or newer, whatever its load: for what was admitted."""
+        """Wait for a server that samples from version `step` or newer, whatever its load: for what was admitted.
+
+        One that has just failed is the last choice, and is left alone for as long as it is barred.
+        """
         async with self._changed:
             while not (able := [s for s in self.servers if s.up and s.version.step >= step]):
                 await self._changed.wait()
-            return min(able, key=lambda s: s.in_flight)
+        server = min(able, key=lambda s: (s.bar_s, s.in_flight))
+        await asyncio.sleep(server.bar_s)
+        return server
 
     async def acknowledged(self, server: Server, step: int) -> None:
         """Wait until the server has acknowledged version `step`: its canary has answered, so the weights are right."""
@@ -304,7 +312,7 @@ class Policy:
         async def switch(server: Server) -> LoadedPolicy | None:
             loaded = await server.switch(published)
             if loaded is not None:
-                self._last[server] = loaded
+                self._last[server], server.failed_switches = loaded, 0
                 self._place_s = time.monotonic() - begun
                 self._switch_s = stage_s + self._place_s
             await self._notify()
@@ -322,11 +330,19 @@ class Policy:
         self._sort_out(staged, answers)
 
     def _sort_out(self, servers: Sequence[Server], answers: Sequence[object]) -> None:
-        """Take out the servers that are lost; raise what else went wrong; what is worse than a refusal goes first."""
+        """Take out the servers that are lost or fail; raise what else went wrong, what is worse than a refusal first.
+
+        One that fails comes back with the version that it had, and is asked for the newest again, a few times.
+        """
+        errors = []
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, EngineLost):
                 self.suspect(server)
-        errors = [e for e in answers if isinstance(e, BaseException) and not isinstance(e, EngineLost)]
+            elif isinstance(answer, EngineError) and answer.is_fault and server.failed_switches < _MOST_FAILED_SWITCHES:
+                server.failed_switches += 1
+                self.suspect(server, str(answer))
+            elif isinstance(answer, BaseException):
+                errors.append(answer)
         if errors:
             raise min(errors, key=lambda error: isinstance(error, VersionRefused))
 
@@ -343,8 +359,10 @@ class Policy:
                 elif not server.up:
                     await self._set_up(server)
                 self._all_lost_since = None
-            except EngineLost:
-                self.suspect(server)
+            except (EngineLost, EngineError) as error:
+                if isinstance(error, EngineError) and not error.is_fault:
+                    raise
+                self.suspect(server, str(error))
                 server.died()
                 self._give_up_if_all_are_lost(server)
             await pause(stop, _LEASE_RENEWAL_S if server.up else _PROBE_S)

@@ -31,9 +31,9 @@ class Changes:
 
 
 @asynccontextmanager
-async def policy_of(paths, engines, limit=None, **options):
+async def policy_of(paths, engines, limit=None, probe_s=None, **options):
     changes = Changes()
-    clients = [Engine(fake.url, "m", "test-run", timeout_s=20) for fake in engines]
+    clients = [Engine(fake.url, "m", "test-run", timeout_s=20, probe_s=probe_s) for fake in engines]
     config = ConcurrencyConfig(initial=limit)
     servers = [Server(client, ConcurrencyController(config, seq_len=64)) for client in clients]
     policy = Policy(servers, paths, changes.event.set, **options)
@@ -241,6 +241,46 @@ async def test_a_server_that_is_lost_while_staging_is_left_behind(tmp_path):
         await changes.until(lambda: policy.servers[0].version.step == 1)
         two.staging.open[1].set()
         await changes.until(lambda: policy.servers[1].up and policy.version == 1)
+
+
+async def test_a_server_that_hangs_holds_up_the_switch_no_longer_than_a_probe(tmp_path):
+    """It is stopped, or its loop is blocked: connections are open, and nothing is ever answered."""
+    paths = RunPaths(tmp_path)
+    async with (
+        fake_engine() as one,
+        fake_engine() as two,
+        policy_of(paths, [one, two], probe_s=0.3) as (policy, changes),
+    ):
+        two.deaf = asyncio.Event()
+        publish_version(paths, 1)
+        await changes.until(lambda: policy.servers[0].version.step == 1)
+        assert not policy.servers[1].up
+        two.deaf.set()
+        await changes.until(lambda: policy.servers[1].up and policy.version == 1)
+
+
+async def test_a_switch_that_fails_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("prime_rl.orchestrator.policy._LEASE_RENEWAL_S", 0.05)
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, changes):
+        two.failures = 2
+        publish_version(paths, 1)
+        await changes.until(lambda: policy.version == 1 and policy.servers[1].up)
+        assert two.calls.count("update 1") == 3
+
+
+async def test_a_switch_that_fails_every_time_ends_the_run_in_the_servers_words(tmp_path, monkeypatch):
+    monkeypatch.setattr("prime_rl.orchestrator.policy._LEASE_RENEWAL_S", 0.05)
+    paths = RunPaths(tmp_path)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with fake_engine() as engine, policy_of(paths, [engine]) as (policy, changes):
+            engine.failures = 100
+            publish_version(paths, 1)
+            await changes.until(lambda: False)
+    error = caught.value
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    assert "answered 500: no memory" in str(error)
 
 
 async def test_a_newer_version_takes_the_place_of_one_that_is_being_staged(tmp_path):
