@@ -6,6 +6,7 @@ the orchestrator lives: that one ends its work (`Rewound`) and begins anew, as o
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,20 +54,29 @@ class Rewound(Exception):
         self.resume = resume
 
 
-def find_beginning(config: OrchestratorConfig) -> Beginning:
+def find_beginning(config: OrchestratorConfig, check: Callable[[], None] = lambda: None) -> Beginning:
     """Find out where the run begins; where the trainer resumes, wait until it has said from where, and published that.
+
+    Args:
+        config: of the orchestrator.
+        check: called again and again while the trainer is waited for; raises what makes waiting pointless.
 
     Raises:
         ConfigError: the directory holds another run, or the checkpoint does not suit the configuration.
         RunError: the trainer did not say in time, or the checkpoint is damaged.
     """
     if config.restart:
-        return _go_on(config)
+        return _go_on(config, check)
     if config.bench or not _is_asked_to_resume(config):
         _refuse_earlier_run(config.run_paths)
         known = None if config.bench else read_resume(resume_directory(config))
         return Beginning(known.branch) if known else START
-    return _begin_at(config, _wait_for_resume(config))
+    return _begin_at(config, _wait_for_resume(config, check), check)
+
+
+def waits_for_trainer(config: OrchestratorConfig) -> bool:
+    """Whether the trainer says where the run begins."""
+    return config.restart or _is_asked_to_resume(config)
 
 
 def resume_directory(config: OrchestratorConfig) -> Path:
@@ -91,21 +101,21 @@ def _is_for_us(directory: Path, resume: Resume) -> bool:
         return True  # whoever reads it says what is wrong with it
 
 
-def _go_on(config: OrchestratorConfig) -> Beginning:
+def _go_on(config: OrchestratorConfig, check: Callable[[], None]) -> Beginning:
     """Begin where a process of the same run ended, or where the trainer has gone back to since."""
     newest = _newest_branch(config.run_paths)
     if _is_asked_to_resume(config) and os.environ.get(START_VARIABLE):
-        _wait_for_resume(config)  # of this start: before, all that is there is of the run that is resumed
+        _wait_for_resume(config, check)  # of this start: before, all that is there is of the run that is resumed
         newest = _newest_branch(config.run_paths)
     ended = -1 if newest is None else newest
     shipped = max((branch_of_batch(batch) or 0 for batch in _batches(config.run_paths)), default=-1)
     if shipped > ended:  # the rewind that has put the ledger aside goes on, or is done again
-        _wait_for_branch(config, shipped + 1)
+        _wait_for_branch(config, shipped + 1, check)
     resume = find_rewind(config, ended)
-    return Beginning(max(ended, 0)) if resume is None else _begin_at(config, resume)
+    return Beginning(max(ended, 0)) if resume is None else _begin_at(config, resume, check)
 
 
-def _begin_at(config: OrchestratorConfig, resume: Resume) -> Beginning:
+def _begin_at(config: OrchestratorConfig, resume: Resume, check: Callable[[], None]) -> Beginning:
     """Begin the branch of `resume`, or a newer one if the trainer goes back again meanwhile."""
     paths, directory = config.run_paths, resume_directory(config)
     while True:
@@ -119,13 +129,13 @@ def _begin_at(config: OrchestratorConfig, resume: Resume) -> Beginning:
         if not resume.step:
             return Beginning(resume.branch)
         cut = read_cut(directory / f"step_{resume.step}", config)
-        newer = _wait_for_version(config, resume)
+        newer = _wait_for_version(config, resume, check)
         if newer is None:
             return Beginning(resume.branch, cut)
         resume = newer
 
 
-def _wait_for_version(config: OrchestratorConfig, resume: Resume) -> Resume | None:
+def _wait_for_version(config: OrchestratorConfig, resume: Resume, check: Callable[[], None]) -> Resume | None:
     """Wait until the trainer has published the version that it resumed; returns a newer rewind that comes first."""
     version, newer = config.run_paths.weights(resume.step), list[Resume]()
 
@@ -135,11 +145,11 @@ def _wait_for_version(config: OrchestratorConfig, resume: Resume) -> Resume | No
         return bool(newer) or version.exists()
 
     what = f"{version}, which {_trainer(config)} should have written"
-    wait_until(version.parent, decided, config.wait_timeout_seconds, what)
+    wait_until(version.parent, decided, config.wait_timeout_seconds, what, check)
     return newer[-1] if newer else None
 
 
-def _wait_for_resume(config: OrchestratorConfig) -> Resume:
+def _wait_for_resume(config: OrchestratorConfig, check: Callable[[], None]) -> Resume:
     """Wait until the trainer has said from which checkpoint this start resumes."""
     paths, directory, start = config.run_paths, resume_directory(config), os.environ.get(START_VARIABLE)
     asked = config.ckpt.resume_step if config.ckpt is not None else None
@@ -160,18 +170,18 @@ def _wait_for_resume(config: OrchestratorConfig) -> Resume:
 
     logger.info("waiting for the trainer to say from which checkpoint it resumes")
     what = f"{_trainer(config)} to say in {directory} that it resumes" + (f" from {asked}" if asked != -1 else "")
-    wait_until(directory, resumed, config.wait_timeout_seconds, what)
+    wait_until(directory, resumed, config.wait_timeout_seconds, what, check)
     return found[-1]
 
 
-def _wait_for_branch(config: OrchestratorConfig, branch: int) -> None:
+def _wait_for_branch(config: OrchestratorConfig, branch: int, check: Callable[[], None]) -> None:
     def begun() -> bool:
         resume = read_resume(resume_directory(config))
         return resume is not None and resume.branch >= branch
 
     logger.info("waiting for the trainer to go back")
     what = f"{_trainer(config)} to begin branch {branch}: the ledger of the one before is gone"
-    wait_until(resume_directory(config), begun, config.wait_timeout_seconds, what)
+    wait_until(resume_directory(config), begun, config.wait_timeout_seconds, what, check)
 
 
 def _trainer(config: OrchestratorConfig) -> str:

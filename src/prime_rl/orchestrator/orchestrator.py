@@ -32,9 +32,9 @@ from prime_rl.orchestrator.stream import Source, Stream
 from prime_rl.orchestrator.vigil import INFERENCE, TRAINER, Vigil
 from prime_rl.run.artifact import MANIFEST
 from prime_rl.run.batch import Batch, write_batch
-from prime_rl.run.wait import changes
 from prime_rl.run.heart import Heartbeat
 from prime_rl.run.peers import Peers
+from prime_rl.run.wait import changes
 from prime_rl.supervisor.process import is_supervised
 from prime_rl.types import Group
 

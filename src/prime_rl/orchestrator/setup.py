@@ -15,7 +15,7 @@ from prime_rl.api_key import read_api_key
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.errors import RunError
 from prime_rl.monitor import Monitor
-from prime_rl.orchestrator.beginning import Beginning, Rewound, find_beginning, find_rewind
+from prime_rl.orchestrator.beginning import Beginning, Rewound, find_beginning, find_rewind, waits_for_trainer
 from prime_rl.orchestrator.concurrency import ConcurrencyController
 from prime_rl.orchestrator.dispatch import TrainEnvironment
 from prime_rl.orchestrator.engine import Engine
@@ -25,7 +25,11 @@ from prime_rl.orchestrator.row_cost import read_row_cost
 from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.workers.host import WorkerHost
 from prime_rl.orchestrator.workers.pool import EnvironmentPool, ModelAccess
+from prime_rl.run.heart import Heartbeat
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.peers import Peers
+from prime_rl.run.wait import DeadlineError
+from prime_rl.supervisor.process import is_supervised
 
 
 def orchestrate(config: OrchestratorConfig) -> None:
@@ -35,10 +39,20 @@ def orchestrate(config: OrchestratorConfig) -> None:
         ConfigError: bad input: tokenizer, environment, prompts.
         RunError: the run cannot go on.
     """
+    with Heartbeat(config.run_paths, "orchestrator", "orchestrator") as heart:
+        _orchestrate(config, heart)
+
+
+def _orchestrate(config: OrchestratorConfig, heart: Heartbeat) -> None:
+    trainer = Peers(config.run_paths, "trainer", config.heartbeat.limits, judges=not is_supervised())
     while True:
-        beginning = find_beginning(config)
+        heart.enter("find where to begin", waiting_for="trainer" if waits_for_trainer(config) else None)
         try:
-            uvloop.run(_run(config, config.run_paths, beginning))
+            beginning = find_beginning(config, trainer.check)
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}; {trainer.told()}") from None
+        try:
+            uvloop.run(_run(config, config.run_paths, beginning, heart))
             return
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
@@ -51,9 +65,12 @@ def orchestrate(config: OrchestratorConfig) -> None:
         config = config.model_copy(update={"restart": True})
 
 
-async def _run(config: OrchestratorConfig, paths: RunPaths, beginning: Beginning) -> None:
+async def _run(config: OrchestratorConfig, paths: RunPaths, beginning: Beginning, heart: Heartbeat) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _current_task().cancel)
     async with AsyncExitStack() as stack:
+        heart.enter("start the environments")
+        heart.follow(asyncio.get_running_loop())
+        stack.callback(heart.follow, None)
         host = await stack.enter_async_context(WorkerHost())
         environments = await start_environments(config, host, paths, stack)
         schedules = await start_schedules(config, host, model_access(config), paths, stack)
@@ -64,7 +81,7 @@ async def _run(config: OrchestratorConfig, paths: RunPaths, beginning: Beginning
         gc.unfreeze()  # what an earlier branch has left
         gc.collect()
         gc.freeze()  # what is there now stays: no collection has to look at it again
-        await Orchestrator(config, environments, servers, monitor, row_cost, schedules, beginning).run()
+        await Orchestrator(config, environments, servers, monitor, row_cost, schedules, beginning, heart).run()
 
 
 async def start_environments(

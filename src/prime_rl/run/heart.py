@@ -55,7 +55,7 @@ class Heartbeat:
         self._thread.start()
 
     def enter(self, phase: str, deadline_s: float | None = None, waiting_for: str | None = None) -> None:
-        """Say what this process does from now on; that is progress, too. The same phase again is only progress.
+        """Say what this process does from now on; that is progress, too. The same phase again changes nothing.
 
         Args:
             phase: for people, such as "wait for batch 12".
@@ -63,9 +63,9 @@ class Heartbeat:
             waiting_for: the role that it waits for.
         """
         with self._lock:
-            since = self._phase[3] if self._phase[0] == phase else time.time()
-            self._phase = phase, deadline_s, waiting_for, since
-            self._progress += 1
+            if self._phase[:3] != (phase, deadline_s, waiting_for):
+                self._phase = phase, deadline_s, waiting_for, time.time()
+                self._progress += 1
 
     def advance(self, units: int = 1) -> None:
         """Count work that is done."""

@@ -30,7 +30,7 @@ ENDED = "ended"
 """Last phase of a process that ended in order."""
 FAILED = "failed"
 """Last phase of a process that an exception ended."""
-_LOOK_AT_MOST_S = 2.0
+_LOOK_AT_LEAST_S, _LOOK_AT_MOST_S = 1.2, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Pulse:
     def __init__(self, name: str, limits: Limits) -> None:
         self._name, self._limits = name, limits
         # Time that passes between two looks counts up to here; more than that the reader has slept itself.
-        self._step_s = min(_LOOK_AT_MOST_S, limits.silence_s / 2)
+        self._step_s = min(_LOOK_AT_MOST_S, max(limits.silence_s / 2, _LOOK_AT_LEAST_S))
         self._looked: float | None = None
         self._beat: Beat | None = None
         self._silent_s = self._still_s = 0.0

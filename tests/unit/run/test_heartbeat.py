@@ -141,6 +141,7 @@ def test_what_is_written_is_read_back_and_ends_with_ended(tmp_path):
     with Heartbeat(paths, "trainer_0", "trainer", interval_s=0.01) as heart:
         heart.enter("wait for batch 3", 600, "orchestrator")
         first = beat_of(paths, lambda beat: beat.phase == "wait for batch 3")
+        heart.enter("wait for batch 3", 600, "orchestrator")
         heart.advance(3)
         second = beat_of(paths, lambda beat: beat.progress == first.progress + 3)
         assert (first.pid, first.role, first.waiting_for) == (os.getpid(), "trainer", "orchestrator")

@@ -1,0 +1,63 @@
+"""I7 no hang: the orchestrator's wait ends when something happens, at its deadline, or when the trainer is lost.
+
+The loop is woken for many reasons, each second by a look at the servers' load alone. So the deadline counts from the
+last time that something came of it: a group ended, a batch was shipped, a version was switched to.
+"""
+
+import asyncio
+import time
+from collections.abc import Hashable
+from contextlib import suppress
+
+from prime_rl.errors import RunError
+from prime_rl.run.heart import Heartbeat
+from prime_rl.run.peers import Peers
+
+TRAINER, INFERENCE = "trainer", "inference"
+_LOOK_S = 1.0
+
+
+class Vigil:
+    """Waits, and says for whom.
+
+    Args:
+        heart: of this process.
+        trainer: looked after while it is waited for.
+        timeout_s: longest time without progress.
+    """
+
+    def __init__(self, heart: Heartbeat, trainer: Peers, timeout_s: float) -> None:
+        self._heart, self._trainer, self._timeout_s = heart, trainer, timeout_s
+        self._mark: Hashable = None
+        self._since = time.monotonic()
+
+    async def wait(self, wake: asyncio.Event, mark: Hashable, phase: str, role: str, who: str) -> None:
+        """Wait until `wake` is set.
+
+        Args:
+            wake: set by whatever may have changed something.
+            mark: what would be another if something had happened since the last call.
+            phase: for people, such as "wait for version 3".
+            role: that is waited for.
+            who: for whom, for the error.
+
+        Raises:
+            RunError: `mark` has been the same for `timeout_s` seconds.
+            PeerLost: the trainer is waited for, and lost.
+        """
+        if mark != self._mark:
+            self._mark, self._since = mark, time.monotonic()
+            self._heart.advance()
+        self._heart.enter(phase, self._timeout_s, role)
+        while not wake.is_set():
+            if role == TRAINER:
+                await asyncio.to_thread(self._trainer.check)
+            left_s = self._since + self._timeout_s - time.monotonic()
+            if left_s <= 0:
+                known = f"; {self._trainer.told()}" if role == TRAINER else ""
+                raise RunError(
+                    f"nothing happened for {self._timeout_s:.0f} s (wait_timeout_seconds); waiting for {who}{known}"
+                )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, _LOOK_S)):  # not wait_for: it may swallow a cancellation (3.11)
+                    await wake.wait()
