@@ -16,6 +16,7 @@ MODULES = [
     "prime_rl.orchestrator.evals.synthesis",
     "prime_rl.run.batch",
     "prime_rl.entrypoints.rl",
+    "prime_rl.entrypoints.doctor",
     "prime_rl.entrypoints.orchestrator",
 ]
 

@@ -1,0 +1,154 @@
+"""A diagnosis on one screen, and as JSON. What others wrote is shown, never obeyed (`prime_rl.plain`)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from prime_rl.doctor.diagnosis import Diagnosis, Process
+from prime_rl.doctor.facts import Facts
+from prime_rl.doctor.words import duration, size
+from prime_rl.plain import visible
+from prime_rl.run.heartbeat import State
+
+FORMAT = "prime_rl.doctor/1"
+_EVENTS = 8
+_FOLDERS = 4
+_STYLE = {State.ALIVE: "green", State.ENDED: "dim", State.SILENT: "yellow"}
+
+
+def show(diagnosis: Diagnosis, console: Console) -> None:
+    """Print a diagnosis."""
+    facts = diagnosis.facts
+    style = "green" if diagnosis.healthy else "red"
+    owner = f" (rl, pid {facts.owner})" if facts.owner is not None else ""
+    _print(console, f"{facts.root}: {diagnosis.state}{owner}", f"bold {style}")
+    for problem in diagnosis.problems:
+        _print(console, f"  wrong: {problem.text}", "red")
+        if problem.hint:
+            _print(console, f"         {problem.hint}")
+    if diagnosis.chain:
+        _print(console, f"  waits: {chain(diagnosis.chain, diagnosis.processes)}")
+    for note in diagnosis.notes:
+        _print(console, f"  note: {note}", "yellow")
+    if diagnosis.processes:
+        console.print(_processes(diagnosis.processes))
+    console.print(_table(_figures(facts)))
+    if facts.events:
+        console.print(_table(_events(facts)))
+
+
+def chain(waiting: Sequence[Process], processes: Sequence[Process]) -> str:
+    """Who waits for whom: `trainer_0: wait for batch 12 (3 s) <- orchestrator: ship (9 s) <- inference is stopped`."""
+    links = [
+        f"{p.name} {p.why}" if p.deaf else f"{p.name}: {p.phase} ({duration(p.phase_s)})" for p in waiting
+    ]  # fmt: skip
+    last = waiting[-1]
+    if not last.deaf and last.waiting_for:
+        known = any(process.role == last.waiting_for for process in processes)
+        links.append(f"{last.waiting_for}, {'which waits in turn' if known else 'which leaves no heartbeat'}")
+    return " <- ".join(links)
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What `--json` prints."""
+    facts = diagnosis.facts
+    trained, shipped = facts.trained, facts.shipped or {}
+    return {
+        "format": FORMAT,
+        "run": str(facts.root),
+        "time": facts.now,
+        "state": str(diagnosis.state),
+        "healthy": diagnosis.healthy,
+        "culprit": diagnosis.culprit,
+        "problems": [{"text": p.text, "culprit": p.culprit, "hint": p.hint} for p in diagnosis.problems],
+        "notes": list(diagnosis.notes),
+        "chain": [process.name for process in diagnosis.chain],
+        "processes": [
+            {
+                "name": p.name, "role": p.role, "pid": p.pid, "host": p.host, "state": str(p.state), "why": p.why,
+                "phase": p.phase, "phase_s": round(p.phase_s, 3), "waiting_for": p.waiting_for, "log": p.log,
+            }
+            for p in diagnosis.processes
+        ],
+        "stopped": [{"pid": one.pid, "name": one.name, "command": one.command} for one in facts.halted],
+        "steps": {
+            "trained": trained["step"] + 1 if trained else 0,
+            "shipped": shipped["step"] + 1 if shipped else 0,
+            "max_steps": facts.settings.max_steps,
+            "published": facts.version,
+            "sampled_from": shipped.get("policy/version"),
+            "staleness": shipped.get("staleness/max"),
+            "async_level": facts.settings.async_level,
+        },
+        "checkpoints": {"complete": [commit.step for commit in facts.checkpoints], "broken": dict(facts.broken)},
+        "errors": dict(facts.errors),
+        "disk": None if facts.disk is None else {"free": facts.disk.free, "used": facts.disk.used},
+        "events": [dict(event) for event in facts.events[-_EVENTS:]],
+    }  # fmt: skip
+
+
+def _processes(processes: Sequence[Process]) -> Table:
+    table = Table("process", "pid", "node", "state", "phase", "for", "waits for", box=None, padding=(0, 2, 0, 2))
+    for p in processes:
+        state = Text(str(p.state), _STYLE.get(p.state, "red"))
+        phase_s = "" if p.state is State.ENDED else duration(p.phase_s)
+        words = (p.phase, phase_s, p.waiting_for or "")
+        table.add_row(p.name, str(p.pid), visible(p.host), state, *map(visible, words))
+    return table
+
+
+def _figures(facts: Facts) -> Iterator[tuple[str, str]]:
+    settings, trained, shipped = facts.settings, facts.trained, facts.shipped or {}
+    most = f" of {settings.max_steps}" if settings.max_steps else ""
+    took = f", the last took {trained['time/step']:.3g} s" if trained and trained.get("time/step") else ""
+    yield "trained", f"{trained['step'] + 1 if trained else 0}{most} steps{took}"
+    if shipped:
+        yield "shipped", f"batch {shipped['step']}" + _part(", reward {:.3f}", shipped.get("reward/mean"))
+    if facts.version is not None:
+        sampled = _part(", inference samples from {:.0f}", shipped.get("policy/version"))
+        yield "version", f"{facts.version} published{sampled}"
+    if shipped.get("staleness/max") is not None:
+        bound = f", at most {settings.async_level} allowed" if settings.async_level is not None else ""
+        yield "staleness", f"{shipped['staleness/max']:.0f}{bound}"
+    steps = [str(commit.step) for commit in facts.checkpoints]
+    if steps or settings.ckpt or facts.broken:
+        yield "checkpoints", (", ".join(steps[-6:]) or "none") + " complete" + _broken(facts)
+    for role, message in facts.errors.items():
+        yield f"error of {role}", message
+    if (disk := facts.disk) is not None:
+        used = size(sum(disk.used.values()))
+        parts = ", ".join(f"{name} {size(part)}" for name, part in list(disk.used.items())[:_FOLDERS])
+        yield (
+            "disk",
+            f"{size(disk.free)} free of {size(disk.total)}; the run has {used}{f' ({parts})' if parts else ''}",
+        )
+
+
+def _broken(facts: Facts) -> str:
+    return f"; {', '.join(sorted(facts.broken))} not" if facts.broken else ""
+
+
+def _part(text: str, value: Any) -> str:
+    return "" if value is None else text.format(value)
+
+
+def _events(facts: Facts) -> Iterator[tuple[str, str]]:
+    for event in facts.events[-_EVENTS:]:
+        ago = f"{duration(facts.now - float(event.get('time', facts.now)))} ago"
+        yield ago, " ".join(str(event[key]) for key in ("name", "event", "detail") if event.get(key) is not None)
+
+
+def _table(rows: Iterator[tuple[str, str]]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(Text(name, "dim"), Text(visible(text)))
+    return table
+
+
+def _print(console: Console, line: str, style: str | None = None) -> None:
+    console.print(Text(visible(line), style or ""), soft_wrap=True)
