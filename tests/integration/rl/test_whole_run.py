@@ -10,6 +10,7 @@ import pytest
 
 from prime_rl.configs import RLConfig
 from prime_rl.run.artifact import MANIFEST
+from prime_rl.run.heartbeat import ENDED, read_beats
 from prime_rl.run.paths import RunPaths, steps_in
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.support.command import END_TIMEOUT_S, Command, metrics_of
@@ -68,6 +69,9 @@ def test_a_synchronous_run_from_start_to_end(start: StartCommand, tmp_path: Path
         assert (told["async_level"], told["sequences"]) == (0, 16)
         assert len(run.paths.samples(step).read_text().splitlines()) == 16
     assert steps_in(run.paths.weights_dir)[-1] == STEPS
+    beats = read_beats(run.paths)
+    assert beats.keys() >= {"inference", "orchestrator", "trainer_0"}
+    assert {beat.phase for beat in beats.values()} == {ENDED}
     assert RLConfig.load(["@", str(run.paths.run_toml)]).max_steps == STEPS
     assert f"{STEPS} of {STEPS}" in run.output
     assert run.errors == ""
