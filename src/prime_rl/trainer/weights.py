@@ -32,7 +32,9 @@ class Weights:
         """
         self._seed, self._pretrained = seed, None
         if not config.debug.random_init:
-            self._pretrained = Pretrained(local_directory(config.name), causal_lm, config.debug.num_layers)
+            self._pretrained = Pretrained(
+                local_directory(config.name, config.download_timeout), causal_lm, config.debug.num_layers
+            )
         self._built = _tensors(causal_lm)
         self._names = {name: name for name in self._built}
 

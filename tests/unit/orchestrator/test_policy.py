@@ -273,7 +273,7 @@ async def test_a_switch_that_fails_every_time_ends_the_run_in_the_servers_words(
     monkeypatch.setattr("prime_rl.orchestrator.policy._LEASE_RENEWAL_S", 0.05)
     paths = RunPaths(tmp_path)
     with pytest.raises(ExceptionGroup) as caught:
-        async with fake_engine() as engine, policy_of(paths, [engine]) as (policy, changes):
+        async with fake_engine() as engine, policy_of(paths, [engine]) as (_, changes):
             engine.failures = 100
             publish_version(paths, 1)
             await changes.until(lambda: False)

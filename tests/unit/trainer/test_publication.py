@@ -20,7 +20,7 @@ from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest, remove
 from prime_rl.run.offer import Offer
 from prime_rl.run.paths import steps_in
 from prime_rl.run.tensors import content_hash, hash_tensors
-from prime_rl.run.wait import wait_for
+from prime_rl.run.wait import DeadlineError, wait_for
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.model import load_policy, load_tokenizer
 from prime_rl.trainer.parallel import World, join_world, shard
@@ -356,3 +356,18 @@ def _refuse_ipc(world, tiny):
 
 def test_ipc_is_for_one_rank(tiny, tmp_path):
     run_world(2, _refuse_ipc, str(tiny), tmp_path)
+
+
+def test_a_version_that_a_hanging_disk_does_not_take_ends_training_at_its_deadline(tiny, world, weights, slow_disk):
+    training = Training(tiny, world, timeout_s=0.3)
+    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
+    assert slow_disk.begun.acquire(timeout=PATIENCE_S)
+    with pytest.raises(DeadlineError, match=r"step_1 to be written \(weight_broadcast\.timeout\): .*disk of .*weights"):
+        training.publisher.start(weights / "step_2", PolicyVersion(0, 2))
+    assert steps_in(weights) == []
+    holding = [thread for thread in threading.enumerate() if thread.name == "publication-end"]
+    for thread in holding:  # these alone would keep the process from its end
+        thread.join(10)
+        assert not thread.is_alive()
+    slow_disk.written.release()
+    wait_for(weights / "step_1", PATIENCE_S, "the disk")

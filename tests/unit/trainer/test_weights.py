@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from prime_rl.configs.trainer import DebugModelConfig, TrainerModelConfig
 from prime_rl.errors import ConfigError, RunError
+from prime_rl.run.wait import DeadlineError
 from prime_rl.trainer import hub, placement, pretrained
 from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.materialise import compute_buffers, give_storage
@@ -277,6 +281,31 @@ def test_a_cached_download_is_used_and_a_missing_one_is_one_line(tiny, tmp_path,
     with pytest.raises(ConfigError, match="cannot download 'no/model'") as caught:
         hub.local_directory("no/model")
     assert "\n" not in str(caught.value)
+
+
+def test_a_download_that_does_not_end_is_given_up(tmp_path, monkeypatch):
+    stuck = threading.Event()
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: stuck.wait())
+    with pytest.raises(
+        DeadlineError, match=r"waited 0 s for the download of some/model, to .*\(model\.download_timeout\)"
+    ):
+        hub.local_directory("some/model", 0.2)
+    stuck.set()
+
+
+def test_another_process_that_downloads_and_hangs_is_named_at_the_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    lock = tmp_path / "cache/.locks/prime-rl--some--model.lock"
+    lock.parent.mkdir(parents=True)
+    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(1, flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(DeadlineError, match=rf"process {other.pid} .* to download some/model"):
+            hub.local_directory("some/model", 0.3)
+        other.communicate()
 
 
 def fail_on_one(world, argument):

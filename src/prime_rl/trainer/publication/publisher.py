@@ -3,7 +3,8 @@
 Training goes on meanwhile. Every rank copies its own shards to host memory; a thread of its own then exchanges and
 writes them over a process group of its own, each rank some of the files. Versions are written one after the other and
 none is left out: a version waits until the one before is complete. What goes wrong ends the same way on every rank, at
-the next `check`, `start`, `wait` or `close`.
+the next `check`, `start`, `wait` or `close`. I7: a version that is not written in time does so too; a disk that hangs
+keeps nobody waiting, not even the end of the process.
 """
 
 import re
@@ -29,6 +30,7 @@ from prime_rl.configs.broadcast import TransferConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run.artifact import WEIGHTS_FORMAT, begin, commit, fsync
 from prime_rl.run.tensors import content_hash
+from prime_rl.run.wait import DeadlineError
 from prime_rl.trainer.adapter_files import ADAPTER_CONFIG
 from prime_rl.trainer.checkpoints.agreement import Agreement, os_reason
 from prime_rl.trainer.model import PolicyModel
@@ -54,6 +56,7 @@ class _Job:
         copied: set when the weights may change.
         canary: what gives its log-probabilities.
         done: set when it is published, or has failed with `error`.
+        doing: what is being done for it, for messages.
     """
 
     target: Path
@@ -67,6 +70,7 @@ class _Job:
     seconds: float | None = None
     bytes: int | None = None
     last: bool = False
+    doing: str = "the weights are copied"
 
 
 class Publisher:
@@ -84,6 +88,7 @@ class Publisher:
         canary: torch.dtype | None = None,
         full_interval: int | None = None,
         transfer: TransferConfig | None = None,
+        timeout_s: float = 1200,
         twin: Callable[[], PolicyModel | None] = lambda: None,
     ) -> None:
         """Plan the work and reserve host memory for one version. All ranks call it together.
@@ -98,13 +103,14 @@ class Publisher:
             canary: precision of the policy's forward pass, if versions are to say what it makes of the canary.
             full_interval: which versions are full, the others being deltas; None makes all of them full.
             transfer: how versions but the last go from memory to memory; None writes all of them to files.
+            timeout_s: longest time to write one version.
             twin: makes, at the first publication, what scores the canary while training goes on (`plain_twin`); where
                 it gives None the policy does so itself, in `start`.
 
         Raises:
             ConfigError: `directory` has no room for two versions, or `transfer` is not possible here.
         """
-        self._policy, self._world, self._directory = policy, world, directory
+        self._policy, self._world, self._directory, self._timeout_s = policy, world, directory, timeout_s
         self._sources = Sources(policy, dtype)
         self._deltas = Deltas(full_interval, world)
         tensors = self._sources.tensors()
@@ -169,9 +175,10 @@ class Publisher:
             self._twin = None if self._canary is None else self._make_twin()
         job = self._job = _Job(target, place, fields, time.perf_counter(), last=last)
         on_host = self._snapshot.enqueue(self._sources.tensors())
-        # Among several ranks a daemon: after an error it may wait for ranks that are gone, and nothing may wait for it.
-        several = self._world.size > 1
-        threading.Thread(target=self._run, args=(job, on_host), name="publication", daemon=several).start()
+        # A daemon: it may wait for a disk that hangs, or for ranks that are gone, and nothing may wait for it then.
+        threading.Thread(target=self._run, args=(job, on_host), name="publication", daemon=True).start()
+        if self._world.size == 1:  # whatever ends training, the process stays until the version is there
+            threading.Thread(target=job.done.wait, args=(self._timeout_s,), name="publication-end").start()
         if self._canary is not None:
             begun = time.perf_counter()
             if self._twin is None:
@@ -199,10 +206,11 @@ class Publisher:
 
         Raises:
             RunError: as `check`.
+            DeadlineError: one was not complete in time.
         """
         if self._job is None:
             return
-        self._job.done.wait()
+        self._in_time(self._job, self._job.done.wait)
         job, self._job = self._job, None
         if job.error is not None:
             raise job.error
@@ -246,10 +254,22 @@ class Publisher:
             return
         begun = time.perf_counter()
         self._snapshot.hold_back()
-        self._job.copied.wait()
+        job = self._job
+        self._in_time(job, job.copied.wait)
         if self._twin is not None:
-            futures.wait([self._job.canary])
+            self._in_time(job, lambda seconds: not futures.wait([job.canary], seconds).not_done)
         self._copy_wait_s += time.perf_counter() - begun
+
+    def _in_time(self, job: _Job, wait: Callable[[float], bool]) -> None:
+        """Wait for a part of `job`, until it has taken as long as it may.
+
+        Raises:
+            DeadlineError: says what it was at.
+        """
+        if not wait(max(0.0, job.started + self._timeout_s - time.perf_counter())):
+            raise DeadlineError(
+                f"waited {self._timeout_s:.0f} s for {job.target} to be written (weight_broadcast.timeout): {job.doing}"
+            )
 
     def _score(self, job: _Job, policy: PolicyModel) -> None:
         assert self._canary is not None
@@ -268,6 +288,8 @@ class Publisher:
                     place.copy_(shard)
             job.copied.set()
             self._snapshot.finish()
+            who = "" if self._world.size == 1 else "another rank, or "
+            job.doing = f"{who}the disk of {job.place.parent} does not answer"
             with lost_ranks_told(self._world.timeout_s):
                 self._write(job, self._snapshot.buffer)
         except BaseException as error:  # noqa: BLE001  raised again by `wait`, in the thread that can end the run
@@ -336,6 +358,7 @@ class Publisher:
         if self._canary is None:
             return {}
         row, dtype = self._canary
+        job.doing = "the canary is scored"
         answer = {"token_ids": row.tokens.tolist(), "logprobs": job.canary.result()()}
         return {"canary": {**answer, "dtype": str(dtype).removeprefix("torch.")}}
 

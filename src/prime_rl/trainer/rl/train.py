@@ -112,6 +112,7 @@ def make_publisher(
         canary=dtype if options.canary else None,
         full_interval=files.delta.full_interval if files.delta else None,
         transfer=transfer,
+        timeout_s=options.timeout,
         twin=partial(plain_twin, policy, config.model, world, dtype),
     )
     publisher.guard(optimizer)
