@@ -1,0 +1,259 @@
+"""Does a run keep what it takes? Memory and open files of every process of a run of the real system, step by step.
+
+    uv run --extra cpu python benchmarks/leaks.py --json benchmarks/results/leaks.json
+
+The CPU recipe of reverse_text with batches of 64 rollouts, 64 of them in flight, for 200 steps; three to six minutes on
+two cores. Arguments after `--` go to `rl`: `... -- --ckpt --ckpt.interval 20 --ckpt.keep-last 2`.
+
+memory, MB      resident set, median over ten steps: around step 50, and at the end
+growth          between the two; the limit is 5 %
+private         growth of the part that is shared with nobody (USS), MB
+files           open file descriptors, largest over ten steps: around step 50, and at the end
+threads         the same way
+
+Sampled after each of the trainer's steps. Only processes that were there from step 50 to the end count; one that died
+and was started again would be told. Exit code 1 if a process grew by more, has more files open, or was replaced.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from watchfiles import watch
+
+from prime_rl.run.heartbeat import read_beats
+from prime_rl.run.paths import RunPaths
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "configs/reverse_text/cpu.toml"
+GROWTH_LIMIT = 0.05
+"""Of the issue: of the memory at the beginning of the steps that count."""
+FILES_LIMIT = 2
+"""Connections that are open at one moment and not at another."""
+WINDOW = 10
+"""Steps whose samples are put together, at both ends."""
+_MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One process after one step; memory in MB."""
+
+    rss: float
+    uss: float
+    files: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One process over the steps that count; `grew` is a share, `private` MB."""
+
+    name: str
+    pid: int
+    memory_first: float
+    memory_last: float
+    grew: float
+    private: float
+    files_first: int
+    files_last: int
+    threads_first: int
+    threads_last: int
+    leaks: bool
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    directory = arguments.output_dir.resolve()
+    shutil.rmtree(directory, ignore_errors=True)
+    samples, names = measure(RunPaths(directory), arguments.steps, arguments.overrides)
+    rows = summarise(samples, names, arguments.warmup)
+    missed = missed_limits(rows, samples, names, arguments.warmup, arguments.steps)
+    show(rows, len(samples))
+    for line in missed:
+        print(f"missed: {line}")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report(rows, samples, names, missed, arguments), indent=1) + "\n")
+    return 1 if missed else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--warmup", type=int, default=50, help="steps that do not count")
+    parser.add_argument("--rollouts", type=int, default=64, help="in flight, and in a batch")
+    parser.add_argument("--json", type=Path, help="write all samples to this file")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/leaks"), help="the run is kept here")
+    parser.add_argument("overrides", nargs="*", help="further arguments of rl, after --")
+    arguments = parser.parse_args()
+    if arguments.steps < arguments.warmup + 2 * WINDOW:
+        parser.error(f"--steps must be {2 * WINDOW} more than --warmup at least")
+    count = str(arguments.rollouts)
+    own = ["--orchestrator.batch-size", count, "--orchestrator.max-concurrent", count]
+    own += ["--max-steps", str(arguments.steps), "--output-dir", str(arguments.output_dir.resolve())]
+    # A rate that keeps the policy where it is: lengths, and so memory, shall not change by learning.
+    arguments.overrides = [*own, "--trainer.optim.lr", "1e-5", *arguments.overrides]
+    return arguments
+
+
+def measure(paths: RunPaths, steps: int, overrides: Sequence[str]) -> tuple[list[dict[int, Sample]], dict[int, str]]:
+    """Run `rl` and look at all its processes after each step.
+
+    Returns:
+        For each step the samples by process id, and what each process is called.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    log = paths.root.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(Path(sys.executable).with_name("rl")), "@", str(RECIPE), *overrides]
+    samples: list[dict[int, Sample]] = []
+    names: dict[int, str] = {}
+    with log.open("w") as output:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            for done in steps_of(paths, run):
+                samples.append(look(run.pid, paths, names))
+                print(f"\rstep {done} of {steps}", end="", flush=True)
+            print()
+        finally:
+            run.terminate()
+            code = run.wait()
+    if len(samples) < steps // 2 or code not in (0, 143):
+        raise RuntimeError(f"the run ended with {code} after {len(samples)} samples; see {log}")
+    return samples, names
+
+
+def steps_of(paths: RunPaths, run: "subprocess.Popen[bytes]") -> Iterator[int]:
+    """Yield how many steps the trainer has done, whenever it has done one more, until the run has ended."""
+    paths.metrics_dir.mkdir(parents=True, exist_ok=True)
+    file, seen = paths.metrics("trainer"), 0
+    for _ in watch(paths.metrics_dir, yield_on_timeout=True, rust_timeout=250, debounce=20, step=10):
+        if run.poll() is not None:
+            return
+        done = file.read_bytes().count(b"\n") if file.exists() else 0
+        if done > seen:
+            seen = done
+            yield done
+
+
+def look(pid: int, paths: RunPaths, names: dict[int, str]) -> dict[int, Sample]:
+    """Sample `pid` and all its descendants, and name those that are new."""
+    found: dict[int, Sample] = {}
+    beats = {beat.pid: beat.name for beat in read_beats(paths).values()}
+    with suppress(psutil.NoSuchProcess):  # the run has just ended
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                memory = process.memory_full_info()
+                found[process.pid] = Sample(
+                    memory.rss / _MB, memory.uss / _MB, process.num_fds(), process.num_threads()
+                )
+                names[process.pid] = beats.get(process.pid) or names.get(process.pid) or command_of(process)
+    return found
+
+
+def command_of(process: psutil.Process) -> str:
+    """A short name: the module that Python runs, or the title that the process has given itself."""
+    line = process.cmdline()
+    if "-m" in line[:-1]:
+        return line[line.index("-m") + 1].removeprefix("prime_rl.")
+    return Path(line[0]).name if line and line[0] else process.name()
+
+
+def summarise(samples: Sequence[Mapping[int, Sample]], names: Mapping[int, str], warmup: int) -> list[Row]:
+    """Reduce the samples to one row for each process that was there from the warm-up to the end, the largest first."""
+    first, last = samples[warmup : warmup + WINDOW], samples[-WINDOW:]
+    lasting = set.intersection(*(set(sample) for sample in (*first, *last)))
+    rows = [_row(pid, names[pid], [s[pid] for s in first], [s[pid] for s in last]) for pid in lasting]
+    return sorted(rows, key=lambda row: -row.memory_last)
+
+
+def _row(pid: int, name: str, first: Sequence[Sample], last: Sequence[Sample]) -> Row:
+    def both(key: str, reduce: Any) -> tuple[Any, Any]:
+        return reduce(getattr(s, key) for s in first), reduce(getattr(s, key) for s in last)
+
+    (rss, rss_last), (uss, uss_last) = both("rss", median), both("uss", median)
+    (files, files_last), (threads, threads_last) = both("files", max), both("threads", max)
+    grown = rss_last - rss
+    leaks = grown > GROWTH_LIMIT * rss or files_last > files + FILES_LIMIT
+    return Row(name, pid, rss, rss_last, grown / rss, uss_last - uss, files, files_last, threads, threads_last, leaks)
+
+
+def missed_limits(
+    rows: Sequence[Row], samples: Sequence[Mapping[int, Sample]], names: Mapping[int, str], warmup: int, steps: int
+) -> list[str]:
+    """Name what missed a limit."""
+    missed = [
+        f"{row.name} (pid {row.pid}): {row.memory_first:.0f} -> {row.memory_last:.0f} MB ({row.grew:+.1%}), "
+        f"{row.files_first} -> {row.files_last} files"
+        for row in rows
+        if row.leaks
+    ]
+    there = set(samples[warmup]) - {row.pid for row in rows}
+    missed += [f"{names[pid]} (pid {pid}) did not live to the end" for pid in sorted(there)]
+    if len(samples) < steps - WINDOW:  # some steps are so close to each other that one look sees two
+        missed.append(f"only {len(samples)} of {steps} steps were seen")
+    return missed
+
+
+def show(rows: Sequence[Row], seen: int) -> None:
+    """Print the table."""
+    table = Table(title=f"{seen} samples", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for title in ("process", "memory, MB", "growth", "private, MB", "files", "threads"):
+        table.add_column(title, justify="left" if title == "process" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.memory_first:.1f} -> {row.memory_last:.1f}",
+            f"{row.grew:+.1%}",
+            f"{row.private:+.1f}",
+            f"{row.files_first} -> {row.files_last}",
+            f"{row.threads_first} -> {row.threads_last}",
+        )
+    Console(width=120, markup=False).print(table)
+
+
+def report(
+    rows: Sequence[Row],
+    samples: Sequence[Mapping[int, Sample]],
+    names: Mapping[int, str],
+    missed: Sequence[str],
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """All figures; of each process that counts its whole curve."""
+    curves = {
+        row.name + f" ({row.pid})": [round(sample[row.pid].rss, 1) for sample in samples if row.pid in sample]
+        for row in rows
+    }
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "processors": os.cpu_count(),
+        "steps": arguments.steps,
+        "warmup": arguments.warmup,
+        "rollouts": arguments.rollouts,
+        "samples": len(samples),
+        "limits": {"growth": GROWTH_LIMIT, "files": FILES_LIMIT},
+        "missed": list(missed),
+        "processes": [asdict(row) for row in rows],
+        "rss_mb": curves,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The benchmark tells a process that grows from one that breathes."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks/leaks.py"
+STEPS, WARMUP = 200, 50
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("leaks", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["leaks"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(benchmark, memory=lambda step: 500.0, files=lambda step: 20, until=STEPS):
+    """A run of a process that behaves as told, beside one that does not change."""
+    samples = [
+        {1: benchmark.Sample(900.0, 800.0, 10, 4)}
+        | ({2: benchmark.Sample(memory(step), memory(step) - 100, files(step), 4)} if step < until else {})
+        for step in range(STEPS)
+    ]
+    names = {1: "inference", 2: "orchestrator"}
+    rows = benchmark.summarise(samples, names, WARMUP)
+    return rows, benchmark.missed_limits(rows, samples, names, WARMUP, STEPS)
+
+
+def test_a_process_that_breathes_leaks_nothing(benchmark):
+    rows, missed = run(benchmark, lambda step: 500 + 40 * (step % 2), lambda step: 20 + step % 7)
+    assert [row.name for row in rows] == ["inference", "orchestrator"]
+    assert missed == []
+
+
+def test_what_it_takes_in_the_beginning_does_not_count(benchmark):
+    rows, missed = run(benchmark, lambda step: 100 + 10 * min(step, WARMUP), lambda step: min(step, WARMUP))
+    assert missed == []
+    assert rows[1].grew == 0
+
+
+def test_growth_above_five_percent_is_named(benchmark):
+    rows, missed = run(benchmark, lambda step: 500 + 0.25 * step)
+    assert missed == ["orchestrator (pid 2): 514 -> 549 MB (+6.8%), 20 -> 20 files"]
+    assert rows[1].private == pytest.approx(35)
+    assert run(benchmark, lambda step: 500 + 0.15 * step)[1] == []
+
+
+def test_files_that_stay_open_are_named(benchmark):
+    _, missed = run(benchmark, files=lambda step: 20 + step // 30)
+    assert missed == ["orchestrator (pid 2): 500 -> 500 MB (+0.0%), 21 -> 26 files"]
+
+
+def test_a_process_that_is_replaced_is_named(benchmark):
+    _, missed = run(benchmark, until=150)
+    assert missed == ["orchestrator (pid 2) did not live to the end"]
