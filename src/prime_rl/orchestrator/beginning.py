@@ -179,7 +179,8 @@ def _wait_for_branch(config: OrchestratorConfig, branch: int, check: Callable[[]
         resume = read_resume(resume_directory(config))
         return resume is not None and resume.branch >= branch
 
-    logger.info("waiting for the trainer to go back")
+    if not begun():
+        logger.info("the ledger was put aside: waiting for the trainer to say where it goes back to")
     what = f"{_trainer(config)} to begin branch {branch}: the ledger of the one before is gone"
     wait_until(resume_directory(config), begun, config.wait_timeout_seconds, what, check)
 
