@@ -32,9 +32,9 @@ def first_line(error: BaseException) -> str:
 def run_main(main: Callable[[], None]) -> None:
     """Run an entry point; report `ConfigError` and `RunError` as one line without a traceback.
 
-    Exits 2 for bad input, 1 for a run that failed, 130 after Ctrl-C; any other exception keeps its traceback, since
-    it is a defect of ours and not of the input. Under `rl`, the first error of a process is also left in `ERROR_FILE`:
-    torchrun would hide the exit code of its workers.
+    Exits 2 for bad input, 1 for a run that failed or that the machine refused something, 130 after Ctrl-C; any other
+    exception keeps its traceback, since it is a defect of ours and not of the input. Under `rl`, the first error of a
+    process is also left in `ERROR_FILE`: torchrun would hide the exit code of its workers.
     """
     try:
         main()
@@ -44,6 +44,13 @@ def run_main(main: Callable[[], None]) -> None:
         sys.exit(_report(error, 1))
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        from prime_rl.run.surroundings import describe, is_surroundings  # which needs the errors of this module
+
+        if not is_surroundings(error):
+            _record(f"{type(error).__name__}: {error}", 1)
+            raise
+        sys.exit(_report(RunError(describe(error)), 1))
     except Exception as error:
         _record(f"{type(error).__name__}: {error}", 1)
         raise

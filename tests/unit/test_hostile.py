@@ -5,17 +5,21 @@ What each test guards is in docs/surroundings.md.
 
 import ast
 import errno
+import json
 import os
 import resource
 import shutil
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import prime_rl
+from prime_rl.errors import ERROR_FILE, RunError, run_main
+from prime_rl.orchestrator.journal import Journal
+from prime_rl.orchestrator.positions import Dropped
 from prime_rl.run import wait
 from prime_rl.run.artifact import ArtifactError, Incomplete, publish, read_manifest
 from prime_rl.run.batch import Batch, read_batch, write_batch
@@ -234,3 +238,32 @@ def test_the_wall_clock_decides_nothing():
                 if isinstance(part, ast.Call) and ast.unparse(part.func) in ("time.time", "datetime.now"):
                     found.append(f"{file}:{node.lineno}")
     assert found == []
+
+
+def test_what_the_machine_refuses_ends_in_one_line_and_a_defect_with_its_traceback(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+
+    def refused():
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "run/ledger"))
+
+    with pytest.raises(SystemExit) as exit_:
+        run_main(refused)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 1
+    assert line.startswith(f"error: No space left on device: {tmp_path}/run/ledger (")
+    assert "MiB free there" in line
+    assert json.loads((tmp_path / "error.json").read_text())["message"] in line
+    with pytest.raises(FileNotFoundError):
+        run_main(lambda: (tmp_path / "missing").read_text())
+
+
+async def test_a_ledger_that_the_disk_has_no_room_for_is_told_in_one_line(tmp_path):
+    journal = Journal(tmp_path / "ledger/branch_0.jsonl")
+    with small_disk(2000):
+        for group_id in range(200):
+            with suppress(RunError):
+                journal.append(Dropped(group_id, "error/x"))
+        with pytest.raises(RunError, match=r"branch_0\.jsonl and the spool beside it cannot be written: .*too large"):
+            await journal.flush()
+    with pytest.raises(RunError, match="cannot be written"):
+        journal.close()

@@ -1,12 +1,18 @@
-"""Weights & Biases: scalars of every step, and tables of samples and distributions every few steps."""
+"""Weights & Biases: scalars of every step, and tables of samples and distributions every few steps.
+
+I7: training depends on no service. W&B is waited for at the start, as long as `wandb.timeout` says; what fails or hangs
+later is told once, and the run goes on with `metrics/*.jsonl` alone.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import wandb
+from loguru import logger
 from numpy.typing import ArrayLike
 
 from prime_rl.configs.base import RootConfig
@@ -34,7 +40,7 @@ class WandbRun:
             ConfigError: no key, or settings that W&B refuses.
             RunError: W&B cannot be reached.
         """
-        self._extras = config.log_extras
+        self._extras, self._timeout_s, self._works = config.log_extras, config.timeout, True
         known = directory / "wandb" / f"{role}.id"
         run_id = config.id or (known.read_text() if _goes_on(whole) and known.exists() else None)
         try:
@@ -50,6 +56,7 @@ class WandbRun:
                 dir=directory,
                 mode="offline" if config.offline else "online",
                 config=whole.model_dump(mode="json") if whole else None,
+                settings=wandb.Settings(init_timeout=config.timeout),
             )
         except wandb.errors.UsageError as error:
             raise ConfigError(
@@ -64,7 +71,7 @@ class WandbRun:
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Log scalars."""
-        self._run.log({"step": step, **{name: value for name, value in finite(metrics).items() if value is not None}})
+        self._log({"step": step, **{name: value for name, value in finite(metrics).items() if value is not None}})
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table with one row per rollout; what is not a scalar is shown as JSON."""
@@ -72,7 +79,7 @@ class WandbRun:
             return
         columns = ["step", *rows[0]]
         data = [[step, *(_cell(row.get(column)) for column in columns[1:])] for row in rows]
-        self._run.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
+        self._log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
 
     def log_distributions(self, step: int, distributions: Mapping[str, ArrayLike]) -> None:
         """Log one histogram per name, and one table with the quantiles of all."""
@@ -87,11 +94,31 @@ class WandbRun:
             for name, values in arrays.items()
         ]
         histograms = {f"distributions/{name}": wandb.Histogram(values) for name, values in arrays.items()}
-        self._run.log({"step": step, "distributions": wandb.Table(columns=columns, data=data), **histograms})
+        self._log({"step": step, "distributions": wandb.Table(columns=columns, data=data), **histograms})
 
     def close(self) -> None:
-        """Upload what is left and mark the run finished."""
-        self._run.finish()
+        """Upload what is left and mark the run finished; what takes too long is left in its folder."""
+        if not self._works:
+            return
+        ending = threading.Thread(target=lambda: self._or_told(self._run.finish), name="wandb-end", daemon=True)
+        ending.start()
+        ending.join(self._timeout_s)
+        if ending.is_alive():
+            logger.warning(
+                "W&B has not taken all within {:g} s (wandb.timeout); `wandb sync` uploads the rest", self._timeout_s
+            )
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        if self._works:
+            self._or_told(lambda: self._run.log(dict(values)))
+
+    def _or_told(self, work: Callable[[], Any]) -> None:
+        """Do it; where W&B cannot (its service has died, its folder is full), say so and do without from then on."""
+        try:
+            work()
+        except (wandb.errors.Error, OSError) as error:
+            self._works = False
+            logger.warning("W&B is done without from now on: {}: {}", type(error).__name__, _first_line(error))
 
 
 def _goes_on(config: RootConfig | None) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_rl.run.batch import Batch
+from prime_rl.run.surroundings import told
 from prime_rl.types import Group
 
 
@@ -143,6 +144,11 @@ def sample_rows(groups: Sequence[Group], advantages: Sequence[NDArray[np.float64
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write `rows` as JSON lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Write `rows` as JSON lines.
+
+    Raises:
+        SurroundingsError: the disk is full ...
+    """
+    with told("write the samples of a batch", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))

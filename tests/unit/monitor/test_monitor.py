@@ -1,6 +1,9 @@
 """Metrics on disk, and what W&B gets: really, in offline mode, and argument by argument with a fake."""
 
 import json
+import resource
+import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -168,3 +171,57 @@ def test_offline_run_is_written_for_real(tmp_path, monkeypatch):
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any(b"api_key_var" in path.read_bytes() for path in written), "the configuration is there"
     assert not any(b"k-51c0ffee" in path.read_bytes() for path in written), "and the key is not"
+
+
+def test_what_is_left_of_a_line_is_cut_off_before_the_next(tmp_path):
+    paths = RunPaths(tmp_path)
+    paths.metrics_dir.mkdir()
+    paths.metrics("trainer").write_text('{"step": 0}\n{"step": 1, "lo')
+    Monitor(paths, "trainer", None).log(1, {"loss": 0.5})
+    assert lines(paths, "trainer") == [{"step": 0}, {"step": 1, "loss": 0.5}]
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path):
+    monitor = Monitor(RunPaths(tmp_path), "trainer", None)
+    earlier = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, earlier[1]))
+    try:
+        with pytest.raises(RunError, match=r"cannot write the metrics of step \d+: File too large: .*trainer\.jsonl"):
+            for step in range(20):
+                monitor.log(step, {"loss": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, earlier)
+    monitor.close()
+    monitor = Monitor(RunPaths(tmp_path), "trainer", None)
+    assert all(line["loss"] == 0.5 for line in lines(RunPaths(tmp_path), "trainer"))
+
+
+def test_a_run_goes_on_when_wandb_fails(tmp_path, fake_wandb):
+    import wandb
+
+    run, _ = fake_wandb
+    calls = []
+
+    def fail(values):
+        calls.append(values)
+        raise wandb.errors.Error("the service process is gone")
+
+    run.log = fail
+    monitor = Monitor(RunPaths(tmp_path), "trainer", WandbConfig())
+    for step in range(3):
+        monitor.log(step, {"loss": 0.5})
+    assert len(calls) == 1, "it is not tried again at every step"
+    assert len(lines(RunPaths(tmp_path), "trainer")) == 3
+    monitor.close()
+    assert not run.finished
+
+
+def test_a_run_ends_although_wandb_does_not(tmp_path, fake_wandb):
+    run, _ = fake_wandb
+    stuck = threading.Event()
+    run.finish = stuck.wait
+    monitor = Monitor(RunPaths(tmp_path), "trainer", WandbConfig(timeout=0.2))
+    started = time.monotonic()
+    monitor.close()
+    assert time.monotonic() - started < 30
+    stuck.set()
