@@ -104,9 +104,17 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--steps must be {2 * WINDOW} more than --warmup at least")
     count = str(arguments.rollouts)
     own = ["--orchestrator.batch-size", count, "--orchestrator.max-concurrent", count]
-    own += ["--max-steps", str(arguments.steps), "--output-dir", str(arguments.output_dir.resolve())]
+    own += [
+        "--inference.server.port",
+        str(free_port()),
+        "--max-steps",
+        str(arguments.steps),
+        "--output-dir",
+        str(arguments.output_dir.resolve()),
+    ]
     # A rate that keeps the policy where it is: lengths, and so memory, shall not change by learning.
-    arguments.overrides = [*own, "--trainer.optim.lr", "1e-5", *arguments.overrides]
+    own += ["--trainer.optim.lr", "1e-5", "--trainer.scheduler.min-lr", "1e-6"]
+    arguments.overrides = [*own, *arguments.overrides]
     return arguments
 
 

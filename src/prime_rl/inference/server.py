@@ -12,8 +12,8 @@ import socket
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,6 +38,7 @@ from prime_rl.inference.requests import NamesInVllm, prepare_requests
 from prime_rl.inference.routes import make_router
 from prime_rl.inference.version_header import PolicyVersionHeader
 from prime_rl.run.heart import Heartbeat
+from prime_rl.run.ports import claim_port
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -53,21 +54,28 @@ _CLOSE_TIMEOUT_S = 3
 _FAILED_CLOSE_TIMEOUT_S = 1
 
 
-def bind(host: str, port: int) -> socket.socket:
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
     """Bind the server's port, long before there is anything to serve: a port in use is told at once.
 
     Raises:
         ConfigError: the port is taken, or the address is not of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"server.port: cannot listen on {host}:{port} ({error.strerror}); set another port") from None
-    return listener
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            claim = stack.enter_context(claim_port(port))
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"server.port: cannot listen on {host}:{port} ({error.strerror}); set another port"
+            ) from None
+        # An engine that is forked must not keep the port from the next server, for as long as it outlives a killed one.
+        for held in (listener, claim):
+            os.register_at_fork(after_in_child=held.close)
+        yield listener
 
 
 def run(config: "InferenceConfig") -> None:
@@ -86,10 +94,8 @@ def run(config: "InferenceConfig") -> None:
             "from 0; the other nodes are started with --headless"
         )
     started = time.monotonic()
-    with bind(config.server.host, config.server.port) as listener, server_heartbeat(config) as heart:
+    with bound(config.server.host, config.server.port) as listener, server_heartbeat(config) as heart:
         access = Access.of(config.server.api_key_var, listener.getsockname()[0])
-        # An engine that is forked must not keep the port from the next server, for as long as it outlives a killed one.
-        os.register_at_fork(after_in_child=listener.close)
         base = find_base_model(config.model.name, config.vllm.get("revision"))
         head = resolve(str(config.parallel.address)) if config.parallel.spans_nodes else None
         args = _prepare_vllm(config, base, head)

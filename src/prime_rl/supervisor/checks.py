@@ -16,6 +16,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.errors import ConfigError
 from prime_rl.run.checkpoints import find_checkpoints
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.ports import claim_port
 
 
 def check_before_start(config: RLConfig) -> None:
@@ -87,6 +88,7 @@ def check_port(host: str, port: int, flag: str) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+            claim_port(port).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} on {host} is in use; choose another with {flag}") from None

@@ -1,5 +1,6 @@
 """Who is let in by a server with a key, and by one without."""
 
+import socket
 from unittest.mock import MagicMock
 
 import pytest
@@ -10,6 +11,8 @@ from starlette.websockets import WebSocketDisconnect
 from prime_rl.errors import ConfigError
 from prime_rl.inference.access import Access, GuardedRequests
 from prime_rl.inference.routes import make_router
+from prime_rl.inference.server import bound
+from tests.support.server import free_port
 
 KEY = {"Authorization": "Bearer secret"}
 ROUTES = ("/v1/models", "/tokenize", "/detokenize", "/invocations", "/load", "/version", "/metrics", "/anything/new")
@@ -109,3 +112,19 @@ def test_the_key_in_vllms_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     access = Access.of("MY_KEY", "127.0.0.1")
     assert access.lets_in("Bearer mine") and not access.lets_in("Bearer secret")
     assert "mine" not in repr(access)
+
+
+def test_a_server_that_is_still_starting_has_its_port_already() -> None:
+    """By SO_REUSEADDR two could bind it, and the second would fail a minute later, or its run meet the first."""
+    port = free_port()
+    with bound("127.0.0.1", port):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} .Address already in use"):
+            with bound("127.0.0.1", port):
+                pass
+    with bound("127.0.0.1", port) as listener:
+        listener.listen()
+        with socket.create_connection(("127.0.0.1", port)):
+            connection, _ = listener.accept()
+            connection.close()  # leaves the port in TIME_WAIT
+    with bound("127.0.0.1", port):
+        pass

@@ -8,6 +8,7 @@ import pytest
 from prime_rl.configs import RLConfig
 from prime_rl.errors import ConfigError
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.ports import claim_port
 from prime_rl.supervisor import checks, roles
 from prime_rl.supervisor.lock import hold_lock
 from prime_rl.supervisor.process import SUPERVISED
@@ -32,6 +33,8 @@ def test_port_in_use_is_named_with_its_flag():
         assert str(port) in text
         assert "--inference.server.port" in text
     checks.check_port("127.0.0.1", port, "--inference.server.port")
+    with claim_port(port):
+        assert str(port) in refused(checks.check_port, "127.0.0.1", port, "--inference.server.port")
     assert "no.such.host.invalid" in refused(checks.check_port, "no.such.host.invalid", 1, "--x")
 
 
