@@ -25,10 +25,11 @@ async def test_being_woken_for_nothing_does_not_put_the_deadline_off(tmp_path):
     wake = asyncio.Event()
 
     async def wait(mark):
-        while True:
-            wake.clear()
-            asyncio.get_running_loop().call_later(0.02, wake.set)
-            await vigil.wait(wake, mark, "sample batch 3", INFERENCE, "2 groups in flight")
+        async with asyncio.timeout(10):
+            while True:
+                wake.clear()
+                asyncio.get_running_loop().call_later(0.02, wake.set)
+                await vigil.wait(wake, mark, "sample batch 3", INFERENCE, "2 groups in flight")
 
     begin = time.monotonic()
     with pytest.raises(RunError, match=r"nothing happened for 0 s \(wait_timeout_seconds\); waiting for 2 groups"):
