@@ -62,6 +62,14 @@ def _report(error: Exception, code: int) -> int:
     return code
 
 
+def record_cause(message: str, code: int) -> None:
+    """Leave the error that was behind all others for `rl`, in place of what they have left."""
+    if (path := os.environ.get(ERROR_FILE)) is not None:
+        with suppress(OSError):
+            Path(path).unlink(missing_ok=True)
+        _record(message, code)
+
+
 def _record(message: str, code: int) -> None:
     path, attempt = os.environ.get(ERROR_FILE), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if path is None:

@@ -24,7 +24,7 @@ END_TIMEOUT_S = 15
 MODULES = {
     "inference": "prime_rl.entrypoints.inference",
     "orchestrator": "prime_rl.entrypoints.orchestrator",
-    "trainer": "torch.distributed.run",
+    "trainer": "prime_rl.trainer.launch",
 }
 
 

@@ -1,4 +1,4 @@
-"""What the machine refuses is told in one line: what could not be done, why, where, and what would help.
+"""What the machine refuses, or kills, is told in one line: what could not be done, why, where, and what would help.
 
 A disk without room, a directory that cannot be written, no file descriptors left: none of these is a defect of the
 program, and none is worth a traceback.
@@ -7,9 +7,12 @@ program, and none is worth a traceback.
 import errno
 import resource
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from prime_rl.errors import RunError
 
@@ -66,3 +69,41 @@ def _free(place: Path | None) -> int | None:
             return None
         place = place.parent
     return None
+
+
+def how_it_died(number: int, kills: int | None = None) -> str:
+    """Say of a process that this signal killed it, and what may be behind that (`killers`)."""
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    perhaps = killers(number, kills)
+    return f"was killed by {name}" + (f", {perhaps}" if perhaps else "")
+
+
+def killers(number: int, kills: int | None = None) -> str:
+    """Say who sends this signal, where the machine does.
+
+    Args:
+        number: of the signal.
+        kills: what `oom_kills` said before; None if nobody asked.
+    """
+    if number == signal.SIGKILL:
+        memory = psutil.virtual_memory()
+        there = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are available now"
+        if kills is not None and oom_kills() > kills:
+            return f"and the kernel has meanwhile killed for want of memory: {there}"
+        return f"perhaps for want of memory: {there}"
+    if number == signal.SIGBUS:
+        return "perhaps because a disk or /dev/shm is full, or a file was cut short while it was read"
+    return ""
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory, in this container where that is counted."""
+    for file, prefix in (("/sys/fs/cgroup/memory.events", "oom_kill "), ("/proc/vmstat", "oom_kill ")):
+        with suppress(OSError, ValueError):
+            for line in Path(file).read_text().splitlines():
+                if line.startswith(prefix):
+                    return int(line.split()[1])
+    return 0

@@ -61,7 +61,7 @@ def _trainer(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> Role:
     env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(config.grace_seconds) - _TORCHRUN_SOONER_S))}
 
     def make(left: int, restarted: bool) -> Role:
-        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.ranks}"]
+        argv = [sys.executable, "-m", "prime_rl.trainer.launch", "--standalone", f"--nproc-per-node={config.ranks}"]
         argv += [f"--max-restarts={left}", f"--log-dir={paths.torchrun_logs}", "--redirects=3", "--tee=3"]
         argv += ["-m", "prime_rl.trainer.rl.train", "@", str(paths.config("trainer"))]
         may = {RESTART_VARIABLE: "1" if restarted else "0"} if config.max_restarts else {}

@@ -11,6 +11,7 @@ from prime_rl.plain import visible
 from prime_rl.run.heart import Heartbeat
 from prime_rl.run.heartbeat import forget
 from prime_rl.run.paths import RunPaths
+from prime_rl.run.surroundings import killers
 from prime_rl.supervisor.bench import benchmark
 from prime_rl.supervisor.checks import check_before_start, clear_earlier_run, unreachable_servers
 from prime_rl.supervisor.events import Events
@@ -98,4 +99,5 @@ def _explain(outcome: Outcome, console: Console) -> ConfigError | RunError:
         for line in lines:
             console.print(f"  {visible(line)}", soft_wrap=True)
     why = outcome.reason or (told["message"] if told is not None and (code or 0) > 0 else None)
-    return RunError(f"{role.name} {how(code)}{f': {why}' if why else ''}; log {role.log}")
+    perhaps = f" ({said})" if code and code < 0 and why is None and (said := killers(-code)) else ""
+    return RunError(f"{role.name} {how(code)}{f': {why}' if why else ''}; log {role.log}{perhaps}")

@@ -45,7 +45,7 @@ _MODULES = {
     "prime_rl.entrypoints.inference": "inference",
     "prime_rl.orchestrator.workers.forkserver": "forkserver",
     "prime_rl.trainer.rl.train": "rank",
-    "torch.distributed.run": "torchrun",
+    "prime_rl.trainer.launch": "torchrun",
 }
 _CHILDREN = {"forkserver": "worker", "inference": "engine"}
 """What a fork of a process is, where it is anything."""
@@ -104,13 +104,14 @@ def role_of(argv: list[str], environ: Any) -> str:
     return "engine" if any("spawn_main" in argument for argument in argv) else "other"
 
 
-def reach(operation: str, where: str, moment: str) -> None:
+def reach(operation: str, where: str, moment: str, last: Callable[[], Any] = lambda: None) -> None:
     """Say that this process is at an operation; it may not return.
 
     Args:
         operation: mkdir, create, write, fsync, rename or call.
         where: path within the run directory, or name of the call.
         moment: before, half or after.
+        last: called before the kill, if this is where the fault strikes.
     """
     if getattr(_inside, "busy", False):
         return
@@ -124,22 +125,12 @@ def reach(operation: str, where: str, moment: str) -> None:
         with _lock:
             _state.reached += 1
             if _state.reached == fault["count"]:
-                _strike(fault, where)
+                _strike(fault, where, last)
     finally:
         _inside.busy = False
 
 
-def is_armed(operation: str, path: Any, moment: str) -> bool:
-    """Whether `reach` would count this."""
-    fault = _read_armed()
-    return fault is not None and (fault["process"], fault["operation"], fault["moment"]) == (
-        _state.role,
-        operation,
-        moment,
-    )
-
-
-def _strike(fault: dict[str, Any], where: str) -> None:
+def _strike(fault: dict[str, Any], where: str, last: Callable[[], Any]) -> None:
     victim = fault["victim"]
     own = victim in (_state.role, "self")
     pid = os.getpid() if own else int(_read(f"{_state.directory}/pids/{victim}") or 0)
@@ -152,6 +143,7 @@ def _strike(fault: dict[str, Any], where: str) -> None:
         return
     _real_write(descriptor, json.dumps(told).encode())
     os.close(descriptor)
+    last()
     os.kill(pid, signal.SIGKILL)
 
 
@@ -240,10 +232,7 @@ def _write(call: Callable[..., int]) -> Callable[..., int]:
         if where is None:
             return call(descriptor, data)
         reach("write", where, "before")
-        if is_armed("write", where, "half") and _state.pattern.fullmatch(where):
-            call(descriptor, memoryview(data)[: len(data) // 2])
-            reach("write", where, "half")
-            return len(data) // 2
+        reach("write", where, "half", lambda: call(descriptor, memoryview(data)[: len(data) // 2]))
         written = call(descriptor, data)
         reach("write", where, "after")
         return written

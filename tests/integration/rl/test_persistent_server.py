@@ -152,7 +152,8 @@ def test_a_killed_process_ends_the_run_and_is_named(
     os.kill(killed.pid, signal.SIGKILL)
     assert run.end(END_TIMEOUT_S) == 1, run.story()
     [error] = run.errors.splitlines()
-    how = "was killed by SIGKILL" if victim == "orchestrator" else "ended with exit code 1"
-    assert error.startswith(f"error: {victim} {how}")
+    by_whom = f"ended with exit code 1: rank 1 (pid {killed.pid}) was killed by SIGKILL, perhaps for want of memory"
+    assert error.startswith(f"error: {victim} {'was killed by SIGKILL' if victim == 'orchestrator' else by_whom}")
+    assert "want of memory" in error
     assert str(run.paths.log(victim)) in error
     assert free_server.policy()["step"] >= 0, "the server is not of the run, and goes on"
