@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,18 +105,19 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--steps must be {2 * WINDOW} more than --warmup at least")
     count = str(arguments.rollouts)
     own = ["--orchestrator.batch-size", count, "--orchestrator.max-concurrent", count]
-    own += [
-        "--inference.server.port",
-        str(free_port()),
-        "--max-steps",
-        str(arguments.steps),
-        "--output-dir",
-        str(arguments.output_dir.resolve()),
-    ]
+    own += ["--inference.server.port", str(free_port()), "--max-steps", str(arguments.steps)]
+    own += ["--output-dir", str(arguments.output_dir.resolve())]
     # A rate that keeps the policy where it is: lengths, and so memory, shall not change by learning.
     own += ["--trainer.optim.lr", "1e-5", "--trainer.scheduler.min-lr", "1e-6"]
     arguments.overrides = [*own, *arguments.overrides]
     return arguments
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def measure(paths: RunPaths, steps: int, overrides: Sequence[str]) -> tuple[list[dict[int, Sample]], dict[int, str]]:

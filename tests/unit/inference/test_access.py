@@ -117,10 +117,9 @@ def test_the_key_in_vllms_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_is_still_starting_has_its_port_already() -> None:
     """By SO_REUSEADDR two could bind it, and the second would fail a minute later, or its run meet the first."""
     port = free_port()
-    with bound("127.0.0.1", port):
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} .Address already in use"):
-            with bound("127.0.0.1", port):
-                pass
+    in_use = pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} .Address already in use")
+    with bound("127.0.0.1", port), in_use, bound("127.0.0.1", port):
+        pass
     with bound("127.0.0.1", port) as listener:
         listener.listen()
         with socket.create_connection(("127.0.0.1", port)):
