@@ -29,6 +29,7 @@ class Fault:
         moment: before, half or after it.
         victim: who is killed; `self` is the process.
         count: at which time that it happens.
+        after_resume: it is armed as soon as the run has begun to go back to a checkpoint.
     """
 
     process: str
@@ -37,6 +38,7 @@ class Fault:
     moment: str
     victim: str = "self"
     count: int = 1
+    after_resume: bool = False
 
     @property
     def killed(self) -> str:
@@ -179,7 +181,9 @@ def _recoveries() -> Iterator[Point]:
         *_points("orchestrator", "write", r"ledger/branch_\d+\.jsonl", "before half", "first line of the new ledger"),
         *_points("orchestrator", "call", r"client\.switch", "before after", "load of the version gone back to"),
     ]
-    yield from (replace(point, name=f"recovery, {point.name}", first=first) for point in found)
+    for point in found:
+        fault = replace(point.fault, after_resume=point.fault.process == "orchestrator")
+        yield replace(point, name=f"recovery, {point.name}", fault=fault, first=first)
 
 
 POINTS: tuple[Point, ...] = (*_orchestrator(), *_trainer(), *_inference(), *_others(), *_recoveries())

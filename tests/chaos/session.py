@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import tomli_w
 
+from prime_rl.run.checkpoints import read_resume
 from prime_rl.run.paths import RunPaths
 from tests.chaos.cases import INTERVAL, STEPS, Case, Fault, Plan
 from tests.support.command import alive, clean_environment, executable
@@ -104,7 +105,7 @@ class Session:
         }
         self._starts = self._armed = 0
         self._rl: subprocess.Popen[bytes] | None = None
-        self._kill: dict[str, Any] | None = None
+        self._kills: list[dict[str, Any]] = []
 
     def run(self) -> None:
         """Play all cases, and let the run come to its end. What went wrong is in `played` and `problems`."""
@@ -132,16 +133,20 @@ class Session:
 
     def _play(self, played: Played) -> None:
         self._deadline = time.monotonic() + self._deadline_s
+        resumes = self._resumes()
         for fault in played.case.faults:
+            if fault.after_resume:
+                self._until(lambda: self._resumes() > resumes, "the run to go back", played)
             self._arm(fault)
             marker = self._chaos / f"fired_{self._armed}.json"
             played.outcome = Outcome.MISSED
             self._until(lambda marker=marker: _is_whole(marker), f"the run to come to {fault}", played)
             played.outcome = Outcome.RECOVERED if played.outcome is Outcome.MISSED else played.outcome
-            self._note_kill(json.loads(marker.read_text()), played)
+            self._kills.append(json.loads(marker.read_text()))
+            played.kills += 1
         before = self._steps()
         self._until(lambda: self._steps() > before, f"step {before} after the kill", played)
-        self._note_detection(played)
+        self._note_detections(played)
 
     def _until(self, holds: Callable[[], bool], what: str, played: Played) -> None:
         """Wait; a run that ends meanwhile is started again."""
@@ -165,17 +170,15 @@ class Session:
 
     def _ended(self, code: int, played: Played) -> None:
         """Look at how `rl` ended, and wait until nothing of it is left."""
-        kill, self._kill = self._kill, None
         until = time.monotonic() + _LEFTOVERS_S
         while (left := self._processes()) and time.monotonic() < until:
             time.sleep(_POLL_S)
         if left:
             self.problems.append(f"{played.case.name}: {[(p.pid, _command(p)) for p in left]} outlived rl")
             self._clear()
-        if kill is not None:
-            self._kill = kill
-            self._note_detection(played, time.time())
-        if kill is not None and kill["victim"] == "rl":
+        by_us = bool(self._kills) and self._kills[-1]["victim"] == "rl"
+        self._note_detections(played, time.time())
+        if by_us:
             return
         told = (self.root / f"rl_{self._starts}.err").read_text().splitlines()
         if code != 1 or len(told) != 1 or not told[0].startswith("error: "):
@@ -208,23 +211,27 @@ class Session:
         temporary.write_text(json.dumps(fault.armed(self._armed) if fault else None))
         temporary.replace(self._chaos / "armed.json")
 
-    def _note_kill(self, kill: dict[str, Any], played: Played) -> None:
-        self._note_detection(played)
-        self._kill = kill
-        played.kills += 1
+    def _note_detections(self, played: Played, ended: float | None = None) -> None:
+        """Tell when the kills so far were noticed: by the first event of the process that `rl` wrote, else at its end.
 
-    def _note_detection(self, played: Played, ended: float | None = None) -> None:
-        """Tell when the last kill was noticed: by the first event of it that `rl` wrote, else by its end."""
-        kill, self._kill = self._kill, None
-        if kill is None:
-            return
-        after = [e for e in _lines(self.paths.events) if e["time"] >= kill["time"] and e["event"] != "started"]
-        of_it = [e for e in after if e.get("pid") == kill["pid"]]
-        noticed = min((e["time"] for e in of_it or after), default=ended)
-        if kill["victim"] == "rl":
-            noticed = ended
-        if noticed is not None:
-            played.detected_s.append(max(0.0, noticed - kill["time"]))
+        Args:
+            played: the case.
+            ended: when nothing of the run was left any more; None if it goes on.
+        """
+        kills, self._kills = self._kills, []
+        for kill in kills:
+            after = [e for e in _lines(self.paths.events) if e["time"] >= kill["time"] and e["event"] != "started"]
+            of_it = [e for e in after if e.get("pid") == kill["pid"]]
+            noticed = min((e["time"] for e in of_it or after), default=ended)
+            if kill["victim"] == "rl":
+                noticed = ended
+            if noticed is not None:
+                played.detected_s.append(max(0.0, noticed - kill["time"]))
+
+    def _resumes(self) -> int:
+        """How often the run has gone back to a checkpoint."""
+        resume = read_resume(self.paths.checkpoints_dir)
+        return resume.branch if resume else 0
 
     def _steps(self) -> int:
         """Steps that the trainer has reported."""
