@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -105,12 +105,25 @@ def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | Non
     timeout = timedelta(seconds=timeout_s)
     with lost_ranks_told(timeout_s), _exit_without_peers():
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, **_meeting_place(timeout))
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         yield World(dist.get_rank(), dist.get_world_size(), chosen, layout.sharers, timeout_s)
     # Not reached after an error: the group would wait for ranks that may never come; the process ends anyway.
     dist.destroy_process_group()
+
+
+def _meeting_place(timeout: timedelta) -> dict[str, Any]:
+    """Where the ranks find each other, and never those of an attempt that failed.
+
+    torchrun keeps one store over all attempts, and in it the addresses of ranks that are dead. Each attempt gets a
+    part of its own here. Over several nodes it cannot: each node's torchrun counts only the failures of its own ranks.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is None or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return {}
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
 
 
 @contextmanager
