@@ -11,7 +11,6 @@ under a lock, the others find it done. A version appears by a rename, what was f
 it is used, and a worker reads and hashes what it loads as it does with any published version.
 """
 
-import fcntl
 import logging
 import os
 import shutil
@@ -22,12 +21,15 @@ from pathlib import Path
 
 from prime_rl.run.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.run.delta.chain import among_deltas, base_of, is_sound, read_base, rebuild
+from prime_rl.run.locks import acquire
 
 logger = logging.getLogger(__name__)
 
 _LOCK = "lock"
 _UNFINISHED = ".tmp"
 _MAX_THREADS = 8
+_LOCK_S = 1200.0
+"""As long as a request may take by default (`client.timeout`): who asked for the version does not wait any longer."""
 
 
 def replica_root(folder: Path | None, port: int) -> Path:
@@ -40,10 +42,11 @@ class Replica:
 
     Args:
         root: the folder, made where it is missing; nobody else's.
+        timeout_s: longest wait for another worker of this node that rebuilds a version.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, timeout_s: float = _LOCK_S) -> None:
+        self._root, self._timeout_s = root, timeout_s
 
     def complete(self, directory: Path, check: Callable[[], None]) -> Path:
         """Return where the version that was published in `directory` lies as a full one.
@@ -57,6 +60,7 @@ class Replica:
 
         Raises:
             ArtifactError: a file is missing, damaged, or not what was published; names the file.
+            DeadlineError: another worker was at it for too long; names the process.
             OSError: the disk is full ...
         """
         if not (directory / MANIFEST).exists():
@@ -64,7 +68,7 @@ class Replica:
         manifest = read_manifest(directory, WEIGHTS_FORMAT)
         if not among_deltas(manifest):
             return directory
-        with self._locked():
+        with self._locked(check):
             check()
             target = self._root / str(manifest["hash"])
             if not is_sound(target):
@@ -114,11 +118,11 @@ class Replica:
             raise
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, check: Callable[[], None]) -> Iterator[None]:
         """Exclude the other workers of this node. Whoever dies lets go."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._root.stat().st_uid != os.getuid():
             raise ArtifactError(f"{self._root} belongs to another user; set weights_cache to a folder of your own")
         with (self._root / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            acquire(lock, self._timeout_s, "rebuilds weights from deltas", check)
             yield

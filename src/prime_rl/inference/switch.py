@@ -197,7 +197,7 @@ class WeightSwitch:
 
     def _stage(self, version: _Version, before: threading.Thread | None) -> None:
         if before is not None:
-            before.join()
+            before.join()  # without a deadline: both would use the same memory; whoever asked has one (client.timeout)
         start = time.perf_counter()
         try:
             if self._worker.device.type == "cuda":

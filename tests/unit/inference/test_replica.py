@@ -1,5 +1,6 @@
 """A server's full copy of the newest version: made of what is nearest, never wrong, one at a time, and cleared up."""
 
+import fcntl
 import re
 import shutil
 import threading
@@ -18,6 +19,7 @@ from prime_rl.inference.replica import Replica, replica_root
 from prime_rl.inference.weights import WeightsRefusedError, check_weights
 from prime_rl.run.artifact import WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.run.tensors import hash_tensors
+from prime_rl.run.wait import DeadlineError
 from prime_rl.types import PolicyVersion
 from tests.support.deltas import publish_delta, publish_full
 
@@ -220,3 +222,14 @@ def test_the_folder_is_this_users_and_this_servers(tmp_path: Path, weights: Path
     monkeypatch.setattr("os.getuid", lambda: 12345)
     with pytest.raises(ArtifactError, match="belongs to another user; set weights_cache"):
         Replica(root).complete(weights / "step_2", _go_on)
+
+
+def test_another_worker_that_hangs_over_the_same_versions_is_named_at_the_deadline(
+    tmp_path: Path, weights: Path
+) -> None:
+    replica = Replica(tmp_path / "here", timeout_s=0.2)
+    replica.complete(weights / "step_3", _go_on)
+    with (tmp_path / "here/lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(DeadlineError, match="which rebuilds weights from deltas"):
+            replica.complete(weights / "step_4", _go_on)
