@@ -18,6 +18,7 @@ from tests.support.command import END_TIMEOUT_S, Command, metrics_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 6
+SECRET = "k-51c0ffee"
 ORCHESTRATOR_METRICS = {
     "step", "reward/mean", "reward/std", "staleness/max", "staleness/mean", "tokens/wasted", "time/step",
     "time/wait_for_policy", "seq_len/mean", "is_truncated/mean", "perf/rollouts_per_second",
@@ -44,8 +45,11 @@ def assert_all_alive(run: Command) -> None:
     assert len(run.ranks()) == 1
 
 
-def test_a_synchronous_run_from_start_to_end(start: StartCommand, tmp_path: Path) -> None:
+def test_a_synchronous_run_from_start_to_end(
+    start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At k = 0 every token is the current policy's: no staleness, and the trainer agrees with the sampler (I6)."""
+    monkeypatch.setenv("INFERENCE_SERVER_API_KEY", SECRET)
     values = rl_values(tmp_path / "run", inference=own_server(), max_steps=STEPS, async_level=0)
     run = start("rl", values, tmp_path / "run")
     run.until_step("orchestrator", 0)
@@ -75,6 +79,8 @@ def test_a_synchronous_run_from_start_to_end(start: StartCommand, tmp_path: Path
     assert RLConfig.load(["@", str(run.paths.run_toml)]).max_steps == STEPS
     assert f"{STEPS} of {STEPS}" in run.output
     assert run.errors == ""
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in written if SECRET.encode() in path.read_bytes()], "the key is in no file"
 
 
 @pytest.mark.extended
