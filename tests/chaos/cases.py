@@ -58,7 +58,7 @@ class Point:
         name: of the point.
         fault: the kill there.
         first: a kill that has to come before, after which the run comes to the point.
-        needs: what the session must have: `pruning`, `two ranks`.
+        needs: what the run must have, one of `_NEEDS`.
     """
 
     name: str
@@ -200,7 +200,7 @@ def _real() -> Iterator[Point]:
     yield from _points("orchestrator", "call", r"client\.switch", "after", "acknowledged switch", victim="rank0")
 
 
-REAL_POINTS: tuple[Point, ...] = tuple(_real())
+REAL_POINTS = tuple(replace(point, name=f"vLLM, {point.name}", needs="real") for point in _real())
 
 _RESTARTED, _RESUMED = 5, 3
 """Cases of one run: where all processes are started anew after each, it takes longer."""
@@ -255,7 +255,7 @@ def together(cases: Sequence[Case], like: Plan) -> list[Plan]:
     for needs, own in _NEEDS.items():
         alike = [case for case in cases if case.needs == needs]
         while alike:
-            plan = replace(like, engine="contract", ranks=1, keep_last=None, **own)
+            plan = replace(like, **_NEEDS_NOTHING | own)
             few = _RESTARTED if plan.restarts else _RESUMED
             plans.append(replace(plan, cases=tuple(alike[:few])))
             alike = alike[few:]
@@ -269,7 +269,13 @@ def _case(number: int, point: Point, chance: random.Random) -> Case:
     return Case(number, point.name, (fault,), point.needs)
 
 
-_NEEDS: dict[str, dict[str, Any]] = {"": {}, "pruning": {"keep_last": 2}, "two ranks": {"ranks": 2}}
+_NEEDS_NOTHING: dict[str, Any] = {"engine": "contract", "ranks": 1, "keep_last": None}
+_NEEDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "pruning": {"keep_last": 2},
+    "two ranks": {"ranks": 2},
+    "real": {"engine": "real"},
+}
 """What a case may need of its run, and the settings that give it."""
 
 

@@ -1,0 +1,102 @@
+"""Faults strike where they are told to, once, and nowhere else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.cases import Fault
+from tests.chaos.hook.chaos_hook import role_of
+
+HOOK = Path(__file__).parent / "hook"
+PROGRAM = """
+import os
+from pathlib import Path
+root = Path(os.environ["CHAOS_RUN"])
+(root / "new").mkdir()
+(root / "new/file").write_text("x")
+for number in range(3):
+    (root / "new").rename(root / f"step_{number}")
+    (root / f"step_{number}").rename(root / "new")
+descriptor = os.open(root / "ledger", os.O_WRONLY | os.O_CREAT)
+os.write(descriptor, b"0123456789")
+os.fsync(descriptor)
+(root / "end").mkdir()
+"""
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Run the program, as `rl`, with a fault armed; the run directory and the exit code."""
+    run, chaos, program = tmp_path / "run", tmp_path / "chaos", tmp_path / "rl"
+    run.mkdir()
+    chaos.mkdir()
+    program.write_text(PROGRAM)
+
+    def start(fault, number=1):
+        (chaos / "armed.json").write_text(json.dumps(fault.armed(number)))
+        environ = {**os.environ, "PYTHONPATH": str(HOOK), "CHAOS_DIR": str(chaos), "CHAOS_RUN": str(run)}
+        return run, subprocess.run([sys.executable, program], env=environ, timeout=60).returncode
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("fault", "there", "missing"),
+    [
+        (Fault("rl", "mkdir", "new", "before"), "", "new"),
+        (Fault("rl", "create", "new/file", "before"), "new", "new/file"),
+        (Fault("rl", "rename", r"step_\d", "before", count=2), "new", "step_1"),
+        (Fault("rl", "rename", r"step_\d", "after", count=2), "step_1", "step_2"),
+        (Fault("rl", "fsync", "ledger", "before"), "ledger", "end"),
+        (Fault("rl", "fsync", "ledger", "after"), "ledger", "end"),
+    ],
+)
+def test_a_fault_strikes_at_its_point(play, fault, there, missing):
+    run, code = play(fault)
+    assert code == -signal.SIGKILL
+    assert (run / there).exists() and not (run / missing).exists()
+
+
+def test_half_of_a_write_is_torn(play):
+    run, code = play(Fault("rl", "write", "ledger", "half"))
+    assert code == -signal.SIGKILL
+    assert (run / "ledger").read_bytes() == b"01234"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("orchestrator", "mkdir", "new", "before"),
+        Fault("rl", "mkdir", "ne", "before"),
+        Fault("rl", "mkdir", "new", "before", count=2),
+        Fault("rl", "rename", r"step_\d", "before", victim="nobody"),
+    ],
+)
+def test_a_fault_of_others_strikes_nobody(play, fault):
+    run, code = play(fault)
+    assert code == 0
+    assert (run / "end").exists()
+
+
+def test_a_fault_strikes_once(play, tmp_path):
+    fault = Fault("rl", "mkdir", "new", "before")
+    assert play(fault)[1] == -signal.SIGKILL
+    marker = json.loads((tmp_path / "chaos/fired_1.json").read_text())
+    assert marker["where"] == "new" and marker["pid"] == marker["by"]
+    assert play(fault)[1] == 0
+    assert (tmp_path / "chaos/pids/rl").exists()
+
+
+def test_processes_are_known_by_their_commands():
+    assert role_of(["python", "-m", "prime_rl.entrypoints.orchestrator", "@", "x"], {}) == "orchestrator"
+    assert role_of(["python", "-u", "-m", "prime_rl.trainer.rl.train"], {"RANK": "1"}) == "rank1"
+    assert role_of(["python", "-P", "-m", "prime_rl.orchestrator.workers.forkserver", "3"], {}) == "forkserver"
+    assert role_of(["python", "/venv/bin/rl", "@", "rl.toml"], {}) == "rl"
+    assert role_of(["python", "/engine.py", "x"], {"CHAOS_ENGINE": "/engine.py"}) == "inference"
+    assert role_of(["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()"], {}) == "engine"
+    assert role_of(["python", "script.py"], {}) == "other"
