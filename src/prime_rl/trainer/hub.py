@@ -3,9 +3,7 @@
 I7: neither a download nor the wait for another process that does it lasts for ever.
 """
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +14,7 @@ from huggingface_hub.utils import WeakFileLock
 
 from prime_rl.errors import ConfigError, first_line
 from prime_rl.run.locks import holder
+from prime_rl.run.threads import start
 from prime_rl.run.wait import DeadlineError
 
 Value = TypeVar("Value")
@@ -59,15 +58,7 @@ def within(timeout_s: float, what: str, work: Callable[[], Value]) -> Value:
     Raises:
         DeadlineError: it took longer; names `what`.
     """
-    done: Future[Value] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised again by whoever waits
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="within", daemon=True).start()
+    done = start(work, "within")
     try:
         return done.result(timeout_s)
     except TimeoutError:

@@ -95,8 +95,8 @@ def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | Non
         model: says how the ranks divide the work; by data alone if None.
 
     Raises:
-        ConfigError: cuda is asked for and absent, this node has fewer devices than ranks, or the ranks cannot be
-            divided as `model` asks for.
+        ConfigError: cuda is asked for and absent, this node has fewer devices than ranks, the ranks cannot be divided
+            as `model` asks for, or somebody else listens where they were to meet.
         RunError: in place of the error of a collective whose other ranks ended or did not answer.
     """
     layout = Layout.of(model or TrainerModelConfig(), int(os.environ.get("WORLD_SIZE", 1)))
@@ -105,7 +105,8 @@ def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | Non
     timeout = timedelta(seconds=timeout_s)
     with lost_ranks_told(timeout_s), _exit_without_peers():
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout, **_meeting_place(timeout))
+            with meeting_told(timeout_s):
+                dist.init_process_group(backend, timeout=timeout, **_meeting_place(timeout))
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         yield World(dist.get_rank(), dist.get_world_size(), chosen, layout.sharers, timeout_s)
@@ -124,6 +125,29 @@ def _meeting_place(timeout: timedelta) -> dict[str, Any]:
         return {}
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
+
+
+@contextmanager
+def meeting_told(timeout_s: float) -> Iterator[None]:
+    """Say in one line why the ranks have not found each other.
+
+    Raises:
+        ConfigError: somebody else listens where they were to meet.
+        RunError: not all came, or rank 0 is not there.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
+        if "EADDRINUSE" in str(error):  # torch has no class of its own for it
+            raise ConfigError(
+                f"the ranks cannot meet at {place} (MASTER_PORT): somebody listens there already; choose another with "
+                "torchrun's --master-port, or on one node --standalone"
+            ) from error
+        raise RunError(
+            f"rank {os.environ.get('RANK', 0)} has not met the {os.environ.get('WORLD_SIZE', 1)} ranks at {place} "
+            f"within {timeout_s:g} s (dist_timeout_seconds): {first_line(error)}"
+        ) from error
 
 
 @contextmanager

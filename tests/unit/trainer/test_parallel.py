@@ -4,12 +4,15 @@ import dataclasses
 import os
 import re
 import signal
+import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -23,7 +26,7 @@ from prime_rl.trainer.loading import make_policy
 from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
 from prime_rl.trainer.model import load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.parallel import World, lost_ranks_told
+from prime_rl.trainer.parallel import World, lost_ranks_told, meeting_told
 from prime_rl.trainer.publication import Publisher
 from prime_rl.types import PolicyVersion
 from tests.support.tiny_model import VOCAB_SIZE, make_tiny_model
@@ -318,3 +321,26 @@ def test_a_lost_rank_ends_the_others(worlds, how):
     ((message, seconds),) = run_world(2, lose_a_rank, (str(worlds[0] / "dense"), how), worlds[0], lost=(1,))
     assert "rank 0 lost another rank" in message and "\n" not in message
     assert seconds < 20
+
+
+def test_a_port_that_somebody_has_is_named_and_not_told_as_a_lost_rank(monkeypatch):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with (
+            pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} \(MASTER_PORT\): somebody listens"),
+            meeting_told(5),
+        ):
+            dist.TCPStore("127.0.0.1", port, 1, is_master=True)
+
+
+def test_a_rank_zero_that_is_not_there_is_waited_for_with_a_deadline(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(RunError, match=rf"has not met the 1 ranks at .*:{port} within 1 s"), meeting_told(1):
+        dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=1))

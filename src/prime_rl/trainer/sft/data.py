@@ -57,7 +57,8 @@ def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     """
     source = config.data
     if source.type == "fake":
-        return Data(_batches(FakeSequences(source, tokenizer.vocab_size), source, config.max_steps), None)
+        fake = FakeSequences(source, tokenizer.vocab_size)
+        return Data(_batches(fake, source, config.max_steps, config.wait_timeout_seconds), None)
     sets = [open_set(source, *which) for which in source.sets]
     held_out: list[TokenSequence] | None = None
     if config.val is not None and not config.bench:
@@ -68,7 +69,7 @@ def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
 
     def make(steps: int | None) -> Batches:
         mixed = mix(sets, source, once=config.max_steps is None)
-        return _batches(Encoded(mixed, tokenizer, source), source, steps)
+        return _batches(Encoded(mixed, tokenizer, source), source, steps, config.wait_timeout_seconds)
 
     steps = config.max_steps
     if steps is None:
@@ -292,7 +293,7 @@ class FakeSequences:
 
 
 def _batches(
-    sequences: Encoded | FakeSequences, config: SFTDataConfig | SFTFakeDataConfig, steps: int | None
+    sequences: Encoded | FakeSequences, config: SFTDataConfig | SFTFakeDataConfig, steps: int | None, timeout_s: float
 ) -> Batches:
     stack = config.type == "sft" and config.pack_function == "stack"
-    return Batches(sequences, config.seq_len, config.batch_size, stack, steps)
+    return Batches(sequences, config.seq_len, config.batch_size, stack, steps, timeout_s)

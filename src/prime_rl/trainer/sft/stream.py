@@ -8,14 +8,18 @@ a batch (rows that are still being filled), so a resumed stream continues bit by
 import base64
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prime_rl.errors import ConfigError
+from prime_rl.run.threads import start
+from prime_rl.run.wait import DeadlineError
 from prime_rl.trainer.sft.chat import TokenSequence
 from prime_rl.trainer.sft.sources import State
 
@@ -107,14 +111,18 @@ class Batches(Iterator[list[Row]]):
         batch_size: int,
         stack: bool = False,
         steps: int | None = None,
+        timeout_s: float = 1800,
     ) -> None:
-        """Take the sequences and how to pack them: rows of `seq_len` tokens, `batch_size` rows a batch."""
-        self.steps, self.given = steps, 0
+        """Take the sequences and how to pack them: rows of `seq_len` tokens, `batch_size` rows a batch.
+
+        Each batch may be waited for `timeout_s` seconds: data that stream from elsewhere may stop to come.
+        """
+        self.steps, self.given, self._timeout_s = steps, 0, timeout_s
         self._sequences, self._batch_size = sequences, batch_size
         self._pack: Callable[[Sequence[Row]], Packer] = lambda rows: Packer(seq_len, stack, rows)
         self._packer, self._pending = self._pack(()), deque[TokenSequence]()
         self._position = self._here(0)
-        self._worker: ThreadPoolExecutor | None = None
+        self._begun = False
         self._next: Future[tuple[list[Row], _Position]] | None = None
 
     def __iter__(self) -> Self:
@@ -125,17 +133,23 @@ class Batches(Iterator[list[Row]]):
 
         Raises:
             ConfigError: a bad row was met.
+            DeadlineError: it was not there in time.
         """
         if self.given == self.steps:
             raise StopIteration
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "data")
-        batch, position = (self._next or self._worker.submit(self._make, self.given + 1)).result()
+        self._begun = True
+        coming = self._next or self._start(self.given + 1)
+        if not futures.wait([coming], self._timeout_s).done:
+            raise DeadlineError(
+                f"waited {self._timeout_s:.0f} s for the data of batch {self.given} (wait_timeout_seconds): reading, "
+                "or tokenizing them, does not end; where they stream from, or the disk, may hang"
+            )
+        batch, position = coming.result()
         if not batch:
             raise StopIteration
         self._position, self.given = position, position.batches
         ends = self.given == self.steps
-        self._next = None if ends else self._worker.submit(self._make, self.given + 1)
+        self._next = None if ends else self._start(self.given + 1)
         return batch
 
     def state(self) -> State:
@@ -154,7 +168,7 @@ class Batches(Iterator[list[Row]]):
         Raises:
             ConfigError: the data are others than those of the position.
         """
-        assert self._worker is None, "restore comes before the first batch"
+        assert not self._begun, "restore comes before the first batch"
         self._sequences.restore(state["source"])
         self._pending = deque(_from_json(value) for value in state["pending"])
         self._packer = self._pack([[_from_json(value) for value in row] for row in state["rows"]])
@@ -164,6 +178,10 @@ class Batches(Iterator[list[Row]]):
     def count(self) -> int:
         """Go through to the end and count the batches. The stream is of no use afterwards."""
         return sum(1 for _ in iter(lambda: self._make(0)[0], []))
+
+    def _start(self, number: int) -> "Future[tuple[list[Row], _Position]]":
+        """Make a batch beside whatever else is done; never two at once."""
+        return start(partial(self._make, number), "data")
 
     def _make(self, number: int) -> tuple[list[Row], _Position]:
         batch: list[Row] = []

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import threading
 from itertools import islice
 
 import numpy as np
@@ -13,6 +14,7 @@ from datasets import Dataset
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.sft_data import SFTDataConfig, SFTFakeDataConfig
 from prime_rl.errors import ConfigError
+from prime_rl.run.wait import DeadlineError
 from prime_rl.trainer.sft import data
 from prime_rl.trainer.sft.chat import TokenSequence
 from prime_rl.trainer.sft.hub import StreamReader
@@ -316,3 +318,28 @@ def test_a_source_without_a_share_is_left_alone():
     mixed = Interleaved([one, other], [0.0, 2.0], "all")
     assert mixed.draw()[0] == "b"
     assert mixed.draw() is None
+
+
+def test_data_that_stop_to_come_are_told_at_the_deadline():
+    class Stuck:
+        """A stream whose other end has gone silent after the first sequences."""
+
+        def __init__(self):
+            self.drawn, self.go_on = 0, threading.Event()
+
+        def draw(self):
+            self.drawn += 1
+            if self.drawn > 4:
+                self.go_on.wait()
+            return fake(length="fixed").draw()
+
+        def state(self):
+            return {}
+
+    stuck = Stuck()
+    batches = Batches(stuck, 16, 2, timeout_s=0.3)
+    with pytest.raises(DeadlineError, match=r"waited 0 s for the data of batch \d \(wait_timeout_seconds\)"):
+        for _ in range(4):
+            next(batches)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "data")
+    stuck.go_on.set()
