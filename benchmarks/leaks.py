@@ -44,6 +44,8 @@ GROWTH_LIMIT = 0.05
 """Of the issue: of the memory at the beginning of the steps that count."""
 FILES_LIMIT = 2
 """Connections that are open at one moment and not at another."""
+SPARE_STEPS = 10
+"""Steps that the run would have gone on for."""
 WINDOW = 10
 """Steps whose samples are put together, at both ends."""
 _MB = 1e6
@@ -105,7 +107,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--steps must be {2 * WINDOW} more than --warmup at least")
     count = str(arguments.rollouts)
     own = ["--orchestrator.batch-size", count, "--orchestrator.max-concurrent", count]
-    own += ["--inference.server.port", str(free_port()), "--max-steps", str(arguments.steps)]
+    # The processes end one after the other: all shall be there when the last step is looked at.
+    own += ["--inference.server.port", str(free_port()), "--max-steps", str(arguments.steps + SPARE_STEPS)]
     own += ["--output-dir", str(arguments.output_dir.resolve())]
     # A rate that keeps the policy where it is: lengths, and so memory, shall not change by learning.
     own += ["--trainer.optim.lr", "1e-5", "--trainer.scheduler.min-lr", "1e-6"]
@@ -140,6 +143,8 @@ def measure(paths: RunPaths, steps: int, overrides: Sequence[str]) -> tuple[list
             for done in steps_of(paths, run):
                 samples.append(look(run.pid, paths, names))
                 print(f"\rstep {done} of {steps}", end="", flush=True)
+                if done >= steps:
+                    break
             print()
         finally:
             run.terminate()

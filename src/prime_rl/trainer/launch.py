@@ -12,11 +12,14 @@ from torch.distributed.run import main as torchrun
 
 from prime_rl.errors import record_cause
 from prime_rl.run.surroundings import how_it_died, oom_kills
+from prime_rl.trainer.loopback import stay_on_this_machine
 
 
 def main() -> None:
     """Run torchrun; exit code 1 where a rank has failed."""
     kills = oom_kills()
+    if "--standalone" in sys.argv:
+        sys.argv[1:1] = stay_on_this_machine()
     try:
         torchrun()
     except ChildFailedError as error:
