@@ -23,7 +23,7 @@ def stay_on_this_machine() -> list[str]:
     Returns:
         The arguments that torchrun needs for it.
     """
-    distributed.TCPStore = c10d_rendezvous_backend.TCPStore = local_store  # type: ignore[misc,assignment]
+    distributed.TCPStore = c10d_rendezvous_backend.TCPStore = local_store
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return [f"--local-addr={_HERE}"]
 
