@@ -1,0 +1,101 @@
+"""`max_restarts`: whatever is killed in turn during one run with a server of its own, the run completes by itself."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from prime_rl.run.checkpoints import find_checkpoints
+from prime_rl.run.paths import RunPaths
+from tests.integration.rl.conftest import StartCommand, own_server, rl_values
+from tests.integration.rl.test_whole_run import manifest
+from tests.support.command import Command, metrics_of
+
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
+
+AFTER = 2
+GROUPS = 4
+
+
+def events(paths: RunPaths, *kinds: str) -> list[dict[str, Any]]:
+    """What `rl` has taken down of these kinds, in order."""
+    if not paths.events.exists():
+        return []
+    lines = paths.events.read_text().splitlines(keepends=True)
+    return [event for line in lines if line.endswith("\n") and (event := json.loads(line))["event"] in kinds]
+
+
+def worker(run: Command) -> psutil.Process:
+    """An environment worker: it was forked by the process that the orchestrator has started for this."""
+    [server] = run.role("orchestrator").children()
+    return server.children()[0]
+
+
+def steps_done(run: Command) -> int:
+    """The newest step of the line that survives."""
+    lines = metrics_of(run.paths, "trainer")
+    return lines[-1]["step"] if lines else -1
+
+
+def goes_on(run: Command) -> None:
+    """Wait for steps that were not there before."""
+    before = steps_done(run)
+    run.until(lambda: steps_done(run) >= before + AFTER, f"step {before + AFTER}")
+
+
+def kill(run: Command, victim: psutil.Process, what: str) -> None:
+    """Kill a process, and wait until it is said to have ended."""
+    os.kill(victim.pid, signal.SIGKILL)
+    run.until(lambda: victim.pid in {event["pid"] for event in events(run.paths, "ended")}, f"the end of {what}")
+
+
+def assert_exactly_once(paths: RunPaths, steps: int) -> None:
+    """I3: in the surviving line no stream position is trained on twice, and the bound holds (I1)."""
+    manifests = [manifest(paths, step) for step in range(steps)]
+    groups = [group for told in manifests for group in told["group_ids"]]
+    assert len(groups) == len(set(groups)) == steps * GROUPS
+    for step, told in enumerate(manifests):
+        assert step - told["min_version"] <= told["async_level"]
+    for role in ("trainer", "orchestrator"):
+        assert [line["step"] for line in metrics_of(paths, role)] == list(range(steps))
+
+
+def test_each_is_killed_in_turn_and_the_run_completes(start: StartCommand, tmp_path: Path) -> None:
+    """Inference, the orchestrator, one rank of two, an environment worker, torchrun."""
+    steps = 30
+    values = rl_values(
+        tmp_path / "run",
+        inference=own_server(),
+        trainer_ranks=2,
+        max_steps=steps,
+        max_restarts=3,
+        ckpt={"interval": 4},
+    )
+    run = start("rl", values, tmp_path / "run")
+    run.until_step("trainer", 1)
+    kill(run, run.role("inference"), "inference")
+    goes_on(run)
+    kill(run, run.role("orchestrator"), "the orchestrator")
+    goes_on(run)
+    kill(run, run.ranks()[1], "a rank")
+    run.until(lambda: len(events(run.paths, "restarted")) == 3, "the ranks' restart")
+    goes_on(run)
+    kill(run, worker(run), "an environment worker")
+    goes_on(run)
+    kill(run, run.role("trainer"), "torchrun")
+    goes_on(run)
+    assert run.end() == 0, run.story()
+
+    assert [event["name"] for event in events(run.paths, "restarted")] == [
+        "inference",
+        "orchestrator",
+        *["trainer"] * 2,
+    ]
+    assert events(run.paths, "finished")
+    assert find_checkpoints(run.paths.checkpoints_dir).steps[-1] == steps
+    assert_exactly_once(run.paths, steps)
+    assert run.errors == ""
