@@ -20,7 +20,7 @@ import psutil
 import tomli_w
 
 from prime_rl.run.checkpoints import read_resume
-from prime_rl.run.paths import RunPaths
+from prime_rl.run.paths import RunPaths, steps_in
 from tests.chaos.cases import INTERVAL, STEPS, Case, Fault, Plan
 from tests.support.command import alive, clean_environment, executable
 from tests.support.server import free_port
@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 BATCH_SIZE, GROUP = 8, 2
 SAMPLING_SEED = 7
 MANY_RESTARTS = 8
-_POLL_S = 0.02
+_POLL_S = 0.05
 _LEFTOVERS_S = 10.0
 _STARTS = 4
 """How often a run may be started again in one case."""
@@ -104,6 +104,7 @@ class Session:
             "CHAOS_ENGINE": str(HERE / "engine.py") if plan.engine == "contract" else "",
         }
         self._starts = self._armed = 0
+        self._in_case = False
         self._rl: subprocess.Popen[bytes] | None = None
         self._kills: list[dict[str, Any]] = []
 
@@ -114,22 +115,25 @@ class Session:
             for case in self.plan.cases:
                 played = Played(case)
                 self.played.append(played)
-                begun = time.monotonic()
+                begun, self._in_case = time.monotonic(), True
                 try:
                     self._play(played)
                 finally:
                     played.seconds = time.monotonic() - begun
+                self._in_case = False
             self._arm(None)
             self._deadline = time.monotonic() + 2 * self._deadline_s
-            self._until(lambda: False, "the end of the run", Played(Case(-1, "end", ())))
+            self._until(lambda: False, "the end of the run", Played(Case(-1, "after all cases", ())))
         except _Finished:
-            self._leave_unplayed()
+            pass
         except _Hung as hung:
-            if self.played and self.played[-1].case is self.plan.cases[len(self.played) - 1]:
+            if self._in_case:
                 self.played[-1].outcome, self.played[-1].why = Outcome.HUNG, str(hung)
             self.problems.append(f"hung: {hung}")
         finally:
             self._clear()
+            left = self.plan.cases[len(self.played) :]
+            self.played += [Played(case, Outcome.MISSED, why="the run was over") for case in left]
 
     def _play(self, played: Played) -> None:
         self._deadline = time.monotonic() + self._deadline_s
@@ -144,9 +148,22 @@ class Session:
             played.outcome = Outcome.RECOVERED if played.outcome is Outcome.MISSED else played.outcome
             self._kills.append(json.loads(marker.read_text()))
             played.kills += 1
-        before = self._steps()
-        self._until(lambda: self._steps() > before, f"step {before} after the kill", played)
+        enough, starts = self._enough(), self._starts + self._has_to_end(played.case.faults[-1])
+        self._until(
+            lambda: self._starts >= starts and self._steps() >= enough, f"{enough} steps after the kill", played
+        )
         self._note_detections(played)
+
+    def _enough(self) -> int:
+        """Steps that the trainer cannot do unless the whole run goes on: more than there are batches for by now, and
+        than could be made of what is sampled already.
+        """
+        shipped = steps_in(self.paths.rollouts_dir)[-1:] or [-1]
+        return min(STEPS, max(self._steps(), shipped[0] + 1) + self.plan.async_level + 1)
+
+    def _has_to_end(self, fault: Fault) -> bool:
+        """Whether `rl` has to end of this kill: the orchestrator itself replaces its workers."""
+        return fault.killed == "rl" or (not self.plan.restarts and fault.killed not in ("worker", "forkserver"))
 
     def _until(self, holds: Callable[[], bool], what: str, played: Played) -> None:
         """Wait; a run that ends meanwhile is started again."""
@@ -176,13 +193,15 @@ class Session:
         if left:
             self.problems.append(f"{played.case.name}: {[(p.pid, _command(p)) for p in left]} outlived rl")
             self._clear()
-        by_us = bool(self._kills) and self._kills[-1]["victim"] == "rl"
+        victims = [kill["victim"] for kill in self._kills]
         self._note_detections(played, time.time())
-        if by_us:
+        if "rl" in victims:
             return
         told = (self.root / f"rl_{self._starts}.err").read_text().splitlines()
         if code != 1 or len(told) != 1 or not told[0].startswith("error: "):
             played.outcome, played.why = Outcome.UNCLEAR, f"rl ended with {code} and said {told[-3:]}"
+        elif not victims:
+            self.problems.append(f"{played.case.name}: rl ended, and nobody had been killed: {told[0]}")
         elif self.plan.restarts:
             played.outcome, played.why = Outcome.GAVE_UP, told[0]
         elif not played.why:
@@ -237,10 +256,6 @@ class Session:
         """Steps that the trainer has reported."""
         lines = _lines(self.paths.metrics("trainer"))
         return lines[-1]["step"] + 1 if lines else 0
-
-    def _leave_unplayed(self) -> None:
-        for case in self.plan.cases[len(self.played) :]:
-            self.played.append(Played(case, Outcome.MISSED, why="the run was over"))
 
     def _processes(self) -> list[psutil.Process]:
         """All processes of this session that live; orphans are children of this process, a subreaper."""

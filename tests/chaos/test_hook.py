@@ -98,5 +98,5 @@ def test_processes_are_known_by_their_commands():
     assert role_of(["python", "-P", "-m", "prime_rl.orchestrator.workers.forkserver", "3"], {}) == "forkserver"
     assert role_of(["python", "/venv/bin/rl", "@", "rl.toml"], {}) == "rl"
     assert role_of(["python", "/engine.py", "x"], {"CHAOS_ENGINE": "/engine.py"}) == "inference"
-    assert role_of(["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()"], {}) == "engine"
+    assert role_of(["python", "-c", "from multiprocessing.forkserver import main; main(3)"], {}) == "engines"
     assert role_of(["python", "script.py"], {}) == "other"

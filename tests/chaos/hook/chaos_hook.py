@@ -47,8 +47,8 @@ _MODULES = {
     "prime_rl.trainer.rl.train": "rank",
     "prime_rl.trainer.launch": "torchrun",
 }
-_CHILDREN = {"forkserver": "worker", "inference": "engine"}
-"""What a fork of a process is, where it is anything."""
+_CHILDREN = {"forkserver": "worker", "engines": "engine"}
+"""What a fork of a process is, where it is anything. vLLM's engines are forked by multiprocessing's server."""
 
 
 class _State:
@@ -101,7 +101,7 @@ def role_of(argv: list[str], environ: Any) -> str:
         return "inference"
     if os.path.basename(program) == "rl":
         return "rl"
-    return "engine" if any("spawn_main" in argument for argument in argv) else "other"
+    return "engines" if any("multiprocessing.forkserver" in argument for argument in argv) else "other"
 
 
 def reach(operation: str, where: str, moment: str, last: Callable[[], Any] = lambda: None) -> None:
