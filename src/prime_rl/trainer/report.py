@@ -12,6 +12,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.monitor import Monitor
 from prime_rl.trainer.engine import StepResult
 from prime_rl.trainer.model import PolicyModel
+from prime_rl.trainer.optim import warn_of_short_run
 from prime_rl.trainer.parallel import World, compute_dtype
 from prime_rl.trainer.perf import ModelFlops, peak_flops, peak_memory
 from prime_rl.trainer.profile import Profiler
@@ -55,6 +56,7 @@ class Reporter:
             trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
             which = "" if trained == parameters else f" ({trained:,} trained)"
             logger.info(f"{config.model.name}: {parameters:,} parameters{which} on {world.size} x {world.device.type}")
+            warn_of_short_run(config.scheduler, config.max_steps)
         self._peak = peak_flops(world.device, compute_dtype(config.model.dtype, world.device)) if world.leads else 0.0
 
     def report(

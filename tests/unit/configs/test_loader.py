@@ -439,3 +439,10 @@ def test_heartbeat_is_handed_to_all_and_nobody_is_dead_before_he_is_silent():
     for part in (config, config.trainer, config.orchestrator, config.inference):
         assert (part.heartbeat.limits.silence_s, part.heartbeat.limits.timeout_s) == (3, 20)
     assert RLConfig.load(["--trainer.heartbeat.timeout", "2"]).trainer.heartbeat.limits.silence_s == 2
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_no_key_is_infinite_or_no_number(value):
+    with pytest.raises(ConfigError, match=r"optim\.lr") as caught:
+        TrainerConfig.load(["--optim.lr", value])
+    assert "\n" not in str(caught.value)

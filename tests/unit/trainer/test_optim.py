@@ -20,7 +20,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
 from prime_rl.errors import ConfigError
 from prime_rl.trainer.model import load_policy
-from prime_rl.trainer.optim import LearningRates, build_optimizer, schedule_factor
+from prime_rl.trainer.optim import LearningRates, build_optimizer, schedule_factor, warn_of_short_run
 from tests.support.tiny_model import make_tiny_model
 
 
@@ -35,6 +35,15 @@ def test_constant():
 
 def test_warm_up_rises_evenly_to_the_peak():
     assert factors(ConstantSchedulerConfig(warmup_steps=3), 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(("warmup", "steps", "warns"), [(5, 4, True), (5, 5, False), (5, None, False)])
+def test_a_warm_up_that_the_run_does_not_outlast_is_told(warmup, steps, warns):
+    told = []
+    sink = logger.add(told.append, level="WARNING")
+    warn_of_short_run(ConstantSchedulerConfig(warmup_steps=warmup), steps)
+    logger.remove(sink)
+    assert ["scheduler.warmup_steps = 5 is more than max_steps = 4" in line for line in told] == [True] * warns
 
 
 def test_linear_decays_over_the_last_steps():

@@ -7,9 +7,9 @@ from prime_rl.configs.optim import AdamWConfig, OptimConfig, SGDConfig
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.optim.groups import parameter_groups
 from prime_rl.trainer.optim.muon import Muon
-from prime_rl.trainer.optim.schedule import LearningRates, schedule_factor
+from prime_rl.trainer.optim.schedule import LearningRates, schedule_factor, warn_of_short_run
 
-__all__ = ["LearningRates", "build_optimizer", "schedule_factor"]
+__all__ = ["LearningRates", "build_optimizer", "schedule_factor", "warn_of_short_run"]
 
 
 def build_optimizer(config: OptimConfig, policy: PolicyModel) -> Optimizer:

@@ -2,6 +2,7 @@
 
 import math
 
+from loguru import logger
 from torch.optim import Optimizer
 
 from prime_rl.configs.optim import SchedulerConfig
@@ -35,6 +36,15 @@ def schedule_factor(config: SchedulerConfig, peak: float, step: int, max_steps: 
     left = 1 - done if config.type == "linear" else (1 + math.cos(math.pi * done)) / 2
     floor = config.min_lr / peak if peak else 0.0
     return floor + (1 - floor) * left
+
+
+def warn_of_short_run(config: SchedulerConfig, max_steps: int | None) -> None:
+    """Say it where a run ends before its warm-up: right for a quick test of a recipe, and a mistake otherwise."""
+    if max_steps is not None and config.warmup_steps > max_steps:
+        logger.warning(
+            f"scheduler.warmup_steps = {config.warmup_steps} is more than max_steps = {max_steps}: the learning rate "
+            "never reaches optim.lr"
+        )
 
 
 class LearningRates:

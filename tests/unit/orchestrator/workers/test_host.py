@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -10,8 +11,10 @@ import textwrap
 import psutil
 import pytest
 
+from prime_rl.configs.shared import EnvConfig
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.workers import host
+from prime_rl.orchestrator.workers.pool import EnvironmentPool, ModelAccess
 
 
 def test_workers_do_not_outlive_a_killed_main(packages, tokenizer_dir):
@@ -54,3 +57,18 @@ async def test_a_fork_server_that_always_dies_is_not_started_for_ever(monkeypatc
     async with asyncio.timeout(60), host.WorkerHost() as workers:
         with pytest.raises(RunError, match=r"died 5 times in a row; .* -m no_such_module 0` says why"):
             await workers.start(None)
+
+
+async def test_a_fork_server_that_is_stopped_is_told_at_the_deadline_and_keeps_nobody(monkeypatch):
+    monkeypatch.setattr(host, "_CLOSE_S", 0.2)
+    config = EnvConfig(id="troubled_environment", start_timeout=0.2)
+    async with asyncio.timeout(60), host.WorkerHost() as workers:
+        os.kill(workers._server.pid, signal.SIGSTOP)
+        pool = EnvironmentPool(config, workers, ModelAccess("m", "no tokenizer is looked for"))
+        with pytest.raises(RunError, match=r"got no worker .* within 0 s \(env\.start_timeout\)"):
+            await pool.start()
+
+
+def test_how_long_workers_may_be_silent_is_configured():
+    pool = EnvironmentPool(EnvConfig(id="x", start_timeout=5, silence_timeout=7), None, ModelAccess("m", "t"))
+    assert (pool._patience.start_s, pool._patience.silence_s, pool._patience.group_s) == (5, 7, None)
