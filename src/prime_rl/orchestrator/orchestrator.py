@@ -86,8 +86,12 @@ class Orchestrator:
             config.client.reconnect_seconds,
         )
         self._heart = heart or Heartbeat(self._paths, "orchestrator", "orchestrator")
-        trainer = Peers(self._paths, TRAINER, config.heartbeat.limits, judges=not is_supervised())
-        self._vigil = Vigil(self._heart, trainer, config.wait_timeout_seconds)
+        limits, by_hand = config.heartbeat.limits, not is_supervised()
+        peers = {
+            TRAINER: Peers(self._paths, TRAINER, limits, judges=by_hand),
+            INFERENCE: Peers(self._paths, INFERENCE, limits, judges=by_hand, heard_otherwise=True),
+        }
+        self._vigil = Vigil(self._heart, peers, config.wait_timeout_seconds)
         self._ended = 0
         self._evaluator = OnlineEvaluator(schedules, self._policy, monitor, self._paths)
         self._beginning = beginning
@@ -121,8 +125,8 @@ class Orchestrator:
             RunError: a wait passed its deadline, inference is gone, or the environment fails all the time.
             Rewound: the trainer has begun a newer branch; the lease is kept for it.
         """
-        self._heart.enter("wait for inference", waiting_for=INFERENCE)
-        await self._policy.start(self._config.wait_timeout_seconds, self._beginning.version)
+        start = self._policy.start(self._config.wait_timeout_seconds, self._beginning.version)
+        await self._vigil.start(start, INFERENCE)
         lease_stays = False
         try:
             await self._work()

@@ -1,4 +1,4 @@
-"""I7 no hang: the orchestrator's wait ends when something happens, at its deadline, or when the trainer is lost.
+"""I7 no hang: the orchestrator's wait ends when something happens, at its deadline, or when the other is lost.
 
 The loop is woken for many reasons, each second by a look at the servers' load alone. So the deadline counts from the
 last time that something came of it: a group ended, a batch was shipped, a version was switched to.
@@ -6,10 +6,12 @@ last time that something came of it: a group ended, a batch was shipped, a versi
 
 import asyncio
 import time
-from collections.abc import Hashable
+from collections.abc import Coroutine, Hashable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from prime_rl.errors import RunError
+from prime_rl.orchestrator.tasks import end_tasks
 from prime_rl.run.heart import Heartbeat
 from prime_rl.run.peers import Peers
 
@@ -22,14 +24,30 @@ class Vigil:
 
     Args:
         heart: of this process.
-        trainer: looked after while it is waited for.
+        peers: by role; looked after while they are waited for.
         timeout_s: longest time without progress.
     """
 
-    def __init__(self, heart: Heartbeat, trainer: Peers, timeout_s: float) -> None:
-        self._heart, self._trainer, self._timeout_s = heart, trainer, timeout_s
+    def __init__(self, heart: Heartbeat, peers: Mapping[str, Peers], timeout_s: float) -> None:
+        self._heart, self._peers, self._timeout_s = heart, peers, timeout_s
         self._mark: Hashable = None
         self._since = time.monotonic()
+
+    async def start(self, work: Coroutine[Any, Any, None], role: str) -> None:
+        """Do `work`, which waits for the start of `role`.
+
+        Raises:
+            PeerLost: it has failed meanwhile, or is gone.
+        """
+        self._heart.enter(f"wait for {role}", waiting_for=role)
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=_LOOK_S)
+                await asyncio.to_thread(self._peers[role].check)
+        finally:
+            await end_tasks(task)
+        await task
 
     async def wait(self, wake: asyncio.Event, mark: Hashable, phase: str, role: str, who: str) -> None:
         """Wait until `wake` is set.
@@ -43,20 +61,19 @@ class Vigil:
 
         Raises:
             RunError: `mark` has been the same for `timeout_s` seconds.
-            PeerLost: the trainer is waited for, and lost.
+            PeerLost: who is waited for is lost.
         """
         if mark != self._mark:
             self._mark, self._since = mark, time.monotonic()
             self._heart.advance()
         self._heart.enter(phase, self._timeout_s, role)
         while not wake.is_set():
-            if role == TRAINER:
-                await asyncio.to_thread(self._trainer.check)
+            await asyncio.to_thread(self._peers[role].check)
             left_s = self._since + self._timeout_s - time.monotonic()
             if left_s <= 0:
-                known = f"; {self._trainer.told()}" if role == TRAINER else ""
                 raise RunError(
-                    f"nothing happened for {self._timeout_s:.0f} s (wait_timeout_seconds); waiting for {who}{known}"
+                    f"nothing happened for {self._timeout_s:.0f} s (wait_timeout_seconds); waiting for {who}; "
+                    f"{self._peers[role].told()}"
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, _LOOK_S)):  # not wait_for: it may swallow a cancellation (3.11)

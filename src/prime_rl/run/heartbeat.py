@@ -134,6 +134,11 @@ class Verdict:
         """Nothing more is to be expected of the process unless somebody helps."""
         return self.state in (State.STOPPED, State.STUCK, State.DEAD)
 
+    @property
+    def is_over(self) -> bool:
+        """The process has said its last word."""
+        return self.beat is not None and self.beat.phase in (ENDED, FAILED)
+
     def __str__(self) -> str:
         """One line: who, state, since when, in which phase, log."""
         if self.beat is None:

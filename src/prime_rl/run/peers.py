@@ -11,7 +11,7 @@ from collections.abc import Callable
 from loguru import logger
 
 from prime_rl.errors import RunError
-from prime_rl.run.heartbeat import Limits, State, Verdict, Watch
+from prime_rl.run.heartbeat import Life, Limits, State, Verdict, Watch
 from prime_rl.run.paths import RunPaths
 
 _LOOK_S = 0.5
@@ -26,9 +26,11 @@ class Peers:
 
     Args:
         paths: of the run.
-        role: `trainer` or `orchestrator`.
+        role: whose.
         limits: when a process is silent, and when dead.
         judges: whether a wait for a lost process ends; it does not under `rl`, which ends or restarts it itself.
+        heard_otherwise: they answer requests, so that silence says nothing, and one of several does for the others: a
+            wait ends when each says that it is stuck, or has failed or ended, or is gone or stopped on this node.
         clock: monotonic seconds.
     """
 
@@ -38,9 +40,11 @@ class Peers:
         role: str,
         limits: Limits,
         judges: bool,
+        heard_otherwise: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._paths, self._role, self._limits, self._judges, self._clock = paths, role, limits, judges, clock
+        self._heard_otherwise = heard_otherwise
         self._watch = Watch(paths, limits, (role,), clock)
         self._looked = float("-inf")
         self._verdicts: list[Verdict] = []
@@ -58,29 +62,34 @@ class Peers:
         self._verdicts, self._looked = self._watch.look(), self._clock()
         if not self._judges:
             return
-        for verdict in self._verdicts:
+        seen = [verdict for verdict in self._verdicts if verdict.seen]
+        for verdict in seen:
             self._report(verdict)
-            if verdict.seen and self._is_lost(verdict):
-                raise PeerLost(f"{verdict}; it is what this process waits for")
+        lost = [verdict for verdict in seen if self._is_lost(verdict)]
+        if lost and (len(lost) == len(seen) or not self._heard_otherwise):
+            raise PeerLost(f"{lost[0]}; it is what this process waits for")
 
     def told(self) -> str:
         """What is known of the role, for the error of a wait: who, since when, phase, log."""
         if not self._verdicts:
-            return f"nothing is known of the {self._role}: {self._paths.heartbeats_dir} has no heartbeat of it"
+            return f"{self._paths.heartbeats_dir} has no heartbeat of {self._role}"
         worst = [verdict for verdict in self._verdicts if verdict.state is not State.ALIVE] or self._verdicts
         return "; ".join(map(str, worst[:2]))
 
     def _is_lost(self, verdict: Verdict) -> bool:
         if verdict.state is State.STUCK:
             return True
+        if self._heard_otherwise and verdict.life in (Life.RUNNING, Life.UNKNOWN) and not verdict.is_over:
+            return False
         return verdict.state is not State.ALIVE and verdict.for_s > self._limits.timeout_s
 
     def _report(self, verdict: Verdict) -> None:
         before = self._reported.get(verdict.name, State.ALIVE)
-        if not verdict.seen or verdict.state is before:
+        if verdict.state is before:
             return
         self._reported[verdict.name] = verdict.state
         if verdict.state is State.ALIVE:
             logger.info("{} goes on", verdict.beat)
         else:
-            logger.warning("{}; waiting for it up to {:g} s", verdict, self._limits.timeout_s)
+            until = "" if self._heard_otherwise else f"; waiting for it up to {self._limits.timeout_s:g} s"
+            logger.warning("{}{}", verdict, until)

@@ -17,7 +17,9 @@ from prime_rl.run.peers import PeerLost, Peers
 def make_vigil(tmp_path, timeout_s, judges=True, limit_s=60.0):
     paths = RunPaths(tmp_path)
     heart = Heartbeat(paths, "orchestrator", "orchestrator")
-    return heart, Vigil(heart, Peers(paths, "trainer", Limits(limit_s, limit_s), judges), timeout_s)
+    limits = Limits(limit_s, limit_s)
+    peers = {role: Peers(paths, role, limits, judges, role == INFERENCE) for role in (TRAINER, INFERENCE)}
+    return heart, Vigil(heart, peers, timeout_s)
 
 
 async def test_being_woken_for_nothing_does_not_put_the_deadline_off(tmp_path):
@@ -49,6 +51,36 @@ async def test_what_happens_starts_the_deadline_anew(tmp_path):
         wake.clear()
         asyncio.get_running_loop().call_later(0.1, wake.set)
         await vigil.wait(wake, mark, "sample batch 3", INFERENCE, "groups")
+
+
+async def test_a_server_that_fails_while_it_starts_is_not_waited_for_any_longer(tmp_path):
+    heart, vigil = make_vigil(tmp_path, timeout_s=60, limit_s=0.2)
+    its = Heartbeat(RunPaths(tmp_path), "inference_node_8000", "inference")
+    its.start()
+    its.close("failed")
+    ended = asyncio.Event()
+
+    async def work():
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.set()
+
+    with pytest.raises(PeerLost, match=r"inference_node_8000 .* has failed"):
+        await vigil.start(work(), INFERENCE)
+    assert ended.is_set()
+    assert heart._phase[:3] == ("wait for inference", None, "inference")
+
+
+async def test_what_waits_for_the_start_is_done_or_fails_by_itself(tmp_path):
+    _, vigil = make_vigil(tmp_path, timeout_s=60)
+    await vigil.start(asyncio.sleep(0), INFERENCE)
+
+    async def fails():
+        raise RunError("refused")
+
+    with pytest.raises(RunError, match="refused"):
+        await vigil.start(fails(), INFERENCE)
 
 
 @pytest.mark.parametrize("role", [TRAINER, INFERENCE])

@@ -15,10 +15,10 @@ BEAT = Beat("trainer_0", "trainer", 12, "node7", "boot", 99, 1, "step 3", 7, Non
 class World:
     """A run directory with a trainer's heartbeat, and an orchestrator's clock."""
 
-    def __init__(self, root, judges=True):
+    def __init__(self, root, judges=True, heard_otherwise=False):
         self.paths, self.now, self.beats = RunPaths(root), 0.0, 0
         self.paths.heartbeats_dir.mkdir()
-        self.peers = Peers(self.paths, "trainer", Limits(5, 60), judges, clock=lambda: self.now)
+        self.peers = Peers(self.paths, "trainer", Limits(5, 60), judges, heard_otherwise, clock=lambda: self.now)
 
     def say(self, beat=BEAT, **changes):
         self.beats += 1
@@ -43,7 +43,7 @@ def test_a_wait_for_the_living_goes_on(world):
 
 def test_a_wait_for_what_is_not_there_yet_goes_on(world):
     world.wait(1000)
-    assert "nothing is known of the trainer" in world.peers.told()
+    assert "has no heartbeat of trainer" in world.peers.told()
 
 
 def test_silence_is_reported_and_ends_the_wait_in_time(world, caplog_of_loguru):
@@ -93,6 +93,21 @@ def test_a_rank_of_a_larger_world_is_forgotten_with_its_file(world):
     world.wait(50, each=world.say)
     world.paths.heartbeat("trainer_1").unlink()
     world.wait(100, each=world.say)
+
+
+def test_silence_of_what_answers_requests_says_nothing(tmp_path):
+    world = World(tmp_path, heard_otherwise=True)
+    world.wait(3, each=world.say)
+    world.wait(1000)
+
+
+def test_it_is_lost_when_each_says_so(tmp_path):
+    world = World(tmp_path, heard_otherwise=True)
+    stuck = replace(BEAT, name="trainer_1", phase_deadline_s=10)
+    world.wait(100, each=lambda: (world.say(), world.say(stuck)))
+    world.say(phase="failed")
+    with pytest.raises(PeerLost, match=r"trainer_0 .* has failed"):
+        world.wait(70, each=lambda: world.say(stuck))
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def test_a_missing_batch_ends_the_wait_and_names_the_orchestrator(model, tmp_pat
     last = error.splitlines()[-1]
     assert code == 1
     assert last.startswith("error: waited 2 s") and "step_1" in last and "orchestrator" in last
-    assert "nothing is known of the orchestrator" in last
+    assert "has no heartbeat of orchestrator" in last
     assert [beat.phase for beat in read_beats(RunPaths(tmp_path)).values()] == ["failed"]
     assert "Traceback" not in error
 
