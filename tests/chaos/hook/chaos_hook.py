@@ -47,8 +47,8 @@ _MODULES = {
     "prime_rl.trainer.rl.train": "rank",
     "prime_rl.trainer.launch": "torchrun",
 }
-_CHILDREN = {"forkserver": "worker", "engines": "engine"}
-"""What a fork of a process is, where it is anything. vLLM's engines are forked by multiprocessing's server."""
+_CHILDREN = {"forkserver": "worker", "inference": "engine", "engines": "engine"}
+"""What a fork of a process is, where it is anything; an engine is forked by the server, or by multiprocessing."""
 
 
 class _State:
