@@ -68,7 +68,6 @@ def wait_until(holds, what, within=30.0):
 def test_each_is_started_again_and_the_run_completes(start):
     run = start({"inference": WITH_ORPHAN, "orchestrator": UNTIL_DONE, "trainer": UNTIL_DONE}, "--max-restarts", "2")
     orphan = int(run.wait_for_log("inference", "up").split()[1])
-    time.sleep(1.5)  # a look, after which the orphan is known
     for victim in ("inference", "orchestrator", "trainer"):
         pid = int(run.wait_for_log(victim, "up").split("up ")[1].split()[0])
         os.kill(pid, signal.SIGKILL)
