@@ -40,7 +40,7 @@ def _both(key: str) -> tuple[str, str]:
 
 
 _SHARED_GPU = 0.5
-_CKPT_KEYS = ("path", "interval", "save_async", "resume_step", "keep_last", "keep_interval")
+_CKPT_KEYS = ("path", "interval", "save_async", "timeout", "resume_step", "keep_last", "keep_interval")
 _WANDB_KEYS = ("project", "entity", "group", "tags", "offline", "log_extras")
 
 _RUN = (Shared("exp_id", _both("exp_id")), Shared("output_dir", (*_both("output_dir"), "inference.output_dir")))

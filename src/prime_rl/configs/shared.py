@@ -108,6 +108,9 @@ class CkptConfig(BaseConfig):
     save_async: bool = False
     """Go on training while a checkpoint is written."""
 
+    timeout: float = Field(3600, gt=0)
+    """Longest time to write one checkpoint, seconds."""
+
     resume_step: int | None = Field(None, ge=-1)
     """Checkpoint to resume from; -1 is the newest complete one, None starts anew."""
 

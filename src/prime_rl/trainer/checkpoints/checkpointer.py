@@ -8,10 +8,12 @@ goes over a group of its own, so that a save in the background never mixes with 
 import shutil
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,8 @@ from prime_rl.run import checkpoints as files
 from prime_rl.run.artifact import MANIFEST, ArtifactError
 from prime_rl.run.batch import delete_rows
 from prime_rl.run.paths import RunPaths, step_of
+from prime_rl.run.threads import start
+from prime_rl.run.wait import DeadlineError
 from prime_rl.trainer.checkpoints import state
 from prime_rl.trainer.checkpoints.agreement import Agreement
 from prime_rl.trainer.checkpoints.loading import load_model_and_optimizer, reason
@@ -108,8 +112,6 @@ class Checkpointer:
         timeout = timedelta(seconds=config.dist_timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = Agreement(world, self._group)
-        background = self._options is not None and self._options.save_async
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
         self._start = Chooser(config, paths, self._directory, world, self._ranks, serves).choose()
 
@@ -195,21 +197,21 @@ class Checkpointer:
             "config": config,
             "digest": files.digest_of(settings_of(config)),
         }
-        if self._thread is None:
+        if not self._options.save_async:
             self._save(progress.step, tensors, fields)
         else:
-            self._pending = self._thread.submit(self._save, progress.step, state.staged(tensors), fields)
+            save = partial(self._save, progress.step, state.staged(tensors), fields)
+            self._pending = start(save, "checkpoint", stay_s=self._options.timeout)
 
     def close(self) -> None:
         """Wait for a save in the background.
 
         Raises:
             RunError: it failed.
+            DeadlineError: it was not done in time.
         """
         if self._options is not None:
             self._wait()
-            if self._thread is not None:
-                self._thread.shutdown()
 
     def _save(self, step: int, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
         """Write and commit; all errors that a disk or a lost rank can cause become one line."""
@@ -273,9 +275,15 @@ class Checkpointer:
             self._pending = None
 
     def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+        if self._pending is None or self._options is None:
+            return
+        if not futures.wait([self._pending], self._options.timeout).done:
+            raise DeadlineError(
+                f"waited {self._options.timeout:.0f} s for a checkpoint to be written to {self._directory} "
+                "(ckpt.timeout): the disk, or another rank, does not answer"
+            )
+        self._pending.result()
+        self._pending = None
 
     def _orchestrators(self, checkpoint: Path) -> tuple[str, ...]:
         """Name the orchestrator's part if it wrote one, before the last batch, and see that it is of that batch.

@@ -8,7 +8,7 @@ _DECIDING = (
     "reference", "minibatches", "data", "seed", "tokenizer.name",
 )  # fmt: skip
 # How rows are shared among forward passes changes no result beyond rounding, and what is published nothing at all.
-_IGNORED = {"data.micro_batch_size", "model.lora.publish"}
+_IGNORED = {"data.micro_batch_size", "model.lora.publish", "model.download_timeout"}
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:

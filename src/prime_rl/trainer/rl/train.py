@@ -3,6 +3,7 @@
 Run by `trainer`, or on several ranks by `torchrun --nproc-per-node N src/prime_rl/trainer/rl/train.py @ config.toml`.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -75,14 +76,14 @@ def train(config: TrainerConfig) -> None:
             result = engine.step(references.score(minibatches), objective, factor)
             clock.lap("train")
             last = step + 1 == config.max_steps
-            heart.enter(f"publish version {step + 1}")
+            heart.enter(f"publish version {step + 1}", config.weight_broadcast.timeout)
             publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1), last)
             clock.lap("publish")
             if world.leads:
                 clean_up(config, paths, step)
             reporter.report(step, result, clock, batch.seq_lens, batch.loss_tokens, publisher.metrics())
             progress.count(len(batch.tokens), len(batch.seq_lens), len(np.unique(batch.sample_group)))
-            heart.enter(f"checkpoint {progress.step}")
+            heart.enter(f"checkpoint {progress.step}", config.ckpt.timeout if config.ckpt else None)
             checkpoints.step_done(progress, last)
         heart.enter("write what is left")
         checkpoints.close()
@@ -141,9 +142,12 @@ def batch_source(
 
     orchestrator = Peers(paths, "orchestrator", config.heartbeat.limits, judges=not is_supervised())
 
+    looks = not int(os.environ.get("LOCAL_RANK", 0))  # one rank of each node; torchrun ends the others with it
+
     def check() -> None:
         publisher.check()
-        orchestrator.check()
+        if looks:
+            orchestrator.check()
 
     def read(step: int) -> Batch:
         path = paths.rollouts(step)

@@ -62,6 +62,7 @@ def train(config: SFTConfig) -> None:
             reporter.report(step, result, clock, lengths_of(rows), minibatch.counts.tokens, publisher.metrics())
             validate(step + 1, last=step + 1 == steps)
             progress.count(int(lengths_of(rows).sum()), len(lengths_of(rows)))
+            heart.enter(f"checkpoint {progress.step}", config.ckpt.timeout if config.ckpt else None)
             checkpoints.step_done(progress, last=progress.step == steps)
         heart.enter("write what is left")
         checkpoints.close()
