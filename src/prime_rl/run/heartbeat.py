@@ -228,11 +228,10 @@ class Watch:
 
     def look(self) -> list[Verdict]:
         """Read all files and judge all processes, in the order of their names. Reads small files; blocks no longer."""
-        beats = read_beats(self._paths)
-        for name, beat in beats.items():
-            if self._roles is None or beat.role in self._roles:
-                self._pulses.setdefault(name, Pulse(name, self._limits))
-        there = [path.stem for path in _files(self._paths)]
+        beats = read_beats(self._paths, self._roles)
+        for name in beats:
+            self._pulses.setdefault(name, Pulse(name, self._limits))
+        there = [path.stem for path in _files(self._paths, None)]
         for name in [name for name in self._pulses if name not in beats and there and name not in there]:
             del self._pulses[name]  # a new start has removed it, one of fewer ranks perhaps
         now = self._clock()
@@ -245,23 +244,28 @@ class Watch:
 
 def forget(paths: RunPaths, role: str, keep: Collection[str]) -> None:
     """Remove what others of `role` have left, such as the ranks of a larger trainer; none of `keep` is touched."""
-    for beat in read_beats(paths).values():
-        if beat.role == role and beat.name not in keep:
+    for beat in read_beats(paths, (role,)).values():
+        if beat.name not in keep:
             with suppress(OSError):  # it only confuses
                 paths.heartbeat(beat.name).unlink()
 
 
-def read_beats(paths: RunPaths) -> dict[str, Beat]:
-    """Read what is in `heartbeats/` by name; what cannot be read just now, or is no heartbeat, is left out."""
-    read = [read_beat(path) for path in _files(paths)]
+def read_beats(paths: RunPaths, roles: tuple[str, ...] | None = None) -> dict[str, Beat]:
+    """Read what is in `heartbeats/` by name, of some roles or of all.
+
+    What cannot be read just now, or is no heartbeat, is left out.
+    """
+    read = [read_beat(path) for path in _files(paths, roles)]
     return {beat.name: beat for beat in read if beat is not None}
 
 
-def _files(paths: RunPaths) -> list[Path]:
+def _files(paths: RunPaths, roles: tuple[str, ...] | None) -> list[Path]:
+    """List the files; a role is the first part of a name, so that nobody reads a thousand ranks to find one process."""
     try:
-        return sorted(path for path in paths.heartbeats_dir.iterdir() if path.suffix == ".json")
+        files = sorted(path for path in paths.heartbeats_dir.iterdir() if path.suffix == ".json")
     except OSError:  # not there yet; or a network file system that will answer the next time
         return []
+    return [path for path in files if roles is None or path.stem.split("_")[0] in roles]
 
 
 def read_beat(path: Path) -> Beat | None:

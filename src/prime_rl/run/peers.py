@@ -71,6 +71,7 @@ class Peers:
 
     def told(self) -> str:
         """What is known of the role, for the error of a wait: who, since when, phase, log."""
+        self._verdicts = self._verdicts or self._watch.look()
         if not self._verdicts:
             return f"{self._paths.heartbeats_dir} has no heartbeat of {self._role}"
         worst = [verdict for verdict in self._verdicts if verdict.state is not State.ALIVE] or self._verdicts

@@ -37,7 +37,9 @@ def rank_heartbeat(paths: RunPaths, timeout_s: float) -> Heartbeat:
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if not rank:
         forget(paths, "trainer", [f"trainer_{one}" for one in range(size)])
-    heart = Heartbeat(paths, f"trainer_{rank}", "trainer")
+    # So that a thousand ranks do not keep the file system of the run directory busy; still well below `silence`.
+    interval_s = min(3.0, max(1.0, size / 64))
+    heart = Heartbeat(paths, f"trainer_{rank}", "trainer", interval_s)
     heart.enter("wait for all ranks", timeout_s)
     return heart
 
