@@ -259,6 +259,20 @@ async def test_a_server_that_hangs_holds_up_the_switch_no_longer_than_a_probe(tm
         await changes.until(lambda: policy.servers[1].up and policy.version == 1)
 
 
+async def test_a_version_whose_files_are_seen_later_than_its_name_is_waited_for(tmp_path):
+    """Over a network file system; on a local disk it is refused at once."""
+    paths = RunPaths(tmp_path, visibility_s=20)
+    async with fake_engine() as engine, policy_of(paths, [engine]) as (policy, changes):
+        hidden = tmp_path / "hidden"
+        publish_version(RunPaths(tmp_path / "elsewhere"), 1)
+        (tmp_path / "elsewhere/weights/step_1/manifest.json").rename(hidden)
+        (tmp_path / "elsewhere/weights/step_1").rename(paths.weights(1))
+        await asyncio.sleep(0.3)
+        assert (policy.version, engine.calls[1:]) == (0, [])
+        hidden.rename(paths.weights(1) / "manifest.json")
+        await changes.until(lambda: policy.version == 1)
+
+
 async def test_a_switch_that_fails_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr("prime_rl.orchestrator.policy._LEASE_RENEWAL_S", 0.05)
     paths = RunPaths(tmp_path)
