@@ -194,9 +194,14 @@ def _is_asked_to_resume(config: OrchestratorConfig) -> bool:
 
 
 def _newest_branch(paths: RunPaths) -> int | None:
-    return max(
-        (int(file.stem.removeprefix("branch_")) for file in paths.ledger_dir.glob("branch_*.jsonl")), default=None
-    )
+    """Return the newest branch with a ledger; one that has no whole line yet was not begun."""
+    begun = [file for file in paths.ledger_dir.glob("branch_*.jsonl") if _has_line(file)]
+    return max((int(file.stem.removeprefix("branch_")) for file in begun), default=None)
+
+
+def _has_line(file: Path) -> bool:
+    with file.open("rb") as ledger:
+        return ledger.readline().endswith(b"\n")
 
 
 def _batches(paths: RunPaths) -> list[Path]:

@@ -185,7 +185,7 @@ def make_batch(paths, step, branch):
 
 def make_ledger(paths, branch):
     paths.ledger_dir.mkdir(exist_ok=True)
-    paths.ledger(branch).write_text("")
+    paths.ledger(branch).write_text("{}\n")
 
 
 @pytest.fixture
@@ -224,6 +224,17 @@ def test_a_restart_finds_that_the_trainer_has_gone_back_since(config, paths):
     assert find_beginning(config) == Beginning(1)
     assert steps_in(paths.rollouts_dir) == steps_in(paths.checkpoints_dir) == []
     assert steps_in(paths.abandoned(0) / "rollouts") == [0, 1] and not paths.ledger(0).exists()
+
+
+@pytest.mark.parametrize("torn", ["", '{"record":"started"'])
+def test_a_ledger_without_a_whole_line_was_not_begun(config, paths, torn):
+    """The orchestrator was killed before its first record was on the disk: it begins at the checkpoint again."""
+    make_ledger(paths, 1)
+    paths.ledger(2).write_text(torn)
+    write_resume(paths.checkpoints_dir, Resume(0, 2))
+    make_batch(paths, 0, 1)
+    assert find_beginning(config) == Beginning(2)
+    assert steps_in(paths.rollouts_dir) == [], "as the branch of its own would be in the way"
 
 
 def test_a_ledger_that_was_put_aside_is_not_begun_anew(config, paths):
