@@ -38,7 +38,7 @@ def world(tmp_path):
 
 
 def test_a_wait_for_the_living_goes_on(world):
-    world.wait(1000, each=world.say)
+    world.wait(200, each=world.say)
 
 
 def test_a_wait_for_what_is_not_there_yet_goes_on(world):
