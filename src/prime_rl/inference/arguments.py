@@ -71,6 +71,10 @@ def prepare_environment(config: InferenceConfig, on_cpu: bool) -> None:
     # Rollouts of a step end together and the next begin together: idle connections must outlive a training step.
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # forking would break CUDA
+    if on_cpu:
+        # oneDNN keeps the kernels it has compiled, one for each number of tokens that a step has had. By default 1024:
+        # hundreds of megabytes, which fill up over hundreds of training steps as a leak would.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     if on_cpu and config.model.enforce_eager is not False:
         # Eager or not, vLLM compiles how it counts ranks of log-probabilities: seconds in the first request, and the
         # death of the engine on a machine without a C++ compiler.
