@@ -22,6 +22,7 @@ from prime_rl.configs.synthesize import SynthesizeConfig
 from prime_rl.errors import ConfigError, RunError, run_main
 from prime_rl.orchestrator.renderer import Renderer
 from prime_rl.orchestrator.workers.pool import ModelAccess
+from prime_rl.orchestrator.workers.protocol import Load
 from prime_rl.plain import visible
 from prime_rl.run.paths import RunPaths
 from prime_rl.supervisor import checks
@@ -71,6 +72,8 @@ def test_the_key_is_not_told_by_whoever_holds_it(monkeypatch, capsys):
     monkeypatch.setenv("SOME_KEY", KEY)
     access = ModelAccess("m", "t", api_key=read_api_key("SOME_KEY"))
     assert access.api_key == KEY and KEY not in repr(access)
+    order = Load(b"{}", "train", "t", False, b"{}", "interleaved", "generate", False, "m", KEY, 1.0, None, None)
+    assert order.api_key == KEY and KEY not in repr(order)
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
     logs.set_up_logging(LogConfig())
     try:

@@ -55,6 +55,10 @@ class Load(msgspec.Struct, tag="load", frozen=True):
     timeout_s: float | None
     check_seq_len: int | None
 
+    def __repr__(self) -> str:
+        """Without the key: whatever shows an order must not tell it."""
+        return f"Load(env={self.env!r}, split={self.split!r}, model={self.model!r})"
+
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The environment is loaded.
