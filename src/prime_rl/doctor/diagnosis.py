@@ -10,6 +10,7 @@ from enum import StrEnum
 from prime_rl.doctor.facts import ROLES, Disk, Facts, Halted
 from prime_rl.doctor.words import duration, size
 from prime_rl.run.heartbeat import Beat, Life, State, Verdict
+from prime_rl.run.paths import RunPaths
 
 _LITTLE_ROOM = 100 * 2**20
 _FATAL = ("failed", "finished")
@@ -219,7 +220,8 @@ def _failure(facts: Facts) -> Problem:
     ends = [e for e in facts.events if e.get("event") == "ended" and e.get("name") == name]
     why = why or (str(ends[-1].get("detail") or "") if ends else "")
     how = event.get("detail") or f"ended with exit code {event.get('code')}"
-    return Problem(f"{name} {how}{f': {why}' if why else ''}", name, _how_to_go_on(facts))
+    log = RunPaths(facts.root).log(str(event.get("role") or name))
+    return Problem(f"{name} {how}{f': {why}' if why else ''}; log {log}", name, _how_to_go_on(facts))
 
 
 def _death(facts: Facts, processes: Sequence[Process]) -> Problem:

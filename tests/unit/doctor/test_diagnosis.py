@@ -132,10 +132,10 @@ def test_a_failed_run_tells_who_why_and_how_to_go_on():
     facts = replace(RUN, verdicts=ENDED, owner=None, events=(STARTED, failed), checkpoints=(LAST,))
     told = diagnose(facts)
     assert (told.state, told.culprit) == (RunState.FAILED, "trainer")
-    assert told.problems[0].text == "trainer was killed by SIGKILL"
+    assert told.problems[0].text == "trainer was killed by SIGKILL; log /run/logs/trainer.log"
     assert "checkpoint 20" in told.problems[0].hint and "--ckpt.resume-step -1" in told.problems[0].hint
     said = diagnose(replace(facts, errors={"trainer": "the loss is not finite"}))
-    assert said.problems[0].text == "trainer was killed by SIGKILL: the loss is not finite"
+    assert said.problems[0].text.startswith("trainer was killed by SIGKILL: the loss is not finite; log")
 
 
 def test_a_run_that_was_resumed_after_its_failure_runs():
