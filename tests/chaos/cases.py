@@ -235,18 +235,15 @@ def draw(cases: int, seed: int, only: str = "") -> list[Plan]:
         ValueError: there is no such point.
     """
     chance = random.Random(seed)
-    real = cases // _REAL_SHARE if any(only in point.name for point in REAL_POINTS) else 0
-    plans = []
-    if real:
-        deck = _Deck([point for point in REAL_POINTS if only in point.name], chance)
-        drawn = tuple(_case(number, deck.deal(), chance) for number in range(real))
-        plans.append(Plan(drawn, engine="real", restarts=True))
     points = [point for point in POINTS if only in point.name]
-    if not points:
+    real_points = [point for point in REAL_POINTS if only in point.name]
+    if not points and not real_points:
         raise ValueError(f"no point has {only!r} in its name")
-    deck = _Deck(points, chance)
-    rest = [_case(number, deck.deal(), chance) for number in range(real, cases)]
-    return plans + _runs(rest, chance)
+    real = 0 if not real_points else cases // _REAL_SHARE if points else cases
+    decks = _Deck(real_points, chance), _Deck(points, chance)
+    drawn = [_case(number, decks[number >= real].deal(), chance) for number in range(cases)]
+    first = [Plan(tuple(drawn[:real]), engine="real", restarts=True)] if real else []
+    return first + _runs(drawn[real:], chance)
 
 
 def together(cases: Sequence[Case], like: Plan) -> list[Plan]:

@@ -207,11 +207,14 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the folders of runs without a problem, too")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
+    try:
+        plans = draw(arguments.cases, arguments.seed, arguments.only)
+    except ValueError as error:
+        parser.error(str(error))
     console = Console(highlight=False)
     become_subreaper()
     begun = time.monotonic()
     root = Path(tempfile.mkdtemp(prefix="chaos-"))
-    plans = draw(arguments.cases, arguments.seed, arguments.only)
     runner = Runner(root, arguments.jobs, arguments.deadline, arguments.keep, console)
     todo = [*undisturbed(plans), *plans]
     for _ in range(_ROUNDS):

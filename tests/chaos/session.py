@@ -281,6 +281,7 @@ def settings(plan: Plan, run: Path, model: Path) -> dict[str, Any]:
     ckpt: dict[str, Any] = {"interval": INTERVAL, "save_async": plan.save_async}
     if plan.keep_last is not None:
         ckpt["keep_last"] = plan.keep_last
+    wait_s = 300.0 if plan.engine == "real" else 120.0  # a server takes its time to start
     return {
         "output_dir": str(run),
         "seq_len": 64,
@@ -289,14 +290,14 @@ def settings(plan: Plan, run: Path, model: Path) -> dict[str, Any]:
         "model": {"name": str(model)},
         "ckpt": ckpt,
         "trainer_ranks": plan.ranks,
-        "trainer": {"optim": {"lr": 1e-3}, "wait_timeout_seconds": 60.0, "dist_timeout_seconds": 20},
+        "trainer": {"optim": {"lr": 1e-3}, "wait_timeout_seconds": wait_s, "dist_timeout_seconds": 20},
         "orchestrator": {
             "batch_size": BATCH_SIZE,
             "rollouts_per_example": GROUP,
             "sampling": {"max_tokens": 12, "seed": SAMPLING_SEED},
             "env": [{"id": "chaos_letters"}],
             "filter_zero_advantage": plan.filtered,
-            "wait_timeout_seconds": 60.0,
+            "wait_timeout_seconds": wait_s,
         },
         "inference": {"server": {"port": free_port()}, "lease_seconds": 10, "model": {"max_model_len": 64}},
     }
