@@ -118,7 +118,7 @@ def diagnose(facts: Facts) -> Diagnosis:
     state = _state(facts, processes)
     chain = tuple(_chain(processes)) if state is RunState.RUNNING else ()
     problems = list(_problems(facts, state, processes, chain))
-    return Diagnosis(state, processes, chain, tuple(problems), tuple(_notes(facts, state)), facts)
+    return Diagnosis(state, processes, chain, tuple(problems), tuple(_notes(facts, state, processes)), facts)
 
 
 def _process(verdict: Verdict, halted: Mapping[int, Halted], facts: Facts) -> Process:
@@ -186,10 +186,6 @@ def _problems(
         yield from _losses(facts, processes, chain)
     elif state is RunState.QUIET:
         yield Problem("nothing tells of a process: the run was not started, or before processes left heartbeats")
-    elif state is RunState.FINISHED:
-        for process in processes:
-            if process.state is State.DEAD:
-                yield Problem(f"{_who(process)} {process.why}", process.name)
     if facts.disk is not None and (problem := _room(facts.disk, facts.settings.ckpt is not None)):
         yield problem
 
@@ -249,7 +245,9 @@ def _room(disk: Disk, saves: bool) -> Problem | None:
     return Problem(f"the disk has {size(disk.free)} left, and the next version and checkpoint need {size(need)}")
 
 
-def _notes(facts: Facts, state: RunState) -> Iterator[str]:
+def _notes(facts: Facts, state: RunState, processes: Sequence[Process]) -> Iterator[str]:
+    if state in (RunState.FINISHED, RunState.STOPPED):
+        yield from (f"{_who(p)} left no last word when the run was over" for p in processes if p.state is State.DEAD)
     for name, why in sorted(facts.broken.items()):
         if state is RunState.RUNNING and "was not finished" in why:
             yield f"checkpoint {name} is being written, or was not finished"

@@ -118,6 +118,9 @@ def test_a_finished_run_is_healthy_and_so_is_one_that_was_told_to_stop():
     done = {"time": 999.0, "event": "finished", "name": "rl"}
     told = diagnose(replace(RUN, verdicts=ENDED, owner=None, events=(STARTED, done)))
     assert (told.state, told.healthy, told.chain) == (RunState.FINISHED, True, ())
+    killed = verdict(INFERENCE.beat, State.DEAD, "is gone", Life.GONE)
+    told = diagnose(replace(RUN, verdicts=(killed, *ENDED[1:]), owner=None, events=(STARTED, done)))
+    assert told.healthy and told.notes == ("inference (pid 13 on node7) left no last word when the run was over",)
     stopped = diagnose(replace(RUN, owner=None, events=(STARTED, done | {"detail": "stopped by SIGTERM"})))
     assert (stopped.state, stopped.healthy) == (RunState.STOPPED, True)
 
