@@ -265,6 +265,7 @@ async def test_a_version_whose_files_are_seen_later_than_its_name_is_waited_for(
     async with fake_engine() as engine, policy_of(paths, [engine]) as (policy, changes):
         hidden = tmp_path / "hidden"
         publish_version(RunPaths(tmp_path / "elsewhere"), 1)
+        paths.weights_dir.mkdir(exist_ok=True)
         (tmp_path / "elsewhere/weights/step_1/manifest.json").rename(hidden)
         (tmp_path / "elsewhere/weights/step_1").rename(paths.weights(1))
         await asyncio.sleep(0.3)

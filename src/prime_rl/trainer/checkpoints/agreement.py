@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from prime_rl.errors import ConfigError, RunError
+from prime_rl.run.surroundings import describe
 from prime_rl.trainer.parallel import World
 
 Value = TypeVar("Value")
@@ -45,16 +46,10 @@ class Agreement:
         return None
 
 
-def os_reason(error: OSError) -> str:
-    """What the operating system says, and of which file."""
-    reason = error.strerror or str(error)
-    return f"{reason}: {error.filename}" if error.filename else reason
-
-
 def _attempt(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
     try:
         return work(), None
     except (ConfigError, RunError) as error:
         return None, error
     except OSError as error:
-        return None, RunError(os_reason(error))
+        return None, RunError(describe(error))

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from prime_rl.errors import RunError
 from prime_rl.trainer.checkpoints import state
-from prime_rl.trainer.checkpoints.agreement import os_reason
 from prime_rl.trainer.checkpoints.reader import TensorReader
 
 
@@ -41,7 +40,8 @@ def reason(error: BaseException) -> str:
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {reason(cause)}"
     if isinstance(error, OSError):
-        return os_reason(error)
+        said = error.strerror or str(error)
+        return f"{said}: {error.filename}" if error.filename else said
     line = str(error).strip().split("\n")[0] or type(error).__name__
     # What torch's writer says of a write that ended early; the disk's own error does not get through it.
     return f"the disk did not take a whole file ({line})" if "inline_container" in line else line

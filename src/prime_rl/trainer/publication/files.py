@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prime_rl.errors import RunError
 from prime_rl.run.artifact import fsync
+from prime_rl.run.surroundings import describe
 from prime_rl.run.tensors import RawTensor
 from prime_rl.trainer.publication.plan import FilePlan, Plan, Source, view
 from prime_rl.trainer.publication.sources import Sources
@@ -46,10 +47,10 @@ def write_files(
         Under the names of the files of a full version, whatever `write` has made of them.
 
     Raises:
-        OSError, RunError: of `write`; raised after the last exchange, so that no rank waits for this one.
+        RunError: of `write`, whose OSError becomes one; after the last exchange, so that no rank waits for this one.
     """
     hashes: Hashes = {}
-    error: OSError | RunError | None = None
+    error: RunError | None = None
     ranks = len(plan.buffer_bytes)
     for begin in range(0, len(plan.files), ranks):
         mine = exchange(plan.files[begin : begin + ranks], buffer, rank, group)
@@ -59,8 +60,10 @@ def write_files(
         name = sources.file_name(number, len(plan.files))
         try:
             hashes[name] = write(directory / name, dict(finished(plan.files[number], mine, sources)))
-        except (OSError, RunError) as caught:
+        except RunError as caught:
             error = caught
+        except OSError as caught:  # a write says what, but not to which file
+            error = RunError(describe(caught, directory / name))
     if error is not None:
         raise error
     return hashes

@@ -29,10 +29,11 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.configs.broadcast import TransferConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.run.artifact import WEIGHTS_FORMAT, begin, commit, fsync
+from prime_rl.run.surroundings import describe
 from prime_rl.run.tensors import content_hash
 from prime_rl.run.wait import DeadlineError
 from prime_rl.trainer.adapter_files import ADAPTER_CONFIG
-from prime_rl.trainer.checkpoints.agreement import Agreement, os_reason
+from prime_rl.trainer.checkpoints.agreement import Agreement
 from prime_rl.trainer.model import PolicyModel
 from prime_rl.trainer.parallel import World, lost_ranks_told
 from prime_rl.trainer.publication.canary import canary_row, measure_canary
@@ -376,7 +377,7 @@ class Publisher:
             self._directory.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self._directory).free
         except OSError as error:
-            raise ConfigError(f"weight_broadcast.directory: {os_reason(error)}") from None
+            raise ConfigError(f"weight_broadcast.directory: {describe(error)}") from None
         count, word = self._deltas.room
         needed = count * self._plan.total_bytes
         if free < needed:
