@@ -60,6 +60,8 @@ class Family:
             with suppress(psutil.Error):  # it has just ended
                 status = process.status()
                 if status == psutil.STATUS_ZOMBIE:
+                    if process.pid not in roles:
+                        _bury(process.pid)
                     continue
                 known = self._known.get(process)
                 role = _ancestor(process, processes, roles) or (known.role if known else self._by_session(process.pid))
@@ -84,6 +86,12 @@ class Family:
     def _remember_session(self, pid: int, role: str) -> None:
         with suppress(ProcessLookupError):
             self._sessions[os.getsid(pid)] = role
+
+
+def _bury(pid: int) -> None:
+    """Reap an orphan that was handed to us and has ended, lest they pile up; one with living parents is theirs."""
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
 
 
 def _ancestor(process: psutil.Process, processes: Mapping[int, psutil.Process], roles: Mapping[int, str]) -> str | None:

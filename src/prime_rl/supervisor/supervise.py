@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prime_rl.errors import RunError
 from prime_rl.supervisor.children import Child, Role, end_all, end_orphans
 from prime_rl.supervisor.events import Events
 from prime_rl.supervisor.family import Family
@@ -94,6 +95,9 @@ async def supervise(
         try:
             run.start()
             outcome = await run.until_over()
+        except RunError as error:
+            run.events.add("failed", "rl", detail=str(error))
+            raise
         finally:
             left = await end_all(run.children, limits.grace, limits.kill, hurry) if run.children else []
     return Outcome(outcome.culprit, outcome.code, outcome.reason, outcome.stopped_by, tuple(left))
@@ -133,7 +137,7 @@ class _Run:
         stopped: asyncio.Future[signal.Signals],
     ) -> None:
         self.children: list[Child] = []
-        self._roles, self._limits, self._events, self._stopped = roles, limits, events, stopped
+        self._roles, self._limits, self.events, self._stopped = roles, limits, events, stopped
         self._lookout = lookout
         self._family = lookout.family if lookout else Family()
         self._used = dict.fromkeys((role.name for role in roles), 0)
@@ -159,10 +163,10 @@ class _Run:
             await asyncio.wait(watched, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if self._stopped.done():
                 number = self._stopped.result()
-                self._events.add("finished", "rl", detail=f"stopped by {number.name}")
+                self.events.add("finished", "rl", detail=f"stopped by {number.name}")
                 return Outcome(stopped_by=number)
             if self._all_done():
-                self._events.add("finished", "rl")
+                self.events.add("finished", "rl")
                 return Outcome()
             if (outcome := await self._mend()) is not None:
                 return outcome
@@ -215,7 +219,8 @@ class _Run:
         left = self._left(role) - 1
         self._used[role.name] += 1
         number = f"restart {role.restarts - left} of {role.restarts}"
-        self._start_again(index, f"{role.name} {how(code)}; {number}", left)
+        why = f": {why}" if (why := self._why(role)) else ""
+        self._start_again(index, f"{role.name} {how(code)}{why}; {number}", left)
 
     def _start_again(self, index: int, why: str, left: int | None = None) -> None:
         role = self.children[index].role
@@ -228,7 +233,7 @@ class _Run:
         """Kill those who do nothing any more. Returns whose launcher goes on in vain, as the input is bad."""
         for one in self._lookout.look(self._alive()) if self._lookout else ():
             self._reasons[one.role] = time.monotonic(), one.why
-            self._events.add("killed", one.name, one.pid, role=one.role, detail=one.why, say=f"killed: {one.why}")
+            self.events.add("killed", one.name, one.pid, role=one.role, detail=one.why, say=f"killed: {one.why}")
             kill(one.pid)
         for child in self.children:
             if child.ended.done():
@@ -236,20 +241,20 @@ class _Run:
             told = child.role.told()
             if told is not None and told["code"] == _BAD_INPUT and child.role.restarts:
                 return child
-            self._note_launcher(child, told["message"] if told else None)
+            self._note_launcher(child)
         return None
 
-    def _note_launcher(self, child: Child, why: str | None) -> None:
+    def _note_launcher(self, child: Child) -> None:
         """Say so, if the role's child has started processes of its own again."""
         role = child.role
         if (times := role.restarted()) <= self._by_launcher[role.name]:
             return
         self._by_launcher[role.name] = times
-        role.error.unlink(missing_ok=True)
-        why = self._reason(role) or why
+        why = self._why(role)
+        role.error.unlink(missing_ok=True)  # the next one's is another
         number = f"restart {role.restarts - self._left(role)} of {role.restarts}"
         detail = f"{number}, by its launcher" + (f": {why}" if why else "")
-        self._events.add("restarted", role.name, child.pid, role=role.name, detail=detail, say=f"{role.name}: {detail}")
+        self.events.add("restarted", role.name, child.pid, role=role.name, detail=detail, say=f"{role.name}: {detail}")
 
     def _alive(self) -> dict[int, str]:
         return {child.pid: child.role.name for child in self.children if not child.ended.done()}
@@ -259,15 +264,20 @@ class _Run:
         when, why = self._reasons.get(role.name, (float("-inf"), ""))
         return why if time.monotonic() - when < _REASON_S else None
 
+    def _why(self, role: Role) -> str | None:
+        """What ended the role: why it was killed, or what it said itself."""
+        told = role.told()
+        return self._reason(role) or (told["message"] if told else None)
+
     def _give_up(self, child: Child, code: int | None) -> Outcome:
         if child.ended.done():
             self._say_ended(child)
-        self._events.add("failed", child.role.name, child.pid, role=child.role.name, code=code, detail=how(code))
+        self.events.add("failed", child.role.name, child.pid, role=child.role.name, code=code, detail=how(code))
         return Outcome(child.role, code, self._reason(child.role))
 
     def _say_started(self, child: Child, why: str | None = None) -> None:
         role = child.role
-        self._events.add(
+        self.events.add(
             "started" if why is None else "restarted",
             role.name,
             child.pid,
@@ -277,9 +287,9 @@ class _Run:
         )
 
     def _say_ended(self, child: Child) -> None:
-        role, told = child.role, child.role.told()
-        why = self._reason(role) or (told["message"] if told else None)
-        self._events.add("ended", role.name, child.pid, role=role.name, code=child.ended.result(), detail=why)
+        role = child.role
+        code = child.ended.result()
+        self.events.add("ended", role.name, child.pid, role=role.name, code=code, detail=self._why(role))
 
 
 def how(code: int | None) -> str:

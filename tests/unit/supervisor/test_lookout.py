@@ -1,6 +1,8 @@
 """Who is held to be stopped, silent or stuck, and what `rl` starts again, without a process."""
 
 import json
+import os
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ from prime_rl.run.checkpoints import Resume, write_resume
 from prime_rl.run.heartbeat import Beat, Life, Limits, State, Verdict
 from prime_rl.run.paths import RunPaths
 from prime_rl.supervisor.events import Events
-from prime_rl.supervisor.family import Member
+from prime_rl.supervisor.family import Family, Member
 from prime_rl.supervisor.lookout import Lookout, Stops
 from prime_rl.supervisor.roles import make_roles
 
@@ -120,6 +122,17 @@ def test_ends_are_reported_of_those_that_lasted(scene):
     scene.look([child, RANK, WORKER, passing], [alive])
     scene.look([])
     assert sorted(scene.events) == [("ended", "orchestrator/7"), ("ended", "trainer_0")]
+
+
+def test_orphans_that_were_handed_to_us_do_not_pile_up():
+    """Our own children, whose exit codes are asked for elsewhere, are left alone."""
+    orphan, child = (subprocess.Popen(["true"]) for _ in range(2))
+    for process in (orphan, child):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    Family().look({child.pid: "trainer"})
+    with pytest.raises(ChildProcessError):
+        os.waitpid(orphan.pid, os.WNOHANG)
+    assert os.waitpid(child.pid, os.WNOHANG)[0] == child.pid
 
 
 def test_a_full_disk_ends_nothing(tmp_path):
