@@ -227,4 +227,8 @@ def test_error_file_keeps_the_first_error(tmp_path, monkeypatch):
 
     fail(ConfigError("first"))
     fail(RunError("second"))
-    assert json.loads((tmp_path / "error.json").read_text()) == {"code": 2, "message": "first"}
+    told = json.loads((tmp_path / "error.json").read_text())
+    assert (told["code"], told["message"]) == (2, "first")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    fail(RunError("of a later attempt"))
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == "of a later attempt"
