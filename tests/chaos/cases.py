@@ -119,7 +119,9 @@ def _orchestrator() -> Iterator[Point]:
     yield from _points(of, "write", r"ledger/branch_\d+\.jsonl", "before half after", "write to the ledger", count=3)
     yield from _points(of, "rename", r"spool/group_\d+\.msgpack", "before after", "rename of a spooled group", count=5)
     yield from _points(of, "mkdir", rf"{CHECKPOINT}/\.tmp-orchestrator", "after", "directory of its checkpoint")
-    yield from _points(of, "create", rf"{CHECKPOINT}/\.tmp-orchestrator/manifest\.json", "before", "its manifest")
+    yield from _points(
+        of, "create", rf"{CHECKPOINT}/\.tmp-orchestrator/manifest\.json", "before", "manifest of its checkpoint"
+    )
     yield from _points(of, "rename", rf"{CHECKPOINT}/orchestrator", "before after", "rename of its checkpoint")
     yield from _points(of, "call", r"client\.stage", "before after", "staging of a version")
     yield from _points(of, "call", r"client\.switch", "before after", "switch to a version")
