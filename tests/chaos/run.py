@@ -77,7 +77,7 @@ class Campaign:
         outcomes = Counter(p.outcome for p in real)
         verdicts = [verdict for _, verdict in self.verdicts]
         detected = [s for p in real for s in p.detected_s]
-        seconds = [p.seconds for p in real if p.outcome is not Outcome.MISSED]
+        seconds = [p.seconds for p in real if p.outcome is Outcome.RECOVERED]
         calm = self.undisturbed.get(False)
         return {
             "cases": len(real),
@@ -94,8 +94,8 @@ class Campaign:
             "detected": len(detected),
             "detect_p50_s": _percentile(detected, 50),
             "detect_p99_s": _percentile(detected, 99),
-            "case_p50_s": _percentile(seconds, 50),
-            "case_max_s": _percentile(seconds, 100),
+            "recover_p50_s": _percentile(seconds, 50),
+            "recover_max_s": _percentile(seconds, 100),
             "runs": len(self.verdicts),
             "identical_runs": sum(v.weights == self._calm_weights(p) for p, v in self.verdicts if _is_exact(p)),
             "final_reward_undisturbed": calm.final_reward if calm else None,
@@ -161,7 +161,9 @@ class Runner:
         self._console.print(f"{session.root.name}: {', '.join(words)}", style="bold")
         for played in session.played:
             detected = ", ".join(f"{seconds:.2f}" for seconds in played.detected_s) or "-"
-            line = f"  {played.outcome}: {played.case.name}; noticed after {detected} s, {played.seconds:.1f} s"
+            line = (
+                f"  {played.outcome}: {played.case.name}; noticed after {detected} s, over after {played.seconds:.1f} s"
+            )
             self._console.print(line + (f"; {played.why}" if played.why else ""), markup=False, soft_wrap=True)
         for problem in (*session.problems, *verdict.problems):
             self._console.print(f"  ! {problem} ({session.root})", markup=False, soft_wrap=True)

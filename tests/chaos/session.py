@@ -57,7 +57,7 @@ class Played:
         outcome: how it ended.
         kills: that were carried out.
         detected_s: from each kill until it was noticed, where that is told.
-        seconds: that the case took.
+        seconds: from the last kill until the whole run had gone on.
         why: what is to be said of it.
     """
 
@@ -115,11 +115,8 @@ class Session:
             for case in self.plan.cases:
                 played = Played(case)
                 self.played.append(played)
-                begun, self._in_case = time.monotonic(), True
-                try:
-                    self._play(played)
-                finally:
-                    played.seconds = time.monotonic() - begun
+                self._in_case = True
+                self._play(played)
                 self._in_case = False
             self._arm(None)
             self._deadline = time.monotonic() + 2 * self._deadline_s
@@ -148,11 +145,13 @@ class Session:
             played.outcome = Outcome.RECOVERED if played.outcome is Outcome.MISSED else played.outcome
             self._kills.append(json.loads(marker.read_text()))
             played.kills += 1
+            struck = time.monotonic()
         enough, starts = self._enough(), self._starts + self._has_to_end(played.case.faults[-1])
         self._until(
             lambda: self._starts >= starts and self._steps() >= enough, f"{enough} steps after the kill", played
         )
         self._note_detections(played)
+        played.seconds = time.monotonic() - struck
 
     def _enough(self) -> int:
         """Steps that the trainer cannot do unless the whole run goes on: more than there are batches for by now, and
@@ -173,9 +172,9 @@ class Session:
             if time.monotonic() > self._deadline:
                 raise _Hung(f"waited for {what}")
             code = self._rl.poll()
+            if code is not None and holds():  # it came to hold just before the end
+                return
             if code == 0:
-                if holds():
-                    return
                 raise _Finished
             if code is not None:
                 starts += 1
