@@ -6,6 +6,7 @@ the orchestrator lives: that one ends its work (`Rewound`) and begins anew, as o
 """
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,8 @@ def find_beginning(config: OrchestratorConfig, check: Callable[[], None] = lambd
         ConfigError: the directory holds another run, or the checkpoint does not suit the configuration.
         RunError: the trainer did not say in time, or the checkpoint is damaged.
     """
+    if waits_for_trainer(config):
+        _clear_unfinished(config.run_paths)
     if config.restart:
         return _go_on(config, check)
     if config.bench or not _is_asked_to_resume(config):
@@ -206,6 +209,12 @@ def _has_line(file: Path) -> bool:
 
 def _batches(paths: RunPaths) -> list[Path]:
     return [paths.rollouts(step) for step in steps_in(paths.rollouts_dir)]
+
+
+def _clear_unfinished(paths: RunPaths) -> None:
+    """Delete the batches that a process has left which died while it wrote them."""
+    for leftover in paths.rollouts_dir.glob(".tmp-step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _refuse_earlier_run(paths: RunPaths) -> None:

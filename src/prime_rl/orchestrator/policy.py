@@ -23,6 +23,7 @@ from loguru import logger
 
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.engine import EngineError, EngineLost, LoadedPolicy
+from prime_rl.orchestrator.joining import bring_up
 from prime_rl.orchestrator.publications import Publications
 from prime_rl.orchestrator.server import Published, Server, VersionRefused
 from prime_rl.orchestrator.tasks import end_tasks, pause
@@ -34,8 +35,6 @@ _LEASE_RENEWAL_S = 2.0
 _MOST_FAILED_SWITCHES = 3
 """In a row on one server, by a fault of its own; more, and the run ends with what it says."""
 _PROBE_S = 0.25
-_MOST_STARTS = 10
-"""How often a server may die while it is brought to the version that the run begins with."""
 
 
 class Policy:
@@ -153,8 +152,13 @@ class Policy:
                 f"(orchestrator.on_refused_weights = keep, version {self.version} is sampled from)"
             )
 
-    async def start(self, timeout_s: float, version: PolicyVersion | None = None) -> None:
-        """Wait until every server answers, lease it, and bring it to a published version, or to the base model.
+    async def start(self, timeout_s: float, version: PolicyVersion | None = None, goes_on: bool = False) -> None:
+        """Wait until the servers answer, lease them, and bring them to a published version, or to the base model.
+
+        Args:
+            timeout_s: longest wait for one.
+            version: what is published; None is the base model.
+            goes_on: the run began before, so that one server is enough.
 
         Raises:
             RunError: a server did not answer within `timeout_s` seconds, another run holds it, or it refuses `version`.
@@ -165,25 +169,7 @@ class Policy:
             if published.version != version:
                 raise RunError(f"{published.directory} holds version {published.version}, not {version}")
             self._latest = version.step
-        for server in self.servers:
-            await server.until_reachable(timeout_s)
-            loaded = await self._bring_to(server, published)
-            server.version, server.up = loaded.version, True
-            logger.info("inference at {} samples from {} ({})", server.engine.url, loaded.version, loaded.hash)
-
-    async def _bring_to(self, server: Server, published: Published | None) -> LoadedPolicy:
-        """Lease a server and bring it to a version, or to the base model; one that dies meanwhile may come back."""
-        for _ in range(_MOST_STARTS):
-            try:
-                loaded = await server.engine.reset()
-                if published is not None:
-                    async with server.steering:
-                        loaded = await server.load(published)
-                return loaded
-            except EngineLost as error:
-                logger.warning("{}; waiting for it to come back", error)
-                await server.until_reachable(self._reconnect_s)
-        raise EngineLost(f"inference at {server.engine.url} has died {_MOST_STARTS} times while it was set up")
+        await bring_up(self.servers, published, timeout_s, self._reconnect_s, goes_on)
 
     async def watch(self, stop: asyncio.Event) -> None:
         """Switch to every newest version as it is published, until `stop` is set.
