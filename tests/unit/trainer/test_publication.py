@@ -1,6 +1,7 @@
 """Training goes on while a version is written; I4: whatever happens, a version is whole or absent, and none is lost."""
 
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -371,3 +372,19 @@ def test_a_version_that_a_hanging_disk_does_not_take_ends_training_at_its_deadli
         assert not thread.is_alive()
     slow_disk.written.release()
     wait_for(weights / "step_1", PATIENCE_S, "the disk")
+
+
+def test_a_disk_that_is_really_full_leaves_nothing_and_is_told_with_file_and_room(tiny, world, weights):
+    training = Training(tiny, world)
+    earlier = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, earlier[1]))
+    try:
+        with pytest.raises(
+            RunError, match=r"cannot publish .*step_1: File too large: .*model\.safetensors \(.* MiB free"
+        ):
+            training.publisher.publish(weights / "step_1", PolicyVersion(0, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, earlier)
+    assert list(weights.iterdir()) == []
+    training.publisher.publish(weights / "step_1", PolicyVersion(0, 1))
+    assert steps_in(weights) == [1]
