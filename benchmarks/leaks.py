@@ -48,6 +48,8 @@ SPARE_STEPS = 10
 """Steps that the run would have gone on for."""
 WINDOW = 10
 """Steps whose samples are put together, at both ends."""
+SEEN_LIMIT = 0.8
+"""Share of the steps that must have been seen: on a busy machine one look may find two steps done."""
 _MB = 1e6
 
 
@@ -59,6 +61,14 @@ class Sample:
     uss: float
     files: int
     threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All processes, by process id, when `step` steps were done."""
+
+    step: int
+    processes: Mapping[int, Sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +92,15 @@ def main() -> int:
     arguments = parse_arguments()
     directory = arguments.output_dir.resolve()
     shutil.rmtree(directory, ignore_errors=True)
-    samples, names = measure(RunPaths(directory), arguments.steps, arguments.overrides)
-    rows = summarise(samples, names, arguments.warmup)
-    missed = missed_limits(rows, samples, names, arguments.warmup, arguments.steps)
-    show(rows, len(samples))
+    looks, names = measure(RunPaths(directory), arguments.steps, arguments.overrides)
+    rows = summarise(looks, names, arguments.warmup)
+    missed = missed_limits(rows, looks, names, arguments.warmup, arguments.steps)
+    show(rows, len(looks))
     for line in missed:
         print(f"missed: {line}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report(rows, samples, names, missed, arguments), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(report(rows, looks, missed, arguments), indent=1) + "\n")
     return 1 if missed else 0
 
 
@@ -123,11 +133,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def measure(paths: RunPaths, steps: int, overrides: Sequence[str]) -> tuple[list[dict[int, Sample]], dict[int, str]]:
+def measure(paths: RunPaths, steps: int, overrides: Sequence[str]) -> tuple[list[Look], dict[int, str]]:
     """Run `rl` and look at all its processes after each step.
 
     Returns:
-        For each step the samples by process id, and what each process is called.
+        A look for each step, and what each process is called.
 
     Raises:
         RuntimeError: the run failed.
@@ -135,13 +145,13 @@ def measure(paths: RunPaths, steps: int, overrides: Sequence[str]) -> tuple[list
     log = paths.root.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [str(Path(sys.executable).with_name("rl")), "@", str(RECIPE), *overrides]
-    samples: list[dict[int, Sample]] = []
+    looks: list[Look] = []
     names: dict[int, str] = {}
     with log.open("w") as output:
         run = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
             for done in steps_of(paths, run):
-                samples.append(look(run.pid, paths, names))
+                looks.append(Look(done, look(run.pid, paths, names)))
                 print(f"\rstep {done} of {steps}", end="", flush=True)
                 if done >= steps:
                     break
@@ -149,9 +159,9 @@ def measure(paths: RunPaths, steps: int, overrides: Sequence[str]) -> tuple[list
         finally:
             run.terminate()
             code = run.wait()
-    if len(samples) < steps // 2 or code not in (0, 143):
-        raise RuntimeError(f"the run ended with {code} after {len(samples)} samples; see {log}")
-    return samples, names
+    if not looks or looks[-1].step < steps or code not in (0, 143):
+        raise RuntimeError(f"the run ended with {code} after {len(looks)} looks; see {log}")
+    return looks, names
 
 
 def steps_of(paths: RunPaths, run: "subprocess.Popen[bytes]") -> Iterator[int]:
@@ -191,9 +201,10 @@ def command_of(process: psutil.Process) -> str:
     return Path(line[0]).name if line and line[0] else process.name()
 
 
-def summarise(samples: Sequence[Mapping[int, Sample]], names: Mapping[int, str], warmup: int) -> list[Row]:
+def summarise(looks: Sequence[Look], names: Mapping[int, str], warmup: int) -> list[Row]:
     """Reduce the samples to one row for each process that was there from the warm-up to the end, the largest first."""
-    first, last = samples[warmup : warmup + WINDOW], samples[-WINDOW:]
+    first = [look.processes for look in looks if warmup <= look.step < warmup + WINDOW]
+    last = [look.processes for look in looks if look.step > looks[-1].step - WINDOW]
     lasting = set.intersection(*(set(sample) for sample in (*first, *last)))
     rows = [_row(pid, names[pid], [s[pid] for s in first], [s[pid] for s in last]) for pid in lasting]
     return sorted(rows, key=lambda row: -row.memory_last)
@@ -211,7 +222,7 @@ def _row(pid: int, name: str, first: Sequence[Sample], last: Sequence[Sample]) -
 
 
 def missed_limits(
-    rows: Sequence[Row], samples: Sequence[Mapping[int, Sample]], names: Mapping[int, str], warmup: int, steps: int
+    rows: Sequence[Row], looks: Sequence[Look], names: Mapping[int, str], warmup: int, steps: int
 ) -> list[str]:
     """Name what missed a limit."""
     missed = [
@@ -220,16 +231,17 @@ def missed_limits(
         for row in rows
         if row.leaks
     ]
-    there = set(samples[warmup]) - {row.pid for row in rows}
+    begin = next(look for look in looks if look.step >= warmup)
+    there = set(begin.processes) - {row.pid for row in rows}
     missed += [f"{names[pid]} (pid {pid}) did not live to the end" for pid in sorted(there)]
-    if len(samples) < steps - WINDOW:  # some steps are so close to each other that one look sees two
-        missed.append(f"only {len(samples)} of {steps} steps were seen")
+    if len(looks) < SEEN_LIMIT * steps:
+        missed.append(f"only {len(looks)} of {steps} steps were seen")
     return missed
 
 
 def show(rows: Sequence[Row], seen: int) -> None:
     """Print the table."""
-    table = Table(title=f"{seen} samples", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=f"{seen} looks", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for title in ("process", "memory, MB", "growth", "private, MB", "files", "threads"):
         table.add_column(title, justify="left" if title == "process" else "right", no_wrap=True)
     for row in rows:
@@ -246,14 +258,15 @@ def show(rows: Sequence[Row], seen: int) -> None:
 
 def report(
     rows: Sequence[Row],
-    samples: Sequence[Mapping[int, Sample]],
-    names: Mapping[int, str],
+    looks: Sequence[Look],
     missed: Sequence[str],
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """All figures; of each process that counts its whole curve."""
     curves = {
-        row.name + f" ({row.pid})": [round(sample[row.pid].rss, 1) for sample in samples if row.pid in sample]
+        row.name + f" ({row.pid})": [
+            round(look.processes[row.pid].rss, 1) for look in looks if row.pid in look.processes
+        ]
         for row in rows
     }
     return {
@@ -262,8 +275,8 @@ def report(
         "steps": arguments.steps,
         "warmup": arguments.warmup,
         "rollouts": arguments.rollouts,
-        "samples": len(samples),
-        "limits": {"growth": GROWTH_LIMIT, "files": FILES_LIMIT},
+        "looks": len(looks),
+        "limits": {"growth": GROWTH_LIMIT, "files": FILES_LIMIT, "seen": SEEN_LIMIT},
         "missed": list(missed),
         "processes": [asdict(row) for row in rows],
         "rss_mb": curves,
