@@ -125,7 +125,8 @@ class Orchestrator:
             RunError: a wait passed its deadline, inference is gone, or the environment fails all the time.
             Rewound: the trainer has begun a newer branch; the lease is kept for it.
         """
-        start = self._policy.start(self._config.wait_timeout_seconds, self._beginning.version)
+        config, version = self._config, self._beginning.version
+        start = self._policy.start(config.wait_timeout_seconds, version, goes_on=config.restart)
         await self._vigil.start(start, INFERENCE)
         lease_stays = False
         try:
