@@ -15,7 +15,8 @@ from prime_rl.run.paths import RunPaths
 _LITTLE_ROOM = 100 * 2**20
 _FATAL = ("failed", "finished")
 _NOTABLE = ("restarted", "killed", "stopped", "silent", "stuck", "traced")
-_DEAF = (State.STOPPED, State.DEAD, State.STUCK, State.SILENT)
+DEAF = (State.STOPPED, State.DEAD, State.STUCK, State.SILENT)
+"""Who waits for such a process may wait for ever; the surest first."""
 
 
 class RunState(StrEnum):
@@ -62,7 +63,7 @@ class Process:
     @property
     def deaf(self) -> bool:
         """Who waits for it may wait for ever."""
-        return self.state in _DEAF
+        return self.state in DEAF
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +194,9 @@ def _problems(
 def _losses(facts: Facts, processes: Sequence[Process], chain: Sequence[Process]) -> Iterator[Problem]:
     """Who does not get on: the end of the chain first, then by how sure it is."""
     named = {process.pid for process in processes if process.deaf}
-    grave = [*_DEAF]
     lost = [process for process in processes if process.deaf]
     last = chain[-1].name if chain else None
-    for process in sorted(lost, key=lambda p: (p.name != last, grave.index(p.state))):
+    for process in sorted(lost, key=lambda p: (p.name != last, DEAF.index(p.state))):
         log = f", log {process.log}" if process.log else ""
         hint = f"`kill -CONT {process.pid}` lets it go on" if process.state is State.STOPPED else None
         yield Problem(f"{_who(process)} {process.why}; phase {process.phase!r}{log}", process.name, hint)

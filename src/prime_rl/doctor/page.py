@@ -1,5 +1,6 @@
 """A diagnosis on one screen, and as JSON. What others wrote is shown, never obeyed (`prime_rl.plain`)."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.doctor.diagnosis import Diagnosis, Process
+from prime_rl.doctor.diagnosis import DEAF, Diagnosis, Process
 from prime_rl.doctor.facts import Facts
 from prime_rl.doctor.words import duration, size
 from prime_rl.plain import visible
@@ -16,6 +17,8 @@ from prime_rl.run.heartbeat import State
 FORMAT = "prime_rl.doctor/1"
 _EVENTS = 8
 _FOLDERS = 4
+_ALIKE = 4
+"""Processes of one role that are shown one by one as long as nothing is wrong with them."""
 _STYLE = {State.ALIVE: "green", State.ENDED: "dim", State.SILENT: "yellow"}
 
 
@@ -92,11 +95,18 @@ def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def _processes(processes: Sequence[Process]) -> Table:
     table = Table("process", "pid", "node", "state", "phase", "for", "waits for", box=None, padding=(0, 2, 0, 2))
+    alike = Counter[tuple[str, State]]()
     for p in processes:
+        alike[p.role, p.state] += 1
+        if not p.deaf and alike[p.role, p.state] > _ALIKE:
+            continue
         state = Text(str(p.state), _STYLE.get(p.state, "red"))
         phase_s = "" if p.state is State.ENDED else duration(p.phase_s)
         words = (p.phase, phase_s, p.waiting_for or "")
         table.add_row(p.name, str(p.pid), visible(p.host), state, *map(visible, words))
+    for (role, same), count in alike.items():
+        if same not in DEAF and count > _ALIKE:
+            table.add_row(f"{count - _ALIKE} more of {role}", "", "", Text(str(same), _STYLE.get(same, "")), "", "", "")
     return table
 
 

@@ -1,13 +1,15 @@
 """What is said of made-up runs: who is to blame, who waits for whom, and when nothing is wrong."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from prime_rl.doctor.diagnosis import RunState, diagnose, is_settled
 from prime_rl.doctor.facts import Disk, Facts, Halted, Settings
-from prime_rl.doctor.page import as_json, chain
+from prime_rl.doctor.page import as_json, chain, show
 from prime_rl.run.checkpoints import Commit, Resume
 from prime_rl.run.heartbeat import Beat, Life, State, Verdict
 
@@ -186,6 +188,17 @@ def test_json_says_the_same():
     assert told["chain"] == ["trainer_0", "orchestrator", "inference"]
     assert told["steps"] == {"trained": 12, "shipped": 13, "max_steps": 60, "published": 12, "sampled_from": 11.0,
                              "staleness": 1, "async_level": 2}  # fmt: skip
+
+
+def test_a_thousand_ranks_fit_on_a_screen():
+    ranks = [verdict(replace(beat(f"trainer_{n}", "step 3"), pid=100 + n)) for n in range(1000)]
+    ranks[700] = replace(ranks[700], state=State.SILENT, why="has been silent for 7 s")
+    console = Console(file=io.StringIO(), width=160, markup=False)
+    show(diagnose(replace(RUN, verdicts=(*ranks, RL))), console)
+    shown = console.file.getvalue()
+    assert "trainer_3" in shown and "trainer_700" in shown and "trainer_500" not in shown
+    assert "995 more of trainer" in shown
+    assert len(shown.splitlines()) < 20
 
 
 def test_watching_goes_on_while_somebody_says_nothing():
