@@ -14,7 +14,7 @@ from prime_rl.configs.shared import HeartbeatConfig
 from prime_rl.doctor.diagnosis import Diagnosis, RunState, diagnose, is_settled
 from prime_rl.doctor.facts import is_run, read_facts, read_toml
 from prime_rl.doctor.page import as_json, show
-from prime_rl.run.heartbeat import Limits, Watch, read_beats
+from prime_rl.run.heartbeat import Limits, State, Watch, read_beats
 from prime_rl.run.paths import RunPaths
 
 _LOOK_S = 1.0
@@ -61,7 +61,8 @@ def examine(paths: RunPaths) -> Diagnosis:
     verdicts = watch.look()
     longest = int((limits.silence_s + 1) / _LOOK_S) + 1
     for look in range(longest if first else 0):
-        if look >= _LOOKS and is_settled(first, verdicts):
+        over = all(verdict.state in (State.ENDED, State.DEAD) for verdict in verdicts)
+        if over or (look >= _LOOKS and is_settled(first, verdicts)):
             break
         time.sleep(_LOOK_S)  # a heartbeat is watched as it beats: silence has no event
         verdicts = watch.look()
