@@ -6,7 +6,9 @@ is bounded by one deadline a case; what passes it is a hang, and all processes o
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -23,7 +25,6 @@ from prime_rl.run.checkpoints import read_resume
 from prime_rl.run.paths import RunPaths, steps_in
 from tests.chaos.cases import INTERVAL, STEPS, Case, Fault, Plan
 from tests.support.command import alive, clean_environment, executable
-from tests.support.server import free_port
 
 HERE = Path(__file__).parent
 BATCH_SIZE, GROUP = 8, 2
@@ -298,8 +299,16 @@ def settings(plan: Plan, run: Path, model: Path) -> dict[str, Any]:
             "filter_zero_advantage": plan.filtered,
             "wait_timeout_seconds": wait_s,
         },
-        "inference": {"server": {"port": free_port()}, "lease_seconds": 10, "model": {"max_model_len": 64}},
+        "inference": {"server": {"port": _port()}, "lease_seconds": 10, "model": {"max_model_len": 64}},
     }
+
+
+def _port() -> int:
+    """A free port that the kernel gives to nobody else: the server is started on it more than once."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
+            return int(probe.getsockname()[1])
 
 
 def _is_whole(marker: Path) -> bool:
