@@ -127,7 +127,14 @@ class Orchestrator:
         """
         config, version = self._config, self._beginning.version
         start = self._policy.start(config.wait_timeout_seconds, version, goes_on=config.restart)
-        await self._vigil.start(start, INFERENCE)
+        try:
+            await self._vigil.start(start, INFERENCE)
+            await self._work_leased()
+        finally:
+            await self._end_writing()
+            await self._close_ledger()
+
+    async def _work_leased(self) -> None:
         lease_stays = False
         try:
             await self._work()
@@ -137,8 +144,6 @@ class Orchestrator:
         finally:
             if not lease_stays:
                 await self._policy.release()
-            await self._end_writing()
-            await self._close_ledger()
 
     async def _work(self) -> None:
         stop = asyncio.Event()
