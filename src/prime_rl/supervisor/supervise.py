@@ -39,12 +39,14 @@ class Limits:
         spread: to look for the true culprit after the first failure, since a death makes others fail. A server whose
             engine has died needs two, and its clients fail at once.
         straggle: for the others that finish, once the role that does the last of the work has ended.
+        start: more of that for one that was started again, and has to load everything first.
     """
 
     grace: float = 5.0
     kill: float = 4.0
     spread: float = 4.0
     straggle: float = 60.0
+    start: float = 240.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,8 @@ class _Run:
         self._by_launcher = {role.name: role.restarted() for role in roles}
         self._before = dict(self._by_launcher)
         self._reasons: dict[str, tuple[float, str]] = {}
+        self._said: set[int] = set()
+        self._again: set[int] = set()
         self._look_due = time.monotonic() + LOOK_S
 
     def start(self) -> None:
@@ -165,6 +169,9 @@ class _Run:
                 number = self._stopped.result()
                 self.events.add("finished", "rl", detail=f"stopped by {number.name}")
                 return Outcome(stopped_by=number)
+            for child in self.children:
+                if child.ended.done() and not _failed(child):
+                    self._say_ended(child)
             if self._all_done():
                 self.events.add("finished", "rl")
                 return Outcome()
@@ -178,8 +185,9 @@ class _Run:
                 straggling = None
                 continue
             straggling = straggling or time.monotonic()
-            if time.monotonic() - straggling > self._limits.straggle:
-                late = next(child for child in self.children if child.role.finishes and not child.ended.done())
+            late = next(child for child in self.children if child.role.finishes and not child.ended.done())
+            patience = self._limits.straggle + (self._limits.start if late.pid in self._again else 0.0)
+            if time.monotonic() - straggling > patience:
                 return self._give_up(late, None)
 
     def _all_done(self) -> bool:
@@ -227,6 +235,7 @@ class _Run:
         if role.again is not None:
             role = role.again(self._left(role) if left is None else left)
         self.children[index] = Child.start(role, why)
+        self._again.add(self.children[index].pid)
         self._say_started(self.children[index], why)
 
     def _look(self) -> Child | None:
@@ -287,9 +296,10 @@ class _Run:
         )
 
     def _say_ended(self, child: Child) -> None:
-        role = child.role
-        code = child.ended.result()
-        self.events.add("ended", role.name, child.pid, role=role.name, code=code, detail=self._why(role))
+        role, code = child.role, child.ended.result()
+        if child.pid not in self._said:
+            self._said.add(child.pid)
+            self.events.add("ended", role.name, child.pid, role=role.name, code=code, detail=self._why(role))
 
 
 def how(code: int | None) -> str:

@@ -183,6 +183,7 @@ def test_finished_work_that_is_undone_is_done_again(start):
     code, output = run.end()
     assert code == 0, output
     assert "orchestrator is called back" in output
+    assert [e["code"] for e in happened(run, "ended", "orchestrator")] == [0, 0]
 
 
 def test_who_needs_time_to_end_gets_it(start):
