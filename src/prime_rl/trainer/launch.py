@@ -4,6 +4,7 @@ Whoever is killed says nothing, and what is heard of the ranks that lost it is t
 where memory runs out: it counts that, so that it can be told.
 """
 
+import os
 import signal
 import sys
 
@@ -12,12 +13,14 @@ from torch.distributed.run import main as torchrun
 
 from prime_rl.errors import record_cause
 from prime_rl.run.surroundings import how_it_died, oom_kills
+from prime_rl.supervisor.process import LAUNCHER
 from prime_rl.trainer.loopback import stay_on_this_machine
 
 
 def main() -> None:
     """Run torchrun; exit code 1 where a rank has failed."""
     kills = oom_kills()
+    os.environ[LAUNCHER] = str(os.getpid())  # the ranks die with this process
     if "--standalone" in sys.argv:
         sys.argv[1:1] = stay_on_this_machine()
     try:

@@ -12,13 +12,14 @@ from prime_rl.logs import set_up_logging
 from prime_rl.run.heart import Heartbeat
 from prime_rl.run.heartbeat import forget
 from prime_rl.run.paths import RunPaths, steps_in
-from prime_rl.supervisor.process import follow_parent, is_supervised
+from prime_rl.supervisor.process import LAUNCHER, follow_parent, is_supervised
 
 
 def start_process(log: LogConfig) -> None:
     """Prepare this process; ranks of one trainer and a lone trainer alike."""
     if is_supervised():
-        follow_parent()
+        launcher = os.environ.get(LAUNCHER)
+        follow_parent(int(launcher) if launcher else None)
     set_up_logging(log)
     disable_progress_bar()
     # One thread unless the user says otherwise: results are then the same everywhere, and the sampler, which shares

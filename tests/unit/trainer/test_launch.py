@@ -10,6 +10,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from prime_rl.run import surroundings
+from prime_rl.supervisor.process import LAUNCHER
+from prime_rl.trainer import launch
 from prime_rl.trainer.launch import cause_of
 
 
@@ -44,6 +46,24 @@ def test_a_kill_that_the_kernel_counts_is_told_as_such(tmp_path, monkeypatch):
     monkeypatch.setattr(surroundings, "oom_kills", lambda: 4)
     assert "the kernel has meanwhile killed for want of memory" in (cause_of(failed(r0=(-9, 1)), kills=3) or "")
     assert "perhaps" in (cause_of(failed(r0=(-9, 1)), kills=4) or "")
+
+
+def test_ranks_are_told_who_starts_them(monkeypatch):
+    told = []
+    monkeypatch.setenv(LAUNCHER, "")
+    monkeypatch.setattr(sys, "argv", ["launch"])
+    monkeypatch.setattr(launch, "torchrun", lambda: told.append(os.environ[LAUNCHER]))
+    launch.main()
+    assert told == [str(os.getpid())]
+
+
+def test_a_rank_whose_torchrun_is_gone_by_the_end_of_its_imports_ends():
+    """The next one to start on this directory would find it at work."""
+    program = "import sys; from prime_rl.supervisor.process import follow_parent; follow_parent(int(sys.argv[1]))"
+    for parent, code in ((os.getpid(), 0), (1, 1)):
+        done = subprocess.run([sys.executable, "-c", program, str(parent)], capture_output=True, timeout=60)
+        assert done.returncode == code, done.stderr
+    assert b"the process that started this one is gone" in done.stderr
 
 
 @pytest.mark.extended
