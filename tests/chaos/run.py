@@ -99,7 +99,9 @@ class Campaign:
             "runs": len(self.verdicts),
             "identical_runs": sum(v.weights == self._calm_weights(p) for p, v in self.verdicts if _is_exact(p)),
             "final_reward_undisturbed": calm.final_reward if calm else None,
-            "final_reward_worst": min((v.final_reward for v in verdicts if v.final_reward is not None), default=None),
+            "final_reward_worst": min(
+                (v.final_reward for p, v in self.verdicts if p.engine == "contract" and v.final_reward), default=None
+            ),
         }
 
     def ok(self, figures: dict[str, Any]) -> bool:
