@@ -98,7 +98,7 @@ async def _evaluate_versions(
     name, key, timeout_s = config.model.name, api_key(config.client), config.client.timeout
     run_id = f"eval of {config.output_dir.resolve()}"
     results: list[Result] = []
-    engines = [Engine(url, name, run_id, key, timeout_s) for url in config.client.urls]
+    engines = [Engine(url, name, run_id, key, timeout_s, config.client.probe_timeout) for url in config.client.urls]
     async with AsyncExitStack() as stack:
         for directory in published:
             stack.enter_context(hold(directory))

@@ -113,8 +113,8 @@ async def play_or_resume(
 
 async def look(config: Config) -> LoadedPolicy:
     """Ask what the first server samples from; it is not leased, so that it may be asked while a run uses it."""
-    url = config.client.urls[0]
-    async with Engine(url, config.model.name, "", api_key(config.client), config.client.timeout) as engine:
+    url, client = config.client.urls[0], config.client
+    async with Engine(url, config.model.name, "", api_key(client), client.timeout, client.probe_timeout) as engine:
         loaded = await engine.look()
     logger.info("{} samples from version {} ({})", url, loaded.version, loaded.hash)
     return loaded

@@ -60,7 +60,8 @@ def _eval(
     def own_servers() -> list[Engine]:
         urls = [url.rstrip("/").removesuffix("/v1") for url in block.base_url or ()]
         run_id = f"evaluations of {config.run_id or config.output_dir.resolve()}"
-        return [Engine(url, access.model, run_id, access.api_key, access.request_timeout_s) for url in urls]
+        timeout_s, probe_s = access.request_timeout_s, config.client.probe_timeout
+        return [Engine(url, access.model, run_id, access.api_key, timeout_s, probe_s) for url in urls]
 
     return Schedule(
         prefix="eval",
