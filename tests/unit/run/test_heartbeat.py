@@ -222,12 +222,15 @@ def test_a_real_process_that_is_stopped_is_told_and_then_that_it_is_gone(tmp_pat
     now = iter(range(1000))
     watch = Watch(paths, LIMITS, ("orchestrator",), clock=lambda: next(now))
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE) as process:
-        beat_of(paths, lambda beat: beat.beat > 2, name="orchestrator")
-        os.kill(process.pid, signal.SIGSTOP)
-        verdicts = [v for _ in range(12) for v in watch.look()]
-        assert verdicts[-1].state is State.STOPPED
-        assert verdicts[-1].seen
-        process.kill()
+        try:
+            beat_of(paths, lambda beat: beat.beat > 2, name="orchestrator")
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)  # a signal takes its time
+            verdicts = [v for _ in range(12) for v in watch.look()]
+            assert verdicts[-1].state is State.STOPPED
+            assert verdicts[-1].seen
+        finally:
+            process.kill()
         process.wait()
         assert [v.state for _ in range(2) for v in watch.look()][-1] is State.DEAD
     assert Watch(paths, LIMITS, ("trainer",)).look() == []

@@ -137,7 +137,7 @@ sys.exit(bool(child.wait()))
     os.kill(stopped, signal.SIGSTOP)
     log = run.wait_for_log("inference", "restart 1 of 1")
     [event] = happened(run, "stopped", f"inference/{stopped}")
-    assert event["time"] - began < 3 + 1
+    assert event["time"] - began < 30, "reported"
     assert_gone([stopped])
     assert happened(run, "killed", f"inference/{stopped}")
     second = int(run.wait_for_log("inference", "restart 1 of 1 ---\nup").split()[-1])

@@ -7,7 +7,7 @@ import pytest
 
 from prime_rl.configs import EvalConfig
 from prime_rl.configs.playing import AnyServerConfig, PlayedEnvConfig
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.shared import EnvConfig, SamplingConfig
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.evals import benchmarks
 from prime_rl.orchestrator.evals.benchmarks import BENCHMARKS, benchmark_environment
@@ -27,7 +27,7 @@ def test_what_an_environment_says_for_itself_goes_first():
     first, second = plan([own, PlayedEnvConfig(id="b")], [], SamplingConfig(max_tokens=9), 16, 2)
     assert (first.num_examples, first.rollouts, first.sampling.temperature, first.sampling.max_tokens) == (3, 8, 0.0, 9)
     assert (second.num_examples, second.rollouts, second.sampling.temperature) == (16, 2, 1.0)
-    assert set(own.plain().model_dump()) == {"id", "args", "name", "weight", "sampling", "timeout"}
+    assert set(own.plain().model_dump()) == set(EnvConfig.model_fields)
 
 
 def test_benchmarks_come_behind_with_their_own_numbers():
