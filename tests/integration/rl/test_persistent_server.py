@@ -28,7 +28,9 @@ PROMPT = [1, 4, 6, 90, 91, 86, 85, 76, 2, 6, 1, 5, 6]  # "stone", in the model's
 
 @pytest.fixture(scope="module")
 def base(server: Server) -> tuple[Any, ...]:
-    """What the server is before any run."""
+    """What the server is before any run of this file; those of other files have used it, too."""
+    until(lambda: server.policy()["run_id"] is None, "the end of the lease")
+    server.reload()
     return identity(server)
 
 
