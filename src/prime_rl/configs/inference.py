@@ -156,6 +156,10 @@ class InferenceConfig(RootConfig):
     lease_seconds: float = Field(30, gt=0)
     """Seconds after its last admin call until a run loses its lease of the server."""
 
+    engine_timeout: float = Field(300, gt=0)
+    """Longest time in which the engines may answer nothing, seconds, before they count as stuck: one step is that long,
+    on a CPU with a long prompt for example."""
+
     kv_on_switch: Literal["keep", "recompute"] = "keep"
     """KV cache of completions that a switch interrupts: kept, or computed anew by the new weights."""
 

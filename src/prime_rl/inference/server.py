@@ -154,7 +154,7 @@ async def _serve(
         )
         logger.info(f"serving {config.model.name} on port {args.port} after {time.monotonic() - started:.1f} s")
         ask = partial(client.engine_core.call_utility_all_async, "last_pause")
-        async with asking(heart, ask, config.heartbeat.timeout):
+        async with asking(heart, ask, config.engine_timeout):
             await serve_http(app, client, listener, access, args, end, policies)
     if reason := end.result():
         raise RunError(reason)

@@ -26,7 +26,7 @@ def wait_for_state(watch, state, phase="serve", timeout_s=60):
 
 def test_an_engine_that_hangs_makes_the_server_stuck_until_it_goes_on(models, tmp_path):
     paths = RunPaths(tmp_path / "run")
-    arguments = ["--output-dir", str(paths.root), "--heartbeat.timeout", "2"]
+    arguments = ["--output-dir", str(paths.root), "--engine-timeout", "2"]
     with inference_server(models.base, tmp_path / "server.log", arguments) as server:
         watch = Watch(paths, Limits(silence_s=1, timeout_s=60))
         assert wait_for_state(watch, State.ALIVE).beat.role == "inference"
