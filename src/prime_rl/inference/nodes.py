@@ -259,15 +259,14 @@ def join_head(mine: Member, address: tuple[str, int], timeout_s: float, silence_
             link = Link(socket.create_connection(address, SEND_TIMEOUT_S), f"the head at {address[0]}:{address[1]}")
         except OSError as error:
             problem = error.strerror or str(error)
-            time.sleep(_RETRY_S)  # the only sign of a port that opens is that it opens
-            continue
-        try:
-            _wait_for_welcome(link, mine, deadline, silence_s)
-            return link
-        except LinkLost as lost:
-            problem = str(lost)
-            link.close()
-            time.sleep(_RETRY_S)
+        else:
+            try:
+                _wait_for_welcome(link, mine, deadline, silence_s)
+                return link
+            except LinkLost as lost:
+                problem = str(lost)
+                link.close()
+        time.sleep(_RETRY_S)  # neither a port that opens nor a head that starts again sends an event
     raise RunError(
         f"no head at {address[0]}:{address[1]} welcomed this node within {timeout_s:.0f} s "
         f"(parallel.wait_timeout_seconds): {problem}"
