@@ -41,7 +41,7 @@ from prime_rl.run.paths import RunPaths
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs/reverse_text/cpu.toml"
 GROWTH_LIMIT = 0.05
-"""Of the issue: of the memory at the beginning of the steps that count."""
+"""Of the memory at the beginning of the steps that count."""
 FILES_LIMIT = 2
 """Connections that are open at one moment and not at another."""
 SPARE_STEPS = 10

@@ -101,7 +101,7 @@ async def play_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.shared import ClientConfig, EnvConfig, NameConfig, SamplingConfig
     from prime_rl.orchestrator.orchestrator import Orchestrator
-    from prime_rl.orchestrator.setup import connect, start_environments
+    from prime_rl.orchestrator.setup import connect, model_access, start_environments
     from prime_rl.orchestrator.workers.host import WorkerHost
     from prime_rl.run.paths import RunPaths
 
@@ -124,7 +124,7 @@ async def play_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]
         await session.post(f"{url}/train", json={"run": str(run), "steps": shape.steps})
     async with AsyncExitStack() as stack:
         host = await stack.enter_async_context(WorkerHost())
-        environments = await start_environments(config, host, RunPaths(run), stack)
+        environments = await start_environments(config, host, model_access(config), RunPaths(run), stack)
         children = psutil.Process().children(recursive=True)
         meter = Meter(children, shape)
         servers = [await connect(config, url, stack)]

@@ -23,7 +23,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import ClientConfig, EnvConfig, NameConfig, SamplingConfig
 from prime_rl.monitor import Monitor
 from prime_rl.orchestrator import orchestrator
-from prime_rl.orchestrator.setup import connect, start_environments
+from prime_rl.orchestrator.setup import connect, model_access, start_environments
 from prime_rl.orchestrator.workers.host import WorkerHost
 from prime_rl.run.paths import RunPaths
 from prime_rl.supervisor.process import follow_parent
@@ -123,7 +123,7 @@ async def run(spec: Spec, url: str, tokenizer: str) -> None:
         orchestrator.DeadlineScheduler = lambda *_, **__: substitute  # type: ignore[assignment,misc]
     async with AsyncExitStack() as stack:
         host = await stack.enter_async_context(WorkerHost())
-        environments = await start_environments(config, host, paths, stack)
+        environments = await start_environments(config, host, model_access(config), paths, stack)
         servers = [await connect(config, url, stack)]
         monitor = Monitor(paths, "orchestrator", None)
         stack.callback(monitor.close)

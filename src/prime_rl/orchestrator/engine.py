@@ -151,6 +151,7 @@ class Engine:
         api_key: str | None = None,
         timeout_s: float = 1200,
         probe_s: float | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         """Prepare a client; nothing is sent before the first call.
 
@@ -161,10 +162,12 @@ class Engine:
             api_key: sent as bearer token if given.
             timeout_s: longest time for one request, seconds.
             probe_s: longest time for an answer that the server need not work for; None is `timeout_s`.
+            vocabulary: token ids of completions lie below it; None is not known.
         """
         self.url = url
         self._model = model
         self._run_id = run_id
+        self._vocabulary = vocabulary
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._probe = aiohttp.ClientTimeout(total=min(probe_s or timeout_s, timeout_s))
@@ -189,8 +192,8 @@ class Engine:
 
         Raises:
             EngineLost: the server cannot be reached.
-            EngineError: it refused, or its answer lacks ids, log-probabilities or version spans, or has more than was
-                asked for; a fault of the server's was asked for again twice.
+            EngineError: it refused, or its answer lacks ids, log-probabilities or version spans, has more than was
+                asked for, or tokens that the model does not know; a fault of the server's was asked for again twice.
         """
         body = {"model": self._model, "token_ids": prompt_ids, "sampling_params": {**sampling, "logprobs": 0}}
         for attempt in itertools.count():
@@ -282,7 +285,7 @@ class Engine:
 
     def _understood(self, raw: bytes, max_tokens: int | None) -> Generation:
         try:
-            return _generation(self._decoder.decode(raw).choices[0], max_tokens)
+            return _generation(self._decoder.decode(raw).choices[0], max_tokens, self._vocabulary)
         except (msgspec.DecodeError, ValueError, IndexError, OverflowError) as error:
             raise EngineError(f"{self.url}/inference/v1/generate answered what is not understood: {error}") from None
 
@@ -327,7 +330,7 @@ def sampling_parameters(config: SamplingConfig) -> dict[str, Any]:
     return parameters | ({"max_tokens": config.max_tokens} if config.max_tokens else {})
 
 
-def _generation(choice: _Choice, max_tokens: int | None) -> Generation:
+def _generation(choice: _Choice, max_tokens: int | None, vocabulary: int | None) -> Generation:
     ids = np.array(choice.token_ids, np.int32)
     logprobs = np.array([entry.logprob for entry in choice.logprobs.content], np.float32)
     versions = np.full(len(ids), -1, np.int32)
@@ -339,6 +342,8 @@ def _generation(choice: _Choice, max_tokens: int | None) -> Generation:
         raise ValueError(f"{len(ids)} tokens, where at most {max_tokens} were asked for")
     if (ids < 0).any() or not (np.isfinite(logprobs).all() and (logprobs <= _POSITIVE).all()):
         raise ValueError("an id below 0, or a log-probability that is none")
+    if vocabulary is not None and (ids >= vocabulary).any():
+        raise ValueError(f"token {ids.max()}, where the model knows {vocabulary}")
     if choice.finish_reason not in ("stop", "length"):
         raise ValueError(f"the request ended by {choice.finish_reason!r}")
     return Generation(ids, logprobs, versions, choice.finish_reason == "length")

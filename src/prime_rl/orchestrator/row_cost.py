@@ -1,9 +1,7 @@
 """What a sample costs the trainer, estimated in FLOPs from the model's config.json. Neither torch nor transformers."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -48,14 +46,13 @@ class RowCost:
         return self.body * tokens + self.head * trained + self.attention * pairs + self.windowed * near
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Self:
-        """Count what a model's config.json describes.
+    def of(cls, text: Mapping[str, Any]) -> Self:
+        """Count what a model's config.json describes, of the language model where there are several.
 
         Raises:
             AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError: it does not describe a transformer, or
                 not in the usual keys.
         """
-        text = config.get("text_config") or config
         hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
         width = text.get("head_dim") or hidden // heads
         key_value_heads = text.get("num_key_value_heads") or heads
@@ -76,29 +73,16 @@ TOKENS = RowCost(body=1.0)
 """Counts tokens: what is left when the model is not known."""
 
 
-def read_row_cost(model: str) -> RowCost:
-    """Read the config.json of `model`, a local directory or a Hugging Face id.
+def row_cost(config: Mapping[str, Any]) -> RowCost:
+    """Count what a config.json describes (`read_model_config`).
 
-    Balance is no matter of correctness: where the file cannot be had or read, tokens are counted and the log says so.
+    Balance is no matter of correctness: of what describes no transformer tokens are counted, and the log says so.
     """
     try:
-        return RowCost.of(json.loads(_config_path(model).read_text()))
-    except (OSError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        logger.warning("rows are balanced by tokens, since no config.json of {} can be read: {}", model, reason)
+        return RowCost.of(config)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        logger.warning("rows are balanced by tokens: {} in the model's config.json", f"{type(error).__name__}: {error}")
         return TOKENS
-
-
-def _config_path(model: str) -> Path:
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory / "config.json"
-    from huggingface_hub import hf_hub_download  # seldom needed, and slow to import
-
-    try:
-        return Path(hf_hub_download(model, "config.json", local_files_only=True))
-    except FileNotFoundError:  # not in the cache
-        return Path(hf_hub_download(model, "config.json"))
 
 
 def _feed_forward(text: Mapping[str, Any], layer: int) -> int:

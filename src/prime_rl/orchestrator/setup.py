@@ -20,8 +20,9 @@ from prime_rl.orchestrator.concurrency import ConcurrencyController
 from prime_rl.orchestrator.dispatch import TrainEnvironment
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals.start import start_schedules
+from prime_rl.orchestrator.model_config import read_model_config, vocabulary_size
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from prime_rl.orchestrator.row_cost import read_row_cost
+from prime_rl.orchestrator.row_cost import row_cost
 from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.workers.host import WorkerHost
 from prime_rl.orchestrator.workers.pool import EnvironmentPool, ModelAccess
@@ -72,27 +73,29 @@ async def _run(config: OrchestratorConfig, paths: RunPaths, beginning: Beginning
         heart.follow(asyncio.get_running_loop())
         stack.callback(heart.follow, None)
         host = await stack.enter_async_context(WorkerHost())
-        environments = await start_environments(config, host, paths, stack)
-        schedules = await start_schedules(config, host, model_access(config), paths, stack)
+        description = await asyncio.to_thread(read_model_config, config.model.name)
+        access = model_access(config, vocabulary_size(description))
+        environments = await start_environments(config, host, access, paths, stack)
+        schedules = await start_schedules(config, host, access, paths, stack)
         servers = [await connect(config, url, stack) for url in config.client.urls]
         monitor = Monitor(paths, "orchestrator", config.wandb, config)
         stack.callback(monitor.close)
-        row_cost = await asyncio.to_thread(read_row_cost, config.model.name)
         gc.unfreeze()  # what an earlier branch has left
         gc.collect()
         gc.freeze()  # what is there now stays: no collection has to look at it again
-        await Orchestrator(config, environments, servers, monitor, row_cost, schedules, beginning, heart).run()
+        await Orchestrator(
+            config, environments, servers, monitor, row_cost(description), schedules, beginning, heart
+        ).run()
 
 
 async def start_environments(
-    config: OrchestratorConfig, host: WorkerHost, paths: RunPaths, stack: AsyncExitStack
+    config: OrchestratorConfig, host: WorkerHost, access: ModelAccess, paths: RunPaths, stack: AsyncExitStack
 ) -> list[TrainEnvironment]:
     """Start the workers of every environment of `config`; `stack` closes them.
 
     Raises:
         ConfigError: an environment cannot be loaded, or has a prompt that is too long.
     """
-    access = model_access(config)
     pools = [
         EnvironmentPool(env, host, access, workers=config.workers_per_env, check_seq_len=config.seq_len, log=paths.log)
         for env in config.env
@@ -103,8 +106,8 @@ async def start_environments(
     return [TrainEnvironment.of(pool, config, index) for index, pool in enumerate(pools)]
 
 
-def model_access(config: OrchestratorConfig) -> ModelAccess:
-    """Return how the environment workers of `config` reach the model."""
+def model_access(config: OrchestratorConfig, vocabulary: int | None = None) -> ModelAccess:
+    """Return how the environment workers of `config` reach the model, which knows so many tokens if that is known."""
     return ModelAccess(
         model=config.model.name,
         tokenizer=config.tokenizer.name or config.model.name,
@@ -113,6 +116,7 @@ def model_access(config: OrchestratorConfig) -> ModelAccess:
         trajectory_strategy=config.trajectory_strategy,
         api_key=read_api_key(config.client.api_key_var),
         request_timeout_s=config.client.timeout,
+        vocabulary=vocabulary,
     )
 
 

@@ -20,7 +20,7 @@ import pytest
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.monitor import Monitor
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from prime_rl.orchestrator.setup import connect, start_environments
+from prime_rl.orchestrator.setup import connect, model_access, start_environments
 from prime_rl.orchestrator.workers.host import WorkerHost
 from prime_rl.run.batch import read_batch
 from prime_rl.run.paths import RunPaths
@@ -80,7 +80,7 @@ async def play(config: OrchestratorConfig, models: Models) -> None:
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
         host = await stack.enter_async_context(WorkerHost())
-        environments = await start_environments(config, host, config.run_paths, stack)
+        environments = await start_environments(config, host, model_access(config), config.run_paths, stack)
         servers = [await connect(config, url, stack) for url in config.client.urls]
         monitor = Monitor(config.run_paths, "orchestrator", None)
         stack.callback(monitor.close)

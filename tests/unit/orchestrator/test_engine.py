@@ -57,13 +57,14 @@ async def test_a_proper_answer_is_taken_as_it_is():
         (answer().replace("-0.5", "-1e999"), "range|log-probability that is none"),
         (answer(ids=(5, -6)), "an id below 0"),
         (answer(ids=(5, 2**40)), "out of bounds"),
+        (answer(ids=(5, 128)), "token 128, where the model knows 128"),
         (answer(spans=((0, 1),)), "1 versions"),
         (answer(version="newest"), "newest"),
         (answer(finish="abort"), "abort"),
     ],
 )
 async def test_an_answer_that_cannot_be_is_asked_for_again_and_then_a_fault_of_the_server(text, said):
-    error, requests = await ask(say(text))
+    error, requests = await ask(say(text), vocabulary=128)
     assert isinstance(error, EngineError)
     assert error.is_fault
     assert "answered what is not understood" in str(error)

@@ -16,7 +16,7 @@ from prime_rl.monitor import Monitor
 from prime_rl.orchestrator.beginning import find_beginning
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.policy import Policy
-from prime_rl.orchestrator.setup import connect, start_environments
+from prime_rl.orchestrator.setup import connect, model_access, start_environments
 from prime_rl.run.batch import read_batch
 from prime_rl.run.paths import RunPaths
 from prime_rl.run.wait import changes
@@ -51,7 +51,7 @@ def run_orchestrator(host):
         config = config.model_copy(update={"client": ClientConfig(base_url=[fake.url for fake in engines])})
         try:
             async with AsyncExitStack() as stack:
-                environments = await start_environments(config, host, paths, stack)
+                environments = await start_environments(config, host, model_access(config), paths, stack)
                 servers = [await connect(config, url, stack) for url in config.client.urls]
                 beginning = await asyncio.to_thread(find_beginning, config)
                 monitor = Monitor(paths, "orchestrator", None)

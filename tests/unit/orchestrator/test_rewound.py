@@ -11,7 +11,7 @@ from prime_rl.errors import RunError
 from prime_rl.monitor import Monitor
 from prime_rl.orchestrator.beginning import Beginning, Rewound, find_beginning, find_rewind
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from prime_rl.orchestrator.setup import connect, start_environments
+from prime_rl.orchestrator.setup import connect, model_access, start_environments
 from prime_rl.run import checkpoints
 from prime_rl.run.checkpoints import Resume, find_checkpoints, read_resume, write_resume
 from prime_rl.run.paths import RunPaths, steps_in
@@ -94,7 +94,7 @@ def run_on(host):
             while True:
                 begun.append(await asyncio.to_thread(find_beginning, config))
                 async with AsyncExitStack() as stack:
-                    environments = await start_environments(config, host, paths, stack)
+                    environments = await start_environments(config, host, model_access(config), paths, stack)
                     servers = [await connect(config, engine.url, stack)]
                     monitor = Monitor(paths, "orchestrator", None)
                     stack.callback(monitor.close)

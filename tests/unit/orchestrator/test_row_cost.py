@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from prime_rl.orchestrator.row_cost import TOKENS, RowCost, read_row_cost
+from prime_rl.orchestrator.model_config import read_model_config, vocabulary_size
+from prime_rl.orchestrator.row_cost import TOKENS, RowCost, row_cost
 
 QWEN = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -27,10 +28,9 @@ def test_dense_model():
     np.testing.assert_allclose(cost(np.array([5, 8]), np.array([4, 7])), expected)
 
 
-def test_what_a_configuration_may_leave_out_or_put_inside():
+def test_what_a_configuration_may_leave_out():
     short = {key: value for key, value in QWEN.items() if key not in ("head_dim", "num_key_value_heads")}
     assert body(short) == 3 * (4 * 32 * 32 + DENSE)
-    assert RowCost.of({"model_type": "vision", "text_config": QWEN}) == RowCost.of(QWEN)
 
 
 def test_experts_count_as_far_as_a_token_meets_them():
@@ -61,12 +61,12 @@ def test_windowed_layers_see_no_further_than_their_window():
 def test_without_a_readable_configuration_tokens_are_counted(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    assert read_row_cost(str(tmp_path)) == TOKENS
+    assert row_cost(read_model_config(str(tmp_path))) == TOKENS
     np.testing.assert_array_equal(TOKENS(np.array([3, 5]), np.array([1, 1])), [3, 5])
 
 
 def test_what_is_neither_a_directory_nor_a_hub_id_counts_tokens():
-    assert read_row_cost("no/such/model") == TOKENS
+    assert row_cost(read_model_config("no/such/model")) == TOKENS
 
 
 def test_a_model_of_the_hub_is_read_from_the_cache_without_asking(tmp_path, monkeypatch):
@@ -77,12 +77,21 @@ def test_a_model_of_the_hub_is_read_from_the_cache_without_asking(tmp_path, monk
         return str(tmp_path / file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    assert read_row_cost("some/model") == RowCost.of(QWEN)
+    assert row_cost(read_model_config("some/model")) == RowCost.of(QWEN)
 
 
-def test_a_local_model_is_read(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    assert read_row_cost(str(tmp_path)) == RowCost.of(QWEN)
+@pytest.mark.parametrize("config", [QWEN, {"model_type": "vision", "text_config": QWEN}])
+def test_a_local_model_is_read(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert row_cost(read_model_config(str(tmp_path))) == RowCost.of(QWEN)
+    assert vocabulary_size(read_model_config(str(tmp_path))) == QWEN["vocab_size"]
+
+
+@pytest.mark.parametrize("text", [None, "no json", "[]", "{}", '{"vocab_size": "many"}'])
+def test_a_vocabulary_that_is_not_told_is_not_known(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert vocabulary_size(read_model_config(str(tmp_path))) is None
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_tied", "llama", "qwen3_moe", "mistral_window", "gemma3_window"])
@@ -94,6 +103,9 @@ def test_it_is_what_the_trainer_counts(name, tmp_path):
     from tests.unit.trainer.test_model import ARCHITECTURES, save
 
     save(ARCHITECTURES[name](), tmp_path)
-    built, cost = ModelFlops.of(load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)), read_row_cost(tmp_path)
+    built, cost = (
+        ModelFlops.of(load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)),
+        row_cost(read_model_config(tmp_path)),
+    )
     assert (cost.body, cost.head) == (built.body, built.head)
     assert cost.attention + cost.windowed == built.attention

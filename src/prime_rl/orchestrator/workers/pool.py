@@ -48,6 +48,7 @@ class ModelAccess:
         api: `generate` for our own servers; `chat` for any that speak OpenAI's protocol, which render the prompts
             themselves, so that rollouts have no samples.
         keep_messages: make every rollout a `Conversation`.
+        vocabulary: token ids that the servers sample lie below it; None is not known.
     """
 
     model: str
@@ -59,6 +60,7 @@ class ModelAccess:
     request_timeout_s: float = 1200
     api: Api = "generate"
     keep_messages: bool = False
+    vocabulary: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,7 @@ class EnvironmentPool:
             request_timeout_s=access.request_timeout_s,
             timeout_s=config.timeout,
             check_seq_len=None,
+            vocabulary=access.vocabulary,
         )
         self._check_seq_len = check_seq_len
         self._log = log

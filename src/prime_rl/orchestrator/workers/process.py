@@ -176,7 +176,7 @@ class _Worker:
             if self._order.api == "chat":
                 engine = ChatServer(url, model, key, timeout_s)
             else:
-                engine = Engine(url, model, "", key, timeout_s)
+                engine = Engine(url, model, "", key, timeout_s, vocabulary=self._order.vocabulary)
             self._engines[url] = engine
             await self._stack.enter_async_context(engine)
         return engine

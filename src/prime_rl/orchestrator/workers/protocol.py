@@ -39,6 +39,7 @@ class Load(msgspec.Struct, tag="load", frozen=True):
         request_timeout_s: longest time for one request to them.
         timeout_s: longest time for one group, from its start to its scores; None sets no limit.
         check_seq_len: fail if one of the first prompts has so many tokens or more; None checks none.
+        vocabulary: token ids that the servers sample lie below it; None is not known.
     """
 
     env: bytes
@@ -54,6 +55,7 @@ class Load(msgspec.Struct, tag="load", frozen=True):
     request_timeout_s: float
     timeout_s: float | None
     check_seq_len: int | None
+    vocabulary: int | None = None
 
     def __repr__(self) -> str:
         """Without the key: whatever shows an order must not tell it."""

@@ -14,6 +14,7 @@ from aiohttp import web
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.orchestrator.engine import EngineError, EngineLost
 from prime_rl.orchestrator.workers.failures import EnvironmentFailed, SampleTooLong
+from prime_rl.orchestrator.workers.pool import ModelAccess
 from tests.support.fake_engine import fake_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -317,6 +318,14 @@ async def test_a_server_that_is_gone_or_refuses_is_not_the_environments_fault(op
             await pool.run_group(1, 2, "http://127.0.0.1:1", SAMPLING, 64)
 
 
+async def test_a_token_that_the_model_does_not_know_is_the_servers_fault(open_pool, tokenizer_dir):
+    """In a batch it would end the trainer, which looks it up in an embedding."""
+    access = ModelAccess("m", str(tokenizer_dir), vocabulary=3)
+    async with fake_engine() as engine, open_pool(access=access) as pool:
+        with pytest.raises(EngineError, match="where the model knows 3"):
+            await play(pool, engine)
+
+
 async def test_a_prompt_that_leaves_no_room_is_too_long(open_pool):
     async with fake_engine() as engine, open_pool() as pool:
         with pytest.raises(SampleTooLong, match="does not fit into seq_len = 10"):
@@ -351,8 +360,6 @@ async def test_five_turns_are_trained_exactly_as_sampled(open_pool):
 
 
 async def test_branching_gives_a_sample_a_turn(open_pool, tokenizer_dir):
-    from prime_rl.orchestrator.workers.pool import ModelAccess
-
     access = ModelAccess("m", str(tokenizer_dir), trajectory_strategy="branching")
     async with fake_engine() as engine, open_pool(turns=3, access=access) as pool:
         (rollout,) = await play(pool, engine, count=1, seq_len=512)
