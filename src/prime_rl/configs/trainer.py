@@ -229,6 +229,9 @@ class TrainerConfig(RootConfig):
     ckpt: CkptConfig | None = None
     """Checkpoints of the trainer; None writes none."""
 
+    keep_batches: bool = False
+    """Keep the rows of all batches in rollouts/, to train on them again; else those go that no checkpoint needs."""
+
     max_steps: int | None = Field(None, ge=1)
     """Steps to train; None goes on for ever."""
 

@@ -114,6 +114,17 @@ def test_rows_stay_for_every_checkpoint_that_stays(whole):
     assert rows == [False] * 3 + [True] * 5
 
 
+def test_kept_batches_train_another_run_to_the_same_bits(model, tmp_path):
+    """Neither the end of a step nor a commit deletes them."""
+    for root, options in ((tmp_path / "saved", ["--ckpt.interval", "1"]), (tmp_path / "unsaved", [])):
+        ship(root, 8)
+        succeed(trainer(model, root, "--max-steps", "3", "--keep-batches", *options))
+        assert all((RunPaths(root).rollouts(step) / ROWS_FILE).exists() for step in range(8))
+        shutil.copytree(root / "rollouts", root / "again" / "rollouts")
+        succeed(trainer(model, root / "again", "--max-steps", "3"))
+        assert weights_hash(root / "again", 3) == weights_hash(root, 3)
+
+
 def test_going_back_leaves_nothing_of_the_abandoned_steps(whole, model, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(whole, root)

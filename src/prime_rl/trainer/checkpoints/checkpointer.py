@@ -89,6 +89,7 @@ class Checkpointer:
         paths: RunPaths,
         world: World,
         serves: bool = False,
+        keeps_batches: bool = False,
     ) -> None:
         """Look at the run directory, and go back to the checkpoint that the configuration asks for.
 
@@ -97,12 +98,13 @@ class Checkpointer:
             paths: the run.
             world: the ranks; all call this together.
             serves: versions are sampled from, so that version N is published again after a resume.
+            keeps_batches: rows of batches stay, although no checkpoint needs them.
 
         Raises:
             ConfigError: the directory holds another run, or not the checkpoint that is asked for.
             RunError: the checkpoint is damaged, or the directory cannot be written.
         """
-        self._config, self._paths, self._world = config, paths, world
+        self._config, self._paths, self._world, self._keeps_batches = config, paths, world, keeps_batches
         self._options = None if config.bench else config.ckpt
         if config.bench:
             check_output_dir(paths, resuming=False)
@@ -162,6 +164,8 @@ class Checkpointer:
             stream.restore(manifest["data"])
         if self._world.leads:
             logger.info(f"resumed from {part.parent}, branch {self.branch}")
+            if self.batches_of is not None:
+                logger.info("the orchestrator samples the batches from {} on again", self._start.step)
         return Progress(**manifest["progress"])
 
     def step_done(self, progress: Progress, last: bool) -> None:
@@ -248,7 +252,8 @@ class Checkpointer:
             parts = (PART, *self._orchestrators(checkpoint))
             files.commit_checkpoint(checkpoint, self.branch, parts, fields["digest"])
             kept = files.prune(self._directory, options.keep_last, options.keep_interval)
-            delete_rows(self._paths, below=kept[0])
+            if not self._keeps_batches:
+                delete_rows(self._paths, below=kept[0])
 
         self._ranks.on_lead(seal)
 

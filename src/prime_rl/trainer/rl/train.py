@@ -50,7 +50,7 @@ def train(config: TrainerConfig) -> None:
     paths, timeout_s = config.run_paths, config.dist_timeout_seconds
     with rank_heartbeat(paths, timeout_s) as heart, join_world(config.device, timeout_s, config.model) as world:
         heart.enter("load the model")
-        checkpoints = Checkpointer(config, paths, world, serves=True)
+        checkpoints = Checkpointer(config, paths, world, serves=True, keeps_batches=config.keep_batches)
         policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
@@ -171,12 +171,13 @@ def batch_source(
 def clean_up(config: TrainerConfig, paths: RunPaths, step: int) -> None:
     """Delete what step `step` has made useless.
 
-    The rows of the batch before, unless a checkpoint may need them; its manifest stays and tells what was shipped.
+    The rows of the batch before, unless they are kept or a checkpoint may need them; its manifest stays and tells what
+    was shipped.
     Versions made from fake data, which nobody reads; that of this step is still being written.
     """
     if config.data.fake is not None:
         remove(paths.weights(step))
-    elif config.ckpt is None:
+    elif config.ckpt is None and not config.keep_batches:
         (paths.rollouts(step - 1) / ROWS_FILE).unlink(missing_ok=True)
 
 
