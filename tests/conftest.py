@@ -1,8 +1,10 @@
-"""Which worker runs what: a file of tests stays together, and so does a folder whose files share a server."""
+"""Which worker runs what: a file of tests stays together, and so does a folder whose files share a server; and the log."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from loguru import logger
 from xdist.scheduler import LoadScopeScheduling
 
 SHARED = ("tests/integration/inference/", "tests/integration/rl/")
@@ -18,3 +20,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     """Divide the tests; in order, so that the long ones with real servers come first and the short ones fill up."""
     config.option.loadscopereorder = False
     return _ByServer(config, log)
+
+
+@pytest.fixture
+def said() -> Iterator[Callable[[], list[str]]]:
+    """What has been logged so far in this process, a line each."""
+    lines = list[str]()
+    handler = logger.add(lambda message: lines.append(str(message).rstrip()), format="{message}")
+    yield lambda: lines
+    logger.remove(handler)

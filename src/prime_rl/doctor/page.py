@@ -118,7 +118,7 @@ def _figures(facts: Facts) -> Iterator[tuple[str, str]]:
     if shipped:
         yield "shipped", f"batch {shipped['step']}" + _part(", reward {:.3f}", shipped.get("reward/mean"))
     if facts.version is not None:
-        sampled = _part(", inference samples from {:.0f}", shipped.get("policy/version"))
+        sampled = _part(", {:.0f} was sampled from when the last batch was shipped", shipped.get("policy/version"))
         yield "version", f"{facts.version} published{sampled}"
     if shipped.get("staleness/max") is not None:
         bound = f", at most {settings.async_level} allowed" if settings.async_level is not None else ""

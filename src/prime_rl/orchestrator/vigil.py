@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 from prime_rl.errors import RunError
-from prime_rl.orchestrator.tasks import end_tasks
+from prime_rl.orchestrator.tasks import end_tasks, pause
 from prime_rl.run.heart import Heartbeat
 from prime_rl.run.peers import Peers
 
-TRAINER, INFERENCE = "trainer", "inference"
+TRAINER, INFERENCE, SUPERVISOR = "trainer", "inference", "rl"
 _LOOK_S = 1.0
 
 
@@ -78,3 +78,10 @@ class Vigil:
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(left_s, _LOOK_S)):  # not wait_for: it may swallow a cancellation (3.11)
                     await wake.wait()
+
+
+async def watch_supervisor(supervisor: Peers, stop: asyncio.Event) -> None:
+    """Tell in the log when `rl`, which looks after everybody else, is silent or stopped itself, until `stop` is set."""
+    while not stop.is_set():
+        await asyncio.to_thread(supervisor.report)
+        await pause(stop, _LOOK_S)

@@ -69,6 +69,12 @@ class Peers:
         if lost and (len(lost) == len(seen) or not self._heard_otherwise):
             raise PeerLost(f"{lost[0]}; it is what this process waits for")
 
+    def report(self) -> None:
+        """Look, and tell in the log who is silent, stopped or dead, and who goes on. Nobody waits for them."""
+        for verdict in self._watch.look():
+            if verdict.seen:
+                self._report(verdict)
+
     def told(self) -> str:
         """What is known of the role, for the error of a wait: who, since when, phase, log."""
         self._verdicts = self._verdicts or self._watch.look()
@@ -92,5 +98,6 @@ class Peers:
         if verdict.state is State.ALIVE:
             logger.info("{} goes on", verdict.beat)
         else:
-            until = "" if self._heard_otherwise else f"; waiting for it up to {self._limits.timeout_s:g} s"
+            ends = self._judges and not self._heard_otherwise
+            until = f"; waiting for it up to {self._limits.timeout_s:g} s" if ends else ""
             logger.warning("{}{}", verdict, until)

@@ -46,19 +46,19 @@ def test_a_wait_for_what_is_not_there_yet_goes_on(world):
     assert "has no heartbeat of trainer" in world.peers.told()
 
 
-def test_silence_is_reported_and_ends_the_wait_in_time(world, caplog_of_loguru):
+def test_silence_is_reported_and_ends_the_wait_in_time(world, said):
     world.wait(3, each=world.say)
     world.wait(10)
-    assert "has been silent" in caplog_of_loguru()
+    assert "has been silent" in "".join(said())
     with pytest.raises(PeerLost, match=r"trainer_0 \(pid 12 on node7\).*silent for 61 s; phase 'step 3', log /x/t.log"):
         world.wait(60)
 
 
-def test_one_that_comes_back_is_waited_for_again(world, caplog_of_loguru):
+def test_one_that_comes_back_is_waited_for_again(world, said):
     world.wait(3, each=world.say)
     world.wait(50)
     world.wait(100, each=world.say)
-    assert "goes on" in caplog_of_loguru()
+    assert "goes on" in said()[-1]
 
 
 def test_a_heartbeat_of_an_earlier_run_ends_nothing(world):
@@ -110,11 +110,19 @@ def test_it_is_lost_when_each_says_so(tmp_path):
         world.wait(70, each=lambda: world.say(stuck))
 
 
-@pytest.fixture
-def caplog_of_loguru():
-    from loguru import logger
-
-    lines = []
-    handler = logger.add(lambda line: lines.append(str(line)), format="{message}")
-    yield lambda: "".join(lines)
-    logger.remove(handler)
+def test_one_that_nobody_waits_for_is_reported_and_ends_nothing(tmp_path, said):
+    """`rl`, by the orchestrator: whoever looks after all others must not be the one whose stop nobody tells."""
+    world = World(tmp_path, judges=False)
+    for silent_s in (3, 200):
+        for _ in range(silent_s):
+            world.now += 1
+            if silent_s == 3:
+                world.say()
+            world.peers.report()
+    assert [line.split(";")[0] for line in said()] == [
+        f"trainer_0 (pid 12 on node7) has been silent for {since} s" for since in (6, 61)
+    ]
+    assert not any("waiting for it" in line for line in said())
+    world.say()
+    world.peers.report()
+    assert "goes on" in said()[-1]
