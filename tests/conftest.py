@@ -1,4 +1,4 @@
-"""Which worker runs what: a file of tests stays together, and so does a folder whose files share a server; and the log."""
+"""Which worker runs what: a file of tests stays together, so does a folder whose files share a server. And the log."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -29,7 +29,7 @@ from prime_rl.orchestrator.row_cost import TOKENS, RowCost
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
 from prime_rl.orchestrator.server import Server
 from prime_rl.orchestrator.stream import Source, Stream
-from prime_rl.orchestrator.vigil import INFERENCE, SUPERVISOR, TRAINER, Vigil, watch_supervisor
+from prime_rl.orchestrator.vigil import INFERENCE, TRAINER, Vigil
 from prime_rl.run.artifact import MANIFEST
 from prime_rl.run.batch import Batch, write_batch
 from prime_rl.run.heart import Heartbeat
@@ -91,7 +91,6 @@ class Orchestrator:
             TRAINER: Peers(self._paths, TRAINER, limits, judges=by_hand),
             INFERENCE: Peers(self._paths, INFERENCE, limits, judges=by_hand, heard_otherwise=True),
         }
-        self._supervisor = None if by_hand else Peers(self._paths, SUPERVISOR, limits, judges=False)
         self._vigil = Vigil(self._heart, peers, config.wait_timeout_seconds)
         self._ended = 0
         self._evaluator = OnlineEvaluator(schedules, self._policy, monitor, self._paths)
@@ -152,8 +151,6 @@ class Orchestrator:
             async with asyncio.TaskGroup() as tasks:
                 if not self._config.bench:
                     tasks.create_task(self._follow_trainer(stop))
-                if self._supervisor is not None:
-                    tasks.create_task(watch_supervisor(self._supervisor, stop))
                 tasks.create_task(self._policy.watch(stop))
                 tasks.create_task(self._policy.keep(stop))
                 tasks.create_task(self._lag.measure(stop))

@@ -24,6 +24,8 @@ from prime_rl.orchestrator.model_config import read_model_config, vocabulary_siz
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.row_cost import row_cost
 from prime_rl.orchestrator.server import Server
+from prime_rl.orchestrator.tasks import end_tasks
+from prime_rl.orchestrator.vigil import SUPERVISOR, watch_supervisor
 from prime_rl.orchestrator.workers.host import WorkerHost
 from prime_rl.orchestrator.workers.pool import EnvironmentPool, ModelAccess
 from prime_rl.run.heart import Heartbeat
@@ -72,6 +74,9 @@ async def _run(config: OrchestratorConfig, paths: RunPaths, beginning: Beginning
         heart.enter("start the environments")
         heart.follow(asyncio.get_running_loop())
         stack.callback(heart.follow, None)
+        if is_supervised():
+            supervisor = Peers(paths, SUPERVISOR, config.heartbeat.limits, judges=False)
+            stack.push_async_callback(end_tasks, asyncio.create_task(watch_supervisor(supervisor)))
         host = await stack.enter_async_context(WorkerHost())
         description = await asyncio.to_thread(read_model_config, config.model.name)
         access = model_access(config, vocabulary_size(description))

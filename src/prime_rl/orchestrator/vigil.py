@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from prime_rl.errors import RunError
-from prime_rl.orchestrator.tasks import end_tasks, pause
+from prime_rl.orchestrator.tasks import end_tasks
 from prime_rl.run.heart import Heartbeat
 from prime_rl.run.peers import Peers
 
@@ -80,8 +80,8 @@ class Vigil:
                     await wake.wait()
 
 
-async def watch_supervisor(supervisor: Peers, stop: asyncio.Event) -> None:
-    """Tell in the log when `rl`, which looks after everybody else, is silent or stopped itself, until `stop` is set."""
-    while not stop.is_set():
+async def watch_supervisor(supervisor: Peers) -> None:
+    """Tell in the log when `rl`, which looks after everybody else, is silent or stopped itself; until cancelled."""
+    while True:
         await asyncio.to_thread(supervisor.report)
-        await pause(stop, _LOOK_S)
+        await asyncio.sleep(_LOOK_S)

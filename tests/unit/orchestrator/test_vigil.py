@@ -7,6 +7,7 @@ import time
 import pytest
 
 from prime_rl.errors import RunError
+from prime_rl.orchestrator.tasks import end_tasks
 from prime_rl.orchestrator.vigil import INFERENCE, SUPERVISOR, TRAINER, Vigil, watch_supervisor
 from prime_rl.run.heart import Heartbeat
 from prime_rl.run.heartbeat import Limits
@@ -104,14 +105,13 @@ async def test_at_the_deadline_it_tells_what_it_knows_of_the_trainer(tmp_path):
             await vigil.wait(asyncio.Event(), 0, "wait for version 4", TRAINER, "version 4")
 
 
-async def test_the_supervisor_is_looked_after_as_long_as_there_is_work(tmp_path, said):
-    paths, stop = RunPaths(tmp_path), asyncio.Event()
+async def test_the_supervisor_is_looked_after(tmp_path, said):
+    paths = RunPaths(tmp_path)
     supervisor = Peers(paths, SUPERVISOR, Limits(0.5, 1), judges=False)
     with Heartbeat(paths, SUPERVISOR, SUPERVISOR, interval_s=1000):  # one beat, and then none
-        watching = asyncio.create_task(watch_supervisor(supervisor, stop))
+        watching = asyncio.create_task(watch_supervisor(supervisor))
         async with asyncio.timeout(30):
             while not any("has been silent" in line for line in said()):
                 assert not watching.done()
                 await asyncio.sleep(0.02)
-    stop.set()
-    await watching
+    await end_tasks(watching)
