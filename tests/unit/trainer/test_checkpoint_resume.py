@@ -4,6 +4,8 @@ import json
 import shutil
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from prime_rl.configs.trainer import FakeDataConfig
 from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
@@ -68,6 +70,14 @@ def metrics_of(root):
     return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
 
 
+def saved_tensors(part):
+    """All that a checkpoint holds: weights, moments, generators."""
+    entries = dcp.FileSystemReader(part).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(part), no_dist=True)
+    return tensors
+
+
 def weights_hash(root, step):
     return read_manifest(RunPaths(root).weights(step), WEIGHTS_FORMAT)["hash"]
 
@@ -95,6 +105,9 @@ def test_two_halves_of_rl_are_one_whole_to_the_bit(whole, halves):
     assert metrics_of(halves) == metrics_of(whole)
     assert [line["step"] for line in metrics_of(halves)] == list(range(8))
     assert weights_hash(halves, 8) == weights_hash(whole, 8)
+    one, two = (saved_tensors(RunPaths(root).checkpoint(8) / "trainer") for root in (whole, halves))
+    assert one.keys() == two.keys() >= {"rng/0"}
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
 def test_the_last_step_is_saved_beside_the_multiples_of_the_interval(whole, halves):

@@ -138,6 +138,8 @@ class Checkpointer:
     def restore(self, policy: nn.Module, optimizer: Optimizer, stream: DataStream | None = None) -> Progress:
         """Give model, optimizer, random generators and data the state of the checkpoint, if this run resumes one.
 
+        A run that begins anew gets generators that depend on its seed alone.
+
         Called last before the first step, so that nothing draws random numbers in between.
 
         Args:
@@ -153,6 +155,7 @@ class Checkpointer:
             RunError: it is damaged.
         """
         self._policy, self._optimizer, self._stream = policy, optimizer, stream
+        state.seed_rng(self._world, self._config.seed)
         if self._options is None or self._start.commit is None:
             return Progress(self._start.step)
         part = self._checkpoint(self._start.step) / PART

@@ -101,6 +101,14 @@ def staged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
+def seed_rng(world: World, seed: int) -> None:
+    """Set this rank's random generators to where a run with this seed begins: each rank draws numbers of its own."""
+    words = np.random.SeedSequence((seed % 2**64, world.rank)).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.manual_seed(int(words[2]))
+
+
 def rng_tensors(world: World) -> dict[str, Tensor]:
     """The state of this rank's random generators, as bytes of JSON."""
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
