@@ -8,7 +8,9 @@ and seed draw the same cases; the instants at which they strike are those of the
 
 import argparse
 import json
+import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -16,11 +18,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +41,7 @@ REWARD_TOLERANCE = 0.06
 """Four standard errors of the mean of the last batches, whose groups differ where the bound lets them."""
 _COMPARED_FROM = 20
 """Cases from which on undisturbed runs are made, too; below, the reward must be what the last versions give."""
-_ROUNDS = 3
+_ROUNDS = 6
 """How often a case may be tried whose run was over before it came to the point."""
 
 
@@ -201,6 +205,16 @@ def print_table(figures: dict[str, Any], played: Sequence[Played], console: Cons
         console.print(f"{name:26} {value}")
 
 
+def _abandon(number: int, _: object) -> None:
+    """End at once, with all that was started: threads that wait for a run would go on for minutes."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=1)
+    os._exit(128 + number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=8, help="how many; one in ten with the real server")
@@ -217,6 +231,8 @@ def main() -> None:
         parser.error(str(error))
     console = Console(highlight=False)
     become_subreaper()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _abandon)
     begun = time.monotonic()
     root = Path(tempfile.mkdtemp(prefix="chaos-"))
     runner = Runner(root, arguments.jobs, arguments.deadline, arguments.keep, console)

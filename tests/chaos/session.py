@@ -32,6 +32,7 @@ SAMPLING_SEED = 7
 MANY_RESTARTS = 8
 _POLL_S = 0.05
 _LEFTOVERS_S = 10.0
+_NOTICE_S = 5.0
 _STARTS = 4
 """How often a run may be started again in one case."""
 
@@ -144,15 +145,16 @@ class Session:
             played.outcome = Outcome.MISSED
             self._until(lambda marker=marker: _is_whole(marker), f"the run to come to {fault}", played)
             played.outcome = Outcome.RECOVERED if played.outcome is Outcome.MISSED else played.outcome
-            self._kills.append(json.loads(marker.read_text()))
+            self._kills.append(json.loads(marker.read_text()) | {"killed": fault.killed})
             played.kills += 1
             struck = time.monotonic()
         enough, starts = self._enough(), self._starts + self._has_to_end(played.case.faults[-1])
         self._until(
             lambda: self._starts >= starts and self._steps() >= enough, f"{enough} steps after the kill", played
         )
-        self._note_detections(played)
         played.seconds = time.monotonic() - struck
+        self._await_notices()
+        self._note_detections(played)
 
     def _enough(self) -> int:
         """Steps that the trainer cannot do unless the whole run goes on: more than there are batches for by now, and
@@ -193,7 +195,7 @@ class Session:
         if left:
             self.problems.append(f"{played.case.name}: {[(p.pid, _command(p)) for p in left]} outlived rl")
             self._clear()
-        victims = [kill["victim"] for kill in self._kills]
+        victims = [kill["killed"] for kill in self._kills]
         self._note_detections(played, time.time())
         if "rl" in victims:
             return
@@ -230,8 +232,24 @@ class Session:
         temporary.write_text(json.dumps(fault.armed(self._armed) if fault else None))
         temporary.replace(self._chaos / "armed.json")
 
+    def _await_notices(self) -> None:
+        """Wait until all kills so far are told of: what mends itself at once may have gone on before `rl` looked."""
+        until = time.monotonic() + _NOTICE_S
+        while any(self._noticed(kill) is None for kill in self._kills):
+            if time.monotonic() > until or self._rl is None or self._rl.poll() is not None:
+                return
+            time.sleep(_POLL_S)
+
+    def _noticed(self, kill: dict[str, Any]) -> float | None:
+        """When `rl` wrote the first event of a process that was killed; of a worker, when another took its place."""
+        if kill["killed"] == "worker":
+            latest = self._chaos / "pids" / "worker"
+            return None if int(latest.read_text() or 0) in (0, kill["pid"]) else latest.stat().st_mtime
+        events = (e for e in _lines(self.paths.events) if e["time"] >= kill["time"] and e["event"] != "started")
+        return min((e["time"] for e in events if e.get("pid") == kill["pid"]), default=None)
+
     def _note_detections(self, played: Played, ended: float | None = None) -> None:
-        """Tell when the kills so far were noticed: by the first event of the process that `rl` wrote, else at its end.
+        """Tell when the kills so far were noticed; what `rl` did not live to tell, at its end.
 
         Args:
             played: the case.
@@ -239,11 +257,7 @@ class Session:
         """
         kills, self._kills = self._kills, []
         for kill in kills:
-            after = [e for e in _lines(self.paths.events) if e["time"] >= kill["time"] and e["event"] != "started"]
-            of_it = [e for e in after if e.get("pid") == kill["pid"]]
-            noticed = min((e["time"] for e in of_it or after), default=ended)
-            if kill["victim"] == "rl":
-                noticed = ended
+            noticed = (None if kill["killed"] == "rl" else self._noticed(kill)) or ended
             if noticed is not None:
                 played.detected_s.append(max(0.0, noticed - kill["time"]))
 
