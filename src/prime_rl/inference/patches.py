@@ -124,6 +124,58 @@ def tag_named_adapters(version_of: Callable[[int], str | None]) -> None:
     RequestState.track_weight_version = track_named
 
 
+def score_prompts_by_their_own_adapter(runner: Any) -> None:
+    """Let log-probabilities of a prompt (a canary's) be computed beside requests that sample, with adapters on a CPU.
+
+    The output head finds each row's adapter by a list of whoever samples in this step. vLLM gives it the rows of one
+    prompt without changing that list: with two who sample the engine dies. Here it says for the time of each prompt
+    that all rows are of that request.
+
+    To be called in each worker, after the model is loaded.
+    Without it
+    tests/integration/inference/test_adapters.py::test_requests_in_flight_go_on_under_the_new_adapter fails.
+    """
+    if not getattr(runner, "lora_config", None) or runner.device.type != "cpu":
+        return
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
+    original = runner._get_prompt_logprobs_dict
+
+    def tell(wrapper: Any, adapters: torch.Tensor) -> None:
+        wrapper._sampler_indices[: len(adapters)].copy_(adapters)
+        wrapper.indices_len[1] = len(adapters)
+
+    def score_one(name: str, hidden: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+        request, index = runner.requests[name], runner.input_batch.req_id_to_index[name]
+        left = len(request.prompt_token_ids or ()) - request.num_computed_tokens - 1
+        rows = max(0, min(scheduled.get(name, 0), left))
+        heads = [module for module in runner.model.modules() if isinstance(module, LogitsProcessorWithLoRA)]
+        before = [(head.punica_wrapper, head.punica_wrapper.sampler_indices.clone()) for head in heads]
+        try:
+            for wrapper, adapters in before:
+                tell(wrapper, adapters[index].expand(rows))
+            scored: dict[str, Any] = original(hidden, scheduled)
+            return scored
+        finally:
+            for wrapper, adapters in before:
+                tell(wrapper, adapters)
+
+    def score(hidden: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+        wanted, scored = runner.num_prompt_logprobs, dict[str, Any]()
+        try:
+            for name, count in list(wanted.items()):
+                if name in scheduled:
+                    runner.num_prompt_logprobs = {name: count}
+                    scored |= score_one(name, hidden, scheduled)
+                    if name not in runner.num_prompt_logprobs:  # all of it is scored
+                        del wanted[name]
+        finally:
+            runner.num_prompt_logprobs = wanted
+        return scored
+
+    runner._get_prompt_logprobs_dict = score
+
+
 def die_with_parent() -> None:
     """End this process when the one that started it dies, even by SIGKILL.
 

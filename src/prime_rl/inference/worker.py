@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_rl.inference.patches import die_with_parent
+from prime_rl.inference.patches import die_with_parent, score_prompts_by_their_own_adapter
 from prime_rl.inference.replica import Replica
 from prime_rl.inference.standby import Unsuitable
 from prime_rl.inference.switch import WeightSwitch
@@ -17,6 +17,7 @@ class WeightUpdateExtension:
         """Remember where the weights came from that were loaded at the start, and where on this node versions may be
         rebuilt. To be called once, first."""
         self.weight_switch = WeightSwitch(self, Path(base), Replica(Path(cache)))
+        score_prompts_by_their_own_adapter(self.model_runner)
 
     def stage_policy(
         self: Any, key: str, directory: str, hashes: Mapping[str, str], request: Mapping[str, Any] | None = None

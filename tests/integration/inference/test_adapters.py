@@ -142,13 +142,24 @@ async def test_an_untied_model_equals_a_fresh_server_after_ten_switches(tmp_path
 
 
 async def test_requests_in_flight_go_on_under_the_new_adapter(
-    lora: Server, adapters: Adapters, reference: Reference
+    lora: Server, adapters: Adapters, reference: Reference, tmp_path: Path
 ) -> None:
+    """Their canaries are asked beside them."""
+    canaried = [
+        publish_adapter(
+            tmp_path / f"canary_{step}",
+            adapters.published[step],
+            step,
+            overrides={"canary": _canary(reference, adapters.merged[step])},
+        )
+        for step in (1, 2)
+    ]
+
     def switch_twice() -> None:
         start = metric(lora, "vllm:generation_tokens_total")
-        for step in (1, 2):
+        for step, directory in enumerate(canaried, start=1):
             wait_for_metric(lora, "vllm:generation_tokens_total", above=start + step * 800)
-            lora.update(adapters.published[step], step)
+            assert lora.update(directory, step)["canary_difference"] <= AGREEMENT
 
     prompts = [[*PROMPT, 10 + i] for i in range(8)]
     requests = [lora.request(p, max_tokens=600, temperature=1.0, seed=i) for i, p in enumerate(prompts)]

@@ -88,7 +88,7 @@ async def _play_across_switches(
         # What the client knows without the spans: what was loaded when it asked, and when it was answered.
         first, last = (answer.headers[name] for name in ("x-policy-version", "x-policy-version-end"))
         assert first <= spans[0][0] <= spans[-1][0] <= last
-        played.append((choice, _generation(msgspec.json.decode(answer.content, type=_Answer).choices[0], TOKENS)))
+        played.append((choice, _generation(msgspec.json.decode(answer.content, type=_Answer).choices[0], TOKENS, None)))
     assert {spans[-1][0] for spans in (versions_of(choice) for choice, _ in played)} >= {"0.3"}
     return played
 

@@ -128,14 +128,15 @@ def test_rows_stay_for_every_checkpoint_that_stays(whole):
 
 
 def test_kept_batches_train_another_run_to_the_same_bits(model, tmp_path):
-    """Neither the end of a step nor a commit deletes them."""
-    for root, options in ((tmp_path / "saved", ["--ckpt.interval", "1"]), (tmp_path / "unsaved", [])):
-        ship(root, 8)
-        succeed(trainer(model, root, "--max-steps", "3", "--keep-batches", *options))
-        assert all((RunPaths(root).rollouts(step) / ROWS_FILE).exists() for step in range(8))
-        shutil.copytree(root / "rollouts", root / "again" / "rollouts")
-        succeed(trainer(model, root / "again", "--max-steps", "3"))
-        assert weights_hash(root / "again", 3) == weights_hash(root, 3)
+    """Neither a commit deletes them nor, without checkpoints, the next step."""
+    run, again = tmp_path / "run", tmp_path / "again"
+    ship(run, 3)
+    succeed(trainer(model, run, "--max-steps", "3", "--keep-batches", "--ckpt.interval", "1"))
+    shutil.copytree(run / "rollouts", again / "rollouts")
+    succeed(trainer(model, again, "--max-steps", "3", "--keep-batches"))
+    for root in (run, again):
+        assert all((RunPaths(root).rollouts(step) / ROWS_FILE).exists() for step in range(3))
+    assert weights_hash(again, 3) == weights_hash(run, 3)
 
 
 def test_going_back_leaves_nothing_of_the_abandoned_steps(whole, model, tmp_path):
