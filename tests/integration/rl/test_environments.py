@@ -13,7 +13,7 @@ from tests.integration.rl.conftest import StartCommand, of_server, rl_values
 from tests.support.command import metrics_of
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 STEPS = 3

@@ -193,7 +193,7 @@ def test_a_trainer_that_dies_is_noticed_at_once(start):
     begun = time.monotonic()
     with pytest.raises(ChannelError, match=r"the trainer at localhost:\d+ has gone"):
         for _ in receiver.receive(request, hashes):
-            for group in trainer.sender._groups.values():
+            for group in list(trainer.sender._groups.values()):
                 for channel in group.channels:
                     channel.hang_up()
     trainer.sender.close()
