@@ -47,6 +47,7 @@ def test_every_kind_of_environment_is_trained_in(
         async_level=0,
         seq_len=2048,
         orchestrator=orchestrator,
+        trainer={"optim": {"lr": 1e-3}, "keep_batches": True},
     )
     run = start("rl", values, tmp_path / "run")
     assert run.end() == 0, run.story()
@@ -61,8 +62,10 @@ def test_every_kind_of_environment_is_trained_in(
     assert trained[0]["grad_norm"] > 0  # later ones may be alike: the learning rate is absurd
     told = [json.loads(line) for step in range(STEPS) for line in run.paths.samples(step).read_text().splitlines()]
     assert {rollout["env"] for rollout in told} == set(ENVIRONMENTS)
-    rows = load_file(run.paths.rollouts(STEPS - 1) / "rows.safetensors")
-    assert max(sampled_stretches(rows)) == 3  # three turns in one sample, what lies between them masked
+    batches = [load_file(run.paths.rollouts(step) / "rows.safetensors") for step in range(STEPS)]
+    # Three turns in one sample, what lies between them masked.
+    assert max(stretch for rows in batches for stretch in sampled_stretches(rows)) == 3
+    rows = batches[-1]
     assert set(rows["top_k"].tolist()) == {0, 50}
     assert set(rows["top_p"].tolist()) == {1.0, float(np.float32(0.9))}
 
