@@ -59,7 +59,7 @@ class Peers:
         """
         if self._clock() - self._looked < _LOOK_S:
             return
-        self._verdicts, self._looked = self._watch.look(), self._clock()
+        self.look()
         if not self._judges:
             return
         seen = [verdict for verdict in self._verdicts if verdict.seen]
@@ -69,9 +69,14 @@ class Peers:
         if lost and (len(lost) == len(seen) or not self._heard_otherwise):
             raise PeerLost(f"{lost[0]}; it is what this process waits for")
 
+    def look(self) -> None:
+        """See who lives, and end nothing: who was never seen alive is later taken for one of an earlier run."""
+        self._verdicts, self._looked = self._watch.look(), self._clock()
+
     def report(self) -> None:
         """Look, and tell in the log who is silent, stopped or dead, and who goes on. Nobody waits for them."""
-        for verdict in self._watch.look():
+        self.look()
+        for verdict in self._verdicts:
             if verdict.seen:
                 self._report(verdict)
 

@@ -126,3 +126,15 @@ def test_one_that_nobody_waits_for_is_reported_and_ends_nothing(tmp_path, said):
     world.say()
     world.peers.report()
     assert "goes on" in said()[-1]
+
+
+def test_who_was_seen_alive_while_nobody_waited_is_known_to_be_lost_in_time(world):
+    """A look ends nothing, however long somebody is silent; the wait after it does."""
+    world.say()
+    world.peers.look()
+    world.say()
+    for _ in range(100):
+        world.now += 1
+        world.peers.look()
+    with pytest.raises(PeerLost, match="silent"):
+        world.wait(1)

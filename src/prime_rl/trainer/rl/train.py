@@ -153,7 +153,8 @@ def batch_source(
         path = paths.rollouts(step)
         heart.enter(f"wait for batch {step}", config.wait_timeout_seconds, "orchestrator")
         owner = f"the orchestrator (log {paths.log('orchestrator')})"
-        check()  # also where the batch is there: who was never seen alive is later taken for an earlier run's
+        if looks:
+            orchestrator.look()  # also where the batch is there and nobody waits
         try:
             wait_for(path, config.wait_timeout_seconds, owner, check, lambda: branch in (None, branch_of_batch(path)))
         except DeadlineError as error:
