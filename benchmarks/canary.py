@@ -1,15 +1,15 @@
-"""How many tokens does a canary need, so that it tells a wrong version and none that is right?
+"""Number of tokens that a canary needs to detect a wrong version and to accept a right one.
 
     uv run --extra cpu python benchmarks/canary.py --json FILE               # the small model of reverse_text
     uv run --extra cpu python benchmarks/canary.py --model DIRECTORY
 
-stale     one tensor is still that of the version before: what a packed copy that was not made anew looks like. The
-          versions are a step of Adam apart, at the rates that are named
-swapped   two tensors of one shape are in each other's place
-told      share of all such mistakes that a canary of so many tokens tells: in float32 by a log-probability that is off
-          by more than 1e-4, in bfloat16 by a mean difference above 0.05 (rounding left aside)
-rounding  mean difference between a forward pass in bfloat16 and in float32, the largest of 100 canaries of other
-          tokens: above 0.05 a right version would be called wrong
+stale     one tensor has the values of the previous version, as if a packed copy was not updated. Versions differ by a
+          step of Adam at the given rates
+swapped   two tensors of equal shape are exchanged
+detected  fraction of these errors that a canary of this many tokens detects: in float32 by a log-probability that is
+          off by more than 1e-4, in bfloat16 by a mean difference above 0.05 (without rounding)
+rounding  mean difference between forward passes in bfloat16 and float32, maximum over 100 canaries of other tokens:
+          above 0.05 a right version would be refused
 """
 
 import argparse
@@ -27,7 +27,7 @@ from publication import SimulatedAdam
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from prime_rl.inference.canary import Canary
+from prime_rl.storage.weights.canary import PolicyCanary
 
 LENGTHS = (4, 8, 16, 32, 64)
 RATES = (1e-6, 1e-5, 1e-4)
@@ -65,9 +65,9 @@ def measure(directory: Path) -> dict[str, dict[str, float]]:
             wrong = score(exact, tokens)
         for length in LENGTHS:
             for dtype in ("float32", "bfloat16"):
-                canary = Canary((), tuple(right[: length - 1].tolist()), dtype)
-                told = not canary.compare(wrong.tolist(), dtype).passes
-                found[f"told, {name}, {dtype}"][str(length)].append(float(told))
+                canary = PolicyCanary((), tuple(right[: length - 1].tolist()), dtype)
+                detected = not canary.compare(wrong.tolist(), dtype).passes
+                found[f"detected, {name}, {dtype}"][str(length)].append(float(detected))
     return {
         name: {length: max(all_) if name == "rounding" else float(np.mean(all_)) for length, all_ in values.items()}
         for name, values in found.items()
@@ -80,13 +80,13 @@ def draw(model: Any, seed: int) -> Tensor:
 
 
 def score(model: Any, tokens: Tensor) -> Tensor:
-    """Log-probability of each token but the first."""
+    """Return the log-probability of each token except the first."""
     logprobs = model(tokens[None]).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(1, tokens[1:, None])[:, 0]
 
 
 def mistakes(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name of a kind of mistake and a context in which the model has it, one after the other."""
+    """Yield kinds of errors, each with a context in which the model has the error."""
     parameters = dict(model.named_parameters())
     updates = SimulatedAdam(parameters.values())
     for rate in RATES:
@@ -97,7 +97,7 @@ def mistakes(model: Any) -> Iterator[tuple[str, Any]]:
             yield f"stale at rate {rate:g}", replaced([(parameter, before[name])])
     shapes = defaultdict(list)
     for parameter in parameters.values():
-        if not (parameter == parameter.flatten()[0]).all():  # a norm that nobody has trained
+        if not (parameter == parameter.flatten()[0]).all():  # an untrained norm
             shapes[parameter.shape].append(parameter)
     for alike in shapes.values():
         for one, other in combinations(alike, 2):
@@ -106,7 +106,7 @@ def mistakes(model: Any) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def replaced(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Give parameters other values for a while."""
+    """Replace the values of parameters while the context lasts."""
     kept = [parameter.clone() for parameter, _ in pairs]
     for parameter, value in pairs:
         parameter.copy_(value)

@@ -1,22 +1,22 @@
-"""How many bytes is a delta, against the entropy of what changed and against XOR + zstd? And how fast?
+"""Size and speed of deltas, compared with the entropy of the changes and with XOR + zstd.
 
     uv run python benchmarks/delta.py --json benchmarks/results/delta.json
     uv run --extra cpu python benchmarks/delta.py --reverse-text outputs/delta      # real weights, three minutes more
-    uv run python benchmarks/delta.py --pair run/weights/step_8 run/weights/step_9  # published weights of your own
+    uv run python benchmarks/delta.py --pair run/weights/step_8 run/weights/step_9  # your own published weights
 
-Synthetic: decoder layers in the shapes of a 0.6B model, bfloat16, Gaussian with sigma 0.02, of which 1, 2 and 6 % of
-the elements change from one version to the next.
+Synthetic weights: decoder layers of a 0.6B model in bfloat16, Gaussian with sigma 0.02; 1, 2 and 6 % of the elements
+change between versions.
 
-adam    a few simulated steps of Adam; the learning rate is chosen so that the last one changes that share
+adam    simulated steps of Adam; the learning rate is chosen so that the last step changes this fraction
 drawn   elements drawn at random, 85 % of them changed by one unit in the last place
 
-over entropy     bytes of the file, all of it, over N (H(p) + p H(steps)) / 8: the entropy of which elements change, and
-                 of the steps that they change by, both counted in these very weights (limit 1.0)
-xor over delta   bytes of XOR with the base, tensor by tensor, compressed by zstd -1, over bytes of the file
-MB/s             of model bytes, one thread, CPU time, the best of three, in turns. Ours write and read the file and
-                 compute and check all hashes; XOR + zstd does neither
+over entropy     file size over N (H(p) + p H(steps)) / 8, the entropy of the changed elements and of their steps in
+                 these weights (limit 1.0)
+xor over delta   size of XOR with the base, tensor by tensor, compressed by zstd -1, over the file size
+MB/s             model bytes per CPU second of one thread, best of three alternating rounds. Deltas include files and
+                 all hashes, XOR + zstd does not
 
-`--json FILE` writes the figures. Exit code 1 if a result was not the new version bit by bit.
+`--json FILE` writes the figures. The exit code is 1 if a result is not bit-identical to the new version.
 """
 
 import argparse
@@ -39,9 +39,11 @@ import numpy as np
 import pyarrow
 from numpy.typing import NDArray
 
-from prime_rl.run.delta import Delta, apply, encode, patch
-from prime_rl.run.paths import RunPaths, steps_in
-from prime_rl.run.tensors import RawTensor, map_tensors
+from prime_rl.core.types import PolicyVersion
+from prime_rl.storage.delta.container import Delta
+from prime_rl.storage.delta.tensor_codec import encode_delta, patch_tensors
+from prime_rl.storage.paths import RunPaths, steps_in
+from prime_rl.storage.tensor_hashes import RawTensor, map_tensors
 
 SHARES = (0.01, 0.02, 0.06)
 LAYER = {
@@ -53,6 +55,7 @@ SIGMA = 0.02
 STEPS, SIGNAL_TO_NOISE, BETAS = 8, 0.3, (0.9, 0.95)
 ROUNDS = 3
 BLOCK = 2**22
+VERSIONS = PolicyVersion(0, 1), PolicyVersion(0, 2)
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = {
@@ -96,9 +99,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pair", type=Path, nargs=2, metavar="DIR", help="measure these weights instead")
     parser.add_argument(
-        "--reverse-text", type=Path, metavar="DIR", help="run the CPU recipe there, measure its weights"
+        "--reverse-text", type=Path, metavar="DIR", help="run the CPU recipe in this folder and measure its weights"
     )
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser.parse_args()
 
 
@@ -106,7 +109,7 @@ def measure(layers: int = 2, shares: Sequence[float] = SHARES, seed: int = 0) ->
     """Measure pairs of a simulated Adam step.
 
     Returns:
-        Share that was asked for, as a string -> the figures of `compare`; `over_entropy` and `xor_over_delta` first.
+        Requested fraction of changed values, as a string -> the figures of `compare`.
     """
     path = adam_path(layers, seed)
     return {str(share): compare(*adam_pair(path, share)) for share in shares}
@@ -116,9 +119,9 @@ def measure(layers: int = 2, shares: Sequence[float] = SHARES, seed: int = 0) ->
 
 
 def adam_path(layers: int, seed: int) -> dict[str, tuple[Floats, Floats, Floats]]:
-    """Simulate Adam at rate 1; return by tensor the weights, and the sum of updates before and after the last step.
+    """Simulate Adam at rate 1; return by tensor the weights and the sums of updates before and after the last step.
 
-    Gradients do not depend on the weights, so that another rate scales the path.
+    Gradients do not depend on the weights, so another rate scales the path.
     """
     random = np.random.default_rng(seed)
     return {f"layers.{i}.{n}": adam_tensor(random, shape) for i in range(layers) for n, shape in LAYER.items()}
@@ -140,7 +143,7 @@ def adam_tensor(random: np.random.Generator, shape: tuple[int, ...]) -> tuple[Fl
 
 
 def adam_pair(path: Mapping[str, tuple[Floats, Floats, Floats]], share: float) -> tuple[Tensors, Tensors]:
-    """Choose the rate at which `share` of the elements change in the last step; found on one tensor, by bisection."""
+    """Return a pair whose last step changes `share` of the elements; find the rate on one tensor by bisection."""
     weights, before, after = next(iter(path.values()))
     low, high = np.float32(1e-9), np.float32(1e-2)
     for _ in range(30):
@@ -154,7 +157,7 @@ def adam_pair(path: Mapping[str, tuple[Floats, Floats, Floats]], share: float) -
 
 
 def drawn_pair(share: float, layers: int, seed: int) -> tuple[Tensors, Tensors]:
-    """Draw which elements change, and by how many units in the last place."""
+    """Draw the changed elements and the sizes of their changes in units in the last place."""
     random = np.random.default_rng(seed)
     base = {
         f"layers.{i}.{n}": bfloat16(SIGMA * random.standard_normal(shape, np.float32))
@@ -183,7 +186,7 @@ def raw(words: Words) -> RawTensor:
 
 
 def compare(base: Tensors, new: Tensors, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Code one pair both ways, with and without a clock; check that what comes back is `new`."""
+    """Encode and decode one pair in both formats; check that the result equals `new`."""
     size = sum(tensor.data.size for tensor in new.values())
     counted = count(base, new)
     codec = pyarrow.Codec("zstd", compression_level=1)
@@ -198,13 +201,13 @@ def compare(base: Tensors, new: Tensors, rounds: int = ROUNDS) -> dict[str, Any]
 
     with tempfile.TemporaryDirectory() as directory:
         for i in range(rounds):
-            delta: Delta = timed("encode", encode, base, new, Path(directory) / f"{i}")
+            delta: Delta = timed("encode", encode_delta, base, new, Path(directory) / f"{i}", *VERSIONS)
             packed: list[bytes] = timed("xor_encode", xor_zstd, codec, base, new)
             timed("xor_decode", undo_xor_zstd, codec, base, packed)
             for name, tensor in base.items():
                 buffers[name].data[:] = tensor.data
-            timed("decode", patch, buffers, delta)
-        exact = same(buffers, new) and same(dict(apply(base, delta)), new)
+            timed("decode", patch_tensors, buffers, delta)
+        exact = same(buffers, new)
         stored = delta.path.stat().st_size
     xor = sum(map(len, packed))
     return {
@@ -220,12 +223,12 @@ def compare(base: Tensors, new: Tensors, rounds: int = ROUNDS) -> dict[str, Any]
 
 
 def count(base: Tensors, new: Tensors) -> dict[str, float]:
-    """Count what changed.
+    """Count the changes.
 
     Returns:
-        changed: share of the elements. one_unit: share of these that changed by one unit. entropy_bytes: of which
-        elements change and by what step. given_exponent: the same entropy if the reader's exponent of each element is
-        taken into account, over `entropy_bytes`: what a coder that does so could reach.
+        changed: fraction of the elements. one_unit: fraction of these that changed by one unit. entropy_bytes: entropy
+        of the changed elements and their steps. given_exponent: the same entropy conditional on each element's
+        exponent, which the reader has, over `entropy_bytes`.
     """
     hits, steps, exponents, placed_hits, placed_steps = (Tally() for _ in range(5))
     for before, after in (pair for name in new for pair in zip(numbers(base[name]), numbers(new[name]), strict=True)):
@@ -238,7 +241,7 @@ def count(base: Tensors, new: Tensors) -> dict[str, float]:
         steps.add(step[hit])
         placed_steps.add((exponent[hit] << 16) + step[hit])
     total = hits.bits() + steps.bits()
-    # What two have together, less what one has alone, is what the other adds.
+    # Conditional entropy: the joint entropy minus that of the condition.
     which = placed_hits.bits() - exponents.bits()
     how_far = placed_steps.bits() - Tally.over(placed_steps, lambda symbols: symbols + 0x8000 >> 16).bits()
     return {
@@ -262,13 +265,13 @@ def numbers(tensor: RawTensor) -> Iterator[NDArray[np.int32]]:
 
 
 class Tally:
-    """How often each symbol occurs."""
+    """Counts of each symbol."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
 
     def add(self, symbols: NDArray[Any]) -> None:
-        """Count integers that are close together, or few."""
+        """Count integers of a small range."""
         if not len(symbols):
             return
         low, high = int(symbols.min()), int(symbols.max())
@@ -282,18 +285,18 @@ class Tally:
 
     @classmethod
     def over(cls, other: "Tally", coarser: Callable[[NDArray[np.int64]], NDArray[np.int64]]) -> "Tally":
-        """Count what `coarser` makes of the symbols of another one."""
+        """Count the images of another tally's symbols under `coarser`."""
         made = cls()
         made._parts = [(coarser(values), counts) for values, counts in other._parts]
         return made
 
     def bits(self) -> float:
-        """Bits that all symbols take together, each coded by how often it occurs among them."""
+        """Return the entropy of all symbols together, bits."""
         _, counts = self._merged()
         return float((counts * np.log2(counts.sum() / counts)).sum())
 
     def share(self, symbols: set[int]) -> float:
-        """Which part of all are these."""
+        """Return the fraction of these symbols."""
         values, counts = self._merged()
         return float(counts[np.isin(values, list(symbols))].sum() / max(1, counts.sum()))
 
@@ -345,7 +348,7 @@ def reverse_text(directory: Path, settings: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def keeping(paths: RunPaths, kept: Path) -> Iterator[None]:
-    """Link every published version as it appears: the run deletes it as soon as inference has a newer one."""
+    """Link every published version as it appears, because the run deletes it after the next switch."""
     done = threading.Event()
 
     def link_all() -> None:
@@ -371,7 +374,7 @@ def link(version: Path, target: Path) -> None:
     target.mkdir()
     try:
         os.link(version / "model.safetensors", target / "model.safetensors")
-    except FileNotFoundError:  # deleted at this very moment
+    except FileNotFoundError:  # deleted in the meantime
         target.rmdir()
 
 

@@ -1,16 +1,16 @@
-"""What deltas cost a trainer and a server beyond the codec: writing, keeping the base, rebuilding the full version.
+"""Cost of deltas for trainer and server beyond the codec: writing, keeping the base, rebuilding the full version.
 
     uv run --extra cpu python benchmarks/delta_publication.py --json benchmarks/results/delta_publication.json
 
-Qwen3-0.6B's shapes in bfloat16, 1.19 GB, one file, one process; 2 % of the elements change by a unit or two from one
-version to the next. Wall seconds, and CPU seconds of the process, which a loaded machine leaves alone.
+Qwen3-0.6B's shapes in bfloat16, 1.19 GB, one file, one process; 2 % of the elements change by a unit or two between
+versions. Prints wall seconds, and CPU seconds of the process, which do not depend on other load.
 
-full, delta     `Deltas.write` of a rank: file or delta, hashes, fsync, and the copy that is kept as the next base
-first           `Replica.complete` of a full version: read, checked, written to `--cache`
-next            the same of a delta whose base is there
-anew            the same of a delta whose base is not: the full version and all deltas since
-loading         `read_verified` of the result, which every version costs
-limits          one copy of the bytes in memory; one file of as many bytes written to `--cache`, not synced
+full, delta     `DeltaTransport.write_tensors` of a rank: file or delta, hashes, fsync, and the copy for the next base
+first           `DeltaCache.complete` of a full version: read, checked, written to `--cache`
+next            the same for a delta whose base is in the cache
+uncached        the same for a delta whose base is not in the cache: the full version and all later deltas
+loading         `read_verified` of the result, the cost of every version
+limits          one copy of the bytes in memory; one file of equal size written to `--cache`, not synced
 
 `--json FILE` writes the figures.
 """
@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prime_rl.inference.reading import read_verified
-from prime_rl.inference.replica import Replica
-from prime_rl.run.artifact import WEIGHTS_FORMAT, begin, commit
-from prime_rl.run.tensors import content_hash
-from prime_rl.trainer.parallel import World
-from prime_rl.trainer.publication.deltas import Deltas
-from prime_rl.types import PolicyVersion
+from prime_rl.core.types import PolicyVersion
+from prime_rl.inference.policy.delta_cache import DeltaCache
+from prime_rl.inference.worker.weight_reader import read_verified
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, begin_artifact, commit_artifact
+from prime_rl.storage.tensor_hashes import content_hash
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.weight_sync.delta import DeltaTransport
 
 LAYER = {
     "q_proj": (2048, 1024), "k_proj": (1024, 1024), "v_proj": (1024, 1024), "o_proj": (1024, 2048),
@@ -56,7 +56,7 @@ def make_weights(layers: int) -> dict[str, Tensor]:
 
 
 def step(weights: dict[str, Tensor], seed: int) -> None:
-    """Change a share of the elements in place, most of them by one unit in the last place."""
+    """Change a fraction of the elements in place, most of them by one unit in the last place."""
     random = np.random.default_rng(seed)
     for tensor in weights.values():
         words = tensor.view(torch.int16).reshape(-1).numpy()
@@ -65,47 +65,49 @@ def step(weights: dict[str, Tensor], seed: int) -> None:
 
 
 def timed(work: Callable[[], Any]) -> dict[str, float]:
-    """Wall and CPU seconds of `work`."""
+    """Return the wall and CPU seconds of `work`."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return {"s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
 
-def publish(deltas: Deltas, weights: dict[str, Tensor], target: Path, number: int) -> dict[str, float]:
-    """Publish a version as a trainer of one rank does; return the cost of writing, and the bytes."""
+def publish(deltas: DeltaTransport, weights: dict[str, Tensor], target: Path, number: int) -> dict[str, float]:
+    """Publish a version like a trainer of one rank; return the cost of writing and the bytes."""
     deltas.begin(target.name, PolicyVersion(0, number), last=False)
-    temporary = begin(target)
+    temporary = begin_artifact(target)
     hashes: dict[str, str] = {}
-    cost = timed(lambda: hashes.update(deltas.write(temporary / "model.safetensors", weights)))
+    cost = timed(lambda: hashes.update(deltas.write_tensors(temporary / "model.safetensors", weights)))
     whole = content_hash(hashes)
     fields = {"format": WEIGHTS_FORMAT, "branch": 0, "step": number, "tensors": hashes, "hash": whole}
-    manifest = commit(temporary, target, fields | deltas.fields())
+    manifest = commit_artifact(temporary, target, fields | deltas.manifest_fields())
     deltas.complete(whole)
     return cost | {"bytes": sum(manifest["files"].values())}
 
 
 def measure(root: Path, cache: Path, layers: int) -> dict[str, Any]:
-    """Publish four versions and follow them."""
+    """Publish four versions and rebuild them."""
     weights = make_weights(layers)
     figures: dict[str, Any] = {"bytes": sum(tensor.nbytes for tensor in weights.values()), "share": SHARE}
-    deltas = Deltas(VERSIONS, World(rank=0, size=1, device=torch.device("cpu")))
+    unused: Any = None
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    deltas = DeltaTransport(VERSIONS, unused, unused, world, unused, unused)
     for number in range(1, VERSIONS + 1):
         if number > 1:
             step(weights, number)
         figures["full" if number == 1 else "delta"] = publish(deltas, weights, root / f"step_{number}", number)
-    here, anew = Replica(cache / "here"), Replica(cache / "anew")
+    here, uncached = DeltaCache(cache / "here"), DeltaCache(cache / "uncached")
     figures["first"] = timed(lambda: here.complete(root / "step_1", lambda: None))
     for number in range(2, VERSIONS + 1):
         figures["next"] = timed(lambda path=root / f"step_{number}": here.complete(path, lambda: None))
     newest = here.complete(root / f"step_{VERSIONS}", lambda: None)
     figures["loading"] = timed(lambda: _read_all(newest))
     shutil.rmtree(cache / "here")
-    figures["anew"] = timed(lambda: anew.complete(root / f"step_{VERSIONS}", lambda: None))
+    figures["uncached"] = timed(lambda: uncached.complete(root / f"step_{VERSIONS}", lambda: None))
     return figures | {"limits": measure_limits(weights, cache)}
 
 
 def measure_limits(weights: dict[str, Tensor], cache: Path) -> dict[str, Any]:
-    """What the same machine takes for the bytes alone."""
+    """Measure copying and writing the bytes alone."""
     copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
     def write() -> None:
@@ -128,9 +130,9 @@ def _read_all(directory: Path) -> None:
 def main() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=LAYERS, help="fewer make a smaller set")
-    parser.add_argument("--cache", type=Path, help="folder in which the server rebuilds; a temporary one otherwise")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="number of layers")
+    parser.add_argument("--cache", type=Path, help="folder of the server's cache; default: a temporary one")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory(dir=options.cache) as cache:
         figures = measure(Path(root), Path(cache), options.layers)

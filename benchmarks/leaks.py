@@ -1,18 +1,18 @@
-"""Does a run keep what it takes? Memory and open files of every process of a run of the real system, step by step.
+"""Memory and open files of every process of a real run, step by step.
 
     uv run --extra cpu python benchmarks/leaks.py --json benchmarks/results/leaks.json
 
-The CPU recipe of reverse_text with batches of 64 rollouts, 64 of them in flight, for 200 steps; three to six minutes on
-two cores. Arguments after `--` go to `rl`: `... -- --ckpt --ckpt.interval 20 --ckpt.keep-last 2`.
+Runs the CPU recipe of reverse_text with batches of 64 rollouts and 64 in flight for 200 steps, three to six minutes on
+two cores. Arguments after `--` are passed to `rl`: `... -- --ckpt --ckpt.interval 20 --ckpt.keep-last 2`.
 
 memory, MB      resident set, median over ten steps: around step 50, and at the end
-growth          between the two; the limit is 5 %
-private         growth of the part that is shared with nobody (USS), MB
-files           open file descriptors, largest over ten steps: around step 50, and at the end
-threads         the same way
+growth          relative difference of the two; the limit is 5 %
+private         growth of the memory that is not shared (USS), MB
+files           open file descriptors, maximum over ten steps: around step 50, and at the end
+threads         the same for threads
 
-Sampled after each of the trainer's steps. Only processes that were there from step 50 to the end count; one that died
-and was started again would be told. Exit code 1 if a process grew by more, has more files open, or was replaced.
+Samples are taken after each step of the trainer, of processes that run from step 50 to the end. The exit code is 1 if a
+process exceeds the growth limit, opens more files, or was restarted.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 from watchfiles import watch
 
-from prime_rl.run.heartbeat import read_beats
-from prime_rl.run.paths import RunPaths
+from prime_rl.liveness.heartbeat_monitor import read_heartbeats
+from prime_rl.storage.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "configs/reverse_text/cpu.toml"
@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """All processes, by process id, when `step` steps were done."""
+    """Samples of all processes by process id after `step` steps."""
 
     step: int
     processes: Mapping[int, Sample]
@@ -73,7 +73,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One process over the steps that count; `grew` is a share, `private` MB."""
+    """One process after the warm-up; `grew` is a fraction, `private` is in MB."""
 
     name: str
     pid: int
@@ -107,37 +107,37 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--warmup", type=int, default=50, help="steps that do not count")
-    parser.add_argument("--rollouts", type=int, default=64, help="in flight, and in a batch")
+    parser.add_argument("--warmup", type=int, default=50, help="steps before the measurement")
+    parser.add_argument("--rollouts", type=int, default=64, help="rollouts in flight and in a batch")
     parser.add_argument("--json", type=Path, help="write all samples to this file")
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/leaks"), help="the run is kept here")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/leaks"), help="directory of the run")
     parser.add_argument("overrides", nargs="*", help="further arguments of rl, after --")
     arguments = parser.parse_args()
     if arguments.steps < arguments.warmup + 2 * WINDOW:
         parser.error(f"--steps must be {2 * WINDOW} more than --warmup at least")
     count = str(arguments.rollouts)
     own = ["--orchestrator.batch-size", count, "--orchestrator.max-concurrent", count]
-    # The processes end one after the other: all shall be there when the last step is looked at.
+    # The processes exit one after the other, but all must run when the last step is sampled.
     own += ["--inference.server.port", str(free_port()), "--max-steps", str(arguments.steps + SPARE_STEPS)]
     own += ["--output-dir", str(arguments.output_dir.resolve())]
-    # A rate that keeps the policy where it is: lengths, and so memory, shall not change by learning.
+    # A rate that keeps the policy constant: lengths, and so memory, must not change by learning.
     own += ["--trainer.optim.lr", "1e-5", "--trainer.scheduler.min-lr", "1e-6"]
     arguments.overrides = [*own, *arguments.overrides]
     return arguments
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def measure(paths: RunPaths, steps: int, overrides: Sequence[str]) -> tuple[list[Look], dict[int, str]]:
-    """Run `rl` and look at all its processes after each step.
+    """Run `rl` and sample all its processes after each step.
 
     Returns:
-        A look for each step, and what each process is called.
+        The samples of each step, and the names of the processes.
 
     Raises:
         RuntimeError: the run failed.
@@ -160,12 +160,12 @@ def measure(paths: RunPaths, steps: int, overrides: Sequence[str]) -> tuple[list
             run.terminate()
             code = run.wait()
     if not looks or looks[-1].step < steps or code not in (0, 143):
-        raise RuntimeError(f"the run ended with {code} after {len(looks)} looks; see {log}")
+        raise RuntimeError(f"the run ended with {code} after {len(looks)} samples; see {log}")
     return looks, names
 
 
 def steps_of(paths: RunPaths, run: "subprocess.Popen[bytes]") -> Iterator[int]:
-    """Yield how many steps the trainer has done, whenever it has done one more, until the run has ended."""
+    """Yield the number of completed steps after every step, until the run ends."""
     paths.metrics_dir.mkdir(parents=True, exist_ok=True)
     file, seen = paths.metrics("trainer"), 0
     for _ in watch(paths.metrics_dir, yield_on_timeout=True, rust_timeout=250, debounce=20, step=10):
@@ -178,10 +178,10 @@ def steps_of(paths: RunPaths, run: "subprocess.Popen[bytes]") -> Iterator[int]:
 
 
 def look(pid: int, paths: RunPaths, names: dict[int, str]) -> dict[int, Sample]:
-    """Sample `pid` and all its descendants, and name those that are new."""
+    """Sample `pid` and all its descendants, and add the names of new ones."""
     found: dict[int, Sample] = {}
-    beats = {beat.pid: beat.name for beat in read_beats(paths).values()}
-    with suppress(psutil.NoSuchProcess):  # the run has just ended
+    beats = {beat.pid: beat.name for beat in read_heartbeats(paths).values()}
+    with suppress(psutil.NoSuchProcess):  # the process has exited
         root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -194,7 +194,7 @@ def look(pid: int, paths: RunPaths, names: dict[int, str]) -> dict[int, Sample]:
 
 
 def command_of(process: psutil.Process) -> str:
-    """A short name: the module that Python runs, or the title that the process has given itself."""
+    """Return a short name: the Python module or the process title."""
     line = process.cmdline()
     if "-m" in line[:-1]:
         return line[line.index("-m") + 1].removeprefix("prime_rl.")
@@ -202,7 +202,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 def summarise(looks: Sequence[Look], names: Mapping[int, str], warmup: int) -> list[Row]:
-    """Reduce the samples to one row for each process that was there from the warm-up to the end, the largest first."""
+    """Return one row for each process that ran from the warm-up to the end, the largest first."""
     first = [look.processes for look in looks if warmup <= look.step < warmup + WINDOW]
     last = [look.processes for look in looks if look.step > looks[-1].step - WINDOW]
     lasting = set.intersection(*(set(sample) for sample in (*first, *last)))
@@ -224,7 +224,7 @@ def _row(pid: int, name: str, first: Sequence[Sample], last: Sequence[Sample]) -
 def missed_limits(
     rows: Sequence[Row], looks: Sequence[Look], names: Mapping[int, str], warmup: int, steps: int
 ) -> list[str]:
-    """Name what missed a limit."""
+    """Describe the processes that missed a limit."""
     missed = [
         f"{row.name} (pid {row.pid}): {row.memory_first:.0f} -> {row.memory_last:.0f} MB ({row.grew:+.1%}), "
         f"{row.files_first} -> {row.files_last} files"
@@ -262,7 +262,7 @@ def report(
     missed: Sequence[str],
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
-    """All figures; of each process that counts its whole curve."""
+    """Return all figures, with the curve of each process."""
     curves = {
         row.name + f" ({row.pid})": [
             round(look.processes[row.pid].rss, 1) for look in looks if row.pid in look.processes

@@ -1,12 +1,11 @@
-"""How much memory and time does the output head take? Log-probabilities, forward and backward, on a CPU:
+"""Memory and time of the output head on a CPU: log-probabilities, forward and backward.
 
     uv run python benchmarks/lm_head.py --json benchmarks/results/lm_head.json
 
-Each case runs in a process of its own: 4,096 tokens, vocabulary 151,936, hidden 1024, with the gradient of the weight.
-Printed are the peak of the process's memory over what weights and states take (limit: the weight's gradient), processor
-seconds, and the largest error of the log-probabilities against float64 from the same weights. `naive` keeps all logits,
-as a training loop does that calls the model and takes log_softmax. Needs 12 GiB and about ten minutes of one processor;
-`--tokens 512` and `--only ours` are quicker.
+Each case runs in a separate process: 4,096 tokens, vocabulary 151,936, hidden 1024, with the gradient of the weight.
+Prints the peak memory over weights and states (limit: the weight's gradient), CPU seconds, and the largest error of
+the log-probabilities against float64. `naive` keeps all logits, like a training loop with log_softmax. Needs 12 GiB
+and about ten minutes of one core; `--tokens 512` and `--only ours` are faster.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_rl.trainer.lm_head import token_logprobs
+from prime_rl.trainer.model.lm_head import token_logprobs
 
 GIB = 1024**3
 CHECKED = 64
@@ -31,7 +30,7 @@ Head = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """All logits at once."""
+    """Compute all logits at once."""
     logprobs = torch.log_softmax((hidden @ weight.T).float() / temperature[:, None], -1)
     entropy = -(logprobs.detach().exp() * logprobs.detach()).sum(-1)
     return logprobs.gather(1, targets[:, None])[:, 0], entropy
@@ -69,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--chunk", type=int, help="model.logprob_chunk_size; its default if left out")
+    parser.add_argument("--chunk", type=int, help="model.logprob_chunk_size; its default if omitted")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--only", nargs="+", choices=list(heads(None)))
     parser.add_argument("--threads", type=int, default=1)
@@ -79,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, name: str, dtype: str) -> dict[str, Any]:
-    """Run one case; the memory of this process must not have been higher before than its weights and states need."""
+    """Run one case in a new process, whose peak memory is that of its weights and states."""
     torch.set_num_threads(arguments.threads)
     generator = torch.Generator().manual_seed(0)
 
@@ -91,7 +90,7 @@ def measure(arguments: argparse.Namespace, name: str, dtype: str) -> dict[str, A
     targets = torch.randint(0, arguments.vocabulary, (arguments.tokens,), generator=generator)
     temperature, slope = torch.ones(arguments.tokens), torch.randn(arguments.tokens, generator=generator)
     head = heads(arguments.chunk)[name]
-    head(hidden[:8].detach(), weight[:64].detach(), targets[:8] % 64, temperature[:8])  # wakes up the libraries
+    head(hidden[:8].detach(), weight[:64].detach(), targets[:8] % 64, temperature[:8])  # initialises the libraries
     before, start = reset_peak(), time.process_time()
     logprobs, _ = head(hidden, weight, targets, temperature)
     logprobs.backward(slope)
@@ -106,7 +105,7 @@ def measure(arguments: argparse.Namespace, name: str, dtype: str) -> dict[str, A
 
 @torch.no_grad()
 def error(hidden: Tensor, weight: Tensor, targets: Tensor, logprobs: Tensor) -> float:
-    """Largest difference to float64, over the first tokens."""
+    """Return the largest difference to float64 over the first tokens."""
     states = hidden[:CHECKED].double()
     logits = torch.cat([states @ part.double().T for part in weight.split(4096)], 1)
     exact = torch.log_softmax(logits, -1).gather(1, targets[:CHECKED, None])[:, 0]
@@ -114,13 +113,13 @@ def error(hidden: Tensor, weight: Tensor, targets: Tensor, logprobs: Tensor) -> 
 
 
 def reset_peak() -> int:
-    """Forget the highest memory use so far; return the present one, bytes."""
+    """Reset the peak memory; return the current memory, bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
 
 def memory(field: str) -> int:
-    """Bytes that this process holds (VmRSS) or has held at most (VmHWM)."""
+    """Return the current (VmRSS) or peak (VmHWM) memory of this process, bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 

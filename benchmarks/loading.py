@@ -1,14 +1,14 @@
-"""How much memory does a rank need while it loads its shard of a model, and how long does it take?
+"""Memory and time of loading a rank's shard of a model.
 
     uv run python benchmarks/loading.py --ranks 2 --json FILE
 
-Writes a random model in the file's dtype (16 layers, an eighth of them embedding), starts the ranks, and lets each load
-it as the trainer does; then once as `from_pretrained` does, the whole model on each rank. No GPU.
+Writes a random model (16 layers, an eighth of the parameters in the embedding), starts the ranks and loads the model
+like the trainer; then once like `from_pretrained`, the whole model on each rank. No GPU.
 
-shards        MiB of a rank's own master weights, float32
-peak          MiB that the process grew by at its highest, over what it had before
-over shards   peak - shards: what loading itself needs, the pages of the file that are mapped included
-anonymous     the same without pages of files, which the system takes back when it needs them
+shards        float32 master weights of a rank, MiB
+peak          maximum growth of the process, MiB
+over shards   peak - shards: the cost of loading, with mapped pages of the file
+anonymous     the same without mapped pages, which the system can reclaim
 """
 
 import argparse
@@ -88,9 +88,9 @@ def run_rank(way: str, directory: str, rank: int, ranks: int, port: int, results
     import torch
     import transformers
 
-    from prime_rl.configs.trainer import TrainerModelConfig
-    from prime_rl.trainer.loading import make_policy
-    from prime_rl.trainer.parallel import join_world
+    from prime_rl.configs.trainer_model import TrainerModelConfig
+    from prime_rl.trainer.parallel.process_group import join_world
+    from prime_rl.trainer.weights.policy_loading import make_policy
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -118,14 +118,14 @@ def run_rank(way: str, directory: str, rank: int, ranks: int, port: int, results
 
 
 def resident() -> tuple[float, float]:
-    """MiB of this process in memory: all, and those that belong to no file."""
+    """Return the resident and the anonymous memory of this process, MiB."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     every, anonymous = (int(fields[key].split()[0]) / 1024 for key in ("VmRSS", "RssAnon"))
     return every, anonymous
 
 
 class Peak:
-    """Looks every millisecond, from a thread."""
+    """Samples the memory every millisecond in a thread."""
 
     def __enter__(self) -> "Peak":
         self.resident = self.anonymous = 0.0

@@ -1,21 +1,21 @@
-"""What does a rollout cost the processor, from its dispatch to the written batch, when the model costs nothing?
+"""CPU time of a rollout from its dispatch to the written batch, with a model of no cost.
 
     uv run python benchmarks/orchestrator_overhead.py --json benchmarks/results/orchestrator_overhead.json
 
-The real orchestrator, with its environment workers, ledger, batches and metrics, against a server in another process
-that answers at once with what vLLM would have written; beside it the same rollouts through verifiers' own OpenAI client
-in one process, up to the written batch. No model and no GPU; a few minutes on two cores. Two shapes of single-turn
-rollouts in groups of 8: `short` (32 prompt tokens, 64 sampled) and `long` (1,000 and 2,000), with log-probabilities.
+The real orchestrator with environment workers, ledger, batches and metrics runs against a server in another process
+with canned responses of vLLM. The baseline runs the same rollouts with verifiers' OpenAI client in one process, up to
+the written batch. No model and no GPU; a few minutes on two cores. Two shapes of single-turn rollouts in groups of 8:
+`short` (32 prompt tokens, 64 sampled) and `long` (1,000 and 2,000), with log-probabilities.
 
-main        CPU milliseconds per rollout in the orchestrator's process (limit 1 for short, 2 for long)
+main        CPU milliseconds per rollout of the orchestrator's process (limit 1 for short, 2 for long)
 total       the same with the environment workers
 verifiers   CPU milliseconds per rollout with verifiers' client
 share       total over verifiers (limit a third)
-in flight   rollouts at once, 90th percentile over the run; 1,000 at most
-lag         99th percentile of how late the orchestrator's event loop comes round, median over batches
+in flight   concurrent rollouts, 90th percentile over the run; at most 1,000
+lag         event loop lag of the orchestrator, 99th percentile, median over batches
 
-Two batches pass before the measurement. `--json FILE` writes {cpu_ms_main, cpu_ms_total, verifiers_cpu_ms,
-loop_lag_p99_ms} of the long rollouts, and the same of the short ones under names that begin with `short_`.
+The first two batches are not measured. `--json FILE` writes {cpu_ms_main, cpu_ms_total, verifiers_cpu_ms,
+loop_lag_p99_ms} of the long rollouts, and the same of the short ones with the prefix `short_`.
 """
 
 import argparse
@@ -47,7 +47,7 @@ KEY = "OVERHEAD_API_KEY"
 
 @dataclass(frozen=True)
 class Shape:
-    """What is measured: tokens of a rollout, and how many rollouts in how many batches."""
+    """Tokens of a rollout, rollouts of a batch and number of batches."""
 
     prompt: int
     completion: int
@@ -66,7 +66,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 class Meter:
-    """Stands in for the monitor: reads the clocks when a batch has been written and reported."""
+    """Replaces the monitor: reads the clocks after each batch."""
 
     def __init__(self, children: list[psutil.Process], shape: Shape) -> None:
         self._children, self._shape = children, shape
@@ -90,20 +90,20 @@ class Meter:
             }
 
     def log_samples(self, *_: Any) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
     def log_distributions(self, *_: Any) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
 
-async def play_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]:
+async def run_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]:
     """Run the orchestrator against the engine at `url`."""
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.shared import ClientConfig, EnvConfig, NameConfig, SamplingConfig
     from prime_rl.orchestrator.orchestrator import Orchestrator
-    from prime_rl.orchestrator.setup import connect, model_access, start_environments
-    from prime_rl.orchestrator.workers.host import WorkerHost
-    from prime_rl.run.paths import RunPaths
+    from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
+    from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+    from prime_rl.storage.paths import RunPaths
 
     run = directory / f"run_{shape.completion}"
     config = OrchestratorConfig(
@@ -123,7 +123,7 @@ async def play_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]
     async with aiohttp.ClientSession() as session:
         await session.post(f"{url}/train", json={"run": str(run), "steps": shape.steps})
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(WorkerHost())
+        host = await stack.enter_async_context(WorkerLauncher())
         environments = await start_environments(config, host, model_access(config), RunPaths(run), stack)
         children = psutil.Process().children(recursive=True)
         meter = Meter(children, shape)
@@ -141,14 +141,14 @@ async def look(server: Any, in_flight: list[int]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def play_verifiers(directory: Path, url: str, shape: Shape) -> dict[str, float]:
-    """Play and write the same rollouts by verifiers' own client, 32 groups at once, all in this process."""
+async def run_verifiers(directory: Path, url: str, shape: Shape) -> dict[str, float]:
+    """Run and write the same rollouts with verifiers' client, 32 groups at a time, in this process."""
     import verifiers as vf
     from verifiers.types import ClientConfig
 
-    from prime_rl.orchestrator.packing import pack
-    from prime_rl.run.batch import write_batch
-    from prime_rl.types import Group, Rollout, Sample
+    from prime_rl.core.types import Group, Rollout, Sample
+    from prime_rl.orchestrator.batching.packing import pack
+    from prime_rl.storage.batch import write_batch
 
     env = vf.load_environment("overhead_environment", prompts=str(directory / f"{shape.prompt}.json"))
     rows = env.get_dataset()
@@ -189,7 +189,7 @@ async def play_verifiers(directory: Path, url: str, shape: Shape) -> dict[str, f
     return {"verifiers_cpu_ms": 1000 * (time.process_time() - start) / (shape.verifiers_groups * GROUP)}
 
 
-PLAYERS = {"ours": play_ours, "verifiers": play_verifiers}
+PLAYERS = {"ours": run_ours, "verifiers": run_verifiers}
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def prepare(directory: Path) -> None:
 
 
 def measure(directory: Path, name: str, player: str) -> dict[str, float]:
-    """Measure in a fresh process; its output but for the last line is for whoever debugs."""
+    """Measure in a new process; the last line of its output is the result."""
     with engine(directory, SHAPES[name]) as url:
         environment = {**os.environ, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, "--player", player, "--shape", name, "--url", url, "--dir", str(directory)]
@@ -229,7 +229,7 @@ def measure(directory: Path, name: str, player: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--player", choices=PLAYERS, help=argparse.SUPPRESS)
     parser.add_argument("--shape", choices=SHAPES, action="append", help="only this shape")
     parser.add_argument("--url", help=argparse.SUPPRESS)

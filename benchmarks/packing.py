@@ -1,15 +1,15 @@
-"""How full are the rows, and how even is the work of the ranks? Packs lengths as rollouts have them:
+"""Fill of packed rows and balance of the ranks for typical length distributions.
 
     uv run python benchmarks/packing.py --json benchmarks/results/packing.json
 
-No model and no GPU; a few seconds. Beside ours stands first-fit-decreasing with rows dealt in turn, which is what
-packing by tokens alone comes to. Prints two tables; `--json FILE` writes one record a distribution.
+No model and no GPU; a few seconds. The baseline is first-fit-decreasing with rows assigned round-robin. Prints two
+tables; `--json FILE` writes one record per distribution.
 
-bins / bound  rows that best-fit-decreasing needs over a lower bound (limit 1.0); `rows` are those that are shipped, a
-              few more, so that they cost the same and any usual number of ranks gets equally many
-imbalance     FLOPs of the busiest rank over the mean rank's (limit 1.0)
-step          the same if ranks wait for each other at every row, as they do where they share the model's weights: the
-              sum over places of the costliest row there, over the mean rank's sum (limit 1.0)
+bins / bound  rows of best-fit-decreasing over a lower bound (limit 1.0); `rows` is the number of shipped rows, which is
+              slightly larger so that rows cost the same and common numbers of ranks divide it
+imbalance     FLOPs of the busiest rank over the mean (limit 1.0)
+step          the same if ranks wait for each other at every row, as with sharded weights: the sum over positions of the
+              most expensive row, over the mean sum of a rank (limit 1.0)
 
 All are means over seeds. FLOPs are those of a 0.6B model (28 layers, hidden 1024, 16 heads of 128).
 """
@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.orchestrator.packing import best_fit_decreasing, even_rows
-from prime_rl.orchestrator.row_cost import RowCost
-from prime_rl.run.assign import PADDING_ROW, assign_rows
+from prime_rl.orchestrator.batching.packing import best_fit_decreasing, even_rows
+from prime_rl.orchestrator.batching.row_flops import RowCost
+from prime_rl.trainer.data.row_assignment import PADDING_ROW, assign_rows
 
 MODEL = {
     "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
@@ -43,13 +43,13 @@ def lognormal(median: float, sigma: float, count: int) -> Draw:
 
 
 def turns(random: np.random.Generator) -> NDArray[np.float64]:
-    """Branching rollouts: turn t sees all turns before it, so samples of one rollout grow."""
+    """Draw branching rollouts: the sample of turn t contains all earlier turns."""
     added = random.lognormal(np.log(500), 0.6, (64, 5))
     played = random.integers(1, 6, 64)
     return np.concatenate([np.cumsum(row[:count]) for row, count in zip(added, played, strict=True)])
 
 
-# Name: (row length, lengths of the samples; longer ones are cut there as max_tokens would).
+# Name: (row length, lengths of the samples; longer ones are truncated, like max_tokens does).
 DISTRIBUTIONS: dict[str, tuple[int, Draw]] = {
     "short answers": (2048, lognormal(60, 0.5, 128)),
     "grade-school math": (2048, lognormal(300, 0.5, 512)),
@@ -74,12 +74,12 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser.parse_args()
 
 
 def measure(name: str, capacity: int, draw: Draw) -> dict[str, Any]:
-    """Pack and deal one distribution with every seed; return the means."""
+    """Pack and assign one distribution with every seed; return the means."""
     runs = [measure_once(capacity, draw, seed) for seed in range(SEEDS)]
     means = {key: round(float(np.mean([run[key] for run in runs])), 4) for key in runs[0]}
     return {"distribution": name, "row_length": capacity, **means}
@@ -115,7 +115,7 @@ def measure_once(capacity: int, draw: Draw, seed: int) -> dict[str, float]:
 
 
 def balance(costs: Sequence[float], dealt: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return the busiest rank's cost and that of a step in which ranks wait at every row, over the mean rank's."""
+    """Return the cost of the busiest rank, and of a step in which ranks wait at every row, over the mean cost."""
     places = max(map(len, dealt))
     shares = np.zeros((len(dealt), places))
     for rank, rows in enumerate(dealt):
@@ -126,7 +126,7 @@ def balance(costs: Sequence[float], dealt: Sequence[Sequence[int]]) -> tuple[flo
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items, the longest first, each into the first row that has room."""
+    """Pack items, the longest first, each into the first row with enough space."""
     rows: list[list[int]] = []
     free: list[int] = []
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -143,9 +143,9 @@ def fewest_rows(lengths: Sequence[int], capacity: int) -> int:
     """Return a lower bound on the rows: the larger of bound L2 (Martello and Toth 1990) and, for items of equal length,
     the dual feasible functions u(k) (Fekete and Schepers 2001).
 
-    L2: for any k up to half a row, items longer than `capacity - k` are alone, those longer than half a row need one
-    each, and items from k to a half need what room the latter do not leave. u(k): in a row of `capacity`, the sum of
-    floor((k + 1) length / capacity) is at most k, unless it is exactly full.
+    L2: for any k up to half a row, items longer than `capacity - k` need a row alone, items longer than half a row need
+    one each, and items from k to half a row need the space that the latter do not leave. u(k): in a row of `capacity`,
+    the sum of floor((k + 1) length / capacity) is at most k, unless it is exactly full.
     """
     sizes = np.sort(np.array(lengths))
     ends = np.cumsum(np.concatenate([[0], sizes]))

@@ -1,25 +1,25 @@
-"""Does the orchestrator reach what the simulation promises? Policies on one seeded trace, through the real processes.
+"""Policies on one seeded trace through the real orchestrator, compared with the simulation.
 
     uv run python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
 
-Each policy runs in an orchestrator of its own: environment workers, ledger, batches, metrics and HTTP are the real
-ones. Server and trainer have no model and take the time that the trace says (replay/engine.py). Ours is the
-orchestrator as it is; the others (policies.py) take the place of its scheduler. All run at once and share the
-processors, the others at half the pace and for half the batches. No GPU; six minutes on two cores.
+Each policy has an orchestrator with real environment workers, ledger, batches, metrics and HTTP. Server and trainer
+have no model and take the times of the trace (replay/engine.py). Our policy is the unchanged orchestrator; the others
+(policies.py) replace its scheduler. All run concurrently on the same processors, the others at half the pace with half
+the batches. No GPU; six minutes on two cores.
 
 Four waves: 32 groups of 8, 64 slots, lognormal lengths, t_train = t_infer = 5 s.
 
-efficiency      max(t_train, t_infer) / t_step, times mean length trained / mean length of the trace
-of t*           the same against t*, see simulation.py
-simulated       efficiency by simulation.py on the same trace, and the quotient of both
-staleness       largest of a trained token, as the server reported it; mean over the groups of their oldest
-wasted          tokens thrown away to keep the bound, of all tokens sampled
-length ratio    mean length trained / mean length started
-switch          milliseconds from the end of a step until its version is acknowledged, median
-lag             milliseconds that the orchestrator's event loop comes round late: 99th percentile, median over batches
+efficiency      max(t_train, t_infer) / t_step, times mean trained length / mean length of the trace
+of t*           the same relative to t*, see simulation.py
+simulated       efficiency by simulation.py on the same trace, and the ratio of both
+staleness       maximum over trained tokens, as reported by the server; mean over groups of the oldest token
+wasted          fraction of sampled tokens that were discarded to keep the bound
+length ratio    mean trained length / mean started length
+switch          milliseconds from the end of a step to the acknowledgement of its version, median
+lag             event loop lag of the orchestrator, milliseconds: 99th percentile, median over batches
 
-The first steps are left out. `--json FILE` writes the rows, each with date, processors, and the processors' load by the
-benchmark and by everything else, in cores.
+The first steps are not measured. `--json FILE` writes the rows with date, number of processors, and the load of the
+benchmark and of other processes, in cores.
 """
 
 import argparse
@@ -47,9 +47,9 @@ from rich.console import Console
 from rich.table import Table
 from simulation import Policy, Simulation, figures
 
-from prime_rl.orchestrator.stream import Draw
-from prime_rl.run.batch import read_batch
-from prime_rl.run.paths import RunPaths
+from prime_rl.orchestrator.data.example_stream import DrawnExample
+from prime_rl.storage.batch import read_batch
+from prime_rl.storage.paths import RunPaths
 
 HERE = Path(__file__).parent
 
@@ -82,21 +82,21 @@ STARTS = 2
 
 @dataclass
 class Replay:
-    """What one run left behind, as `simulation.figures` reads it.
+    """The results of one run, in the form of `simulation.figures`.
 
     Attributes:
-        trace: what was replayed.
-        draws: groups that were started.
+        trace: the replayed trace.
+        draws: started groups.
         shipped: groups of each batch.
-        staleness: of the oldest token of each group, batch by batch.
-        step_ends: when the trainer ended each step, seconds.
-        rows: of metrics/orchestrator.jsonl.
-        switch_s: from the end of a step until the server has switched.
-        ship_s: from the last rollout of a batch until the trainer sees the batch.
+        staleness: staleness of the oldest token of each group, batch by batch.
+        step_ends: end of each training step, seconds.
+        rows: lines of metrics/orchestrator.jsonl.
+        switch_s: seconds from the end of a step to the server's switch.
+        ship_s: seconds from the last rollout of a batch until the trainer reads the batch.
     """
 
     trace: Trace
-    draws: dict[int, Draw] = field(default_factory=dict)
+    draws: dict[int, DrawnExample] = field(default_factory=dict)
     shipped: list[list[int]] = field(default_factory=list)
     staleness: list[list[int]] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
@@ -107,17 +107,17 @@ class Replay:
 
     @property
     def workload(self) -> Workload:
-        """Of the trace."""
+        """Return the trace's workload."""
         return self.trace.workload
 
 
 def read_replay(spec: Spec) -> Replay:
-    """Read the files of a finished run. Raises AssertionError where it did not replay the trace."""
+    """Read the files of a finished run; raise AssertionError if it did not replay the trace."""
     paths, replay = RunPaths(spec.root), Replay(spec.trace)
     record = json.loads((spec.root / RECORD).read_text())
     replay.step_ends = record["step_ends"]
     stream = replay.trace.draws()
-    drawn: dict[int, Draw] = {}
+    drawn: dict[int, DrawnExample] = {}
     for line in paths.ledger(0).read_text().splitlines()[1:]:
         entry = json.loads(line)
         if entry["record"] == "drawn":
@@ -165,7 +165,7 @@ def row_of(spec: Spec) -> dict[str, Any]:
 
 @asynccontextmanager
 async def process(spec: Spec, module: str, *arguments: str) -> Any:
-    """Start one of the processes of a run; its output but for the protocol goes into the run's logs."""
+    """Start a process of a run; its output, except the protocol, is written to the run's logs."""
     path = os.pathsep.join([str(HERE), str(HERE / "replay/environments")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", module, str(spec.root), *arguments]
@@ -180,17 +180,17 @@ async def process(spec: Spec, module: str, *arguments: str) -> Any:
 
 
 async def line_of(started: Process, spec: Spec) -> str:
-    """Read what a process has to say, or end with what it logged instead."""
+    """Read a line of a process, or exit with its log."""
     assert started.stdout is not None
     line = (await started.stdout.readline()).decode().strip()
     if not line:
         logs = "\n".join(path.read_text()[-3000:] for path in spec.root.glob("*.log"))
-        raise SystemExit(f"{spec.root.name}: a process ended before its time\n{logs}")
+        raise SystemExit(f"{spec.root.name}: a process exited early\n{logs}")
     return line
 
 
 async def play(specs: Sequence[Spec], tokenizer: Path) -> dict[str, float]:
-    """Run all specifications at once, and return what it cost the processors."""
+    """Run all specifications concurrently; return the processor load."""
     async with AsyncExitStack() as stack:
         room = asyncio.Semaphore(STARTS)
 
@@ -224,7 +224,7 @@ async def play(specs: Sequence[Spec], tokenizer: Path) -> dict[str, float]:
 
 
 def busy_s() -> float:
-    """Return for how long the machine's processors have been busy."""
+    """Return the busy seconds of the machine's processors."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "steal", 0.0)
 
@@ -258,7 +258,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def slower(workload: Workload, factor: float, steps: float) -> Workload:
-    """Return the workload at another pace, with a share of the steps."""
+    """Return the workload at another pace, with a fraction of the steps."""
     return replace(
         workload, steps=max(2, int(workload.steps * steps)), warmup_steps=max(1, int(workload.warmup_steps * steps)),
         t_infer=workload.t_infer * factor, t_train=workload.t_train * factor, t_switch=workload.t_switch * factor,
@@ -266,7 +266,7 @@ def slower(workload: Workload, factor: float, steps: float) -> Workload:
 
 
 def specifications(root: Path, arguments: argparse.Namespace) -> list[Spec]:
-    """Return what is to be run."""
+    """Return the specifications of all runs."""
     workload = QUICK if arguments.quick else replace(DEFAULT, steps=arguments.steps)
     paces = {
         **dict.fromkeys(OURS, workload),
@@ -282,9 +282,9 @@ def specifications(root: Path, arguments: argparse.Namespace) -> list[Spec]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="a few small batches: shows that it runs, not how well")
-    parser.add_argument("--policy", action="append", help="only this one, as name:k; may be given several times")
-    parser.add_argument("--steps", type=int, default=DEFAULT.steps, help="batches; the first ten are left out")
+    parser.add_argument("--quick", action="store_true", help="a few small batches, as a test of the script")
+    parser.add_argument("--policy", action="append", help="only this policy, as name:k; can be repeated")
+    parser.add_argument("--steps", type=int, default=DEFAULT.steps, help="batches; the first ten are not measured")
     parser.add_argument("--seed", type=int, default=0, help="of the trace")
     return parser.parse_args()
 

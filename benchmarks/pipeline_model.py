@@ -1,7 +1,6 @@
-"""The same seeded rollout lengths for every policy, simulated or replayed by a real orchestrator.
+"""Seeded rollout lengths for the simulation and for the real orchestrator.
 
-What a rollout takes is a function of (seed, example, group_id, rollout) alone, so neither the order in which groups are
-started nor the clock of the machine changes it.
+The duration of a rollout depends only on (seed, example, group_id, rollout), not on the order of groups or the clock.
 """
 
 from collections.abc import Iterator
@@ -12,12 +11,12 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.orchestrator.stream import Draw, Source, Stream
+from prime_rl.orchestrator.data.example_stream import DrawnExample, ExampleStream, StreamEnvironment
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sampled and trained on, and how fast.
+    """Sizes, lengths and speeds of a simulated run.
 
     Lengths are lognormal, cut at `max_tokens`: log(tokens) is log(median) + a term of the example + one of the rollout.
 
@@ -25,17 +24,17 @@ class Workload:
         batch_groups: groups in a batch, B.
         group_size: rollouts in a group, G.
         waves: rollouts of a batch that each slot of the engine samples one after the other: slots = B * G / waves.
-        steps: batches in all, M.
-        warmup_steps: batches at the beginning that are not measured.
+        steps: total number of batches, M.
+        warmup_steps: first batches, which are not measured.
         t_infer: seconds that the engine takes for a batch of this trace with all slots busy.
         t_train: seconds of a training step.
-        t_switch: seconds from the end of a training step until the engine samples from what it made.
-        median_tokens: of the rollouts.
-        max_tokens: the longest that a rollout can be.
+        t_switch: seconds from the end of a training step until the engine samples from its version.
+        median_tokens: median length of the rollouts.
+        max_tokens: maximum length of a rollout.
         example_sigma: standard deviation of the example's term.
         rollout_sigma: standard deviation of the rollout's term.
-        examples: in the data set; the stream passes over it again and again.
-        drop_share: share of groups that are dropped when they complete, at random (zero advantage, say).
+        examples: number of examples of the data set, which the stream repeats.
+        drop_share: fraction of groups that are dropped at random when they complete.
     """
 
     batch_groups: int = 32
@@ -66,7 +65,7 @@ class Trace:
     """Name of the environment; the order of the stream depends on it."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
-        """Make the lengths of all groups that the batches take if they are trained on in the order of the stream."""
+        """Compute the lengths of all groups of the batches in the order of the stream."""
         self.workload = workload
         self.seed = seed
         rng = np.random.default_rng([seed, 0])
@@ -75,13 +74,13 @@ class Trace:
         first = islice(self.draws(), workload.steps * workload.batch_groups)
         self._sampled = np.stack([self.lengths(draw) for draw in first])
 
-    def draws(self) -> Iterator[Draw]:
-        """Give the stream of the trace from its beginning: as an orchestrator with this seed draws it."""
-        stream = Stream([Source(self.ENVIRONMENT, self.workload.examples)], self.seed)
+    def draws(self) -> Iterator[DrawnExample]:
+        """Yield the stream of the trace, as an orchestrator with this seed draws it."""
+        stream = ExampleStream([StreamEnvironment(self.ENVIRONMENT, self.workload.examples)], self.seed)
         while True:
             yield stream.draw()
 
-    def lengths(self, draw: Draw) -> NDArray[np.int64]:
+    def lengths(self, draw: DrawnExample) -> NDArray[np.int64]:
         """Return the sampled tokens of a group's rollouts, int64 [G], each at least 1."""
         if draw.group_id not in self._lengths:
             rng = np.random.default_rng([self.seed, 1, draw.group_id])
@@ -92,16 +91,16 @@ class Trace:
             self._lengths[draw.group_id] = tokens
         return self._lengths[draw.group_id]
 
-    def seconds(self, draw: Draw) -> NDArray[np.float64]:
-        """Return how long the engine samples each rollout of a group, seconds, float64 [G]."""
+    def seconds(self, draw: DrawnExample) -> NDArray[np.float64]:
+        """Return the sampling time of each rollout of a group, seconds, float64 [G]."""
         return self.lengths(draw) * self.seconds_per_token
 
-    def error(self, draw: Draw) -> float:
-        """Return a standard normal number of the group, for expectations that are off by a known amount."""
+    def error(self, draw: DrawnExample) -> float:
+        """Return a standard normal number of the group, for expectations with a known error."""
         return float(np.random.default_rng([self.seed, 2, draw.group_id]).normal())
 
-    def is_dropped(self, draw: Draw) -> bool:
-        """Tell whether the group is dropped when it completes."""
+    def is_dropped(self, draw: DrawnExample) -> bool:
+        """Return whether the group is dropped when it completes."""
         share = self.workload.drop_share
         return share > 0 and bool(np.random.default_rng([self.seed, 3, draw.group_id]).random() < share)
 
@@ -112,13 +111,13 @@ class Trace:
 
     @cached_property
     def seconds_per_token(self) -> float:
-        """What a slot takes for a token, so that a batch takes `t_infer` with all slots busy."""
+        """Seconds per token of a slot, so that a batch takes `t_infer` with all slots busy."""
         work = self.workload
         return work.t_infer * work.slots / (work.batch_groups * work.group_size * self.mean_tokens)
 
     @cached_property
     def kept_share(self) -> float:
-        """Share of the sampled tokens that is not dropped."""
+        """Fraction of the sampled tokens that is not dropped."""
         work = self.workload
         draws = list(islice(self.draws(), round(work.steps * work.batch_groups / (1 - work.drop_share))))
         tokens = np.array([self.lengths(draw).sum() for draw in draws])
@@ -126,11 +125,11 @@ class Trace:
         return float(tokens[kept].sum() / tokens.sum())
 
     def ideal(self) -> float:
-        """Return max(t_train, t_infer), seconds a step: what the busier side takes."""
+        """Return max(t_train, t_infer), seconds per step."""
         return max(self.workload.t_train, self.workload.t_infer / self.kept_share)
 
     def limit(self, bound: int) -> float:
-        """Return t* = max(t_train, t_infer, (D_max + t_train + t_switch) / (bound + 1)), seconds a step."""
+        """Return t* = max(t_train, t_infer, (D_max + t_train + t_switch) / (bound + 1)), seconds per step."""
         work = self.workload
         longest = float(self._sampled.max()) * self.seconds_per_token
         return max(self.ideal(), (longest + work.t_train + work.t_switch) / (bound + 1))

@@ -1,7 +1,6 @@
-"""Ways to admit groups and to form batches, all behind the methods of `DeadlineScheduler`.
+"""Policies that admit groups and form batches, with the interface of `DeadlineScheduler`.
 
-The others are written from the published rule of each, as small as they can be; the docstrings say whose it is. They
-keep none of this project's invariants.
+Each is a minimal implementation of the published rule of a project, without our invariants.
 """
 
 import math
@@ -9,7 +8,7 @@ from typing import Protocol
 
 
 class Scheduler(Protocol):
-    """What an orchestrator asks of a policy."""
+    """The scheduler interface of an orchestrator."""
 
     batch_groups: int
     next_step: int
@@ -19,7 +18,7 @@ class Scheduler(Protocol):
         """Groups that were shipped, or admitted and not dropped."""
 
     def can_admit(self, version: int) -> bool:
-        """Tell whether a group may start now, while inference samples from `version`."""
+        """Return whether a group may start while inference samples from `version`."""
 
     def admit(self, group_id: int, version: int) -> int:
         """Start a group."""
@@ -38,7 +37,7 @@ class Scheduler(Protocol):
 
 
 class Baseline:
-    """Takes the first B groups that complete. Subclasses say when a group may start, and when a batch may ship."""
+    """Takes the first B complete groups. Subclasses decide when a group may start and a batch may ship."""
 
     def __init__(self, batch_groups: int, async_level: int) -> None:
         self.batch_groups = batch_groups
@@ -55,7 +54,7 @@ class Baseline:
         return self.next_step * self.batch_groups + len(self.started)
 
     def can_admit(self, version: int) -> bool:
-        """Tell whether a group may start now, while inference samples from `version`."""
+        """Return whether a group may start while inference samples from `version`."""
         self.version = version
         return self.may_start()
 
@@ -87,23 +86,23 @@ class Baseline:
             self.started.pop(group_id, None)
 
     def may_start(self) -> bool:
-        """Tell whether a group may start at `version`."""
+        """Return whether a group may start at `version`."""
         return True
 
     def may_ship(self) -> bool:
-        """Tell whether the next batch may ship if enough groups are complete."""
+        """Return whether the next batch may ship if enough groups are complete."""
         return True
 
 
 class Synchronous(Baseline):
-    """Batch n is sampled by version n, from its first token to its last."""
+    """Version n samples the whole batch n."""
 
     def may_start(self) -> bool:  # noqa: D102
         return self.placed < (min(self.version, self.next_step) + 1) * self.batch_groups
 
 
 class OneStepOff(Baseline):
-    """Batch n is sampled as a whole by version n - 1, while batch n - 1 is trained on (verl's one-step-off recipe)."""
+    """Version n - 1 samples the whole batch n during the training on batch n - 1 (verl's one-step-off recipe)."""
 
     def may_start(self) -> bool:  # noqa: D102
         batch = self.placed // self.batch_groups
@@ -111,7 +110,7 @@ class OneStepOff(Baseline):
 
 
 class AdmissionGate(Baseline):
-    """No more than (k + v + 1) * B groups are ever started, batches take them as they complete (AReaL, SkyRL)."""
+    """Starts at most (k + v + 1) * B groups; batches take them as they complete (AReaL, SkyRL)."""
 
     def may_start(self) -> bool:  # noqa: D102
         return self.placed < (self.version + self.async_level + 1) * self.batch_groups
@@ -129,7 +128,7 @@ class StrictFifo(AdmissionGate):
 class WindowedFifo(AdmissionGate):
     """The same gate; batches take the oldest complete groups of the 30 % that started first (torchtitan, MiniMax).
 
-    The window is anchored at the oldest group that is not taken: it moves only when that one is.
+    The window starts at the oldest group that is not in a batch yet.
     """
 
     WINDOW_SHARE = 0.3
@@ -141,7 +140,7 @@ class WindowedFifo(AdmissionGate):
 
     @property
     def bound(self) -> int:
-        """The most staleness that the window allows."""
+        """The maximum staleness of the window."""
         return self.async_level + math.ceil((self.window - 1) / self.batch_groups)
 
     def admit(self, group_id: int, version: int) -> int:  # noqa: D102
@@ -164,9 +163,9 @@ class WindowedFifo(AdmissionGate):
 
 
 class Discard(Baseline):
-    """All slots are busy always; what is older than k when a batch is formed is thrown away (TRL, NeMo-RL and others).
+    """Keeps all slots busy and discards groups older than k when a batch is formed (TRL, NeMo-RL and others).
 
-    A batch is formed when the trainer asks for it.
+    A batch is formed when the trainer requests it.
     """
 
     LAG = 0
@@ -184,9 +183,9 @@ class Discard(Baseline):
 
 
 class ShipHold(Discard):
-    """Dispatch pauses while more than one batch is ahead of the trainer; stale groups are thrown away (prime-rl, 2026).
+    """Pauses dispatch while more than one batch is ahead of the trainer; discards stale groups (prime-rl, 2026).
 
-    There the lag of one batch is a constant, and k (`max_off_policy_steps`) is 8 unless it is set.
+    There the lag of one batch is constant, and the default of k (`max_off_policy_steps`) is 8.
     """
 
     LAG = 1

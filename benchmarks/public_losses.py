@@ -1,14 +1,14 @@
-"""Our losses beside those of public projects, on the same random tensors: loss and gradient must agree within 1e-5.
+"""Compare our losses with those of public projects on random tensors; the limit for loss and gradient is 1e-5.
 
-Both are called as they stand: TRL's `GRPOTrainer._compute_loss` on a stand-in for the trainer, verl's registered policy
-losses. Neither is a dependency; they are put into a folder of their own, without what they ask for beside torch:
+Calls TRL's `GRPOTrainer._compute_loss` on a stub of the trainer, and verl's registered policy losses. Neither is a
+dependency; install them in a separate folder without their dependencies:
 
     uv pip install --target /tmp/public --no-deps trl==1.16.0 accelerate==1.15.0 verl==0.9.1 ray==2.60.0 pyvers==0.2.3 \
         tensordict==0.15.3 hydra-core==1.3.8 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 codetiming==1.4.0 \
         orjson==3.13.0
     PYTHONPATH=/tmp/public .venv/bin/python benchmarks/public_losses.py [--json FILE]
 
-`--json tests/unit/trainer/public_losses.json` writes tensors and public answers, which a unit test compares with.
+`--json tests/unit/trainer/public_losses.json` writes tensors and public results for a unit test.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from prime_rl.configs.loss import LossConfig
-from prime_rl.trainer.engine import Counts, Scored
 from prime_rl.trainer.micro_batch import make_micro_batch
-from prime_rl.trainer.rl.objective import build_objective
+from prime_rl.trainer.rl.rl_objective import build_objective
+from prime_rl.trainer.train_step import Counts, ScoredRow
 
 TOLERANCE = 1e-5
 HORIZON = 12
-# Spread of the log-ratios: beyond the bounds of a token's ratio, and of a sequence's mean.
+# Spread of the log-ratios: wide exceeds the clipping bounds of a token, narrow those of a sequence mean.
 WIDE, NARROW = 0.5, 2e-3
 
 Answer = tuple[float, list[float]]
@@ -88,7 +88,7 @@ def draw(seed: int, spread: float) -> dict[str, list[list[float]]]:
     rows: dict[str, list[list[float]]] = defaultdict(list)
     for length in lengths:
         sampler = -random.exponential(1.5, length)
-        # A common shift, or a sequence's mean would seldom leave its bounds.
+        # A common shift, so that a sequence mean exceeds its bounds often enough.
         trainer = sampler + random.normal(0, spread, length) + random.normal(0, spread / 2)
         rows["sampler"].append(sampler.astype(np.float32).tolist())
         rows["trainer"].append(trainer.astype(np.float32).tolist())
@@ -98,12 +98,12 @@ def draw(seed: int, spread: float) -> dict[str, list[list[float]]]:
 
 
 def ours(config: dict[str, Any], rows: dict[str, list[list[float]]]) -> Answer:
-    """Pack the sequences into one row, each behind a prompt token, and ask our objective."""
+    """Compute our objective on the sequences packed into one row, each after a prompt token."""
     lengths = [len(sequence) for sequence in rows["trainer"]]
     mask = np.concatenate([[0, *[1] * n] for n in lengths])
 
     def lay(name: str) -> np.ndarray:
-        # Outside the mask anything may stand.
+        # Values outside the mask are arbitrary.
         return np.concatenate([[np.nan, *sequence] for sequence in rows[name]]).astype(np.float32)
 
     row = make_micro_batch(
@@ -117,18 +117,18 @@ def ours(config: dict[str, Any], rows: dict[str, list[list[float]]]) -> Answer:
     logprobs = torch.from_numpy(np.where(mask, lay("trainer"), 0).astype(np.float32)).requires_grad_()
     objective = build_objective(TypeAdapter(LossConfig).validate_python(config), seq_len=HORIZON)
     counts = Counts(tokens=sum(lengths), sequences=len(lengths))
-    loss = objective(Scored(row, logprobs, torch.zeros_like(logprobs), untouched=True, counts=counts)).loss
+    loss = objective(ScoredRow(row, logprobs, torch.zeros_like(logprobs), before_first_update=True, counts=counts)).loss
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), gradient[row.loss_mask].tolist()
 
 
 def pad(sequences: list[list[float]]) -> Tensor:
-    """[sequences, HORIZON], 0 behind the end."""
+    """Return [sequences, HORIZON], padded with 0."""
     return torch.tensor([[*sequence, *[0.0] * (HORIZON - len(sequence))] for sequence in sequences])
 
 
 def differentiate(loss_of: Callable[[Tensor, Tensor], Tensor], rows: dict[str, list[list[float]]]) -> Answer:
-    """Loss and gradient of `loss_of(logprobs, mask)` over padded sequences."""
+    """Return loss and gradient of `loss_of(logprobs, mask)` on padded sequences."""
     logprobs = pad(rows["trainer"]).requires_grad_()
     mask = pad([[1.0] * len(sequence) for sequence in rows["trainer"]])
     loss = loss_of(logprobs, mask)
@@ -145,7 +145,7 @@ def trl(
     delta: float | None = None,
     beta: float = 0.0,
 ) -> Answer:
-    """Ask TRL's GRPO trainer, given the log-probabilities that its model would compute."""
+    """Compute the loss of TRL's GRPO trainer from given log-probabilities of its model."""
     from trl import GRPOTrainer
 
     def loss_of(logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def trl(
 
 
 def verl(rows: dict[str, list[list[float]]], name: str, mode: str = "token-mean", **settings: float) -> Answer:
-    """Ask the policy loss that verl registers as `name`."""
+    """Compute the policy loss that verl registers as `name`."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
@@ -209,9 +209,9 @@ def verl(rows: dict[str, list[list[float]]], name: str, mode: str = "token-mean"
 
 
 def main() -> int:
-    """Compare all cases; return 1 where one differs."""
+    """Compare all cases; return 1 if one differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write tensors and public answers")
+    parser.add_argument("--json", type=Path, help="write tensors and public results to this file")
     path = parser.parse_args().json
     versions = {name: version(name) for name in ("trl", "verl")}
     recorded, worst = [], 0.0

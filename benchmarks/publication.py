@@ -1,23 +1,22 @@
-"""What does publishing a version cost the trainer, and how long until it is there?
+"""Cost of publishing a version for the trainer, and its duration.
 
     uv run python benchmarks/publication.py --json FILE                          # 0.6B parameters, 1.19 GB in bfloat16
-    uv run python benchmarks/publication.py --directory /dev/shm                 # where versions are written
+    uv run python benchmarks/publication.py --directory /dev/shm                 # directory of the versions
 
-One process on a CPU, one thread: float32 weights of Qwen3-0.6B's shapes, random, published in bfloat16 by the trainer's
-own code. A step is a second or so of matrix products, which stand for forward and backward, and an update as Adam would
-make it. In every round the limits are measured too, beside nothing else, in the same process on the same memory and
-folder.
+One process on a CPU with one thread: random float32 weights of Qwen3-0.6B's shapes, published in bfloat16 by the
+trainer's code. A step consists of matrix products for about a second, in place of forward and backward, and an update
+like Adam's. Every round also measures the limits in the same process, memory and folder.
 
 stall           seconds that the main thread waited for the publication: in its start, and before the update
-writing         seconds from the start of a publication to the rename that commits it
-stall_fraction  stall / writing, medians over the rounds; the goal is 0.05 at most
+writing         seconds from the start of a publication to its rename
+stall_fraction  stall / writing, medians over the rounds; the goal is at most 0.05
 no_canary       the same with `weight_broadcast.canary=false`
-canary_in_step  the same where the policy itself scores the canary, as several ranks do, and not a twin in a thread
-at_once         the same without a canary, where the update follows at once: no forward and backward pass in between
-slowed          how much longer the products took while a version was written, which shares cores and memory with them
-memcpy, cast    copying the published bytes; rounding the float32 weights to bfloat16: what a snapshot cannot do without
-disk            writing and syncing as many bytes to one file of the same folder
-canary          scoring 64 tokens by the policy, and by its twin
+canary_in_step  the same if the policy scores the canary, as with several ranks, not its copy in a thread
+at_once         the same without a canary and with an immediate update, without forward and backward pass
+slowed          slowdown of the products during the writing of a version, which shares cores and memory
+memcpy, cast    copying the published bytes; rounding the float32 weights to bfloat16: the minimum of a snapshot
+disk            writing and syncing one file of equal size in the same folder
+canary          scoring 64 tokens with the policy, and with its unsharded copy
 """
 
 import argparse
@@ -40,13 +39,13 @@ import transformers
 from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
 
-from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.trainer.loading import make_policy
-from prime_rl.trainer.model import PolicyModel
-from prime_rl.trainer.parallel import World, join_world
-from prime_rl.trainer.publication import Publisher, plain_twin
-from prime_rl.trainer.publication.canary import canary_row, measure_canary
-from prime_rl.types import PolicyVersion
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.types import PolicyVersion
+from prime_rl.trainer.model.policy_model import PolicyModel
+from prime_rl.trainer.parallel.process_group import World, join_world
+from prime_rl.trainer.policy_canary import canary_row, measure_canary, unsharded_copy
+from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weights.policy_loading import make_policy
 
 GOAL = 0.05
 STEP_S = 1.5
@@ -58,9 +57,7 @@ _SHARE = 0.02
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="where versions are written"
-    )
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="directory of the versions")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--small", action="store_true", help="a small model, to try the script")
     parser.add_argument("--json", type=Path)
@@ -73,7 +70,7 @@ def main() -> None:
 
 
 def measure(directory: Path, rounds: int = 3, small: bool = False) -> dict[str, Any]:
-    """Publish `rounds` versions each way into a folder of its own in `directory`, which is removed."""
+    """Publish `rounds` versions in each mode, in a temporary folder of `directory`."""
     with lone_trainer(small) as made, tempfile.TemporaryDirectory(dir=directory) as folder:
         return _rounds(made, Path(folder), rounds, 0.2 if small else STEP_S)
 
@@ -81,37 +78,37 @@ def measure(directory: Path, rounds: int = 3, small: bool = False) -> dict[str, 
 def _rounds(trainer: "Trainer", folder: Path, rounds: int, step_s: float) -> dict[str, Any]:
     work, limits = Work(step_s), Limits(trainer.policy, folder)
     target, version, rate = folder / "step_1", PolicyVersion(0, 1), trainer.updates.rate_of(_SHARE)
-    ways = {
+    modes = {
         "default": (trainer.publisher, work),
         "no_canary": (trainer.new_publisher(canary=None), work),
-        "canary_in_step": (trainer.new_publisher(twin=lambda: None), work),
+        "canary_in_step": (trainer.new_publisher(canary_model=lambda: None), work),
         "at_once": (trainer.new_publisher(canary=None), lambda: None),
     }
-    for publisher, _ in ways.values():  # the first version of each also reserves its memory
+    for publisher, _ in modes.values():  # the first version of each also allocates memory
         trainer.publish(target, version, lambda: None, rate, publisher)
         shutil.rmtree(target)
-    row, twin = canary_row(trainer.policy.vocabulary), trainer.twin()
+    row, canary_model = canary_row(trainer.policy.vocabulary), trainer.canary_model()
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         measured = {"step_alone_s": timed(work)}
-        for way, (publisher, meanwhile) in ways.items():
+        for mode, (publisher, meanwhile) in modes.items():
             seconds = trainer.publish(target, version, meanwhile, rate, publisher)
             shutil.rmtree(target)
-            measured |= {f"{way}_{name}": value for name, value in seconds.items()}
+            measured |= {f"{mode}_{name}": value for name, value in seconds.items()}
         measured |= {
             "canary_s": timed(lambda: measure_canary(trainer.policy, row)()),
-            "twins_canary_s": timed(lambda: measure_canary(twin, row)()),
+            "unsharded_canary_s": timed(lambda: measure_canary(canary_model, row)()),
             **limits.measure(),
         }
         for name, value in measured.items():
             times.setdefault(name, []).append(value)
     median = {name: statistics.median(values) for name, values in times.items()}
-    fractions = {way: median[f"{way}_stall_s"] / median[f"{way}_writing_s"] for way in ways}
+    fractions = {mode: median[f"{mode}_stall_s"] / median[f"{mode}_writing_s"] for mode in modes}
     return {
         "stall_fraction": fractions.pop("default"),
         "goal": GOAL,
         "goal_reached": median["default_stall_s"] <= GOAL * median["default_writing_s"],
-        **{f"stall_fraction_{way}": fraction for way, fraction in fractions.items()},
+        **{f"stall_fraction_{mode}": fraction for mode, fraction in fractions.items()},
         "bytes": trainer.bytes,
         "gigabytes": trainer.bytes / 1e9,
         **median,
@@ -126,7 +123,7 @@ def _rounds(trainer: "Trainer", folder: Path, rounds: int, step_s: float) -> dic
 
 
 def machine() -> dict[str, Any]:
-    """Say what the figures were measured on, and when."""
+    """Return machine, versions and date of the figures."""
     return {
         "processors": os.cpu_count(),
         "load": os.getloadavg()[0],
@@ -137,20 +134,20 @@ def machine() -> dict[str, Any]:
 
 @contextmanager
 def lone_trainer(small: bool) -> Iterator["Trainer"]:
-    """Make a `Trainer` in a world of one, which ends with the context."""
-    torch.set_num_threads(1)  # as the trainer does it on a CPU, which it shares with the sampler
+    """Run a `Trainer` in a world of size 1 while the context lasts."""
+    torch.set_num_threads(1)  # like the trainer on a CPU, which it shares with the sampler
     with join_world("cpu", 600) as world:
         yield Trainer(world, small)
 
 
 class Trainer:
-    """A policy of random weights, sharded as the trainer does it, and the publisher of its versions.
+    """A policy with random weights, sharded like the trainer's, and its publisher.
 
     Attributes:
-        policy: float32.
-        publisher: in bfloat16, with what `rl` has by default.
-        updates: in place of an optimizer.
-        bytes: of the published tensors.
+        policy: the policy in float32.
+        publisher: publisher in bfloat16 with the defaults of `rl`.
+        updates: retargets the optimizer.
+        bytes: bytes of the published tensors.
     """
 
     def __init__(self, world: World, small: bool) -> None:
@@ -158,24 +155,25 @@ class Trainer:
         with tempfile.TemporaryDirectory() as directory:
             self._config, self._tokenizer = _write_model(Path(directory), small)
             self.policy = make_policy(self._config, 0, world)
-            self._twin = plain_twin(self.policy, self._config, world, torch.float32)  # while its configuration is there
+            # Created now, because its configuration is deleted with the directory.
+            self._canary_model = unsharded_copy(self.policy, self._config, world, torch.float32)
         self.updates = SimulatedAdam(self.policy.parameters())
         self.bytes = sum(parameter.numel() * 2 for parameter in self.policy.parameters())
         self.publisher = self.new_publisher()
 
-    def twin(self) -> PolicyModel | None:
-        """Return what scores the canary in a thread."""
-        return self._twin
+    def canary_model(self) -> PolicyModel | None:
+        """Return the model that scores the canary in a thread."""
+        return self._canary_model
 
     def new_publisher(self, **options: Any) -> Publisher:
-        """Make another publisher; its updates wait for its copies."""
-        options = {"canary": torch.float32, "twin": self.twin} | options
+        """Create another publisher; updates wait for its copies."""
+        options = {"canary": torch.float32, "canary_model": self.canary_model} | options
         publisher = Publisher(self.policy, self._tokenizer, torch.bfloat16, self._world, **options)
         publisher.guard(self.updates)
         return publisher
 
     def rebuild(self, **options: Any) -> None:
-        """Let go of all publishers and their memory, and make another one."""
+        """Free all publishers and create another one."""
         del self.publisher, self.updates
         self.updates = SimulatedAdam(self.policy.parameters())
         self.publisher = self.new_publisher(**options)
@@ -188,11 +186,11 @@ class Trainer:
         rate: float,
         publisher: Publisher | None = None,
     ) -> dict[str, float]:
-        """Start a version, work, update the weights at `rate`, and wait until the version is there.
+        """Start a version, run `work`, update the weights at `rate`, and wait for the version.
 
         Returns:
-            stall_s: what the publication took of this thread, in its start and before the update. copy_wait_s: the
-            latter alone. step_s: the work. writing_s: from the start to the rename.
+            stall_s: time of this thread in the start of the publication and before the update. copy_wait_s: the latter
+            alone. step_s: the work. writing_s: from the start to the rename.
         """
         publisher = publisher or self.publisher
         start = timed(lambda: publisher.start(target, version))
@@ -202,15 +200,15 @@ class Trainer:
         publisher.wait()
         metrics = publisher.metrics()
         return {
-            "stall_s": start + metrics["publish/copy_wait"],
-            "copy_wait_s": metrics["publish/copy_wait"],
+            "stall_s": start + metrics["weight_sync/copy_wait"],
+            "copy_wait_s": metrics["weight_sync/copy_wait"],
             "step_s": step,
-            "writing_s": metrics["publish/seconds"],
+            "writing_s": metrics["weight_sync/seconds"],
         }
 
 
 class SimulatedAdam(torch.optim.Optimizer):
-    """Moves every weight as the last of a few steps of Adam with noisy gradients would.
+    """Moves every weight like the last of a few steps of Adam with noisy gradients.
 
     Attributes:
         rate: the learning rate.
@@ -225,7 +223,7 @@ class SimulatedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Move all weights; which weight makes which of the simulated steps is drawn anew."""
+        """Move all weights; each gets one of the simulated steps at random."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 flat = local(parameter).view(-1)
@@ -234,7 +232,7 @@ class SimulatedAdam(torch.optim.Optimizer):
                     part.add_(self._steps[begin : begin + len(part)], alpha=self.rate)
 
     def rate_of(self, share: float) -> float:
-        """Find the rate at which a step changes `share` of the weights when they are rounded to bfloat16."""
+        """Return the rate at which a step changes `share` of the weights in bfloat16."""
         largest = max((p for group in self.param_groups for p in group["params"]), key=lambda p: p.numel())
         weights = local(largest.detach()).view(-1)[: 2**20].numpy()
         steps = self._steps[: len(weights)].numpy()
@@ -247,7 +245,7 @@ class SimulatedAdam(torch.optim.Optimizer):
 
 
 class Work:
-    """Products of matrices that take about `seconds` on this machine; a fixed number of them."""
+    """A fixed number of matrix products that take about `seconds` on this machine."""
 
     def __init__(self, seconds: float) -> None:
         self._left, self._right = torch.rand(2, 512, 512).unbind()
@@ -256,13 +254,13 @@ class Work:
         self._count = max(1, round(seconds / alone))
 
     def __call__(self) -> None:
-        """Compute them."""
+        """Compute the products."""
         for _ in range(self._count):
             self._left @ self._right
 
 
 class Limits:
-    """What the memory and the disk can do with the bytes of one version. Holds memory while it measures only."""
+    """Measures memory and disk with the bytes of one version; frees its memory afterwards."""
 
     def __init__(self, policy: PolicyModel, folder: Path) -> None:
         self._weights = [local(parameter.detach()) for parameter in policy.parameters()]
@@ -271,12 +269,12 @@ class Limits:
     def measure(self) -> dict[str, float]:
         """Return seconds: memcpy_s, cast_s and disk_s."""
         halves = [weight.bfloat16() for weight in self._weights]
-        places = [half.clone() for half in halves]  # written once: fresh memory costs more than copying
+        targets = [half.clone() for half in halves]  # allocated before the measurement
         times = {
-            "memcpy_s": timed(lambda: _copy(halves, places)),
-            "cast_s": timed(lambda: _copy(self._weights, places)),
+            "memcpy_s": timed(lambda: _copy(halves, targets)),
+            "cast_s": timed(lambda: _copy(self._weights, targets)),
         }
-        places.clear()
+        targets.clear()
         times["disk_s"] = timed(lambda: self._write(halves))
         self._file.unlink()
         return times
@@ -289,9 +287,9 @@ class Limits:
             os.fsync(file.fileno())
 
 
-def _copy(sources: list[torch.Tensor], places: list[torch.Tensor]) -> None:
-    for place, source in zip(places, sources, strict=True):
-        place.copy_(source)
+def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,14 +298,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that `work` takes."""
+    """Return the duration of `work`, seconds."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def _write_model(directory: Path, small: bool) -> tuple[TrainerModelConfig, Any]:
-    """Write configuration and tokenizer of a model; its weights will be drawn."""
+    """Write configuration and tokenizer of a model with random weights."""
     shape = _SMALL if small else _SHAPE
     config = transformers.Qwen3Config(
         **shape,

@@ -26,16 +26,16 @@ _GENERATED = "vllm:generation_tokens_total"
 
 @contextmanager
 def inference_server(model: Path, log: Path, arguments: Sequence[str] = ()) -> Iterator["Server"]:
-    """Start `inference` on a free port of this machine, wait until it serves, and end it with the context.
+    """Run `inference` on a free port while the context lasts.
 
     Raises:
-        RuntimeError: it ended or did not serve in time.
+        RuntimeError: the server exited or did not start in time.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "prime_rl.entrypoints.inference", "--model.name", str(model)]
-    begun = time.monotonic()
+    start = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--server.port", str(port), *arguments],
@@ -46,10 +46,10 @@ def inference_server(model: Path, log: Path, arguments: Sequence[str] = ()) -> I
     server = Server(f"http://127.0.0.1:{port}", str(model), process, log)
     try:
         server.wait_until_healthy()
-        server.started_s = time.monotonic() - begun
+        server.started_s = time.monotonic() - start
         yield server
     except BaseException:
-        print(f"the server's last words:\n{log.read_text()[-4000:]}", file=sys.stderr)
+        print(f"end of the server's log:\n{log.read_text()[-4000:]}", file=sys.stderr)
         raise
     finally:
         if process.poll() is None:
@@ -62,10 +62,10 @@ def inference_server(model: Path, log: Path, arguments: Sequence[str] = ()) -> I
 
 
 class Server:
-    """One that was started.
+    """A running server.
 
     Attributes:
-        started_s: seconds until it served.
+        started_s: seconds until it was ready.
     """
 
     started_s = 0.0
@@ -75,10 +75,10 @@ class Server:
         self._process, self._log = process, log
 
     def post(self, route: str, **body: Any) -> dict[str, Any]:
-        """Send JSON and return the answer's.
+        """Post JSON and return the response's JSON.
 
         Raises:
-            RuntimeError: it was refused; says why.
+            RuntimeError: the server returned an error.
         """
         request = urllib.request.Request(
             f"{self.url}{route}", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -91,16 +91,16 @@ class Server:
             raise RuntimeError(f"{route}: {error.code} {error.read().decode()}") from None
 
     def generated_tokens(self) -> float:
-        """Return how many tokens it has sampled since its start."""
+        """Return the number of sampled tokens since its start."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         return sum(float(value) for value in re.findall(rf"^{_GENERATED}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
     def wait_until_healthy(self) -> None:
-        """Wait until it serves.
+        """Wait until the server is ready.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: it is not ready in time.
         """
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline and self._process.poll() is None:
@@ -108,12 +108,12 @@ class Server:
                 urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
                 return
             except OSError:
-                time.sleep(0.1)  # that a port opens is told by nothing else
-        raise RuntimeError(f"the server did not start; its log was {self._log}")
+                time.sleep(0.1)  # there is no event for an open port
+        raise RuntimeError(f"the server did not start; see {self._log}")
 
 
 class Sampling:
-    """Keeps completions in flight while the context lasts; what is still in flight at its end is given up."""
+    """Keeps completions in flight while the context lasts, and cancels them at its end."""
 
     def __init__(self, server: Server, vocabulary: int, in_flight: int = 4, max_tokens: int = 400) -> None:
         self._server = server
@@ -135,17 +135,17 @@ class Sampling:
             raise self._error
 
     def rate(self, seconds: float) -> float:
-        """Return how many tokens a second are sampled now, over so many seconds."""
-        begun, tokens = time.perf_counter(), self._server.generated_tokens()
+        """Return the sampled tokens per second over some seconds."""
+        start, tokens = time.perf_counter(), self._server.generated_tokens()
         time.sleep(seconds)
-        return (self._server.generated_tokens() - tokens) / (time.perf_counter() - begun)
+        return (self._server.generated_tokens() - tokens) / (time.perf_counter() - start)
 
     def wait_for_tokens(self, count: int) -> None:
-        """Wait until so many more tokens were sampled."""
+        """Wait until this many more tokens are sampled."""
         start, deadline = self._server.generated_tokens(), time.monotonic() + _START_S
         while self._server.generated_tokens() < start + count:
             if self._error is not None or time.monotonic() > deadline:
-                raise RuntimeError("nothing is sampled") from self._error
+                raise RuntimeError("the server samples no tokens") from self._error
             time.sleep(0.1)
 
     def _run(self) -> None:

@@ -1,22 +1,22 @@
-"""What a bound on staleness costs: policies of asynchronous RL on one seeded trace, by event simulation.
+"""Cost of a staleness bound: event simulation of asynchronous RL policies on one seeded trace.
 
     uv run python benchmarks/simulation.py --json simulation.json --plot simulation.png
 
-Ours are the orchestrator's own classes (`DeadlineScheduler`, `Lookahead`, `LengthHistory`, `Drops`); the others are
-written from their published rules (policies.py). The engine is a number of slots that sample one rollout each at a
-constant rate, through weight switches; a group starts when its first rollout finds a slot, at the version of then. The
-trainer takes a constant time for a batch. Lengths: pipeline_model.py.
+Our policies are the orchestrator's classes (`DeadlineScheduler`, `Lookahead`, `LengthHistory`, `DropPolicy`); others
+follow their published rules (policies.py). The engine has slots that sample one rollout each at a constant rate, also
+during weight switches. A group starts at the current version when its first rollout gets a slot. A training step takes
+constant time. Lengths: pipeline_model.py.
 
 Columns, medians over the seeds, after the warm-up batches:
 
-    efficiency      max(t_train, t_infer) / t_step, times mean length trained / mean length of the trace: a policy that
-                    trains on short rollouts only does not thereby become efficient
-    of t*           the same against t* = max(t_train, t_infer, (D_max + t_train + t_switch) / (bound + 1)), with k for
-                    the bound where there is none; above 1 where the longest rollout of the trace, D_max, is rarer than
-                    one in bound + 1 batches
-    staleness       of a trained token: largest of all seeds, and mean of the groups' oldest
-    wasted          tokens thrown away to keep the bound, of all tokens sampled
-    length ratio    mean length trained / mean length started and not dropped
+    efficiency      max(t_train, t_infer) / t_step, times mean trained length / mean length of the trace, so that
+                    training on short rollouts only does not count as efficient
+    of t*           the same relative to t* = max(t_train, t_infer, (D_max + t_train + t_switch) / (bound + 1)), with k
+                    if there is no bound; above 1 if the longest rollout of the trace, D_max, is rarer than one in
+                    bound + 1 batches
+    staleness       of trained tokens: maximum over all seeds, and mean of the groups' oldest tokens
+    wasted          fraction of sampled tokens that were discarded to keep the bound
+    length ratio    mean trained length / mean length of groups that started and were not dropped
 """
 
 import argparse
@@ -46,10 +46,10 @@ from policies import (
     WindowedFifo,
 )
 
-from prime_rl.orchestrator.admission import LengthHistory, Lookahead
-from prime_rl.orchestrator.drops import Drops
+from prime_rl.orchestrator.data.example_stream import DrawnExample
+from prime_rl.orchestrator.group_filter import DropPolicy
+from prime_rl.orchestrator.length_aware_admission import LengthHistory, Lookahead
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
-from prime_rl.orchestrator.stream import Draw
 
 WORKLOADS = {
     "four waves": Workload(),
@@ -63,11 +63,11 @@ class Policy:
     """One row of the table.
 
     Attributes:
-        name: of the policy.
-        k: pace, or whatever the policy calls its bound.
-        bound: m, the most staleness that the policy allows; None where it has no bound.
-        expectation: of lengths, for length-aware admission: `exact`, `history`, or a number s for exact times e^(s z)
-            with z standard normal; None admits in the order of the stream.
+        name: name of the policy.
+        k: the policy's async level or bound.
+        bound: m, the maximum staleness of the policy, or None.
+        expectation: expected lengths for length-aware admission: `exact`, `history`, or a number s for exact times
+            e^(s z) with z standard normal; None admits in the order of the stream.
         oversampling: (B + admission credit) / B.
     """
 
@@ -109,13 +109,13 @@ class Simulation:
             self.workload.batch_groups,
             length_aware=policy.expectation is not None,
         )
-        self.drops = Drops(self.workload.batch_groups, policy.oversampling)
+        self.drops = DropPolicy(self.workload.batch_groups, policy.oversampling)
         self.now = 0.0
         self.version = 0
         self.training = False
         self.shipped: list[list[int]] = []
         self.step_ends: list[float] = []
-        self.draws: dict[int, Draw] = {}
+        self.draws: dict[int, DrawnExample] = {}
         self.versions: dict[int, int] = {}
         self.staleness: list[list[int]] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -125,7 +125,7 @@ class Simulation:
         self._left: dict[int, int] = {}
 
     def run(self) -> None:
-        """Train all steps. Raises RuntimeError if nothing can happen any more."""
+        """Train all steps; raise RuntimeError on a deadlock."""
         while len(self.step_ends) < self.workload.steps:
             self._ship()
             self._start()
@@ -144,7 +144,7 @@ class Simulation:
             self.staleness.append([step - self.versions[group_id] for group_id in batch])
             self.shipped.append(list(batch))
             self.scheduler.ship(batch)
-            self.drops.shipped()
+            self.drops.start_batch()
         if not self.training and len(self.shipped) > len(self.step_ends):
             self.training = True
             self._at(self.workload.t_train, self._end_step)
@@ -186,10 +186,10 @@ class Simulation:
         draw = self.draws[group_id]
         self.history.add(Trace.ENVIRONMENT, draw.example, float(self.trace.lengths(draw).max()))
         if self.trace.is_dropped(draw):
-            self.drops.judge(degenerate=True)
+            self.drops.record_filtered(zero_advantage=True)
             self.scheduler.drop(group_id)
         else:
-            self.drops.kept()
+            self.drops.record_kept()
             self.scheduler.complete(group_id)
 
 
@@ -200,8 +200,10 @@ def make_scheduler(policy: Policy, workload: Workload) -> Scheduler:
     return BASELINES[policy.name](workload.batch_groups, policy.k)
 
 
-def expectation(kind: str | float | None, trace: Trace, history: LengthHistory) -> Callable[[Draw], float | None]:
-    """Return what length-aware admission expects of a group."""
+def expectation(
+    kind: str | float | None, trace: Trace, history: LengthHistory
+) -> Callable[[DrawnExample], float | None]:
+    """Return the expected length of a group for length-aware admission."""
     if kind == "history":
         return lambda draw: history.expected(Trace.ENVIRONMENT, draw.example)
     error = 0.0 if kind in (None, "exact") else float(kind)
@@ -255,7 +257,7 @@ def policies(workload: Workload, levels: Sequence[int]) -> list[Policy]:
 
 @cache
 def make_trace(workload: Workload, seed: int) -> Trace:
-    """Return the trace; several policies run over it one after the other."""
+    """Return the trace, cached for several policies."""
     return Trace(workload, seed)
 
 
@@ -268,7 +270,7 @@ def measure(job: tuple[Workload, Policy, int]) -> dict[str, float]:
 
 
 def median_row(workload: str, policy: Policy, runs: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return a row of the table: medians over the seeds, the largest staleness of all."""
+    """Return a row of the table: medians over the seeds, and the maximum staleness."""
     settings = asdict(policy)
     row: dict[str, Any] = {"workload": workload, "policy": settings.pop("name"), **settings}
     row |= {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
@@ -277,7 +279,7 @@ def median_row(workload: str, policy: Policy, runs: Sequence[dict[str, float]]) 
 
 
 def rows(workloads: dict[str, Workload], levels: Sequence[int], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Run everything, on all processors, and return the table."""
+    """Run all policies on all processors and return the table."""
     keys = [(name, policy) for name, workload in workloads.items() for policy in policies(workload, levels)]
     jobs = [(workloads[name], policy, seed) for seed in seeds for name, policy in keys]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -315,10 +317,10 @@ def print_tables(table: Sequence[dict[str, Any]]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--async-levels", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--seeds", type=int, default=5, help="traces to take the median of")
-    parser.add_argument("--steps", type=int, default=Workload.steps, help="batches, of which the first fifth warms up")
+    parser.add_argument("--seeds", type=int, default=5, help="number of traces")
+    parser.add_argument("--steps", type=int, default=Workload.steps, help="batches; the first fifth is the warm-up")
     parser.add_argument("--json", type=Path, help="write the table to this file")
-    parser.add_argument("--plot", type=Path, help="draw efficiency over staleness into this file (.png, .svg)")
+    parser.add_argument("--plot", type=Path, help="plot efficiency over staleness to this file (.png, .svg)")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The simulation's table as a picture: efficiency over the largest staleness, and what is thrown away for it."""
+"""Plot of the simulation: efficiency over maximum staleness, with the wasted tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ STYLES = OTHERS | OURS
 
 
 def draw_plot(table: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw one panel for each workload without drops into `path`."""
+    """Write a plot with one panel for each workload without drops to `path`."""
     rows = [row for row in table if row["policy"] in OTHERS or row["bound"] == row["k"]]
     rows = [row for row in rows if row["expectation"] in (None, "history")]
     names = [name for name in dict.fromkeys(row["workload"] for row in rows) if "dropped" not in name]
@@ -43,7 +43,7 @@ def draw_plot(table: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def draw_panel(axes: Axes, name: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw the policies of one workload: a line through a policy's levels, each with its k and its waste."""
+    """Plot the policies of one workload: a line through the levels k, each with k and its waste."""
     for policy, (label, colour, marker, size) in STYLES.items():
         points = [row for row in rows if row["policy"] == policy]
         x, y = [row["staleness_max"] for row in points], [row["efficiency"] for row in points]
@@ -64,7 +64,7 @@ def draw_panel(axes: Axes, name: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def annotation(row: dict[str, Any]) -> tuple[str, tuple[int, int]]:
-    """Return what to write beside a point, and where, in points from it."""
+    """Return the label of a point and its offset in points."""
     if row["tokens_wasted"] >= 0.005:
         return f"{row['tokens_wasted']:.0%} thrown away", (-64, 5) if row["efficiency"] < 0.9 else (-64, -13)
     if row["policy"] in ("deadline_length_aware", "windowed_fifo", "admission_gate"):

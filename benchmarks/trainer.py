@@ -1,19 +1,19 @@
-"""How fast is a packed training step on a CPU? A 5M-parameter model, the trainer's own step, a plain loop beside it:
+"""Speed of a packed training step of a 5M-parameter model on a CPU, compared with a plain loop.
 
     uv run python benchmarks/trainer.py --json benchmarks/results/trainer.json
 
-fraction of the roof   model FLOPs of the step (causal attention, no recomputation) per second over those of square
-                       matrix products of the same dtype, timed in the same process before and after each step
-speed-up               time of a plain loop of transformers over time of our step, on the same sequences with the same
-                       dtype, threads, loss and optimizer: batches of 32 padded to their longest, an attention mask,
-                       logits of all positions. `limit` is the padding ratio, padded tokens / real tokens: what padding
-                       costs if all else is equal. `--json` gets the smaller of the two dtypes' speed-ups.
+fraction of the roof   model FLOPs of the step (causal attention, no recomputation) per second, over those of square
+                       matrix products of the same dtype, measured before and after each step
+speed-up               time of a plain loop of transformers over time of our step, with equal sequences, dtype, threads,
+                       loss and optimizer: batches of 32 padded to the longest, an attention mask, logits of all
+                       positions. `limit` is the padding ratio, padded tokens / real tokens. `--json` gets the smaller
+                       speed-up of the two dtypes.
 
-Our step is `Engine.step`: packed rows, forward, loss, backward, clipped AdamW over float32 master weights; in bfloat16
-the plain loop holds everything in bfloat16, which is less work. Sequences have the lengths of answers to grade-school
-mathematics (GSM8K); every token but the first is trained. `--lengths FILE` takes others: integers, or JSON lines whose
-`answer` is counted in words, digits and signs. Both kinds of step alternate, and what is printed are medians of ratios
-of neighbours, for machines are noisy. With one thread the processor's time is taken instead of the clock's.
+Our step is `TrainStep.step`: packed rows, forward, loss, backward, clipped AdamW with float32 master weights; in
+bfloat16 the plain loop keeps everything in bfloat16, which is less work. Sequences have the lengths of answers of
+GSM8K; every token but the first is trained. `--lengths FILE` reads other lengths: integers, or JSON lines whose
+`answer` is counted in words, digits and signs. Both kinds of steps alternate, and medians of the ratios of neighbours
+are printed. With one thread, CPU time is measured instead of wall time.
 """
 
 import argparse
@@ -35,22 +35,22 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl.configs.loss import AIPOLossConfig
 from prime_rl.configs.optim import AdamWConfig
-from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.orchestrator.packing import best_fit_decreasing
-from prime_rl.trainer.engine import Counts, Engine, Minibatch
-from prime_rl.trainer.loading import make_policy
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.orchestrator.batching.packing import best_fit_decreasing
 from prime_rl.trainer.micro_batch import make_micro_batch
+from prime_rl.trainer.model_flops import ModelFlops
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.parallel import World, join_world
-from prime_rl.trainer.perf import ModelFlops
-from prime_rl.trainer.rl.objective import build_objective
+from prime_rl.trainer.parallel.process_group import World, join_world
+from prime_rl.trainer.rl.rl_objective import build_objective
+from prime_rl.trainer.train_step import Counts, Minibatch, TrainStep
+from prime_rl.trainer.weights.policy_loading import make_policy
 
 SHAPE = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 PERCENTS = [0, 1, 2.5, *range(5, 96, 5), 97.5, 98.5, 99, 99.5, 99.75, 99.9, 100]
-# Of the pieces (words, digits, signs) of the 7,473 answers of GSM8K's training split.
+# Lengths in pieces (words, digits, signs) of the 7,473 answers of GSM8K's training split.
 LENGTHS = [
     27, 45, 50, 56, 64, 70, 76, 82, 87, 92, 98, 104, 110, 117, 124, 132, 141, 149, 161, 174, 194, 226, 252, 272, 287,
     313, 343, 367, 447,
@@ -65,13 +65,13 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass
 class Figures:
-    """What was measured with one dtype, one entry a repetition.
+    """Measurements with one dtype, one entry per repetition.
 
     Attributes:
         ours: seconds of our step.
-        plain: seconds of the plain loop's.
+        plain: seconds of the plain loop's step.
         roof: FLOP/s of the matrix products around our step.
-        losses: of the first step, ours and the plain loop's: the same work was done.
+        losses: of the first step, ours and the plain loop's, which shows that both do the same work.
     """
 
     ours: list[float] = field(default_factory=list)
@@ -80,12 +80,12 @@ class Figures:
     losses: tuple[float, float] = (0.0, 0.0)
 
     def fraction(self, flops: float) -> float:
-        """Of the roof."""
+        """Return the fraction of the roof."""
         return statistics.median(flops / s / roof for s, roof in zip(self.ours, self.roof, strict=True))
 
     @property
     def speedup(self) -> float:
-        """Over the plain loop."""
+        """Return the speed-up over the plain loop."""
         return statistics.median(b / a for a, b in zip(self.ours, self.plain, strict=True))
 
 
@@ -137,7 +137,7 @@ def short(dtype: str) -> str:
 
 
 def draw_sequences(arguments: argparse.Namespace) -> list[Arrays]:
-    """Random tokens, advantages and sampler's log-probabilities, in lengths spread evenly over the distribution."""
+    """Draw tokens, advantages and log-probabilities, with lengths spread evenly over the distribution."""
     random, count = np.random.default_rng(0), arguments.sequences
     quantiles = (np.arange(count) + 0.5) / count * 100
     if arguments.lengths:
@@ -183,13 +183,13 @@ def make_steps(
     random_init: Any = {"random_init": True}
     model = TrainerModelConfig(name=directory, dtype=dtype, debug=random_init, seq_len=arguments.row)
     policy, optim = make_policy(model, 0, world), AdamWConfig(lr=1e-4)
-    engine = Engine(policy, build_optimizer(optim, policy), world, optim.max_norm)
+    engine = TrainStep(policy, build_optimizer(optim, policy), world, optim.max_norm)
     objective = build_objective(AIPOLossConfig(ratio_clip=RATIO_CLIP), arguments.row)
     weights = {name: value.full_tensor().clone() for name, value in policy.causal_lm.state_dict().items()}
     plain = make_plain_step(directory, getattr(torch, dtype), weights, sequences)
     return Steps(
         getattr(torch, dtype),
-        # Rows are built anew in each step, as the trainer does.
+        # Each step builds its rows, like the trainer.
         lambda: engine.step([pack(sequences, arguments.row)], objective, 1.0).loss or float("nan"),
         plain,
     )
@@ -208,13 +208,13 @@ def pack(sequences: Sequence[Arrays], row: int) -> Minibatch:
 def make_plain_step(
     directory: str, dtype: torch.dtype, weights: dict[str, Tensor], sequences: Sequence[Arrays]
 ) -> Callable[[], float]:
-    """The loop that one writes around a model of transformers: pad, forward, loss, backward; clip and update once."""
+    """Return the step of a plain loop around a model of transformers: pad, forward, loss, backward; clip and update."""
     config = Qwen3Config.from_pretrained(directory)
     model: PreTrainedModel = Qwen3ForCausalLM(config)
     model.load_state_dict(weights, strict=False)
     model = model.to(dtype).train()
     optim = AdamWConfig(lr=1e-4)
-    betas = (optim.betas1, optim.betas2)
+    betas = (optim.beta1, optim.beta2)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True
     )
@@ -246,7 +246,7 @@ def pad(batch: Sequence[Arrays], name: str) -> Tensor:
 
 
 def count_flops(directory: str, world: World, lengths: NDArray[np.integer]) -> tuple[float, int]:
-    """Model FLOPs of a step, and the model's parameters."""
+    """Return the model FLOPs of a step and the number of parameters."""
     random_init: Any = {"random_init": True}
     policy = make_policy(TrainerModelConfig(name=directory, debug=random_init), 0, world)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
@@ -255,7 +255,7 @@ def count_flops(directory: str, world: World, lengths: NDArray[np.integer]) -> t
 
 def measure(arguments: argparse.Namespace, steps: dict[str, Steps]) -> dict[str, Figures]:
     clock = time.process_time if arguments.threads == 1 else time.perf_counter
-    figures = {dtype: Figures(losses=(step.ours(), step.plain())) for dtype, step in steps.items()}  # warms up as well
+    figures = {dtype: Figures(losses=(step.ours(), step.plain())) for dtype, step in steps.items()}  # also the warm-up
     for _ in range(arguments.repeats):
         for dtype, step in steps.items():
             before = roof(step.dtype, clock)
@@ -272,7 +272,7 @@ def measure(arguments: argparse.Namespace, steps: dict[str, Steps]) -> dict[str,
 
 
 def roof(dtype: torch.dtype, clock: Callable[[], float]) -> float:
-    """FLOP/s of square matrix products, the median of a few."""
+    """Return FLOP/s of square matrix products, median of five."""
     a = torch.ones(ROOF_SIZE, ROOF_SIZE, dtype=dtype)
     out, seconds = torch.empty_like(a), []
     for _ in range(5):

@@ -1,28 +1,28 @@
-"""What does a new policy version cost: the trainer, the sampling, the wire? And how long until it is sampled from?
+"""Cost of a new policy version for the trainer, for sampling and in bytes, and its latency until sampling uses it.
 
     uv run --extra cpu python benchmarks/weights.py --json FILE              # 0.6B parameters, 1.19 GB in bfloat16
-    uv run --extra cpu python benchmarks/weights.py --directory /dev/shm     # where versions are written
+    uv run --extra cpu python benchmarks/weights.py --directory /dev/shm     # directory of the versions
     uv run --extra cpu python benchmarks/weights.py --small                  # a small model, to try the script
 
-On a CPU, with what `rl` uses: the trainer's publication (one process, float32 weights of Qwen3-0.6B's shapes, random)
-and a real vLLM server in bfloat16, which samples four completions all the while. In every round the trainer publishes
-a version and goes on with a second or so of matrix products and an update; the server switches as soon as the version
-appears. Updates are those of Adam, at rates at which they change 1, 2 and 6 % of the published values. Limits are
-measured in the same run, between the rounds: by the trainer's process in its memory and folder, and by the server's
-engine on its tensors (`/measure_switch`).
+Runs on a CPU with the code of `rl`: the trainer's publication (one process, random float32 weights of Qwen3-0.6B's
+shapes) and a real vLLM server in bfloat16, which samples four completions all the time. In every round the trainer
+publishes a version, computes matrix products for about a second and updates the weights; the server switches as soon as
+the version appears. Updates are those of Adam, at rates that change 1, 2 and 6 % of the published values. Limits are
+measured between the rounds: memory and disk in the trainer's process, tensors in the server's engine
+(`/measure_switch`).
 
-pause_over_copy   seconds without sampling, over copying the bytes and the engine's processing of the tensors; <= 1.5
-stall_fraction    seconds that the trainer waited for its publication, over the seconds of writing it; <= 0.05.
-                  The canary is on; `alone` is the same without server, `no_canary` without canary. `step_slowed`
-                  is no wait: how much longer a step takes on cores that it shares with writing and canary
-publish_to_switch from the update to the server's answer: it samples from the version and the canary agrees. The limit
-                  is one file of as many bytes written and synced, one copy to read it, the engine's processing
-delta             whole versions as deltas against the one before, see delta.py: bytes over the entropy of what changed
-                  (<= 1.3), and XOR + zstd over bytes (>= 1.8). reverse_text: the same of published weights of real
-                  runs; `--no-reverse-text` leaves them out
+pause_over_copy   seconds without sampling over copying the bytes and the engine's processing of the tensors; <= 1.5
+stall_fraction    seconds that the trainer waited for its publication over the seconds of writing it; <= 0.05. With
+                  canary; `alone` is the same without server, `no_canary` without canary. `step_slowed` is not a wait:
+                  the slowdown of a step that shares its cores with writing and canary
+publish_to_switch from the update until the server samples from the version and the canary agrees. The limit is one
+                  file of equal size written and synced, one copy to read it, and the engine's processing
+delta             whole versions as deltas against the previous one, see delta.py: bytes over the entropy of the changes
+                  (<= 1.3), and XOR + zstd over bytes (>= 1.8). reverse_text: the same for published weights of real
+                  runs; `--no-reverse-text` skips them
 
-All are medians over the rounds; the first switch of a server, which also proves that weights can be staged, is told
-apart. `--json FILE` writes all figures. Exit code 1 if a delta was not exact.
+All figures are medians over the rounds; the first switch of a server, which includes a one-time check, is reported
+separately. `--json FILE` writes all figures. The exit code is 1 if a delta was not exact.
 """
 
 import argparse
@@ -45,15 +45,15 @@ from rich.console import Console
 from rich.table import Table
 from serving import Sampling, Server, inference_server
 
-from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
-from prime_rl.run.paths import RunPaths
-from prime_rl.run.tensors import map_tensors
-from prime_rl.run.wait import wait_for
-from prime_rl.types import PolicyVersion
+from prime_rl.core.types import PolicyVersion
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.tensor_hashes import map_tensors
+from prime_rl.storage.wait_for import wait_for
 
 GOALS = {"pause_over_copy": 1.5, "stall_fraction": 0.05, "over_entropy": 1.3, "xor_over_delta": 1.8}
 SHARES = (0.01, 0.02, 0.06, 0.02)
-"""Changed values from one version to the next; the first switch only warms up."""
+"""Fraction of changed values between versions; the first switch is the warm-up."""
 
 _WAIT_S = 900
 _ALONE = 2
@@ -67,7 +67,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
         figures = measure(Path(folder), arguments.small)
         if arguments.reverse_text:
-            say("deltas of real runs")
+            log("deltas of real runs")
             figures["delta_reverse_text"] = {
                 name: delta.reverse_text(Path(folder) / f"run_{i}", settings.split())
                 for i, (name, settings) in enumerate(delta.RATES.items())
@@ -84,23 +84,21 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="needs room for 8 GB")
+    parser.add_argument(
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="directory with 8 GB of free space"
+    )
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--reverse-text", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser.parse_args()
 
 
 def measure(folder: Path, small: bool = False) -> dict[str, Any]:
-    """Publish and switch in `folder`, then code the versions as deltas.
-
-    Returns:
-        `pause_over_copy`, `stall_fraction` and `delta` first, then what they are made of.
-    """
+    """Publish and switch in `folder`, then encode the versions as deltas; return all figures."""
     paths = RunPaths(folder / "run")
     figures = run(paths, folder, small)
-    gc.collect()  # the trainer's weights
-    say("deltas of whole versions")
+    gc.collect()  # frees the trainer's weights
+    log("deltas of whole versions")
     for step, share in enumerate(SHARES[:3], start=1):
         pair = (map_tensors(paths.weights(step - 1)), map_tensors(paths.weights(step)))
         figures["delta"][str(share)] = delta.compare(*pair, rounds=2)
@@ -108,28 +106,28 @@ def measure(folder: Path, small: bool = False) -> dict[str, Any]:
 
 
 def run(paths: RunPaths, folder: Path, small: bool) -> dict[str, Any]:
-    """Publish versions into the run of `paths`, alone and beside a server; return all figures but those of deltas."""
-    say("the trainer alone")
+    """Publish versions, without and with a server; return all figures except those of deltas."""
+    log("the trainer alone")
     with lone_trainer(small) as trainer:
         step_s, window_s = (0.2, 0.5) if small else (STEP_S, 5.0)
         bench = Bench(trainer, paths, Work(step_s), Limits(trainer.policy, folder), window_s)
         alone, no_canary = bench.publish_alone(_ALONE), bench.publish_alone(_ALONE, canary=None)
         base = bench.publish_base()
-        say("a server of the base model")
+        log("a server of the base model")
         with inference_server(base, folder / "server.log", _ENGINE) as server:
             with_server = bench.publish_and_switch(server)
         return summary(trainer.bytes, alone, no_canary, with_server)
 
 
 class Bench:
-    """What the rounds share.
+    """Runs the rounds of the benchmark.
 
     Args:
-        trainer: publishes.
-        paths: of its run.
+        trainer: the trainer, which publishes versions.
+        paths: paths of its run.
         work: a step's forward and backward pass.
-        limits: of memory and disk.
-        window_s: how long the usual rate of sampling is measured.
+        limits: limits of memory and disk.
+        window_s: duration of the measurement of the usual sampling rate.
     """
 
     def __init__(self, trainer: Trainer, paths: RunPaths, work: Work, limits: Limits, window_s: float = 5.0) -> None:
@@ -138,26 +136,26 @@ class Bench:
         self._rates = {share: trainer.updates.rate_of(share) for share in SHARES}
 
     def publish_alone(self, count: int, **options: Any) -> Rounds:
-        """Publish with nothing beside it, by a publisher with these options."""
+        """Publish without a server, with these options of the publisher."""
         rounds = Rounds()
         self._trainer.rebuild(**options)
         for _ in range(count + 1):
             limits = self._limits.measure() | {"step_alone_s": timed(self._work)}
             rounds.append(self._publish(1) | limits)
             shutil.rmtree(self._paths.weights(1))
-        return rounds[1:]  # the first one also reserves its memory
+        return rounds[1:]  # the first round also allocates memory
 
     def publish_base(self) -> Path:
-        """Publish version 0, from which the server starts."""
+        """Publish version 0, the server's base model."""
         self._trainer.rebuild()
         self._publish(0)
         return self._paths.weights(0)
 
     def publish_and_switch(self, server: Server) -> Rounds:
-        """Publish one version a round and switch the server to it, while it samples."""
+        """Publish one version per round and switch the server to it while it samples."""
         rounds = Rounds()
         for step in range(1, len(SHARES) + 1):
-            say(f"version {step} of {len(SHARES)}")
+            log(f"version {step} of {len(SHARES)}")
             with Sampling(server, self._trainer.policy.vocabulary) as sampling:
                 sampling.wait_for_tokens(4)
                 usual = sampling.rate(self._window_s)
@@ -167,25 +165,25 @@ class Bench:
         return rounds
 
     def _publish(self, step: int) -> dict[str, float]:
-        """Publish, work, and make the update that leads to the next version."""
+        """Publish, run the work, and update the weights to the next version."""
         rate = self._rates[SHARES[step]] if step < len(SHARES) else 0.0
         return self._trainer.publish(self._paths.weights(step), PolicyVersion(0, step), self._work, rate)
 
     def _round(self, server: Server, step: int) -> dict[str, float]:
-        tokens, begun, failed = server.generated_tokens(), time.perf_counter(), threading.Event()
+        tokens, start, failed = server.generated_tokens(), time.perf_counter(), threading.Event()
         with ThreadPoolExecutor(1, "follower") as pool:
-            switched = pool.submit(self._follow, server, step, begun, failed)
+            switched = pool.submit(self._follow, server, step, start, failed)
             try:
                 published = self._publish(step)
             except BaseException:
                 failed.set()
                 raise
             times = switched.result()
-        times["tokens_per_s"] = (server.generated_tokens() - tokens) / (time.perf_counter() - begun)
+        times["tokens_per_s"] = (server.generated_tokens() - tokens) / (time.perf_counter() - start)
         return published | times
 
-    def _follow(self, server: Server, step: int, begun: float, failed: threading.Event) -> dict[str, float]:
-        """Do what the orchestrator does: wait for the version, and have the server switch to it."""
+    def _follow(self, server: Server, step: int, start: float, failed: threading.Event) -> dict[str, float]:
+        """Wait for the version and switch the server to it, like the orchestrator."""
 
         def check() -> None:
             if failed.is_set():
@@ -198,9 +196,9 @@ class Bench:
         done = time.perf_counter()
         manifest = read_manifest(target, WEIGHTS_FORMAT)
         if answer["hash"] != manifest["hash"] or answer["step"] != step:
-            raise RuntimeError(f"the server says that it has loaded {answer}")
+            raise RuntimeError(f"the server loaded another version: {answer}")
         return {
-            "publish_to_switch_s": done - begun,
+            "publish_to_switch_s": done - start,
             "update_s": done - seen,
             **{name: answer[name] for name in ("stage_s", "pause_s", "load_s", "canary_difference")},
             "checks_s": done - seen - answer["stage_s"] - answer["pause_s"],
@@ -213,13 +211,13 @@ class Bench:
 
 
 def summary(size: int, alone: Rounds, no_canary: Rounds, served: Rounds) -> dict[str, Any]:
-    """Make the figures of the rounds.
+    """Return the figures of the rounds.
 
     Args:
-        size: of the published tensors, bytes.
+        size: bytes of the published tensors.
         alone: rounds of publication without server.
         no_canary: the same without canary.
-        served: rounds of publication and switch; the first one warms up.
+        served: rounds of publication and switch; the first one is the warm-up.
     """
     later = medians(served[1:])
     copy_s, disk_s, memcpy_s = later["copy_s"], later["disk_s"], later["memcpy_s"]
@@ -269,18 +267,18 @@ def summary(size: int, alone: Rounds, no_canary: Rounds, served: Rounds) -> dict
 
 
 def stall_fraction(rounds: Rounds) -> float:
-    """Median wait of the trainer over the median time of writing."""
+    """Return the median wait of the trainer over the median writing time."""
     return medians(rounds)["stall_s"] / medians(rounds)["writing_s"]
 
 
 def medians(rounds: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Take the median of each figure."""
+    """Return the median of each figure."""
     rounds = list(rounds)
     return {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]}
 
 
 def reached(figures: Mapping[str, Any]) -> dict[str, bool]:
-    """Say which goals are reached; those of deltas at 1, 2 and 6 % together."""
+    """Return which goals are reached; deltas must reach theirs at 1, 2 and 6 %."""
     found = {name: figures[name] <= GOALS[name] for name in ("pause_over_copy", "stall_fraction")}
     deltas = figures["delta"].values()
     found["over_entropy"] = all(one["over_entropy"] <= GOALS["over_entropy"] for one in deltas)
@@ -289,7 +287,7 @@ def reached(figures: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def table(figures: Mapping[str, Any]) -> Table:
-    """Put what was measured beside its limit."""
+    """Return a table of measurements and limits."""
     made = Table("", "measured", "limit", "quotient", "goal")
     stall, pause, latency, size = (figures[name] for name in ("stall", "pause", "latency", "bytes"))
 
@@ -318,7 +316,7 @@ def delta_rows(figures: Mapping[str, Any]) -> list[str]:
     return [delta.row(name, one) for name, one in named.items()]
 
 
-def say(what: str) -> None:
+def log(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 

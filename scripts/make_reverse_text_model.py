@@ -1,11 +1,11 @@
-"""Make the small model of configs/reverse_text/cpu.toml anew, on a CPU, in about half a minute:
+"""Train the small model of configs/reverse_text/cpu.toml again, on a CPU, in about half a minute:
 
     uv run --extra cpu python scripts/make_reverse_text_model.py
 
-It writes a random Qwen3-architecture model of 410,368 parameters with a tokenizer of one token per character, makes
-supervised examples (words and their reversals), trains on them with the project's own `sft` as configured in
-configs/reverse_text/sft_cpu.toml, and copies the result to configs/reverse_text/model. Everything is seeded and runs
-on one thread: the same machine and versions give the same file, bit for bit. The sum of its bytes is printed.
+It writes a random Qwen3 model of 410,368 parameters with one token per character, generates supervised examples
+(words and their reversals), trains on them with `sft` as configured in configs/reverse_text/sft_cpu.toml, and copies
+the result to configs/reverse_text/model. Everything is seeded and runs on one thread: the same machine and versions
+give the same file, bit for bit. Its SHA-256 is printed.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ROLES = ("system", "user", "assistant")
 CHARACTERS = ("\n", *map(chr, range(32, 127)))
 UNKNOWN = "<unk>"
-VOCABULARY = 128  # the 103 tokens, rounded up to a multiple that matrix kernels like
+VOCABULARY = 128  # the 103 tokens, rounded up to a multiple that suits matrix kernels
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -40,13 +40,13 @@ CHAT_TEMPLATE = (
 
 
 def main() -> None:
-    """Make the model; replace `--output` by it."""
+    """Train the model and replace `--output`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=MODEL, help="directory to write (default: %(default)s)")
-    parser.add_argument("--keep", type=Path, help="work in this directory and leave it, instead of a temporary one")
+    parser.add_argument("--keep", type=Path, help="work in this directory and keep it, instead of a temporary one")
     parser.add_argument("overrides", nargs="*", help="further arguments of sft, after --")
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch: sums over several threads may be added in another order
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: several threads add in a different order
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.keep or Path(temporary)
         write_random_model(work / "random")
@@ -82,7 +82,7 @@ def write_random_model(directory: Path) -> None:
 
 
 def make_tokenizer() -> Any:
-    """Make the tokenizer: one token for each printable ASCII character, role and chat marker."""
+    """Build the tokenizer: one token for each printable ASCII character, role and chat marker."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -114,7 +114,7 @@ def write_examples(path: Path) -> None:
 
 
 def fine_tune(work: Path, overrides: list[str]) -> Path:
-    """Run `sft` and return the directory of the weights that it published last."""
+    """Run `sft` and return the directory of its last published weights."""
     arguments = ["@", str(RECIPE), "--model.name", str(work / "random"), "--data.name", str(work / "examples.jsonl")]
     command = [str(Path(sys.executable).with_name("sft")), *arguments, "--output-dir", str(work / "run")]
     subprocess.run([*command, *overrides], check=True)
@@ -122,7 +122,7 @@ def fine_tune(work: Path, overrides: list[str]) -> Path:
 
 
 def replace_model(trained: Path, output: Path) -> None:
-    """Copy the published files, without the run's manifest, over what `output` held before."""
+    """Replace `output` by the published files, without the manifest of the run."""
     if output.exists():
         shutil.rmtree(output)
     shutil.copytree(trained, output, ignore=shutil.ignore_patterns("manifest.json"))

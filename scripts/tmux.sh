@@ -3,10 +3,10 @@
 #
 #   bash scripts/tmux.sh              logs of outputs/
 #   bash scripts/tmux.sh NAME         logs of outputs/NAME, as `rl --exp-id NAME` writes them
-#   bash scripts/tmux.sh kill [NAME]  end the session again
+#   bash scripts/tmux.sh kill [NAME]  end the session
 #
-# Start the run in the Trainer pane (press Ctrl-C there first), or anywhere else: the panes follow logs that do not
-# exist yet, and go on when a new run starts them anew. OUTPUT_DIR says where runs are, if not in outputs/.
+# Start the run in the Trainer pane, a shell that also shows the trainer's log; its commands have --exp-id NAME already.
+# The panes follow logs that do not exist yet, and those of the next run. Set OUTPUT_DIR if runs are not in outputs/.
 set -euo pipefail
 
 usage() {
@@ -19,7 +19,7 @@ case "${1:-}" in
     *) action=start && name=${1:-} ;;
 esac
 if [[ -n $name && ! $name =~ ^[A-Za-z0-9_-][A-Za-z0-9_.-]*$ ]]; then
-    echo "error: '$name' is not a name of an experiment" >&2
+    echo "error: '$name' is not a valid experiment name" >&2
     exit 2
 fi
 if ! command -v tmux > /dev/null; then
@@ -45,8 +45,20 @@ follow() {
     printf 'trap : INT; tail -n +1 -F %q 2> /dev/null; trap - INT; exec %q' "$1" "${SHELL:-bash}"
 }
 
+# A pane: a shell for commands, with one log shown in the background, which Ctrl-C does not end. Commands write to the
+# directory of the session: the tmux server may have been started with another environment.
+work() {
+    printf 'export OUTPUT_DIR=%q; ' "$output_dir"
+    if [[ -n $name ]]; then
+        printf 'export PRIME_EXP_ID=%q; echo %q; ' "$name" "experiment $name: commands in this pane write to ${1%/logs/*}"
+    else
+        printf 'unset PRIME_EXP_ID; '
+    fi
+    printf 'tail -n +1 -F %q 2> /dev/null & exec %q' "$1" "${SHELL:-bash}"
+}
+
 if ! tmux has-session -t "=$session" 2> /dev/null; then
-    trainer=$(tmux new-session -d -P -F '#{pane_id}' -s "$session" -n run -x 200 -y 50 "$(follow "$logs/trainer.log")")
+    trainer=$(tmux new-session -d -P -F '#{pane_id}' -s "$session" -n run -x 200 -y 50 "$(work "$logs/trainer.log")")
     orchestrator=$(tmux split-window -v -P -F '#{pane_id}' -t "$trainer" "$(follow "$logs/orchestrator.log")")
     inference=$(tmux split-window -v -P -F '#{pane_id}' -t "$orchestrator" "$(follow "$logs/inference.log")")
     tmux select-pane -t "$orchestrator" -T Orchestrator

@@ -1,13 +1,13 @@
-"""Which output head is fastest on one GPU, and how exact is it? Ours beside torch's, liger's and cut-cross-entropy:
+"""Speed and accuracy of output heads on one GPU: ours, torch's, liger's and cut-cross-entropy.
 
     python benchmarks/gpu/lm_head.py --json head.json
     python benchmarks/gpu/lm_head.py --device cpu --tokens 64 --vocabulary 300 --hidden 32 --repeats 1   # a trial
 
-Log-probabilities of given tokens, forward and backward with a slope of its own for each token, gradients of states and
-weight. Only the project is needed; what is not installed (`pip install liger-kernel cut-cross-entropy`) or not in this
-torch (`F.linear_cross_entropy`, from 2.13) is left out. The limit is the time of the three matrix products at the
-device's peak. Errors are against float32 from the same half-precision states and weight: largest of the log-
-probabilities (the trainer wants 1e-3), relative of the gradients. Only ours gives the entropy and takes cuts.
+Measures log-probabilities of given tokens, forward and backward with one gradient per token, for states and weight.
+Missing packages (`pip install liger-kernel cut-cross-entropy`) and functions (`F.linear_cross_entropy`, from torch
+2.13) are skipped. The limit is the time of the three matrix products at the device's peak. Errors are against float32
+from the same half-precision inputs: maximum for log-probabilities (the trainer requires 1e-3), relative for gradients.
+Only ours computes the entropy and supports sampling masks.
 """
 
 import argparse
@@ -22,20 +22,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prime_rl.trainer import lm_head
-from prime_rl.trainer.perf import peak_flops
+from prime_rl.trainer.model import lm_head
+from prime_rl.trainer.model_flops import peak_flops
 
 GIB = 1024**3
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
-_COMPILED: Any = lm_head._score_compiled, lm_head._slope_compiled
-_EAGER: Any = lambda: lm_head._score_functional, lambda: lm_head._slope_functional
+_COMPILED: Any = lm_head._compile
 
 
 def ours(chunk: int | None, compiled: bool = True) -> Head:
     def head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         temperature = torch.ones(len(hidden), device=hidden.device)
-        lm_head._score_compiled, lm_head._slope_compiled = _COMPILED if compiled else _EAGER  # until the next call
+        lm_head._compile = _COMPILED if compiled else lambda function: function  # until the next call
         return lm_head.token_logprobs(hidden, weight, targets, temperature, chunk)[0]
 
     return head
@@ -124,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_inputs(arguments: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """States, weight, tokens and slopes; logits have a standard deviation of 3."""
+    """Draw states, weight, tokens and gradients; logits have a standard deviation of 3."""
     torch.manual_seed(0)
     dtype = getattr(torch, arguments.dtype)
     hidden = torch.randn(arguments.tokens, arguments.hidden, device=device).to(dtype)
@@ -143,7 +142,7 @@ def run(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Ten
 
 
 def reference(hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Tensor) -> tuple[Tensor, ...]:
-    """The same in float32, checkpointed by plain autograd over 512 tokens at a time."""
+    """Compute the same in float32 with plain autograd over 512 tokens at a time."""
     hidden, weight = hidden.float(), weight.float().requires_grad_()
     parts, grads = [], []
     for begin in range(0, len(hidden), 512):

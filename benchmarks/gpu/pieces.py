@@ -1,15 +1,15 @@
-"""What the pieces of a step cost on one device, at Qwen3-0.6B's shape and one row of 16,384 tokens:
+"""Cost of the pieces of a step on one device, with Qwen3-0.6B's shape and one row of 16,384 tokens:
 
     python benchmarks/gpu/pieces.py --json FILE
     python benchmarks/gpu/pieces.py --device cpu --tokens 128 --vocabulary 512 --parameters 100000 --side 256
 
 matrix product   the roof: a square product in bfloat16, TFLOP/s
-attention        forward and backward of one sequence by each kernel there is, TFLOP/s (causal; backward counted 2.5 x)
+attention        forward and backward of one sequence with each kernel, TFLOP/s (causal; backward counted 2.5 x)
 head             log-probabilities and entropies of all tokens, forward and backward, ms
 AdamW            the fused update of 0.6 B float32 parameters, GB/s
-to the host      page-locked copy of what a version weighs in bfloat16, GB/s
+to the host      pinned copy of a version's bytes in bfloat16, GB/s
 
-Run it first: it takes a minute, and says which of attention's kernels `model.attn` should take.
+Run it first: it takes a minute and shows the fastest attention kernel for `model.attn`.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from prime_rl.trainer import attention, cudnn_attention
-from prime_rl.trainer.lm_head import token_logprobs
+from prime_rl.trainer.attention import varlen_attention
+from prime_rl.trainer.model.lm_head import token_logprobs
 
 HEADS, KV_HEADS, WIDTH, HIDDEN = 16, 8, 128, 1024
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def timed(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds a call, after one that is not counted."""
+    """Return seconds per call, after a warm-up call."""
     work()
     _finish(device)
     begin = time.perf_counter()
@@ -69,12 +69,12 @@ def roof(device: torch.device, side: int, repeats: int) -> float:
 
 
 def attend(device: torch.device, tokens: int, repeats: int) -> dict[str, float | str]:
-    """Each kernel as `rl_varlen` would call it; what a kernel says where it cannot run."""
+    """Measure each kernel as `packed_attention` calls it; return the error of unsupported kernels."""
     bounds = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     module = torch.nn.Module()
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention.rl_varlen(module, q, k, v, None, cu_seq_lens_q=bounds, max_length_q=tokens)[0]
+        return varlen_attention.packed_attention(module, q, k, v, None, cu_seq_lens_q=bounds, max_length_q=tokens)[0]
 
     def torchs(backend: SDPBackend) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def attend(device: torch.device, tokens: int, repeats: int) -> dict[str, float |
 
     kernels: dict[str, Callable[..., Tensor]] = {
         "varlen": ours,
-        "cudnn": lambda q, k, v: cudnn_attention.attend(q, k, v, None),
+        "cudnn": torchs(SDPBackend.CUDNN_ATTENTION),
         "sdpa flash": torchs(SDPBackend.FLASH_ATTENTION),
     }
     flops = 4 * HEADS * WIDTH * tokens**2 / 2
@@ -97,7 +97,7 @@ def attend(device: torch.device, tokens: int, repeats: int) -> dict[str, float |
             out = kernel(q, k, v)
             grad = torch.randn_like(out)
             backward = timed(lambda out=out, grad=grad: out.backward(grad, retain_graph=True), device, repeats)
-        except (RuntimeError, NotImplementedError) as error:  # this kernel is not for this device
+        except (RuntimeError, NotImplementedError) as error:  # the kernel does not support this device
             figures[f"attention {name}"] = str(error).splitlines()[0][:80]
             continue
         figures[f"attention {name} forward TFLOP/s"] = flops / forward / 1e12
@@ -128,7 +128,7 @@ def to_host(device: torch.device, parameters: int, repeats: int) -> float:
 
 
 def _draw(device: torch.device, heads: int, tokens: int) -> Tensor:
-    """[1, heads, tokens, width], laid out as a projection leaves it: token by token."""
+    """Return [1, heads, tokens, width] with the memory layout of a projection: token by token."""
     drawn = torch.randn(1, tokens, heads, WIDTH, device=device, dtype=torch.bfloat16)
     return drawn.transpose(1, 2).requires_grad_()
 

@@ -1,8 +1,8 @@
-"""What `trainer_step.py` measures, what it should reach, and what upstream prime-rl publishes for the same.
+"""Scenarios of `trainer_step.py`, with their goals and the published figures of upstream prime-rl.
 
-Upstream's figures: its benchmarks/results/BENCHMARKS.md of 2026-02-01, one H100, FlashAttention-3, compiled, activation
-checkpointing, two micro-batches a step. `published` includes the gathering of weights to the host after each step,
-which is how its counter works; `step` is its tokens over its measured step time.
+Upstream's figures: its benchmarks/results/BENCHMARKS.md of 2026-02-01, one H100, FlashAttention-3, compiled,
+activation checkpointing, two micro-batches per step. `published` includes the gathering of weights to the host after
+each step, like upstream's counter; `step` is its tokens over its measured step time.
 """
 
 from dataclasses import dataclass, replace
@@ -43,16 +43,16 @@ class Scenario:
     """One line of the table.
 
     Attributes:
-        shape: the model's.
+        shape: shape of the model.
         row: tokens of a micro-batch.
         sequence: tokens of each sequence in it.
-        ways: settings of `model`, the fastest first; the next is tried where one fails, as for want of memory.
+        ways: settings of `model`, the fastest first; the next is tried if one fails, for example without memory.
         rows: micro-batches of a step.
-        kind: whose objective.
-        publish: the weights of every step are published, and the time for it counts.
+        kind: kind of the objective.
+        publish: publish the weights of every step and include the time.
         goal: tokens/s to reach.
-        most_gib: peak of allocated memory to keep to.
-        upstream: for the same model, row and kind.
+        most_gib: limit of the peak of allocated memory.
+        upstream: figures for the same model, row and kind.
     """
 
     shape: Shape
@@ -99,6 +99,6 @@ SCENARIOS = {
 
 
 def tiny(scenario: Scenario) -> Scenario:
-    """The same code paths in seconds on a CPU: 1/128 of the tokens, a model of 0.1 M parameters, nothing to reach."""
+    """Return a variant for a CPU: 1/128 of the tokens, a model of 0.1 M parameters, no goals."""
     small = replace(scenario, shape=TINY, row=scenario.row // 128, sequence=max(4, scenario.sequence // 128))
     return replace(small, goal=None, most_gib=None, upstream=None)

@@ -1,15 +1,14 @@
-"""How fast is the trainer's step alone? Random tokens, random weights of Qwen3 shapes, one device:
+"""Speed of the trainer's step with random tokens and random weights of Qwen3 shapes on one device.
 
     python benchmarks/gpu/trainer_step.py --scenario rl-16k --json FILE      # one; --list shows all
-    python benchmarks/gpu/trainer_step.py --scenario all --json FILE         # each in a process of its own
+    python benchmarks/gpu/trainer_step.py --scenario all --json FILE         # each in a separate process
     python benchmarks/gpu/trainer_step.py --scenario all --tiny --device cpu --no-compile --steps 1 --warmup 1
 
-Nothing is downloaded: models are made from a configuration, loaded, sharded and trained by the trainer's own code. A
-step is what the trainer does between a batch and its publication: forward, backward and clipped AdamW over two packed
-rows, every token but the first of each sequence trained; with `publish`, also the publication of every version,
-which is written while the next step runs and waited for before the next is. The figure is the tokens of all timed
-steps over their time, after a warm-up in which blocks are compiled. `agreement` compares log-probabilities in
-bfloat16 with those in float32 on the same device.
+Nothing is downloaded: models are created from a configuration and loaded, sharded and trained by the trainer's code. A
+step is forward, backward and clipped AdamW over two packed rows; every token but the first of each sequence is
+trained. With `publish` it includes the publication of every version, which is written during the next step. The figure
+is the tokens of all timed steps over their time, after a warm-up that compiles the blocks. `agreement` compares
+log-probabilities in bfloat16 with those in float32 on the same device.
 
 Needs the project without vllm (torch 2.11 to 2.13, transformers 5.17 or newer), installed or with PYTHONPATH=src.
 """
@@ -32,8 +31,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # before torch asks for memory
-
 import numpy as np
 import torch
 import transformers
@@ -41,20 +38,22 @@ from scenarios import SCENARIOS, SMALL, TINY, Scenario, Shape, tiny
 
 from prime_rl.configs.loss import AIPOLossConfig
 from prime_rl.configs.optim import AdamWConfig
-from prime_rl.configs.trainer import FakeDataConfig, TrainerModelConfig
-from prime_rl.run.batch import Batch
-from prime_rl.trainer.engine import Engine
-from prime_rl.trainer.loading import make_policy
-from prime_rl.trainer.memory import prepare_optimizer
+from prime_rl.configs.trainer import FakeDataConfig
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.types import PolicyVersion
+from prime_rl.storage.batch import Batch
+from prime_rl.trainer.fsdp import compute_dtype
+from prime_rl.trainer.memory.activation_checkpointing import prepare_optimizer
 from prime_rl.trainer.micro_batch import make_micro_batch
+from prime_rl.trainer.model_flops import ModelFlops, peak_flops
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.parallel import World, compute_dtype, join_world
-from prime_rl.trainer.perf import ModelFlops, peak_flops
-from prime_rl.trainer.publication import Publisher
-from prime_rl.trainer.rl.batches import fake_batch, split_batch
-from prime_rl.trainer.rl.objective import build_objective
-from prime_rl.trainer.sft.objective import sft_objective
-from prime_rl.types import PolicyVersion
+from prime_rl.trainer.parallel.process_group import World, join_world
+from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
+from prime_rl.trainer.rl.rl_objective import build_objective
+from prime_rl.trainer.sft.sft_objective import sft_objective
+from prime_rl.trainer.train_step import TrainStep
+from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weights.policy_loading import make_policy
 
 _TIMEOUT_S = 600
 _GIB = 1024**3
@@ -64,6 +63,7 @@ _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def main() -> None:
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # read at the first allocation
     arguments = parse_arguments()
     if arguments.list:
         for name, scenario in SCENARIOS.items():
@@ -90,14 +90,14 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*SCENARIOS, "agreement"]
-    parser.add_argument("--scenario", default="rl-16k", help="names with commas between them, or all")
+    parser.add_argument("--scenario", default="rl-16k", help="comma-separated names, or all")
     parser.add_argument("--list", action="store_true", help="show the scenarios")
-    parser.add_argument("--table", action="store_true", help="only print the table of what --json holds")
+    parser.add_argument("--table", action="store_true", help="only print the table of the --json file")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the clock starts (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (default: %(default)s)")
     parser.add_argument("--way", type=int, help="try only this way of the scenario's, from 0")
-    parser.add_argument("--attn", default="auto", help="model.attn (default: %(default)s); varlen never uses cuDNN")
+    parser.add_argument("--attn", default="auto", help="model.attn (default: %(default)s); varlen: FlashAttention-2")
     parser.add_argument("--no-compile", action="store_true", help="run the blocks eagerly")
     parser.add_argument(
         "--publish", type=Path, default=Path(tempfile.gettempdir()), help="directory of published weights"
@@ -116,15 +116,15 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_in_child(arguments: argparse.Namespace, name: str) -> bool:
-    """Run one scenario with the same arguments in a process of its own, which starts with all memory free."""
+    """Run one scenario with the same arguments in a new process, which starts with all memory free."""
     print(f"== {name}", flush=True)
     return (
         subprocess.run([sys.executable, *sys.argv, "--scenario", name], check=False).returncode == 0
-    )  # the last counts
+    )  # the last option takes effect
 
 
 def first_that_works(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the first way that does not fail; tell what became of those before it."""
+    """Measure the first way that does not fail; record the errors of earlier ways."""
     scenario = tiny(SCENARIOS[name]) if arguments.tiny else SCENARIOS[name]
     ways = scenario.ways if arguments.way is None else scenario.ways[arguments.way : arguments.way + 1]
     failures: list[str] = []
@@ -137,14 +137,14 @@ def first_that_works(name: str, arguments: argparse.Namespace) -> dict[str, Any]
             except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:  # memory, a kernel, a compiler
                 failures.append(f"{keys}: {type(error).__name__}: {str(error).splitlines()[0]}")
             torch._dynamo.reset()
-            gc.collect()  # a block and its new forward hold each other
+            gc.collect()  # a block and its new forward refer to each other
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
     return {"error": failures[-1], "failed_before": failures[:-1]}
 
 
 def measure(scenario: Scenario, arguments: argparse.Namespace, world: World) -> dict[str, Any]:
-    """Train as the trainer does, and time it."""
+    """Train like the trainer and measure the time."""
     (keys,) = scenario.ways
     with model_directory(scenario.shape, scenario.row) as directory:
         config = TrainerModelConfig(
@@ -156,7 +156,7 @@ def measure(scenario: Scenario, arguments: argparse.Namespace, world: World) -> 
         publisher = Publisher(policy, tokenizer, dtype, world, canary=dtype) if scenario.publish else None
     optim = AdamWConfig()
     optimizer = prepare_optimizer(build_optimizer(optim, policy), config)
-    engine = Engine(policy, optimizer, world, optim.max_norm)
+    engine = TrainStep(policy, optimizer, world, optim.max_norm)
     if publisher is not None:
         publisher.guard(optimizer)
     objective = sft_objective if scenario.kind == "sft" else build_objective(AIPOLossConfig(), config.seq_len)
@@ -171,10 +171,10 @@ def measure(scenario: Scenario, arguments: argparse.Namespace, world: World) -> 
         finish(world.device)
         trained = time.perf_counter()
         if publisher is not None:
-            publisher.start(version(number), PolicyVersion(0, number))  # after that of the step before is complete
+            publisher.start(version(number), PolicyVersion(0, number))  # waits for the previous publication
         end = time.perf_counter()
         shutil.rmtree(version(number - 1), ignore_errors=True)
-        writing = publisher.metrics()["publish/seconds"] if publisher is not None else None
+        writing = publisher.metrics()["weight_sync/seconds"] if publisher is not None else None
         return {
             "train": trained - begin,
             "publish": end - trained,
@@ -211,7 +211,7 @@ def summarise(
     peak: float,
     world: World,
 ) -> dict[str, Any]:
-    """Figures beside what they should reach. MFU is of the step alone, publication left out."""
+    """Return the figures with their goals. MFU is that of the step without publication."""
     tokens, train = len(batch.tokens), sum(s["train"] for s in steps) / len(steps)
     whole = train + sum(s["publish"] for s in steps) / len(steps)
     cuda = world.device.type == "cuda"
@@ -249,7 +249,7 @@ def _comparable(scenario: Scenario) -> float:
 
 
 def make_batch(scenario: Scenario) -> Batch:
-    """Draw full rows of equal sequences; all tokens are trained that can be."""
+    """Draw full rows of equal sequences; all tokens but the first of each sequence are trained."""
     per_row = scenario.row // scenario.sequence
     data = FakeDataConfig(batch_size=scenario.rows * per_row, seq_len=scenario.sequence, micro_batch_size=per_row)
     batch = fake_batch(data, scenario.shape.vocabulary, scenario.row, seed=0, step=0)
@@ -261,7 +261,7 @@ def make_batch(scenario: Scenario) -> Batch:
 
 
 def agreement(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Log-probabilities of a packed row and of a row of one sequence, in bfloat16 against float32."""
+    """Compare log-probabilities in bfloat16 and float32, for a packed row and for a row of one sequence."""
     shape, length = (TINY, 128) if arguments.tiny else (SMALL, 8192)
     random = np.random.default_rng(0)
     tokens = random.integers(0, shape.vocabulary, length)
@@ -294,7 +294,7 @@ def score(config: TrainerModelConfig, rows: dict[str, Any], world: World) -> dic
 
 @contextmanager
 def model_directory(shape: Shape, longest: int) -> Iterator[Path]:
-    """Config and tokenizer of a model whose weights will be drawn."""
+    """Write configuration and tokenizer of a model with random weights."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -325,7 +325,7 @@ def finish(device: torch.device) -> None:
 
 
 def record(path: Path, name: str, figures: dict[str, Any]) -> None:
-    """Add to the file, with what a figure is worth nothing without."""
+    """Add the figures to the file, with versions and device."""
     cuda = torch.cuda.is_available()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     figures |= {
@@ -345,7 +345,7 @@ def record(path: Path, name: str, figures: dict[str, Any]) -> None:
 
 
 def table(scenarios: dict[str, dict[str, Any]]) -> str:
-    """Markdown, one line a scenario."""
+    """Return a Markdown table with one line per scenario."""
     lines = [
         "| scenario | tokens/s | goal | upstream: step, published | MFU | peak GiB | upstream | settings |",
         "|" + "---|" * 8,

@@ -1,14 +1,14 @@
-"""Versions from a trainer's GPU to a server, by files, by NCCL and by CUDA IPC: are they right, and what do they cost.
+"""Correctness and cost of versions from a trainer's GPU to a server by files, NCCL and CUDA IPC.
 
     uv run --extra gpu python benchmarks/gpu/transfer.py --json transfer.json          # one GPU: filesystem, ipc
     uv run --extra gpu python benchmarks/gpu/transfer.py --types nccl --server-gpus 1,2 --tp 2
-    uv run --extra cpu python benchmarks/gpu/transfer.py --double                      # no GPU: the device is a double
+    uv run --extra cpu python benchmarks/gpu/transfer.py --double                      # no GPU: a simulated device
 
 A policy with random weights of the model's shapes (Qwen3-0.6B's, or a tiny one with --double) is changed and published
-`--versions` times by each type, and a real server switches to each. Checked each time: the server's content hash is the
-manifest's, the canary agrees. At the end, greedy completions equal those after a switch to the same weights by files.
-Exit code 1 if anything of that does not hold. Seconds are medians; `arrive` is from the start of the publication to the
-server's answer, `stage` and `pause` are the server's, `copy` is what the trainer's next update would wait.
+`--versions` times by each type, and a real server switches to each version. Checks: the server's content hash equals
+the manifest's, the canary agrees, and at the end greedy completions equal those after a switch to the same weights by
+files. The exit code is 1 if a check fails. Seconds are medians; `arrive` is from the start of the publication to the
+server's response, `stage` and `pause` are the server's, `copy` is the wait of the trainer's next update.
 """
 
 import argparse
@@ -29,20 +29,22 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import make_tiny_model, make_tokenizer
 
-from prime_rl.configs.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig
+from prime_rl.configs.broadcast import FileBroadcastConfig, IPCBroadcastConfig, NCCLBroadcastConfig
 from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.trainer.model import load_policy, load_tokenizer
-from prime_rl.trainer.parallel import World, compute_dtype, shard
-from prime_rl.trainer.publication import Publisher
-from prime_rl.types import PolicyVersion
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.types import PolicyVersion
+from prime_rl.trainer.fsdp import compute_dtype, shard_policy
+from prime_rl.trainer.model.policy_model import load_tokenizer
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weights.policy_loading import load_policy
 
 PROMPTS = [[6 + (7 * i + j) % 90 for j in range(5 + 9 * i)] for i in range(8)]
 CONFIGS = {"nccl": NCCLBroadcastConfig, "ipc": IPCBroadcastConfig}
 
 
 def main() -> int:
-    """Measure and print; 1 if a check fails."""
+    """Measure and print; return 1 if a check fails."""
     options = parse()
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
@@ -69,12 +71,12 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", default=None, help="of filesystem, nccl, ipc, separated by commas")
+    parser.add_argument("--types", default=None, help="comma-separated: filesystem, nccl, ipc")
     parser.add_argument("--versions", type=int, default=6)
     parser.add_argument("--server-gpus", default="0", help="the trainer is on GPU 0; nccl needs others")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--memory", type=float, default=0.5, help="share of the server's GPUs")
-    parser.add_argument("--double", action="store_true", help="no GPU: a double for the device, a tiny model")
+    parser.add_argument("--memory", type=float, default=0.5, help="memory fraction of the server's GPUs")
+    parser.add_argument("--double", action="store_true", help="no GPU: a simulated device and a tiny model")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not options.double and not torch.cuda.is_available():
@@ -103,23 +105,23 @@ def measure(kind: str, model: Path, directory: Path, server: Server, options: ar
     device = torch.device("cpu") if options.double else torch.device("cuda", 0)
     world = World(rank=0, size=1, device=device)
     config = TrainerModelConfig(name=str(model))
-    policy = shard(load_policy(config, seed=0), config, world)
+    policy = shard_policy(load_policy(config, seed=0), config, world)
     publisher = Publisher(
         policy,
         load_tokenizer(TokenizerConfig(), config),
         compute_dtype("auto", device),
         world,
+        FileBroadcastConfig() if kind == "filesystem" else CONFIGS[kind](port=0, timeout_seconds=120),
         canary=compute_dtype("auto", device),
-        transfer=None if kind == "filesystem" else CONFIGS[kind](port=0, timeout=120),
     )
     seconds: dict[str, list[float]] = {"arrive": [], "stage": [], "pause": [], "copy": []}
     canary, right = 0.0, True
     server.reload()
     for step in range(1, options.versions + 2):
-        by_files = step > options.versions  # the same weights as the version before
+        by_files = step > options.versions  # the weights of the previous version
         if not by_files:
             change(policy, step)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         publisher.start(directory / f"step_{step}", PolicyVersion(0, step), last=by_files)
         copied = time.perf_counter()
         publisher.wait()
@@ -131,8 +133,8 @@ def measure(kind: str, model: Path, directory: Path, server: Server, options: ar
         canary = max(canary, answer["canary_difference"] or 0.0)
         if by_files:
             break
-        seconds["arrive"].append(time.perf_counter() - begun)
-        seconds["copy"].append(copied - begun)
+        seconds["arrive"].append(time.perf_counter() - start)
+        seconds["copy"].append(copied - start)
         seconds["stage"].append(answer["stage_s"])
         seconds["pause"].append(answer["pause_s"])
         size = answer["bytes"]
@@ -147,7 +149,7 @@ def measure(kind: str, model: Path, directory: Path, server: Server, options: ar
 
 @torch.no_grad()
 def change(policy: torch.nn.Module, step: int) -> None:
-    """Make another version."""
+    """Change the weights to another version."""
     generator = torch.Generator(device="cpu").manual_seed(step)
     for parameter in policy.parameters():
         local: torch.Tensor = parameter.to_local()
@@ -155,7 +157,7 @@ def change(policy: torch.nn.Module, step: int) -> None:
 
 
 def table(results: dict[str, dict[str, Any]]) -> None:
-    """Print one line a type."""
+    """Print one line per type."""
     names = ("arrive", "stage", "pause", "copy", "canary_difference", "right")
     print(f"{'type':12}" + "".join(f"{name:>20}" for name in names))
     for kind, result in results.items():

@@ -1,4 +1,4 @@
-"""What the overhead benchmark plays with: a small tokenizer of the usual kind, and an environment with prompts."""
+"""Inputs of the overhead benchmark: a small tokenizer, and an environment with prompts."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _TEMPLATE = (
 
 
 def words(count: int, seed: int) -> str:
-    """Made-up words, distributed as words are."""
+    """Draw artificial words with a natural distribution."""
     random = np.random.default_rng(seed)
     syllables = [
         "ba",
@@ -76,7 +76,7 @@ def make_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 
 def make_prompts(tokenizer: PreTrainedTokenizerFast, tokens: int, count: int = 64) -> list[str]:
-    """Texts of about `tokens` tokens."""
+    """Draw texts of about `tokens` tokens."""
     return [
         tokenizer.decode(tokenizer(words(tokens, seed=1 + i), add_special_tokens=False)["input_ids"][:tokens])
         for i in range(count)

@@ -1,11 +1,16 @@
-"""HTTP/1.1 over raw asyncio, as far as a well-behaved client speaks it: bodies with a Content-Length, kept alive.
+"""A minimal HTTP/1.1 server over raw asyncio: bodies with a Content-Length, keep-alive, token streams.
 
-A web framework would cost several times what the orchestrator spends on a request.
+A web framework would need several times the orchestrator's CPU time per request.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Any
+
+from uvicorn.server import ServerState
+
+from prime_rl.inference.generation_stream import Generator, ServerStream
+from prime_rl.rollouts.clients.generation_messages import PATH
 
 Write = Callable[[bytes], None]
 Answer = Callable[[bytes, bytes, Write], None]
@@ -13,18 +18,19 @@ Answer = Callable[[bytes, bytes, Write], None]
 
 
 class Connection(asyncio.Protocol):
-    """One connection; a client that sends its next request before the answer to its last may get answers swapped."""
+    """One connection; without support for pipelined requests. A generator serves token streams."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, generator: Generator | None = None) -> None:
         self._answer = answer
+        self._generator = generator
         self._buffer = bytearray()
 
     def connection_made(self, transport: asyncio.WriteTransport) -> None:  # type: ignore[override]
-        """Remember where answers go."""
+        """Store the transport."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Answer each request that is complete."""
+        """Respond to each complete request."""
         self._buffer += data
         while (head_end := self._buffer.find(b"\r\n\r\n")) >= 0:
             head = bytes(self._buffer[:head_end])
@@ -36,6 +42,11 @@ class Connection(asyncio.Protocol):
             body = bytes(self._buffer[head_end + 4 : end])
             del self._buffer[:end]
             path = head.split(b" ", 2)[1].split(b"?")[0]
+            if path == PATH.encode() and self._generator is not None:
+                stream = ServerStream(self._generator, ServerState())
+                self._transport.set_protocol(stream)
+                stream.connection_made(self._transport)
+                return
             self._answer(path, body, self._write)
 
     def _write(self, data: bytes) -> None:
@@ -48,8 +59,8 @@ def http(body: bytes, status: str = "200 OK") -> bytes:
     return head.encode() + body
 
 
-async def serve(answer: Answer) -> Any:
-    """Listen on a free port, and print it."""
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(answer), "127.0.0.1", 0)
+async def serve(answer: Answer, generator: Generator | None = None) -> Any:
+    """Listen on a free port and print it."""
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(answer, generator), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     return server

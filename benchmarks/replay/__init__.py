@@ -1,1 +1,1 @@
-"""The processes of benchmarks/pipeline.py: server and trainer without a model, and the orchestrator between them."""
+"""Processes of benchmarks/pipeline.py: server and trainer without a model, and the orchestrator."""

@@ -1,11 +1,11 @@
-"""An inference server with the latency of a trace and no model, and a trainer that only takes its time; one process.
+"""An inference server with the latency of a trace and no model, and a simulated trainer, in one process.
 
-    python -m replay.engine RUN_DIRECTORY       prints its port; writes engine.json when the last step has ended
+    python -m replay.engine RUN_DIRECTORY       prints its port; writes engine.json after the last step
 
-The server has slots. A request waits for one, first come, first served, and holds it for as long as the trace says of
-its rollout, which it knows by the request's seed. The trainer takes `t_train` from when batch n is there, or from the
-end of its last step, and publishes version n + 1. Both count from when something was due and not from when this process
-came round to it: a busy machine delays the answers, but makes neither engine nor trainer slower.
+The server has slots. A request waits for a slot (first come, first served) and occupies it for the time of its rollout
+in the trace, which the request's seed identifies. The trainer takes `t_train` from the time of batch n or the end of
+its previous step, and publishes version n + 1. Both use due times instead of the time of processing: a busy machine
+delays responses, but makes neither engine nor trainer slower.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ import uvloop
 from overhead.raw_http import Write, http, serve
 from pipeline_model import Trace
 
-from prime_rl.run.artifact import WEIGHTS_FORMAT, publish
-from prime_rl.run.paths import RunPaths
-from prime_rl.run.wait import changes
-from prime_rl.supervisor.process import follow_parent
+from prime_rl.liveness.parent_process import die_with_parent
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, publish_artifact
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.wait_for import watch_directory
 from replay.spec import RECORD, Spec, replayed_tokens
 
 _TOKEN = 300
@@ -38,7 +38,7 @@ _KV_USAGE = 0.5
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the trace says of a request."""
+    """The rollout of the trace for a request."""
 
     group_id: int
     seconds: float
@@ -46,7 +46,7 @@ class Rollout:
 
 
 class Rollouts:
-    """Finds a rollout of the trace by the seed of its request, which the orchestrator derives from its place."""
+    """Finds a rollout of the trace by the seed of its request, which the orchestrator derives from its position."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -54,7 +54,7 @@ class Rollouts:
         self._by_seed: dict[int, Rollout] = {}
 
     def take(self, seed: int) -> Rollout:
-        """Return the rollout. Raises KeyError if it is none of the trace, or was taken before."""
+        """Return the rollout; raise KeyError if it is unknown or was taken before."""
         while seed not in self._by_seed:
             self._read_on(seed)
         return self._by_seed.pop(seed)
@@ -63,7 +63,7 @@ class Rollouts:
         draw = next(self._draws)
         work = self._trace.workload
         if draw.group_id > 4 * work.steps * work.batch_groups:
-            raise KeyError(f"seed {wanted} is of no rollout of the trace")
+            raise KeyError(f"no rollout of the trace has the seed {wanted}")
         lengths, seconds = self._trace.lengths(draw).tolist(), self._trace.seconds(draw).tolist()
         for index, (length, duration) in enumerate(zip(lengths, seconds, strict=True)):
             state = np.random.SeedSequence([self._trace.seed, _ENVIRONMENT, draw.group_id, index, _TURN])
@@ -71,7 +71,7 @@ class Rollouts:
 
 
 class ReplayEngine:
-    """Slots, a queue before them, and the routes that an orchestrator uses."""
+    """Slots, a queue of requests, and the routes that an orchestrator uses."""
 
     def __init__(self, trace: Trace) -> None:
         self._rollouts = Rollouts(trace)
@@ -83,7 +83,7 @@ class ReplayEngine:
         """When the last rollout of each group was over."""
 
     def answer(self, path: bytes, body: bytes, write: Write) -> None:
-        """Answer a request, now or when its rollout is over."""
+        """Respond to a request, immediately or at the end of its rollout."""
         if path == b"/inference/v1/generate":
             self._generate(body, write)
             return
@@ -130,7 +130,7 @@ class ReplayEngine:
             self._free += 1
 
     def _spans(self, tokens: int, began: float, ended: float) -> Iterator[dict[str, Any]]:
-        """Give the versions that sampled the tokens, which are spread evenly over the time."""
+        """Return the versions that sampled the tokens, spread evenly over the time."""
         index = len(self.switches) - 1
         while index and self.switches[index][0] > began:
             index -= 1
@@ -155,7 +155,7 @@ class ReplayEngine:
 
 
 def completion(tokens: int, spans: list[dict[str, Any]]) -> bytes:
-    """Write the answer to a request, as far as the orchestrator reads it."""
+    """Return the response fields that the orchestrator reads."""
     choice = {
         "index": 0, "finish_reason": "stop", "token_ids": [_TOKEN] * tokens, "weight_versions": spans,
         "logprobs": {"content": [{"token_id": _TOKEN, "logprob": -0.5}] * tokens},
@@ -164,7 +164,7 @@ def completion(tokens: int, spans: list[dict[str, Any]]) -> bytes:
 
 
 class Trainer:
-    """Takes its time for each batch."""
+    """Trains each batch for a fixed time."""
 
     def __init__(self, paths: RunPaths, steps: int, t_train: float) -> None:
         self._paths, self._steps, self._t_train = paths, steps, t_train
@@ -188,14 +188,14 @@ class Trainer:
         await watching
 
     async def _watch(self, stop: asyncio.Event) -> None:
-        async for _ in changes(self._paths.rollouts_dir, stop):
+        async for _ in watch_directory(self._paths.rollouts_dir, stop):
             while self._paths.rollouts(len(self.arrivals)).exists():
                 self.arrivals.append(time.monotonic())
                 self._arrived.set()
 
     def _publish(self, version: int) -> None:
         manifest = {"format": WEIGHTS_FORMAT, "branch": 0, "step": version, "tensors": {}, "hash": f"h{version}"}
-        publish(self._paths.weights(version), lambda _: manifest)
+        publish_artifact(self._paths.weights(version), lambda _: manifest)
 
 
 async def run(spec: Spec) -> None:
@@ -209,9 +209,9 @@ async def run(spec: Spec) -> None:
         "answers": list(engine.answers.items()), "cpu_s": time.process_time(),
     }  # fmt: skip
     (spec.root / RECORD).write_text(json.dumps(record))
-    await server.serve_forever()  # the orchestrator has yet to switch to the last version
+    await server.serve_forever()  # the orchestrator still switches to the last version
 
 
 if __name__ == "__main__":
-    follow_parent()
+    die_with_parent()
     uvloop.run(run(Spec.read(Path(sys.argv[1]))))

@@ -1,9 +1,9 @@
-"""The real orchestrator on a trace, with its own scheduler or with another policy in the place of that.
+"""The real orchestrator on a trace, with its own scheduler or with another policy.
 
     python -m replay.orchestrator RUN_DIRECTORY URL TOKENIZER
 
-Prints `ready` when environments and server are connected, begins at the next line of its input, and prints the
-processor time that it and its workers took, seconds.
+Prints `ready` when environments and server are connected, starts at the next line of its input, and prints the CPU
+seconds of its process and workers.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ import uvloop
 from policies import Baseline
 from simulation import BASELINES
 
-from prime_rl.configs.concurrency import ConcurrencyConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rollout_options import ConcurrencyConfig
 from prime_rl.configs.shared import ClientConfig, EnvConfig, NameConfig, SamplingConfig
-from prime_rl.monitor import Monitor
+from prime_rl.liveness.parent_process import die_with_parent
+from prime_rl.monitors import Monitor
 from prime_rl.orchestrator import orchestrator
-from prime_rl.orchestrator.setup import connect, model_access, start_environments
-from prime_rl.orchestrator.workers.host import WorkerHost
-from prime_rl.run.paths import RunPaths
-from prime_rl.supervisor.process import follow_parent
+from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
+from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+from prime_rl.storage.paths import RunPaths
 from replay.spec import Spec, replayed_tokens
 
 STALE = "stale"
@@ -43,7 +43,7 @@ _PROMPT_TOKENS = 64
 
 
 class Substitute:
-    """A policy of the field, in the place of `DeadlineScheduler`."""
+    """Another policy with the interface of `DeadlineScheduler`."""
 
     def __init__(self, policy: Baseline, steps: int) -> None:
         self._policy, self._steps = policy, steps
@@ -51,11 +51,11 @@ class Substitute:
         self._thrown_away = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Leave to the policy what all policies have."""
+        """Forward to the policy."""
         return getattr(self._policy, name)
 
     def serve(self, orchestrator: Any) -> None:
-        """Tell `orchestrator` of what the policy throws away."""
+        """Report groups that the policy discards to `orchestrator`."""
         self._orchestrator = orchestrator
 
     @property
@@ -65,7 +65,7 @@ class Substitute:
 
     @property
     def finished(self) -> bool:
-        """Every batch was shipped."""
+        """Whether every batch was shipped."""
         return self._policy.next_step >= self._steps
 
     def version(self, group_id: int) -> int:
@@ -73,17 +73,17 @@ class Substitute:
         return self._policy.started[group_id]
 
     def can_admit(self, version: int) -> bool:
-        """Tell whether a group may start now; none where no batch is left for it."""
+        """Return whether a group may start and a batch is left for it."""
         return not self.finished and self._policy.can_admit(version)
 
     def ready(self) -> list[int] | None:
-        """Choose the next batch, and throw away what the policy calls too old."""
-        self._policy.version = self._orchestrator._policy.version
+        """Choose the next batch, and discard groups that are too old for the policy."""
+        self._policy.version = self._orchestrator._inference.version
         batch = None if self.finished else self._policy.ready()
         for group_id in self._policy.discarded[self._thrown_away :]:
             group = self._orchestrator._dispatcher.complete.pop(group_id)
             self._orchestrator._ledger.dropped(group_id, STALE, group.rewards)
-            self._orchestrator._tally.discarded(STALE, group)
+            self._orchestrator._counters.discarded(STALE, group)
         self._thrown_away = len(self._policy.discarded)
         return batch
 
@@ -104,7 +104,7 @@ def configuration(spec: Spec, url: str, tokenizer: str) -> OrchestratorConfig:
         max_off_policy_steps=bound,
         length_aware_admission=policy.expectation is not None,
         max_concurrent=_ROOM * work.slots if starts_always else None,
-        concurrency=ConcurrencyConfig(interval=work.t_infer / _LOOKS),
+        concurrency=ConcurrencyConfig(interval_seconds=work.t_infer / _LOOKS),
         max_steps=work.steps,
         seed=spec.seed,
         output_dir=spec.root,
@@ -122,7 +122,7 @@ async def run(spec: Spec, url: str, tokenizer: str) -> None:
         substitute = Substitute(policy, spec.workload.steps)
         orchestrator.DeadlineScheduler = lambda *_, **__: substitute  # type: ignore[assignment,misc]
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(WorkerHost())
+        host = await stack.enter_async_context(WorkerLauncher())
         environments = await start_environments(config, host, model_access(config), paths, stack)
         servers = [await connect(config, url, stack)]
         monitor = Monitor(paths, "orchestrator", None)
@@ -144,5 +144,5 @@ def cpu_s() -> float:
 
 
 if __name__ == "__main__":
-    follow_parent()
+    die_with_parent()
     uvloop.run(run(Spec.read(Path(sys.argv[1])), *sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""What one run of the pipeline benchmark is; written once, read by each of its processes."""
+"""Specification of one run of the pipeline benchmark, which its processes read."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -21,9 +21,9 @@ class Spec:
     """One policy on one trace.
 
     Attributes:
-        policy: who admits and ships; the simulation's row of the same name.
-        workload: of the trace, with t_infer and t_train in seconds of this run.
-        seed: of the trace, of the orchestrator's stream, and of its requests.
+        policy: the policy, as in the simulation.
+        workload: the trace's workload, with t_infer and t_train of this run.
+        seed: seed of the trace, the orchestrator's stream and its requests.
         root: run directory.
     """
 
@@ -34,7 +34,7 @@ class Spec:
 
     @property
     def trace(self) -> Trace:
-        """The lengths."""
+        """Return the trace."""
         return Trace(self.workload, self.seed)
 
     def write(self) -> None:
@@ -44,11 +44,11 @@ class Spec:
 
     @classmethod
     def read(cls, root: Path) -> Self:
-        """Read what `write` wrote."""
+        """Read the specification from the run directory."""
         saved = json.loads((root / FILE).read_text())
         return cls(Policy(**saved["policy"]), Workload(**saved["workload"]), saved["seed"], Path(saved["root"]))
 
 
 def replayed_tokens(tokens: int) -> int:
-    """Return how many tokens stand for so many of the trace, at least 1."""
+    """Return the number of replayed tokens for a length of the trace, at least 1."""
     return -(-tokens // TOKENS_PER_TOKEN)

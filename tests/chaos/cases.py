@@ -1,7 +1,7 @@
-"""Which process is killed where: the points of the protocols, and cases drawn from a seed. Pure.
+"""Where processes are killed: the points of the protocols, and cases drawn from a seed.
 
-A case is one fault, or two where the second strikes while the run recovers from the first. The points are dealt out as
-cards are: none a second time before all have had their turn.
+A case is one fault, or two if the second strikes while the run recovers from the first. All points are drawn once
+before one is drawn again.
 """
 
 import random
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 STEPS = 48
-"""Of each run: enough for some cases to come to their points, one after the other, and for the reward to settle."""
+"""Steps of each run: enough to reach the points of several cases, and for the reward to converge."""
 INTERVAL = 2
 """Steps between two checkpoints."""
 BATCH = r"rollouts/\.tmp-step_\d+-\d+"
@@ -23,13 +23,13 @@ class Fault:
     """One kill; the fields are those of `hook/chaos_hook.py`.
 
     Attributes:
-        process: whose operation it is.
+        process: the process that performs the operation.
         operation: mkdir, create, write, fsync, rename or call.
         where: regular expression of the path within the run directory, or name of the call.
         moment: before, half or after it.
-        victim: who is killed; `self` is the process.
-        count: at which time that it happens.
-        after_resume: it is armed as soon as the run has begun to go back to a checkpoint.
+        victim: the process that is killed; `self` is `process`.
+        count: at which occurrence of the operation.
+        after_resume: armed as soon as the run has started to roll back to a checkpoint.
     """
 
     process: str
@@ -42,23 +42,23 @@ class Fault:
 
     @property
     def killed(self) -> str:
-        """Who is killed."""
+        """The process that is killed."""
         return self.process if self.victim == "self" else self.victim
 
     def armed(self, number: int) -> dict[str, Any]:
-        """As the hook reads it."""
+        """The fault in the form that the hook reads."""
         return {"id": number, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of a protocol, by a name for people.
+    """A named point of a protocol.
 
     Attributes:
         name: of the point.
         fault: the kill there.
-        first: a kill that has to come before, after which the run comes to the point.
-        needs: what the run must have, one of `_NEEDS`.
+        first: a kill that makes the run reach the point.
+        needs: a requirement on the run, one of `_NEEDS`.
     """
 
     name: str
@@ -79,17 +79,17 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run, in which several cases follow each other.
+    """One run with several consecutive cases.
 
     Attributes:
         cases: in order.
         engine: `contract`, or `real` for vLLM.
-        restarts: `rl` may restart what dies; else it ends, and is started again with `--ckpt.resume-step -1`.
+        restarts: `rl` restarts killed processes; otherwise it exits and is resumed with `--ckpt.resume-step -1`.
         async_level: the bound.
         ranks: of the trainer.
         filtered: groups without an advantage are dropped.
-        keep_last: checkpoints that stay; None keeps all.
-        save_async: checkpoints are written while training goes on.
+        keep_last: number of checkpoints to keep; None keeps all.
+        save_async: checkpoints are written during training.
     """
 
     cases: tuple[Case, ...]
@@ -174,14 +174,14 @@ def _others() -> Iterator[Point]:
 
 
 def _recoveries() -> Iterator[Point]:
-    """Kills while a run goes back to a checkpoint."""
+    """Kills while a run rolls back to a checkpoint."""
     first = Fault("rank0", "rename", r"weights/step_\d+", "after")
     resume = r"checkpoints/RESUME\.json"
     found = [
-        *_points("rank0", "rename", r"abandoned/branch_\d+/.*", "before after", "putting aside"),
+        *_points("rank0", "rename", r"abandoned/branch_\d+/.*", "before after", "archiving"),
         *_points("rank0", "rename", resume, "before after", "RESUME.json"),
         *_points("orchestrator", "write", r"ledger/branch_\d+\.jsonl", "before half", "first line of the new ledger"),
-        *_points("orchestrator", "call", r"client\.switch", "before after", "load of the version gone back to"),
+        *_points("orchestrator", "call", r"client\.switch", "before after", "load of the version rolled back to"),
     ]
     for point in found:
         fault = replace(point.fault, after_resume=point.fault.process == "orchestrator")
@@ -192,7 +192,7 @@ POINTS: tuple[Point, ...] = (*_orchestrator(), *_trainer(), *_inference(), *_oth
 
 
 def _real() -> Iterator[Point]:
-    """Where only the real server says what happens: in it, and at its admin routes."""
+    """Points that need the real server: in it, and at its admin routes."""
     for victim in ("self", "engine"):
         yield from _points("inference", "call", r"server\.switch", "before after", "switch", victim=victim)
         yield from _points("inference", "call", r"server\.stage", "before", "staging", victim=victim)
@@ -205,14 +205,14 @@ def _real() -> Iterator[Point]:
 REAL_POINTS = tuple(replace(point, name=f"vLLM, {point.name}", needs="real") for point in _real())
 
 _RESTARTED, _RESUMED = 5, 3
-"""Cases of one run: where all processes are started anew after each, it takes longer."""
+"""Cases of one run; fewer if all processes are started again after each."""
 _REAL_SHARE = 10
-"""One case in so many is with the real server."""
+"""One in this many cases uses the real server."""
 
 
 @dataclass
 class _Deck:
-    """Deals points; shuffled anew when all are dealt."""
+    """Deals points; shuffles again when all are dealt."""
 
     points: Sequence[Point]
     chance: random.Random
@@ -226,12 +226,12 @@ class _Deck:
 
 
 def draw(cases: int, seed: int, only: str = "") -> list[Plan]:
-    """Draw a campaign: the same for the same arguments.
+    """Draw a campaign; equal arguments give equal campaigns.
 
     Args:
-        cases: how many; one in ten with the real server.
-        seed: of points, counts and settings.
-        only: points whose names contain this.
+        cases: number of cases; one in ten uses the real server.
+        seed: seed of points, counts and settings.
+        only: draw only points whose name contains this.
 
     Raises:
         ValueError: there is no such point.
@@ -248,8 +248,8 @@ def draw(cases: int, seed: int, only: str = "") -> list[Plan]:
     return first + _runs(drawn[real:], chance)
 
 
-def together(cases: Sequence[Case], like: Plan) -> list[Plan]:
-    """Put cases that need the same into runs, a few into each, with the settings of `like` but for what they need."""
+def group_into_plans(cases: Sequence[Case], like: Plan) -> list[Plan]:
+    """Group cases with equal needs into runs with the settings of `like`, apart from these needs."""
     plans = []
     for needs, own in _NEEDS.items():
         alike = [case for case in cases if case.needs == needs]
@@ -275,11 +275,11 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "two ranks": {"ranks": 2},
     "real": {"engine": "real"},
 }
-"""What a case may need of its run, and the settings that give it."""
+"""Needs of a case, and the settings that provide them."""
 
 
 def _runs(cases: Sequence[Case], chance: random.Random) -> list[Plan]:
-    """Divide cases among runs, by turns such as `rl` mends by itself and such as are resumed by hand."""
+    """Divide cases among runs; every second run is restarted by `rl`, the others are resumed by the campaign."""
     plans = []
     for needs, own in _NEEDS.items():
         alike = [case for case in cases if case.needs == needs]

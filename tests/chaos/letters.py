@@ -1,7 +1,7 @@
-"""What the contract engine answers: a pure function of prompt, seed and version, better with each version.
+"""The answers of the contract engine: a pure function of prompt, seed and version, with a reward that rises.
 
-So whoever reads a batch can say of each token what it had to be (I5: a wrong version tag shows), and a run that was
-disturbed has to end with the reward of one that was not.
+Each token of a batch can therefore be checked against its version tag (I5), and a run with faults must end with the
+reward of a run without.
 """
 
 import zlib
@@ -20,17 +20,17 @@ _SHORTEST, _LONGEST = 3, 9
 
 
 def skill(version: int) -> float:
-    """How likely each letter is an `a`."""
+    """Probability that a letter is an `a`."""
     return min(_MOST, _LEAST + _GAIN * version)
 
 
 def completion_length(prompt: Sequence[int], seed: int) -> int:
-    """Letters of a completion, without the end."""
+    """Number of letters of a completion, without the end."""
     return int(_draws(prompt, seed)[0] * (_LONGEST - _SHORTEST + 1)) + _SHORTEST
 
 
 def complete(prompt: Sequence[int], seed: int, versions: Sequence[int]) -> list[int]:
-    """Return the tokens that these versions, one a token, give to a prompt; the last is `END`.
+    """Return the tokens of a completion, given the version of each token; the last is `END`.
 
     Args:
         prompt: token ids.

@@ -1,16 +1,16 @@
-"""The draw of a chaos campaign: the same for a seed, and every point has its turn."""
+"""The draw of a campaign: deterministic for a seed, and complete over the points."""
 
 from tests.chaos import letters
-from tests.chaos.cases import POINTS, REAL_POINTS, draw, together
+from tests.chaos.cases import POINTS, REAL_POINTS, draw, group_into_plans
 from tests.support.tiny_model import CHARACTERS, ROLES, SPECIAL_TOKENS
 
 
-def test_a_seed_draws_the_same_campaign_again_and_another_seed_another():
+def test_draw_is_determined_by_the_seed():
     assert draw(30, 5) == draw(30, 5)
     assert draw(30, 5) != draw(30, 6)
 
 
-def test_a_hundred_cases_strike_at_every_point_and_one_in_ten_at_the_real_server():
+def test_draw_of_a_hundred_cases_covers_every_point():
     plans = draw(100, 1)
     cases = [case for plan in plans for case in plan.cases]
     assert sorted(case.number for case in cases) == list(range(100))
@@ -20,14 +20,14 @@ def test_a_hundred_cases_strike_at_every_point_and_one_in_ten_at_the_real_server
     assert {plan.async_level for plan in plans} == {0, 1, 2}
 
 
-def test_points_have_names_of_their_own():
+def test_points_have_unique_names():
     names = [point.name for point in (*POINTS, *REAL_POINTS)]
     assert len(names) == len(set(names))
 
 
-def test_a_case_that_needs_something_is_in_a_run_that_has_it():
+def test_cases_are_in_runs_that_meet_their_needs():
     plans = draw(200, 2)
-    again = together([case for plan in plans for case in plan.cases], plans[-1])
+    again = group_into_plans([case for plan in plans for case in plan.cases], plans[-1])
     for plan in (*plans, *again):
         needs = {case.needs for case in plan.cases}
         assert len(needs) == 1
@@ -36,14 +36,14 @@ def test_a_case_that_needs_something_is_in_a_run_that_has_it():
     assert sum(len(plan.cases) for plan in again) == 200
 
 
-def test_letters_are_those_of_the_tokenizer():
+def test_letters_match_the_tokenizer():
     vocabulary = [*SPECIAL_TOKENS, *ROLES, *CHARACTERS]
     assert vocabulary[letters.END] == "<|im_end|>"
     assert vocabulary[letters.GOOD] == "a"
     assert "".join(vocabulary[index] for index in letters.OTHERS) == "bcdefghijklmnopqrstuvwxyz"
 
 
-def test_completions_get_better_with_the_version_and_depend_on_nothing_else():
+def test_complete_depends_on_the_version_only_and_improves_with_it():
     prompt = [4, 5, 6]
     length = letters.completion_length(prompt, 9) + 1
     shares = []

@@ -1,4 +1,4 @@
-"""The judge of a disturbed run finds nothing in a whole one, and each thing that is wrong in a broken one."""
+"""The checks of a run with faults find nothing in a complete run, and each problem in a broken one."""
 
 import json
 import shutil
@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from prime_rl.run.artifact import MANIFEST, publish
-from prime_rl.run.batch import Batch, write_batch
-from prime_rl.run.paths import RunPaths
+from prime_rl.storage.artifact import MANIFEST, publish_artifact
+from prime_rl.storage.batch import Batch, write_batch
+from prime_rl.storage.paths import RunPaths
 from tests.chaos import check, letters
 from tests.chaos.cases import Plan
 
@@ -58,7 +58,7 @@ def ship(paths, step, groups, version=None):
 
 
 def ledgers(paths, base_open=((5, 0, 5, 1, 2),), dropped=(DROPPED,)):
-    """Branch 0 drew 0 to 6 and shipped two batches; branch 1 goes on from there, with 3 and 5 open."""
+    """Branch 0 drew 0 to 6 and shipped two batches; branch 1 continues from there, with 3 and 5 open."""
     started = {"record": "started", "base": None}
     drawn = [{"record": "drawn", "group_id": g, "env": 0, "example": g} for g in range(7)]
     shipped = [{"record": "shipped", "step": step, "group_ids": list(BATCHES[step])} for step in (0, 1)]
@@ -79,7 +79,7 @@ def paths(tmp_path, monkeypatch):
     ledgers(paths)
     lines(paths.metrics("trainer"), [{"step": step} for step in range(STEPS)])
     lines(paths.metrics("orchestrator"), [{"step": step, "reward/mean": 0.5} for step in range(STEPS)])
-    publish(paths.weights(STEPS), lambda _: {"hash": "h"})
+    publish_artifact(paths.weights(STEPS), lambda _: {"hash": "h"})
     part = paths.checkpoint(STEPS) / "trainer"
     part.mkdir(parents=True)
     progress = {"step": STEPS, "tokens": 1, "samples": GROUP * 8, "problems": 8}
@@ -87,73 +87,73 @@ def paths(tmp_path, monkeypatch):
     return paths
 
 
-def judge(paths):
+def run_check(paths):
     return check.check(paths, PLAN, GROUP, SEED)
 
 
-def test_nothing_is_wrong_with_a_whole_run(paths):
-    verdict = judge(paths)
-    assert verdict.problems == []
-    assert verdict.final_reward == 0.5 and verdict.weights == "h" and len(verdict.batches) == STEPS
+def test_check_complete_run_has_no_problems(paths):
+    result = run_check(paths)
+    assert result.problems == []
+    assert result.final_reward == 0.5 and result.weights == "h" and len(result.batches) == STEPS
 
 
-def test_a_position_that_is_trained_on_twice_is_repeated(paths):
+def test_check_position_shipped_twice_is_repeated(paths):
     ship(paths, 3, (6, 1))
-    assert any("position 1 was shipped 2 times" in line for line in judge(paths).repeated)
+    assert any("position 1 was shipped 2 times" in line for line in run_check(paths).repeated)
 
 
-def test_a_position_that_was_dropped_and_shipped_is_repeated(paths):
+def test_check_position_dropped_and_shipped_is_repeated(paths):
     ledgers(paths, dropped=(8, 7))
-    assert judge(paths).repeated == ["position 7 was dropped and shipped"]
+    assert run_check(paths).repeated == ["position 7 was dropped and shipped"]
 
 
-def test_a_position_that_ends_without_a_name_is_lost(paths):
+def test_check_position_that_ends_without_a_reason_is_lost(paths):
     ship(paths, 3, (6, 8))
     ledgers(paths, dropped=())
-    assert judge(paths).lost == []  # 7 was drawn, and may still be open
-    ledgers(paths, base_open=())  # 5 had ended when branch 1 began, and nobody shipped or dropped it
+    assert run_check(paths).lost == []  # 7 was drawn, and may still be open
+    ledgers(paths, base_open=())  # 5 had ended when branch 1 began, and was neither shipped nor dropped
     ship(paths, 2, (3, 9))
-    assert "position 5 ended before branch 1, neither shipped nor dropped" in judge(paths).lost
+    assert "position 5 ended before branch 1, neither shipped nor dropped" in run_check(paths).lost
 
 
-def test_a_ship_that_a_checkpoint_forgot_is_lost(paths):
+def test_check_shipped_position_missing_in_a_checkpoint_is_lost(paths):
     ledgers(paths, base_open=((5, 0, 5, 1, 2), (4, 0, 4, 0, 1)))
-    assert judge(paths).lost == ["branch 1 does not know of 4, which ended before"]
+    assert run_check(paths).lost == ["branch 1 lacks 4, which ended before"]
 
 
-def test_a_missing_batch_is_lost(paths):
+def test_check_missing_batch_is_lost(paths):
     shutil.rmtree(paths.rollouts(3))
-    assert "no manifest of batches 3" in judge(paths).lost
+    assert "no manifest of batches 3" in run_check(paths).lost
 
 
-def test_a_flipped_bit_breaks_a_batch(paths):
+def test_check_flipped_bit_breaks_a_batch(paths):
     file = paths.rollouts(2) / "rows.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert judge(paths).broken == ["batch 2 is not what its manifest says"]
+    assert run_check(paths).broken == ["batch 2 differs from its manifest"]
 
 
-def test_tokens_older_than_the_bound_are_found(paths):
+def test_check_tokens_older_than_the_bound_are_reported(paths):
     ship(paths, 3, BATCHES[3], version=1)
-    assert judge(paths).bound_broken
+    assert run_check(paths).bound_broken
 
 
-def test_a_wrong_version_tag_is_found(paths):
-    """Tokens of version 0 that say they are of version 2."""
+def test_check_wrong_version_tag_is_reported(paths):
+    """Tokens of version 0 that are tagged as version 2."""
     batch = batch_of(3, BATCHES[3], version=0)
     batch.versions[batch.versions == 0] = 2
     shutil.rmtree(paths.rollouts(3))
     write_batch(paths.rollouts(3), batch, {"branch": 1, "step": 3, "async_level": 1})
-    assert any("is not what its versions sample" in line for line in judge(paths).broken)
+    assert any("differs from what its versions sample" in line for line in run_check(paths).broken)
 
 
-def test_a_step_that_the_trainer_did_twice_is_found(paths):
+def test_check_step_trained_twice_is_reported(paths):
     lines(paths.metrics("trainer"), [{"step": step} for step in (0, 1, 1, 2, 3)])
-    assert judge(paths).broken == ["metrics/trainer.jsonl tells of 5 steps; missing: none; twice: 1"]
+    assert run_check(paths).broken == ["metrics/trainer.jsonl contains 5 steps; missing: none; twice: 1"]
 
 
-def test_a_trainer_that_trained_on_something_else_is_found(paths):
+def test_check_trainer_with_other_counters_is_reported(paths):
     file = paths.checkpoint(STEPS) / "trainer" / MANIFEST
     file.write_text(file.read_text().replace('"samples": 16', '"samples": 20'))
-    assert any("the trainer has trained on" in line for line in judge(paths).broken)
+    assert any("the trainer has trained on" in line for line in run_check(paths).broken)

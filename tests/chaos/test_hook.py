@@ -1,4 +1,4 @@
-"""Faults strike where they are told to, once, and nowhere else."""
+"""Faults strike at their point, once, and nowhere else."""
 
 import json
 import os
@@ -30,7 +30,7 @@ os.fsync(descriptor)
 
 
 @pytest.fixture
-def play(tmp_path):
+def run_program(tmp_path):
     """Run the program, as `rl`, with a fault armed; the run directory and the exit code."""
     run, chaos, program = tmp_path / "run", tmp_path / "chaos", tmp_path / "rl"
     run.mkdir()
@@ -56,14 +56,14 @@ def play(tmp_path):
         (Fault("rl", "fsync", "ledger", "after"), "ledger", "end"),
     ],
 )
-def test_a_fault_strikes_at_its_point(play, fault, there, missing):
-    run, code = play(fault)
+def test_fault_strikes_at_its_point(run_program, fault, there, missing):
+    run, code = run_program(fault)
     assert code == -signal.SIGKILL
     assert (run / there).exists() and not (run / missing).exists()
 
 
-def test_half_of_a_write_is_torn(play):
-    run, code = play(Fault("rl", "write", "ledger", "half"))
+def test_fault_in_a_write_leaves_half_of_it(run_program):
+    run, code = run_program(Fault("rl", "write", "ledger", "half"))
     assert code == -signal.SIGKILL
     assert (run / "ledger").read_bytes() == b"01234"
 
@@ -77,25 +77,25 @@ def test_half_of_a_write_is_torn(play):
         Fault("rl", "rename", r"step_\d", "before", victim="nobody"),
     ],
 )
-def test_a_fault_of_others_strikes_nobody(play, fault):
-    run, code = play(fault)
+def test_fault_of_another_process_or_point_does_not_strike(run_program, fault):
+    run, code = run_program(fault)
     assert code == 0
     assert (run / "end").exists()
 
 
-def test_a_fault_strikes_once(play, tmp_path):
+def test_fault_strikes_once(run_program, tmp_path):
     fault = Fault("rl", "mkdir", "new", "before")
-    assert play(fault)[1] == -signal.SIGKILL
+    assert run_program(fault)[1] == -signal.SIGKILL
     marker = json.loads((tmp_path / "chaos/fired_1.json").read_text())
     assert marker["where"] == "new" and marker["pid"] == marker["by"]
-    assert play(fault)[1] == 0
+    assert run_program(fault)[1] == 0
     assert (tmp_path / "chaos/pids/rl").exists()
 
 
-def test_processes_are_known_by_their_commands():
+def test_role_of_is_derived_from_the_command():
     assert role_of(["python", "-m", "prime_rl.entrypoints.orchestrator", "@", "x"], {}) == "orchestrator"
     assert role_of(["python", "-u", "-m", "prime_rl.trainer.rl.train"], {"RANK": "1"}) == "rank1"
-    assert role_of(["python", "-P", "-m", "prime_rl.orchestrator.workers.forkserver", "3"], {}) == "forkserver"
+    assert role_of(["python", "-P", "-m", "prime_rl.rollouts.workers.fork_server", "3"], {}) == "forkserver"
     assert role_of(["python", "/venv/bin/rl", "@", "rl.toml"], {}) == "rl"
     assert role_of(["python", "/engine.py", "x"], {"CHAOS_ENGINE": "/engine.py"}) == "inference"
     assert role_of(["python", "-c", "from multiprocessing.forkserver import main; main(3)"], {}) == "engines"

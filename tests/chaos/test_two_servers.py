@@ -1,4 +1,4 @@
-"""One of two inference servers dies in the middle of a run and comes back: the run goes on, the bound holds."""
+"""One of two inference servers is killed during a run and restarted: the run continues and keeps the bound (I1)."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.run.batch import FORMAT
+from prime_rl.storage.batch import FORMAT
 from tests.integration.rl.conftest import MODEL, StartCommand, rl_values, start
 from tests.support.command import metrics_of
 from tests.support.server import inference_server
@@ -19,8 +19,8 @@ STEPS = 48
 ASYNC_LEVEL = 2
 
 
-def test_a_server_is_killed_and_started_again(start: StartCommand, tmp_path: Path) -> None:
-    """SIGKILL of server and engine; whoever starts it again on its port need tell nobody."""
+def test_rl_killed_server_is_restarted_and_rejoins(start: StartCommand, tmp_path: Path) -> None:
+    """SIGKILL of server and engine; the restarted server on the same port is found without notice."""
     arguments = ["--model.max-model-len", "64"]
     with inference_server(MODEL, tmp_path / "one.log", arguments) as one:
         with inference_server(MODEL, tmp_path / "two.log", arguments) as two:
@@ -28,6 +28,7 @@ def test_a_server_is_killed_and_started_again(start: StartCommand, tmp_path: Pat
                 tmp_path / "run",
                 max_steps=STEPS,
                 async_level=ASYNC_LEVEL,
+                heartbeat={"warn_after_seconds": 300, "dead_after_seconds": 600},  # for the suspended rank below
                 orchestrator={
                     "batch_size": 16,
                     "rollouts_per_example": 4,
@@ -41,17 +42,18 @@ def test_a_server_is_killed_and_started_again(start: StartCommand, tmp_path: Pat
             for pid in [*two.engine_pids(), two.process.pid]:
                 os.kill(pid, signal.SIGKILL)
             two.process.wait()
-        run.until(lambda: metrics_of(run.paths, "orchestrator")[-1]["servers/deaths"] >= 1, "the death is noticed")
+        removed = "inference/servers_removed"
+        run.until(lambda: metrics_of(run.paths, "orchestrator")[-1][removed] >= 1, "the server is removed")
         noticed = len(metrics_of(run.paths, "orchestrator"))
         run.until_step("orchestrator", noticed + 2)
         [rank] = run.ranks()
         rank.suspend()  # a server starts slower than this run ends
         with inference_server(MODEL, tmp_path / "again.log", arguments, port=int(two.url.rsplit(":", 1)[1])) as again:
-            run.until(lambda: again.policy()["step"] == one.policy()["step"], "the server is brought to the version")
+            run.until(lambda: again.policy()["step"] == one.policy()["step"], "the server loads the version")
             assert again.policy()["step"] > 0
             rank.resume()
             assert run.process.wait(600) == 0, run.story()
-            assert again.policy()["step"] == one.policy()["step"] == STEPS, "both have rejoined and followed to the end"
+            assert again.policy()["step"] == one.policy()["step"] == STEPS, "both servers have the last version"
     lines = metrics_of(run.paths, "orchestrator")
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert max(line["staleness/max"] for line in lines) <= ASYNC_LEVEL

@@ -1,4 +1,4 @@
-"""Random adapters in peft's layout, and their publication as policy versions."""
+"""Random adapters in peft's format, and their publication as policy versions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 from safetensors.numpy import save_file
 
-from prime_rl.inference.weights import read_shapes
+from prime_rl.inference.policy.weight_checks import read_shapes
 from tests.support.tiny_model import publish_weights
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -18,15 +18,15 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def make_adapter(
     path: Path, base: Path, seed: int, rank: int = 4, alpha: float = 8, targets: Sequence[str] = TARGETS
 ) -> Path:
-    """Write an adapter that clearly changes what the model in `base` says.
+    """Write an adapter that clearly changes the outputs of the model in `base`.
 
     Args:
         path: the directory to write.
         base: the model's directory.
-        seed: another seed gives another policy.
-        rank: of its factors.
-        alpha: its scale is alpha / rank.
-        targets: last parts of the names of the layers that it adapts.
+        seed: of the random weights.
+        rank: rank of the factors.
+        alpha: the scale is alpha / rank.
+        targets: last parts of the names of the adapted layers.
 
     Returns:
         `path`.
@@ -48,6 +48,6 @@ def make_adapter(
 
 
 def publish_adapter(run_dir: Path, adapter: Path, step: int, *, overrides: Mapping[str, Any] | None = None) -> Path:
-    """Publish an adapter as version (0, step) of the run at `run_dir`, as a trainer does; see `publish_weights`."""
+    """Publish an adapter as version (0, step) of the run at `run_dir`, like a trainer; see `publish_weights`."""
     digest = xxhash.xxh3_128_hexdigest((adapter / "adapter_config.json").read_bytes())
     return publish_weights(run_dir, adapter, step, overrides={"adapter": digest, **(overrides or {})})

@@ -1,4 +1,4 @@
-"""Chat templates of the shapes that are met in the world, with tokenizers that merge, for tests of rendering."""
+"""Common kinds of chat templates, with tokenizers that merge, for tests of rendering."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ CHATML = """\
 {% endif -%}"""
 
 # The conventions of Qwen 2.5 and 3: tools in the system message, results in a user's turn, and reasoning that is
-# dropped as soon as the user has spoken again.
+# dropped after the next message of the user.
 TOOLS = """\
 {%- set system = messages[0].content if messages[0].role == 'system' else '' -%}
 {%- if tools or system -%}
@@ -63,7 +63,7 @@ To call one: <tool_call>
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif -%}"""
 
-# A token at the start, contents trimmed, the date in the system message, calls as bare JSON.
+# Start token, trimmed contents, the date in the system message, calls as bare JSON.
 LLAMA3 = """\
 <|begin_of_text|><|start_header_id|>system<|end_header_id|>
 
@@ -93,7 +93,7 @@ Today is {{ date or strftime_now('%d %b %Y') }}.
 
 {% endif -%}"""
 
-# No head before an answer, strict alternation, calls behind a special token, ids of nine characters.
+# No header before an answer, strict alternation, calls after a special token, ids of nine characters.
 MISTRAL = """\
 <s>
 {%- set ns = namespace(turn=0) -%}
@@ -120,7 +120,7 @@ MISTRAL = """\
 {%- endif -%}
 {%- endfor -%}"""
 
-# The end of a turn is no special token.
+# The end of a turn is not a special token.
 PLAIN = """\
 {% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
@@ -153,7 +153,7 @@ SHAPES = {
 
 
 def make_merging_tokenizer(shape: Shape) -> Any:
-    """Make a byte-level tokenizer with a few hundred merges, so that text has many tokenisations but one canonical."""
+    """Make a byte-level tokenizer with a few hundred merges: texts have many tokenisations, one of them canonical."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The installed commands in processes of their own, as a user starts them, and what becomes of them."""
+"""Installed commands as separate processes, as a user starts them."""
 
 import json
 import os
@@ -12,44 +12,44 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from prime_rl.run.paths import RunPaths
+from prime_rl.storage.paths import RunPaths
 
 PROGRESS_TIMEOUT_S = 240
-"""For a start, or a few steps, on a machine that others load heavily; seconds on a quiet one."""
+"""Time limit of a start or of a few steps on a heavily loaded machine; they take seconds on an idle one."""
 
 END_TIMEOUT_S = 15
-"""What the documentation promises from a signal, or the death of a process, to the end of all of them."""
+"""Documented time limit from a signal, or the death of a process, to the exit of all processes."""
 
 
 MODULES = {
     "inference": "prime_rl.entrypoints.inference",
     "orchestrator": "prime_rl.entrypoints.orchestrator",
-    "trainer": "prime_rl.trainer.launch",
+    "trainer": "prime_rl.trainer.torchrun",
 }
 
 
 def executable(name: str) -> str:
-    """Where the installed command is."""
+    """Return the path of an installed command."""
     return str(Path(sysconfig.get_path("scripts")) / name)
 
 
 def clean_environment() -> dict[str, str]:
-    """This environment without what would configure a run, or have thousands of files compiled at each start."""
+    """Return the environment without variables that configure a run or disable bytecode."""
     dropped = ("PRIME_", "OUTPUT_DIR", "INFERENCE_SERVER_IP", "DATA_PARALLEL_", "PYTHONDONTWRITE", "FORCE_COLOR")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-    return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PRIME_RL_STRICT_METRICS": "1"}
 
 
 def offspring() -> dict[int, psutil.Process]:
-    """All processes that descend from this one and are not dead, by process id.
+    """Return all live descendants of this process by process id.
 
-    Complete if this process is a subreaper (`prime_rl.supervisor.process.become_subreaper`): then orphans are its own.
+    Includes orphans if this process is a subreaper (`become_subreaper`).
     """
     return {process.pid: process for process in psutil.Process().children(recursive=True) if alive(process)}
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it has not ended; a zombie, which only waits to be asked how, has."""
+    """Return whether the process runs and is no zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -57,10 +57,10 @@ def alive(process: psutil.Process) -> bool:
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
-    """Ask until `condition` holds.
+    """Poll until `condition` holds.
 
     Raises:
-        AssertionError: it did not within `timeout_s` seconds; names `what`.
+        AssertionError: it does not within `timeout_s` seconds; the message contains `what`.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = PROGRESS_
 
 
 def metrics_of(paths: RunPaths, role: str) -> list[dict[str, Any]]:
-    """The steps that `role` has reported; a line that is still being written is left out."""
+    """Return the reported steps of `role`, without an incomplete last line."""
     file = paths.metrics(role)
     if not file.exists():
         return []
@@ -77,15 +77,15 @@ def metrics_of(paths: RunPaths, role: str) -> list[dict[str, Any]]:
 
 
 class Command:
-    """A command that runs.
+    """A running command.
 
     Attributes:
         process: its process.
-        paths: the run directory that it was given.
+        paths: paths of its run directory.
     """
 
     def __init__(self, name: str, arguments: list[str], output_dir: Path) -> None:
-        """Start `name` with its output in files beside `output_dir`, which it is not told of here."""
+        """Start `name`; write its output to files next to `output_dir`, which `arguments` must also contain."""
         self.name, self.paths = name, RunPaths(output_dir)
         self._before = set(offspring())
         stem = output_dir.parent / f"{output_dir.name}-{name}"
@@ -101,19 +101,19 @@ class Command:
 
     @property
     def output(self) -> str:
-        """What it has printed."""
+        """The output on stdout."""
         return self._out.read_text()
 
     @property
     def errors(self) -> str:
-        """What it has printed on stderr."""
+        """The output on stderr."""
         return self._err.read_text()
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Ask until `condition` holds; fails at once if the command ends before."""
+        """Poll until `condition` holds; fail immediately if the command exits before."""
 
         def holds() -> bool:
-            ended = self.process.poll() is not None  # asked first: what it did before its end counts
+            ended = self.process.poll() is not None  # read first, because work before the exit counts
             if condition():
                 return True
             assert not ended, f"{self.name} ended with {self.process.returncode} before {what}:\n{self.story()}"
@@ -126,24 +126,24 @@ class Command:
         self.until(lambda: len(metrics_of(self.paths, role)) > step, f"step {step} of the {role}")
 
     def role(self, name: str) -> psutil.Process:
-        """The process of a role, a child of `rl`."""
+        """Return the process of a role, a child of `rl`."""
         [process] = [c for c in psutil.Process(self.process.pid).children() if _is(c, MODULES[name])]
         return process
 
     def engines(self) -> list[psutil.Process]:
-        """The engine processes of the server that `rl` has started."""
+        """Return the engine processes of the server of `rl`."""
         return self.role("inference").children()
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks of the trainer that `rl` has started."""
+        """Return the trainer ranks of `rl`."""
         return [c for c in self.role("trainer").children() if _is(c, "prime_rl.trainer.rl.train")]
 
     def end(self, timeout_s: float = PROGRESS_TIMEOUT_S, beside: "Command | None" = None) -> int:
-        """Wait for its end and return the exit code; nothing that it started may be left.
+        """Wait for the exit and return the exit code; fail if processes are left.
 
         Args:
-            timeout_s: how long it may take.
-            beside: another that was started later and still runs.
+            timeout_s: time limit.
+            beside: another command that was started later and still runs.
         """
         try:
             code = self.process.wait(timeout_s)
@@ -155,18 +155,18 @@ class Command:
         return code
 
     def started(self) -> list[psutil.Process]:
-        """Every live process that descends from this one and was not there when the command started."""
+        """Return live descendants of this process that did not exist when the command started."""
         return [process for pid, process in offspring().items() if pid not in self._before]
 
     def clean_up(self) -> None:
-        """Kill what is left of it, after a test that failed."""
+        """Kill the remaining processes after a failed test."""
         self.process.poll()
         for process in self.started():
             process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def story(self) -> str:
-        """What it and the processes of its run said last, for the message of a failed test."""
+        """Return the end of all logs, for the message of a failed test."""
         logs = sorted(self.paths.logs_dir.glob("*.log")) if self.paths.logs_dir.is_dir() else []
         return "\n".join(f"--- {file}\n{file.read_text()[-3000:]}" for file in (self._out, self._err, *logs))
 

@@ -1,10 +1,10 @@
-"""A double for the device in vLLM's weight transfer: all of vLLM's code runs but the calls of CUDA and NCCL.
+"""A simulated device for vLLM's weight transfer: all of vLLM's code runs except the calls of CUDA and NCCL.
 
-    NCCL communicator             a TCP store; a broadcast returns when all have it, or its communicator is aborted
+    NCCL communicator             a TCP store; a broadcast returns after all ranks have it, or after an abort
     device memory shared by IPC   a file in memory
-    streams, current device       nothing
+    streams, current device       no operation
 
-`python -m tests.support.cpu_transfer ARGUMENTS` is `uv run inference ARGUMENTS` under it.
+`python -m tests.support.cpu_transfer ARGUMENTS` is `uv run inference ARGUMENTS` with this device.
 """
 
 import math
@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 GPU = "GPU-of-the-test"
-_PATIENCE_S = 5
-"""For the others to join. NCCL has none; here no test may leave a thread behind."""
+_JOIN_TIMEOUT_S = 5
+"""For the other ranks to join. NCCL has no limit; with one, no test leaves a thread behind."""
 Patch = Callable[[Any, str, Any], None]
 
 
 class Communicator:
-    """NCCL's for one rank.
+    """Replaces the NCCL communicator of one rank.
 
     Attributes:
-        garble: called with each broadcast's bytes on the sending side, which it may change.
+        corrupt: changes the bytes of each broadcast on the sending side.
     """
 
-    garble: Callable[[bytearray], None] = staticmethod(lambda data: None)
+    corrupt: Callable[[bytearray], None] = staticmethod(lambda data: None)
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, device: object = None) -> None:
         self._store = torch.distributed.TCPStore(
@@ -45,17 +45,17 @@ class Communicator:
         self._aborted = threading.Event()
         self._store.set(f"here/{rank}", b"1")
         for other in range(world_size):
-            self._wait(f"here/{other}", _PATIENCE_S)
+            self._wait(f"here/{other}", _JOIN_TIMEOUT_S)
 
     def broadcast(self, tensor: Tensor, src: int, stream: object = None) -> None:
-        """As `PyNcclCommunicator.broadcast`; does nothing once aborted."""
+        """Like `PyNcclCommunicator.broadcast`; does nothing after an abort."""
         if self._aborted.is_set():
             return
         self.count += 1
         key = f"broadcast/{self.count}"
         if self.rank == src:
             data = bytearray(tensor.numpy().tobytes())
-            self.garble(data)
+            self.corrupt(data)
             self._store.set(key, bytes(data))
             for rank in range(self.size):
                 if rank != src:
@@ -69,26 +69,26 @@ class Communicator:
         """Abort."""
         self._aborted.set()
 
-    def _wait(self, key: str, patience_s: float = math.inf) -> None:
-        deadline = time.monotonic() + patience_s
-        while not self._aborted.wait(0.002) and not self._is_there(key):
+    def _wait(self, key: str, timeout_s: float = math.inf) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._aborted.wait(0.002) and not self._exists(key):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"nobody has set {key}")
+                raise RuntimeError(f"no rank has set {key} in time")
 
-    def _is_there(self, key: str) -> bool:
+    def _exists(self, key: str) -> bool:
         try:
             return self._store.check([key])
         except RuntimeError:
-            return False  # the store has gone with its process: NCCL would wait
+            return False  # the store's process has exited; NCCL would wait
 
 
 class _Stream:
     def synchronize(self) -> None:
-        """Nothing is asynchronous here."""
+        """Do nothing: all work is synchronous."""
 
 
 class _Memory:
-    """What `torch.empty(..., device="cuda")` gives, and other processes can open."""
+    """Replaces device memory by files that other processes can open."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -104,7 +104,7 @@ class _Memory:
         return tensor
 
     def reduce(self, tensor: Tensor) -> tuple[None, tuple[Any, ...]]:
-        """The fifteen arguments of `rebuild_cuda_tensor`, as torch gives them."""
+        """Return torch's fifteen arguments of `rebuild_cuda_tensor`."""
         handle = self._paths[tensor.data_ptr()].encode()
         of_storage = (torch.storage.TypedStorage, torch.uint8, 3, handle, tensor.nbytes, 0, False)
         return None, (torch.Tensor, tensor.size(), tensor.stride(), 0, *of_storage, b"\x00\xffcounter", 8, b"", True)
@@ -119,7 +119,7 @@ def _rebuild(*arguments: Any) -> Tensor:
 
 
 class _Torch(types.ModuleType):
-    """torch, with a device that is not there."""
+    """torch with a simulated device."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__("torch")
@@ -140,7 +140,7 @@ class _Torch(types.ModuleType):
 
 
 def install(patch: Patch, directory: Path) -> None:
-    """Put the double in the place of the device, in this process; `directory` is for shared memory."""
+    """Replace the device in this process; `directory` holds shared memory."""
     import torch.multiprocessing.reductions
     from vllm.distributed.weight_transfer import ipc_engine, nccl_common, nccl_engine, packed_tensor
 
@@ -154,14 +154,14 @@ def install(patch: Patch, directory: Path) -> None:
 
 
 def main() -> None:
-    """Serve."""
+    """Run the inference server."""
     from prime_rl.entrypoints.inference import main as serve
     from prime_rl.inference import server
 
     prepare = server._prepare_vllm
 
     def prepare_and_install(*arguments: Any) -> Any:
-        prepared = prepare(*arguments)  # sets the environment that vLLM reads when it is imported
+        prepared = prepare(*arguments)  # sets the environment that vLLM reads during its import
         install(setattr, Path(tempfile.gettempdir()))
         return prepared
 
@@ -171,5 +171,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # a process that such a server has spawned
+elif __name__ == "__mp_main__":  # a process that the server has spawned
     install(setattr, Path(tempfile.gettempdir()))

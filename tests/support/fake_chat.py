@@ -1,4 +1,4 @@
-"""A small server that speaks OpenAI's chat completions and nothing else, for tests of the chat path."""
+"""A small server with OpenAI's chat completions only, for tests of the chat path."""
 
 import json
 from contextlib import asynccontextmanager
@@ -7,26 +7,26 @@ from aiohttp import web
 
 
 def says(content, finish="stop", **fields):
-    """The choice that answers with text."""
+    """Return a choice with text."""
     return {"index": 0, "message": {"role": "assistant", "content": content, **fields}, "finish_reason": finish}
 
 
 def calls(name, call_id="call_abc", content=None, **arguments):
-    """The choice that calls one tool."""
+    """Return a choice that calls one tool."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     return says(content, "tool_calls", tool_calls=[{"id": call_id, "type": "function", "function": function}])
 
 
 class FakeChat:
-    """Answers each request by `reply`; `fault`, if it returns a response, goes first."""
+    """Answers each request with `fault` if it returns a response, else with `reply`."""
 
     def __init__(self):
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
         self.reply = lambda body: says("42")
         self.fault = None  # callable(request body) -> web.Response | None
-        self.pins: list[str] | None = None  # those that are held; a list makes it a server that has them
-        self.named: list[str | None] = []  # the pins that requests have named
+        self.pins: list[str] | None = None  # current pins; None: the server has no pins
+        self.named: list[str | None] = []  # pins of the requests
         self.asked_for_pins = 0
         self.url = ""
         self.running: web.AppRunner | None = None

@@ -1,7 +1,7 @@
-"""A zero-latency inference server over the real HTTP contract, for tests that need a fault or no model.
+"""A zero-latency inference server with the real HTTP interface, for tests that need a fault or no model.
 
-Every generated token is `token` with log-probability -0.5; versions are what `/update_weights` was told. `gate`, if
-set, delays each completion until the test lets it pass; `reply`, if set, writes it.
+Every generated token is `token` with log-probability -0.5; versions are those of `/update_weights`. `gate`, if set,
+delays each completion; `reply`, if set, returns it.
 """
 
 import asyncio
@@ -11,29 +11,31 @@ from pathlib import Path
 
 from aiohttp import web
 
-from prime_rl.run.artifact import publish
+from prime_rl.storage.artifact import publish_artifact
 
 
 class FakeEngine:
     def __init__(self):
         self.branch, self.step, self.hash = 0, 0, "base"
         self.holder = None
-        self.lease_left = None  # callable() -> seconds that the holder's lease lasts yet; it ends at 0
+        self.lease_left = None  # callable() -> remaining seconds of the lease; it ends at 0
         self.requests: list[dict] = []
+        self.answered = 0  # completions
         self.gate = None  # async callable(request body) -> None
         self.fault = None  # callable(request body) -> web.Response | None
         self.reply = None  # callable(request body) -> (token ids, finish reason), instead of tokens up to max_tokens
         self.url = ""
-        self.metrics = ""  # the page of GET /metrics
-        self.switch: dict = {}  # what /update_weights answers of the switch
-        self.refusal = ""  # why it refuses to stage
-        self.refused = set[int]()  # steps that it refuses
-        self.wrong = ""  # why it says that what it has loaded is wrong
-        self.staging = None  # async callable(step), before it has staged a version
-        self.switching = None  # async callable(step), between the switch and the answer
-        self.deaf: asyncio.Event | None = None  # until it is set no request is answered
-        self.failures = 0  # so many switches are answered with 500 yet
-        self.calls: list[str] = []  # of the routes that stage, switch and reset
+        self.metrics = ""  # response of GET /metrics
+        self.switch: dict = {}  # additional fields in the response of /update_weights
+        self.refusal = ""  # error of staging
+        self.refused = set[int]()  # refused steps
+        self.wrong = ""  # error of the loaded weights
+        self.staging = None  # async callable(step), called before staging
+        self.switching = None  # async callable(step), called between the switch and the response
+        self.deaf: asyncio.Event | None = None  # requests wait until it is set
+        self.failures = 0  # number of next switches that return 500
+        self.base_canary: dict | None = None  # response of GET /base_canary; None: the route does not exist
+        self.calls: list[str] = []  # calls of the routes that stage, switch and reset
         self.running: web.AppRunner | None = None
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -53,6 +55,7 @@ class FakeEngine:
         spans = [{"version": last, "start": 0, "end": length}]
         if first != last and half:
             spans = [{"version": first, "start": 0, "end": half}, {"version": last, "start": half, "end": length}]
+        self.answered += 1
         content = [{"token_id": token, "logprob": -0.5} for token in ids]
         choice = {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": finish}
         return web.json_response({"choices": [choice | {"weight_versions": spans}]})
@@ -62,6 +65,9 @@ class FakeEngine:
 
     async def policy(self, _: web.Request) -> web.Response:
         return web.json_response(self.loaded())
+
+    async def canary(self, _: web.Request) -> web.Response:
+        return web.json_response(self.base_canary, status=404 if self.base_canary is None else 200)
 
     async def stage(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -107,20 +113,21 @@ class FakeEngine:
         return web.Response(text=self.metrics)
 
     async def start(self, port: int = 0) -> None:
-        """Listen as a server that was just started: at the base model, leased by nobody."""
+        """Listen as a new server: base model, no lease."""
         self.branch, self.step, self.hash, self.holder = 0, 0, "base", None
 
         @web.middleware
-        async def hear(request: web.Request, handler) -> web.StreamResponse:
+        async def wait_if_deaf(request: web.Request, handler) -> web.StreamResponse:
             if self.deaf is not None:
                 await self.deaf.wait()
             return await handler(request)
 
-        app = web.Application(middlewares=[hear])
+        app = web.Application(middlewares=[wait_if_deaf])
         app.add_routes(
             [
                 web.post("/inference/v1/generate", self.generate),
                 web.get("/policy", self.policy),
+                web.get("/base_canary", self.canary),
                 web.get("/metrics", self.load),
                 web.post("/stage_weights", self.stage),
                 web.post("/update_weights", self.update),
@@ -128,13 +135,13 @@ class FakeEngine:
                 web.post("/release_policy", self.release),
             ]
         )
-        self.running = web.AppRunner(app, shutdown_timeout=0.01)  # 0 would wait for ever
+        self.running = web.AppRunner(app, shutdown_timeout=0.01)  # 0 would wait indefinitely
         await self.running.setup()
         await web.TCPSite(self.running, "127.0.0.1", port).start()
         self.url = f"http://127.0.0.1:{self.running.addresses[0][1]}"
 
     async def die(self) -> None:
-        """Close the port and every connection, as the death of the process does."""
+        """Close the port and every connection, as if the process died."""
         assert self.running is not None
         await self.running.cleanup()
 
@@ -150,18 +157,18 @@ async def fake_engine():
 
 
 def publish_version(paths, step: int, branch: int = 0, **fields) -> None:
-    """Publish an empty policy version, as far as a fake engine looks at it."""
+    """Publish an empty policy version, which is enough for a fake engine."""
     manifest = {"format": "prime_rl.weights/1", "branch": branch, "step": step, "tensors": {}, "hash": f"h{step}"}
-    publish(paths.weights(step), lambda _: manifest | fields)
+    publish_artifact(paths.weights(step), lambda _: manifest | fields)
 
 
 async def play_trainer(
     paths, steps: int, stop: asyncio.Event, delay_s: float = 0.0, done: int = 0, branch: int = 0
 ) -> None:
-    """Publish version n + 1 as soon as batch n is there, from n = `done` on: a trainer without a model."""
-    from prime_rl.run.wait import changes
+    """Simulate a trainer: publish version n + 1 as soon as batch n exists, starting at n = `done`."""
+    from prime_rl.storage.wait_for import watch_directory
 
-    async for _ in changes(paths.rollouts_dir, stop):
+    async for _ in watch_directory(paths.rollouts_dir, stop):
         while done < steps and paths.rollouts(done).exists():
             if delay_s:
                 await asyncio.sleep(delay_s)

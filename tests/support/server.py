@@ -1,4 +1,4 @@
-"""A real inference server in a process of its own, for integration tests."""
+"""A real inference server as a separate process, for integration tests."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ import httpx
 from tests.support.nursery import Forked, start_forked
 
 INFERENCE = "prime_rl.entrypoints.inference"
-START_TIMEOUT_S = 400  # on a machine that others load heavily; 15 s on a quiet one
+START_TIMEOUT_S = 400  # for a heavily loaded machine; 15 s on an idle one
 STOP_TIMEOUT_S = 15
 
 
@@ -27,10 +27,10 @@ class Server:
 
     Attributes:
         process: the API process; its engine is a child.
-        url: where it listens.
-        log: what it and its engine print.
-        started_s: seconds from the start of the process to its first healthy answer.
-        client: an HTTP client of it.
+        url: URL of the server.
+        log: output of the server and its engine.
+        started_s: seconds from the start of the process to its first healthy response.
+        client: HTTP client of the server.
     """
 
     process: "subprocess.Popen[bytes] | Forked"
@@ -41,11 +41,11 @@ class Server:
     client: httpx.Client
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        """Send a JSON body."""
+        """Post a JSON body."""
         return self.client.post(path, json=body)
 
     def policy(self) -> dict[str, Any]:
-        """What the server says is loaded."""
+        """Return the loaded policy."""
         return self.client.get("/policy").raise_for_status().json()
 
     def update(self, weight_dir: Path, step: int, **body: Any) -> dict[str, Any]:
@@ -53,11 +53,11 @@ class Server:
         return _json(self.post("/update_weights", weight_dir=str(weight_dir), step=step, **body))
 
     def reload(self, **body: Any) -> dict[str, Any]:
-        """Go back to the base model; it must succeed."""
+        """Reload the base model; it must succeed."""
         return _json(self.post("/reload_weights", **body))
 
     def generate(self, token_ids: Sequence[int], **sampling: Any) -> dict[str, Any]:
-        """Sample one completion (greedy unless told otherwise) and return its choice."""
+        """Sample one completion (greedy by default) and return its choice."""
         return _json(self.post("/inference/v1/generate", **self.request(token_ids, **sampling)))["choices"][0]
 
     def request(self, token_ids: Sequence[int], **sampling: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def inference_server(
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -134,12 +134,12 @@ def free_port() -> int:
 def _wait_healthy(process: subprocess.Popen[bytes] | Forked, url: str, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        assert process.poll() is None, f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}"
+        assert process.poll() is None, f"the server exited with {process.returncode}:\n{log.read_text()[-4000:]}"
         try:
             if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                 return
         except httpx.TransportError:
-            time.sleep(0.1)  # the only sign of a port that opens is that it opens
+            time.sleep(0.1)  # there is no event for an open port
     raise AssertionError(f"the server was not healthy after {START_TIMEOUT_S} s:\n{log.read_text()[-4000:]}")
 
 

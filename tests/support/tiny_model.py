@@ -1,13 +1,13 @@
-"""Tiny random models in Hugging Face layout, and their publication as policy versions, for tests of every process."""
+"""Tiny random models in Hugging Face format, and their publication as policy versions."""
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_rl.run.artifact import WEIGHTS_FORMAT, publish
-from prime_rl.run.paths import RunPaths
-from prime_rl.run.tensors import content_hash, hash_tensors
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, publish_artifact
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.tensor_hashes import content_hash, hash_tensors
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ROLES = ("system", "user", "assistant")
@@ -21,9 +21,9 @@ def make_tiny_model(path: Path, tie_word_embeddings: bool = True, seed: int = 0,
     """Write a random Qwen3 model (hidden 64, 2 layers, head_dim 32, vocabulary 128, fp32) with its tokenizer.
 
     Args:
-        path: the directory to write; made if missing.
+        path: the directory to write; created if missing.
         tie_word_embeddings: the output head shares the embedding's storage.
-        seed: another seed gives a clearly different policy: logits have a standard deviation of about 8 * std.
+        seed: of the random weights; logits have a standard deviation of about 8 * std.
         std: standard deviation of the initial weights.
 
     Returns:
@@ -39,7 +39,7 @@ def make_tiny_model(path: Path, tie_word_embeddings: bool = True, seed: int = 0,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,  # the least that vLLM attends with on a CPU
+        head_dim=32,  # the minimum of vLLM's attention on a CPU
         max_position_embeddings=2048,
         tie_word_embeddings=tie_word_embeddings,
         initializer_range=std,
@@ -57,7 +57,7 @@ def make_tiny_model(path: Path, tie_word_embeddings: bool = True, seed: int = 0,
 
 
 def make_tokenizer() -> Any:
-    """Make the tokenizer: one token per printable ASCII character, per role word and per chat marker (103 in all)."""
+    """Return the tokenizer: one token per printable ASCII character, per role word and per chat marker (103 in all)."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -85,10 +85,10 @@ def publish_weights(
 
     Args:
         run_dir: the run's output directory.
-        model_dir: what to copy; a Hugging Face directory, or a published one.
-        step: the version's step; names the folder.
+        model_dir: the directory to copy, of a Hugging Face model or a published version.
+        step: the version's step.
         branch: the version's branch.
-        overrides: manifest fields to replace, for manifests that lie.
+        overrides: manifest fields to replace, for invalid manifests.
 
     Returns:
         The published directory, `weights/step_{step}`.
@@ -101,5 +101,5 @@ def publish_weights(
         manifest = {"format": WEIGHTS_FORMAT, "branch": branch, "step": step, "tensors": tensors}
         return {**manifest, "hash": content_hash(tensors), **(overrides or {})}
 
-    publish(target, write)
+    publish_artifact(target, write)
     return target

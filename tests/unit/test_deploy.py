@@ -1,4 +1,4 @@
-"""The examples of deploy/: what they start is what the commands take. Slurm's commands are replaced by stand-ins."""
+"""The examples of deploy/ start valid commands. Slurm's own commands are replaced by scripts."""
 
 import json
 import os
@@ -9,33 +9,36 @@ from pathlib import Path
 import pytest
 import yaml
 
-from prime_rl.configs import InferenceConfig, OrchestratorConfig, TrainerConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.trainer import TrainerConfig
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "slurm" / "rl.sbatch"
 MANIFEST = ROOT / "deploy" / "kubernetes" / "rl.yaml"
 RECIPES = {
     "INFERENCE": ROOT / "configs/inference/debug.toml",
-    "ORCHESTRATOR": ROOT / "configs/orchestrator/debug.toml",
+    "ORCHESTRATOR": ROOT / "configs/orchestrator/reverse_text.toml",
     "TRAINER": ROOT / "configs/trainer/debug.toml",
 }
 
-# Servers run until they are ended; the others end with the code in their variable, once all have been started.
+# Servers run until they are stopped; the others exit with the code in their variable, once all have been started.
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "$(printf '%q ' "$@")" >> "$CALLS" # in one write: they run at the same time
-[[ " $* " == *" inference "* ]] && exec sleep 60
+[[ " $* " == *" inference "* ]] && echo $$ >> "$CALLS.servers" && exec sleep 60
 until (($(wc -l < "$CALLS") == INFERENCE_NODES + 2)); do sleep 0.01; done
 case " $* " in
     *" orchestrator "*) exit "$ORCHESTRATOR_CODE" ;;
     *" torchrun "*) exit "$TRAINER_CODE" ;;
 esac
 """
+SCANCEL = '#!/usr/bin/env bash\n[[ "$*" == "--signal TERM 7" ]] && kill $(< "$CALLS.servers")\n'
 SCONTROL = '#!/usr/bin/env bash\n[[ "$*" == "show hostnames n[1-4]" ]] && printf "%s\\n" n1 n2 n3 n4\n'
 
 
 def submit(tmp_path: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
-    """Run the script as Slurm would; return how it ended and the arguments of each srun."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    """Run the script as Slurm does; return its result and the arguments of each srun."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     calls = tmp_path / "calls"
@@ -61,9 +64,10 @@ def after(words: list[str], word: str) -> list[str]:
     return words[words.index(word) + 1 :]
 
 
-def test_slurm_starts_servers_orchestrator_and_one_trainer_over_the_other_nodes(tmp_path, monkeypatch):
+def test_slurm_script_starts_servers_orchestrator_and_one_trainer_on_the_other_nodes(tmp_path, monkeypatch):
     done, calls = submit(tmp_path, INFERENCE_NODES="2")
     assert (done.returncode, done.stderr) == (0, "")
+    assert all("--kill-on-bad-exit=1" in call for call in calls)
     by_command = {name: [call for call in calls if name in call] for name in ("inference", "orchestrator", "torchrun")}
     assert [after(call, "--nodelist")[0] for call in sorted(by_command["inference"])] == ["n1", "n2"]
     for call in by_command["inference"]:
@@ -73,6 +77,7 @@ def test_slurm_starts_servers_orchestrator_and_one_trainer_over_the_other_nodes(
     assert OrchestratorConfig.load(after(call, "orchestrator")).client.urls == ["http://n1:8000", "http://n2:8000"]
     [call] = by_command["torchrun"]
     assert after(call, "--nodelist")[0] == "n3,n4"
+    assert after(call, "--nodes")[0] == after(call, "--ntasks")[0] == "2", "not what the job has"
     words = after(call, "torchrun")
     assert words[: words.index("--rdzv-id")] == ["--nnodes", "2", "--nproc-per-node", "8"]
     assert after(words, "--rdzv-endpoint")[0] == "n3:29400"
@@ -82,18 +87,18 @@ def test_slurm_starts_servers_orchestrator_and_one_trainer_over_the_other_nodes(
 
 
 @pytest.mark.parametrize("role", ["ORCHESTRATOR", "TRAINER"])
-def test_slurm_ends_with_whoever_fails(tmp_path, role):
+def test_slurm_script_exits_with_the_code_of_the_failed_process(tmp_path, role):
     done, _ = submit(tmp_path, **{f"{role}_CODE": "3"})
     assert done.returncode == 3
 
 
-def test_slurm_needs_a_node_for_the_trainer(tmp_path):
+def test_slurm_script_without_a_node_for_the_trainer_is_rejected(tmp_path):
     done, calls = submit(tmp_path, INFERENCE_NODES="4")
     assert (done.returncode, calls) == (2, [])
     assert "leave none for the trainer" in done.stderr
 
 
-def test_kubernetes_commands_are_those_that_are_taken(monkeypatch):
+def test_kubernetes_manifest_has_valid_commands(monkeypatch):
     items = yaml.safe_load(MANIFEST.read_text())["items"]
     named = {(item["kind"], item["metadata"]["name"]): item for item in items}
     containers = [
@@ -113,7 +118,7 @@ def test_kubernetes_commands_are_those_that_are_taken(monkeypatch):
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in volumes}
 
     def own(arguments):
-        """Without the recipe, which only the cluster has."""
+        """The arguments without the recipe, which exists only in the cluster."""
         return arguments[arguments.index("@") + 2 :]
 
     assert InferenceConfig.load(own(words["inference"])).server.host == "0.0.0.0"

@@ -1,6 +1,6 @@
-"""A hostile machine: every write that fails, every file that comes late, every clock that jumps ends in one clear line.
+"""Failing writes, late files, exhausted limits and jumping clocks each end in one clear error.
 
-What each test guards is in docs/surroundings.md.
+What each test guards is in docs/fault_tolerance.md.
 """
 
 import ast
@@ -17,16 +17,17 @@ import numpy as np
 import pytest
 
 import prime_rl
-from prime_rl.errors import ERROR_FILE, RunError, run_main
-from prime_rl.orchestrator.journal import Journal
-from prime_rl.orchestrator.positions import Dropped
-from prime_rl.run import wait
-from prime_rl.run.artifact import ArtifactError, Incomplete, publish, read_manifest
-from prime_rl.run.batch import Batch, read_batch, write_batch
-from prime_rl.run.locks import acquire
-from prime_rl.run.surroundings import SurroundingsError, describe, is_surroundings, told
-from prime_rl.run.visibility import is_local, patience, settled
-from prime_rl.run.wait import DeadlineError, wait_for
+from prime_rl.core.entry_point import ERROR_FILE, run_main
+from prime_rl.core.errors import RunError
+from prime_rl.core.os_errors import SystemResourceError, is_system_resource_error, summarize_os_error, wrap_os_errors
+from prime_rl.liveness.file_locks import acquire_lock
+from prime_rl.orchestrator.ledger.append_log import AppendLog
+from prime_rl.orchestrator.ledger.ledger_records import Dropped
+from prime_rl.storage import wait_for as wait
+from prime_rl.storage.artifact import ArtifactError, IncompleteArtifact, publish_artifact, read_manifest
+from prime_rl.storage.batch import Batch, read_batch, write_batch
+from prime_rl.storage.fs_consistency import is_local, retry_until_complete, visibility_timeout
+from prime_rl.storage.wait_for import DeadlineError, wait_for
 
 FIELDS = {"branch": 0, "step": 5, "async_level": 2}
 
@@ -77,30 +78,33 @@ def make_batch(tokens: int = 8, **changes) -> Batch:
     return Batch(**arrays | changes)
 
 
-def test_a_batch_that_the_disk_has_no_room_for_is_absent_and_told_in_one_line(tmp_path):
-    with small_disk(4096), pytest.raises(SurroundingsError, match=r"cannot write batch .*step_5: File too large.*MiB"):
+def test_write_batch_on_full_disk_leaves_no_files_and_raises_one_line(tmp_path):
+    with (
+        small_disk(4096),
+        pytest.raises(SystemResourceError, match=r"cannot write batch .*step_5: File too large.*MiB"),
+    ):
         write_batch(tmp_path / "rollouts/step_5", make_batch(4096), FIELDS)
     assert list((tmp_path / "rollouts").iterdir()) == []
     write_batch(tmp_path / "rollouts/step_5", make_batch(4096), FIELDS)
 
 
-def test_a_directory_that_cannot_be_written_is_told_in_one_line(tmp_path, monkeypatch):
+def test_write_to_unwritable_directory_raises_one_line(tmp_path, monkeypatch):
     def refuse(self, *args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system", str(self))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(SurroundingsError, match=r"cannot write batch .*: Read-only file system: .*rollouts"):
+    with pytest.raises(SystemResourceError, match=r"cannot write batch .*: Read-only file system: .*rollouts"):
         write_batch(tmp_path / "rollouts/step_5", make_batch(), FIELDS)
 
 
-def test_without_file_descriptors_the_limit_is_named(tmp_path):
+def test_error_without_file_descriptors_names_the_limit(tmp_path):
     write_batch(tmp_path / "step_5", make_batch(), FIELDS)
     said = r"Too many open files.*may open \d+ files.*ulimit -n"
-    with no_more_files(), pytest.raises(SurroundingsError, match=said), told("read it", tmp_path):
+    with no_more_files(), pytest.raises(SystemResourceError, match=said), wrap_os_errors("read it", tmp_path):
         (tmp_path / "step_5/manifest.json").read_text()
 
 
-def test_without_a_watcher_files_are_found_all_the_same(tmp_path, monkeypatch):
+def test_wait_for_without_watcher_finds_the_file(tmp_path, monkeypatch):
     """The kernel's limits on inotify are reached on machines with many users."""
 
     def refuse(*args, **kwargs):
@@ -116,7 +120,7 @@ def test_without_a_watcher_files_are_found_all_the_same(tmp_path, monkeypatch):
     later.join()
 
 
-async def test_without_a_watcher_changes_are_seen_all_the_same(tmp_path, monkeypatch):
+async def test_watch_directory_without_watcher_yields(tmp_path, monkeypatch):
     import asyncio
 
     async def refuse(*args, **kwargs):
@@ -126,7 +130,7 @@ async def test_without_a_watcher_changes_are_seen_all_the_same(tmp_path, monkeyp
     monkeypatch.setattr(wait, "awatch", refuse)
     stop, looks = asyncio.Event(), 0
     async with asyncio.timeout(20):
-        async for _ in wait.changes(tmp_path, stop):
+        async for _ in wait.watch_directory(tmp_path, stop):
             looks += 1
             if looks == 3:
                 stop.set()
@@ -143,43 +147,45 @@ def late(path: Path, name: str) -> threading.Timer:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rows.safetensors"])
-def test_a_batch_whose_files_are_seen_later_than_its_name_is_waited_for(tmp_path, name):
+def test_read_batch_with_files_visible_late_is_retried(tmp_path, name):
     path = tmp_path / "step_5"
     write_batch(path, make_batch(), FIELDS)
     timer = late(path, name)
-    with pytest.raises(Incomplete, match="missing"):
+    with pytest.raises(IncompleteArtifact, match="missing"):
         read_batch(path, 5)
-    batch, _ = settled(lambda: read_batch(path, 5), 20)
+    batch, _ = retry_until_complete(lambda: read_batch(path, 5), 20)
     assert batch.loss_tokens == 7
     timer.join()
 
 
-def test_a_batch_whose_contents_are_seen_later_than_its_size_is_waited_for(tmp_path):
+def test_read_batch_with_contents_visible_late_is_retried(tmp_path):
     path = tmp_path / "step_5"
     write_batch(path, make_batch(), FIELDS)
     rows, whole = path / "rows.safetensors", (path / "rows.safetensors").read_bytes()
     for seen in (bytes(len(whole)), whole[:-4] + bytes([1, 2, 3, 4])):
         rows.write_bytes(seen)
-        with pytest.raises(Incomplete, match=r"rows\.safetensors is not"):
+        with pytest.raises(IncompleteArtifact, match=r"rows\.safetensors (is not|differs)"):
             read_batch(path, 5)
     timer = threading.Timer(0.15, lambda: rows.write_bytes(whole))
     timer.start()
-    settled(lambda: read_batch(path, 5), 20)
+    retry_until_complete(lambda: read_batch(path, 5), 20)
     timer.join()
 
 
-def test_what_never_becomes_whole_is_damaged_at_the_deadline_and_at_once_on_a_local_disk(tmp_path):
-    publish(tmp_path / "step_5", lambda d: {"format": "test/1", "n": (d / "a").write_text("abc")})
+def test_incomplete_artifact_raises_at_the_deadline_and_immediately_on_local_disk(tmp_path):
+    publish_artifact(tmp_path / "step_5", lambda d: {"format": "test/1", "n": (d / "a").write_text("abc")})
     (tmp_path / "step_5/a").unlink()
-    with pytest.raises(ArtifactError, match=r"a is missing; .* it was looked at for 0\.2 s \(visibility_seconds\)"):
-        settled(lambda: read_manifest(tmp_path / "step_5", "test/1"), 0.2)
+    with pytest.raises(
+        ArtifactError, match=r"a is missing; .* still so after 0\.2 s \(fs_consistency_timeout_seconds\)"
+    ):
+        retry_until_complete(lambda: read_manifest(tmp_path / "step_5", "test/1"), 0.2)
     looks = []
     with pytest.raises(ArtifactError, match="a is missing"):
-        settled(lambda: looks.append(1) or read_manifest(tmp_path / "step_5", "test/1"), 0)
+        retry_until_complete(lambda: looks.append(1) or read_manifest(tmp_path / "step_5", "test/1"), 0)
     assert looks == [1]
 
 
-def test_patience_is_for_network_file_systems(tmp_path, monkeypatch):
+def test_visibility_timeout_is_zero_for_local_file_systems(tmp_path, monkeypatch):
     from collections import namedtuple
 
     Part = namedtuple("Part", "mountpoint fstype")
@@ -187,14 +193,14 @@ def test_patience_is_for_network_file_systems(tmp_path, monkeypatch):
     monkeypatch.setattr("psutil.disk_partitions", lambda all: parts)
     is_local.cache_clear()
     try:
-        assert patience(tmp_path / "nfs/run/step_1") == 60
-        assert patience(tmp_path / "nfs/run/step_1", 3.0) == 3
-        assert patience(tmp_path / "run/step_1") == 0
+        assert visibility_timeout(tmp_path / "nfs/run/step_1") == 60
+        assert visibility_timeout(tmp_path / "nfs/run/step_1", 3.0) == 3
+        assert visibility_timeout(tmp_path / "run/step_1") == 0
     finally:
         is_local.cache_clear()
 
 
-def test_a_lock_that_is_held_too_long_names_its_holder(tmp_path):
+def test_acquire_lock_at_the_deadline_names_the_holder(tmp_path):
     import subprocess
     import sys
 
@@ -206,28 +212,28 @@ def test_a_lock_that_is_held_too_long_names_its_holder(tmp_path):
         holder.stdout.readline()
         with (tmp_path / "lock").open("w") as file:
             with pytest.raises(DeadlineError, match=rf"waited 0 s for process {holder.pid} .*, which rebuilds weights"):
-                acquire(file, 0.2, "rebuilds weights")
+                acquire_lock(file, 0.2, "rebuilds weights")
             holder.stdin.close()
             holder.wait(10)
-            acquire(file, 10, "rebuilds weights")
+            acquire_lock(file, 10, "rebuilds weights")
 
 
-def test_a_defect_keeps_its_traceback_and_the_machine_does_not():
-    assert not is_surroundings(FileNotFoundError(errno.ENOENT, "No such file", "x"))
+def test_is_system_resource_error_excludes_defects():
+    assert not is_system_resource_error(FileNotFoundError(errno.ENOENT, "No such file", "x"))
     for number in (errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EDQUOT, errno.EIO):
-        assert is_surroundings(OSError(number, os.strerror(number)))
-    assert "free there" in describe(OSError(errno.ENOSPC, "No space left on device", "/no/such/place"))
+        assert is_system_resource_error(OSError(number, os.strerror(number)))
+    assert "free there" in summarize_os_error(OSError(errno.ENOSPC, "No space left on device", "/no/such/place"))
 
 
 @pytest.mark.parametrize("value", [-1.0, 0.0, np.nan, np.inf])
-def test_a_batch_whose_temperature_divides_by_nonsense_is_refused(tmp_path, value):
+def test_validate_batch_with_invalid_temperature_raises(tmp_path, value):
     temperature = np.ones(8, np.float32)
     temperature[3] = value
-    with pytest.raises(ValueError, match="temperature is not a number above 0"):
+    with pytest.raises(ValueError, match="temperature must be positive"):
         write_batch(tmp_path / "step_5", make_batch(temperature=temperature), FIELDS)
 
 
-def test_the_wall_clock_decides_nothing():
+def test_wall_clock_is_never_used_for_decisions():
     """It may jump (NTP, a suspended machine): what it says is written down, never compared or subtracted to decide."""
     found = []
     for file in Path(prime_rl.__file__).parent.rglob("*.py"):
@@ -240,7 +246,7 @@ def test_the_wall_clock_decides_nothing():
     assert found == []
 
 
-def test_what_the_machine_refuses_ends_in_one_line_and_a_defect_with_its_traceback(capsys, monkeypatch, tmp_path):
+def test_run_main_prints_system_error_in_one_line_and_defect_with_traceback(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
 
     def refused():
@@ -257,13 +263,13 @@ def test_what_the_machine_refuses_ends_in_one_line_and_a_defect_with_its_traceba
         run_main(lambda: (tmp_path / "missing").read_text())
 
 
-async def test_a_ledger_that_the_disk_has_no_room_for_is_told_in_one_line(tmp_path):
-    journal = Journal(tmp_path / "ledger/branch_0.jsonl")
+async def test_ledger_on_full_disk_raises_one_line(tmp_path):
+    journal = AppendLog(tmp_path / "ledger/branch_0.jsonl")
     with small_disk(2000):
         for group_id in range(200):
             with suppress(RunError):
                 journal.append(Dropped(group_id, "error/x"))
-        with pytest.raises(RunError, match=r"branch_0\.jsonl and the spool beside it cannot be written: .*too large"):
+        with pytest.raises(RunError, match=r"branch_0\.jsonl or its pending groups cannot be written: .*too large"):
             await journal.flush()
     with pytest.raises(RunError, match="cannot be written"):
         journal.close()

@@ -1,4 +1,4 @@
-"""The orchestrator and the configuration run where neither torch nor vllm is installed, or wanted in memory."""
+"""The orchestrator and the configuration load neither torch nor vllm."""
 
 import json
 import subprocess
@@ -7,14 +7,14 @@ import sys
 import pytest
 
 MODULES = [
-    "prime_rl.orchestrator.setup",
+    "prime_rl.orchestrator.orchestrator_setup",
     "prime_rl.configs.rl",
     "prime_rl.configs.sft",
     "prime_rl.configs.eval",
-    "prime_rl.monitor",
-    "prime_rl.orchestrator.evals.offline",
-    "prime_rl.orchestrator.evals.synthesis",
-    "prime_rl.run.batch",
+    "prime_rl.monitors",
+    "prime_rl.evaluation.offline",
+    "prime_rl.evaluation.synthesis",
+    "prime_rl.storage.batch",
     "prime_rl.entrypoints.rl",
     "prime_rl.entrypoints.doctor",
     "prime_rl.entrypoints.orchestrator",
@@ -22,8 +22,48 @@ MODULES = [
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_importing_loads_neither_torch_nor_vllm(module):
+def test_import_loads_neither_torch_nor_vllm(module):
     code = f"import json, sys, {module}; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize("command", ["rl", "trainer", "orchestrator", "inference", "sft", "eval", "synthesize"])
+@pytest.mark.parametrize("option", ["--help", "-h", "--help-all"])
+def test_help_alone_builds_no_models(command, option):
+    code = f"""
+import sys
+from prime_rl.entrypoints import {command}
+sys.argv = ["{command}", "{option}"]
+try:
+    {command}.main()
+except SystemExit as error:
+    print(error.code, [name for name in ("pydantic", "torch", "vllm") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.splitlines()[-1:] == ["0 []"], result.stderr or result.stdout.splitlines()[-1]
+    assert f"uv run {command}" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["rl", "trainer", "orchestrator", "inference"])
+@pytest.mark.parametrize("option", ["--help", "--help-all"])
+def test_help_loads_no_torch_and_compiles_no_validator(command, option):
+    code = f"""
+import sys
+from prime_rl.entrypoints import {command}
+from prime_rl.loading.base_config import BaseConfig
+sys.argv = ["{command}", "{option}", "--dry-run"]  # not alone, so that it is made from the models
+try:
+    {command}.main()
+except SystemExit:
+    pass
+models = [BaseConfig]
+for model in models:
+    models += model.__subclasses__()
+assert len(models) > 20
+compiled = [model.__name__ for model in models if vars(model).get("__pydantic_complete__")]
+print([name for name in ("torch", "vllm", "psutil") if name in sys.modules] + compiled)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.splitlines()[-1:] == ["[]"], result.stderr or result.stdout.splitlines()[-1]

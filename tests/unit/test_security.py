@@ -1,4 +1,4 @@
-"""Keys are in no file, nobody from elsewhere runs code here, and what a rollout says is shown and never obeyed."""
+"""Keys are in no file, foreign code does not run, and the text of rollouts is displayed without effect."""
 
 import ast
 import inspect
@@ -13,20 +13,24 @@ from loguru import logger
 from pydantic import BaseModel
 from rich.console import Console
 
-from prime_rl import errors, logs
-from prime_rl.api_key import read_api_key
-from prime_rl.configs import InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.configs.eval import EvalConfig
-from prime_rl.configs.shared import LogConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.shared import EnvConfig
 from prime_rl.configs.synthesize import SynthesizeConfig
-from prime_rl.errors import ConfigError, RunError, run_main
-from prime_rl.orchestrator.renderer import Renderer
-from prime_rl.orchestrator.workers.pool import ModelAccess
-from prime_rl.orchestrator.workers.protocol import Load
-from prime_rl.plain import visible
-from prime_rl.run.paths import RunPaths
-from prime_rl.supervisor import checks
-from prime_rl.supervisor.roles import make_roles
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.core import entry_point, logging
+from prime_rl.core.api_key import read_api_key
+from prime_rl.core.entry_point import run_main
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.terminal_escape import escape_control_chars
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.workers.protocol import LoadEnvironment, ModelAccess
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor import preflight
+from prime_rl.supervisor.launch_specs import make_process_specs
 from tests.support.tiny_model import make_tiny_model
 
 SOURCE = Path(__file__).parents[2] / "src/prime_rl"
@@ -57,10 +61,10 @@ def all_blocks():
 # Keys
 
 
-def test_the_key_of_a_run_is_in_no_file_and_on_no_command_line(tmp_path, monkeypatch):
+def test_key_of_a_run_is_in_no_file_and_on_no_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("INFERENCE_SERVER_API_KEY", KEY)
     monkeypatch.setenv("PRIME_RL_TEST", "1")
-    roles = make_roles(RLConfig.load(["--inference", "--output-dir", str(tmp_path)]), RunPaths(tmp_path))
+    roles = make_process_specs(RLConfig.load(["--inference", "--output-dir", str(tmp_path)]), RunPaths(tmp_path))
     assert [role.env["INFERENCE_SERVER_API_KEY"] for role in roles] == [KEY] * 3
     assert not any(KEY in word for role in roles for word in role.argv)
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
@@ -68,14 +72,13 @@ def test_the_key_of_a_run_is_in_no_file_and_on_no_command_line(tmp_path, monkeyp
     assert not any(KEY.encode() in file.read_bytes() for file in files)
 
 
-def test_the_key_is_not_told_by_whoever_holds_it(monkeypatch, capsys):
+def test_key_is_not_in_representations_or_logs(monkeypatch, capsys):
     monkeypatch.setenv("SOME_KEY", KEY)
     access = ModelAccess("m", "t", api_key=read_api_key("SOME_KEY"))
     assert access.api_key == KEY and KEY not in repr(access)
-    order = Load(b"{}", "train", "t", False, b"{}", "interleaved", "generate", False, "m", KEY, 1.0, None, None)
-    assert order.api_key == KEY and KEY not in repr(order)
+    assert KEY not in repr(LoadEnvironment(EnvConfig(id="e"), "train", access))
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    logs.set_up_logging(LogConfig())
+    logging.set_up_logging("info", utc=False)
     try:
         held = {"api_key": KEY}
         assert held["none"]
@@ -85,7 +88,7 @@ def test_the_key_is_not_told_by_whoever_holds_it(monkeypatch, capsys):
     assert KEY not in stream.getvalue(), "a traceback shows the values of variables"
 
 
-def test_a_key_that_no_header_can_carry_is_refused_unseen(monkeypatch):
+def test_read_api_key_with_invalid_character_raises_without_the_key(monkeypatch):
     for text, expected in (("", None), (" \n", None), (f"{KEY}\n", KEY)):
         monkeypatch.setenv("SOME_KEY", text)
         assert read_api_key("SOME_KEY") == expected
@@ -93,7 +96,7 @@ def test_a_key_that_no_header_can_carry_is_refused_unseen(monkeypatch):
     assert read_api_key("SOME_KEY") is None
     for text in (f"{KEY}\r\nX-Admin: 1", f"{KEY}é"):
         monkeypatch.setenv("SOME_KEY", text)
-        with pytest.raises(ConfigError, match="SOME_KEY holds a character") as refused:
+        with pytest.raises(ConfigError, match="SOME_KEY contains a character") as refused:
             read_api_key("SOME_KEY")
         assert KEY not in str(refused.value)
 
@@ -108,17 +111,17 @@ def test_a_key_that_no_header_can_carry_is_refused_unseen(monkeypatch):
         ["--inference.vllm.api-key", KEY],
     ],
 )
-def test_a_secret_is_refused_before_it_is_written_anywhere(argv, tmp_path):
+def test_secret_in_configuration_is_rejected_before_any_write(argv, tmp_path):
     with pytest.raises(ConfigError) as refused:
         RLConfig.load(["--inference", "--output-dir", str(tmp_path), "--dry-run", *argv])
     assert KEY not in str(refused.value) and "environment" in str(refused.value)
     assert not list(tmp_path.rglob("*.toml"))
 
 
-# Who is let in: tests/unit/inference/test_access.py
+# Who is let in: tests/unit/inference/test_request_layer.py
 
 
-def test_servers_listen_to_their_own_machine_only_unless_told():
+def test_servers_listen_on_localhost_by_default():
     addresses = {
         f"{block.__name__}.{name}": info.default
         for block in all_blocks()
@@ -129,32 +132,32 @@ def test_servers_listen_to_their_own_machine_only_unless_told():
     assert set(addresses.values()) <= {"127.0.0.1", "localhost", None}
 
 
-def test_a_run_with_a_server_for_other_machines_needs_a_key(monkeypatch):
+def test_run_with_public_server_requires_a_key(monkeypatch):
     monkeypatch.delenv("INFERENCE_SERVER_API_KEY", raising=False)
     config = RLConfig.load(["--inference.server.host", "0.0.0.0"])
     with pytest.raises(ConfigError, match=r"inference.server.host = 0.0.0.0 .* INFERENCE_SERVER_API_KEY"):
-        checks.check_key(config.inference.server)
+        preflight.check_key(config.inference.server)
     monkeypatch.setenv("INFERENCE_SERVER_API_KEY", KEY)
-    checks.check_key(config.inference.server)
+    preflight.check_key(config.inference.server)
     monkeypatch.delenv("INFERENCE_SERVER_API_KEY")
-    checks.check_key(RLConfig.load(["--inference"]).inference.server)
+    preflight.check_key(RLConfig.load(["--inference"]).inference.server)
 
 
 # Code of others
 
 
-def test_remote_code_is_run_by_nobody_who_was_not_told_to():
+def test_remote_code_is_off_by_default():
     found = [(block.__name__, block.model_fields["trust_remote_code"]) for block in all_blocks()
              if "trust_remote_code" in block.model_fields]  # fmt: skip
     assert {name for name, _ in found} >= {"InferenceModelConfig", "TokenizerConfig", "TrainerModelConfig"}
     assert [name for name, info in found if info.default is not False] == []
 
 
-def test_a_model_that_brings_code_along_does_not_run_it(tmp_path):
+def test_model_with_code_does_not_execute_it(tmp_path):
     pytest.importorskip("torch")
     from prime_rl.configs.shared import TokenizerConfig
-    from prime_rl.configs.trainer import TrainerModelConfig
-    from prime_rl.trainer import model as trainer_model
+    from prime_rl.configs.trainer_model import TrainerModelConfig
+    from prime_rl.trainer.model import policy_model as trainer_model
 
     path = make_tiny_model(tmp_path / "model")
     (path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass A: pass\n")
@@ -171,8 +174,9 @@ def test_a_model_that_brings_code_along_does_not_run_it(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_nothing_is_unpickled_or_evaluated():
-    """But for torch's table of contents, whose reader names what it may hold (`trainer/checkpoints/reader.py`)."""
+def test_source_uses_neither_pickle_nor_eval():
+    """But for torch's checkpoint metadata, whose reader has an allowlist (`trainer/checkpoints/dcp_reader.py`), and the
+    process in the sandbox that runs the model's code (`sandbox/jail/jail_child.py`)."""
     wrong = {
         ("pickle",), ("cloudpickle",), ("dill",), ("marshal",), ("shelve",), ("joblib",), ("eval",), ("exec",),
         ("torch", "load"), ("torch", "jit", "load"), ("yaml", "load"), ("yaml", "unsafe_load"),
@@ -188,7 +192,7 @@ def test_nothing_is_unpickled_or_evaluated():
                 found.add(str(file.relative_to(SOURCE)))
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
                 found.add(str(file.relative_to(SOURCE)))
-    assert found == {"trainer/checkpoints/reader.py"}
+    assert found == {"trainer/checkpoints/dcp_reader.py", "sandbox/jail/jail_child.py"}
 
 
 # Text of others
@@ -197,20 +201,20 @@ NASTY = "\x1b[2J\x1b]0;title\x07\x9b31m\x7f\u202eabc[bold]x[/bold]<red>y</red>{0
 SHOWN = "\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\x7f\\u202eabc[bold]x[/bold]<red>y</red>{0}\ttab\nline"
 
 
-def test_what_a_terminal_obeys_is_spelled_out():
-    assert visible(NASTY) == SHOWN
-    assert visible("naïve 世界 👩‍🔬") == "naïve 世界 👩‍🔬"
+def test_escape_control_chars_replaces_terminal_controls():
+    assert escape_control_chars(NASTY) == SHOWN
+    assert escape_control_chars("naïve 世界 👩‍🔬") == "naïve 世界 👩‍🔬"
 
 
-def test_a_log_shows_a_rollout_as_it_is(monkeypatch):
+def test_log_escapes_control_chars_of_a_rollout(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    logs.set_up_logging(LogConfig())
+    logging.set_up_logging("info", utc=False)
     logger.warning("group {} is played again: {}", 1, NASTY)
     assert f"group 1 is played again: {SHOWN}" in stream.getvalue()
 
 
-def test_an_error_shows_a_rollout_as_it_is(monkeypatch, capsys):
-    monkeypatch.delenv(errors.ERROR_FILE, raising=False)
+def test_error_escapes_control_chars_of_a_rollout(monkeypatch, capsys):
+    monkeypatch.delenv(entry_point.ERROR_FILE, raising=False)
 
     def fail():
         raise RunError(f"cannot parse {NASTY}")
@@ -220,8 +224,8 @@ def test_an_error_shows_a_rollout_as_it_is(monkeypatch, capsys):
     assert SHOWN in capsys.readouterr().err
 
 
-def test_tables_take_no_markup_of_names(capsys):
-    from prime_rl.orchestrator.evals.report import print_table
+def test_tables_ignore_markup_in_names(capsys):
+    from prime_rl.evaluation.eval_report import print_table
 
     result = dict.fromkeys(("examples", "rollouts", "errors"), 1)
     result |= {"env": "[red]env[/nothing]", "reward/mean": 1.0, "reward/stderr": None, "completion_len/mean": 1.0}
@@ -229,24 +233,24 @@ def test_tables_take_no_markup_of_names(capsys):
     assert "[red]env[/nothing]" in capsys.readouterr().out
 
 
-def test_rl_shows_the_log_of_a_failed_process_as_it_is(tmp_path):
-    from prime_rl.supervisor import run
-    from prime_rl.supervisor.children import Role
-    from prime_rl.supervisor.supervise import Outcome
+def test_rl_escapes_control_chars_of_a_process_log(tmp_path):
+    from prime_rl.supervisor import launch
+    from prime_rl.supervisor.child_processes import ProcessSpec
+    from prime_rl.supervisor.supervisor import Outcome
 
     log = tmp_path / "[out]" / "trainer.log"
     log.parent.mkdir()
     log.write_text(f"{NASTY}\n[/nothing]\n")
-    role = Role("trainer", [], {}, log, tmp_path / "none.json")
+    role = ProcessSpec("trainer", [], {}, log, tmp_path / "none.json")
     console = Console(file=io.StringIO(), force_terminal=True, width=200, highlight=False, markup=False)
-    run._explain(Outcome(role, 1), console)
+    launch._explain(Outcome(role, 1), console)
     shown = console.file.getvalue()
     assert "[/nothing]" in shown and "[out]" in shown
     assert all(line in shown for line in SHOWN.replace("\t", " ").splitlines()[1:])
     assert "\x1b[2J" not in shown and "\x1b]0" not in shown
 
 
-def test_tables_of_rollouts_are_text_to_wandb():
-    """`wandb.Html` would run a script that a model writes."""
-    for file in SOURCE.rglob("*.py"):
+def test_wandb_tables_of_rollouts_are_plain_text():
+    """`wandb.Html` would run a script that a model writes. The page's login form is a constant."""
+    for file in set(SOURCE.rglob("*.py")) - {SOURCE / "page/page_access.py"}:
         assert not re.search(r"\b(Html|Markdown|from_markup|HTMLResponse)\b", file.read_text()), file

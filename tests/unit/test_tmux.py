@@ -1,8 +1,9 @@
-"""scripts/tmux.sh: three named panes that follow a run's logs, also logs that do not exist yet."""
+"""scripts/tmux.sh: three named panes that follow a run's logs, also those that do not exist yet."""
 
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is no
 
 @pytest.fixture
 def shell(tmp_path):
-    """Run commands against a tmux server of our own, in an empty folder."""
+    """Run commands with a separate tmux server, in an empty folder."""
     env = {name: value for name, value in os.environ.items() if name not in ("TMUX", "OUTPUT_DIR")}
     env |= {"TMUX_TMPDIR": str(tmp_path), "SHELL": "/bin/bash", "TERM": "xterm"}
 
@@ -30,8 +31,8 @@ def panes(shell, session):
     return dict(line.split() for line in done.stdout.splitlines())
 
 
-def shows(shell, pane, text):
-    deadline = time.monotonic() + 10
+def shows(shell, pane, text, seconds=10):
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if text in shell("tmux", "capture-pane", "-p", "-t", pane).stdout:
             return True
@@ -40,7 +41,7 @@ def shows(shell, pane, text):
 
 
 @pytest.mark.parametrize(("name", "logs"), [("", "outputs/logs"), ("exp-1.b", "outputs/exp-1.b/logs")])
-def test_panes_follow_logs_that_come_later(shell, tmp_path, name, logs):
+def test_tmux_panes_follow_logs_created_later(shell, tmp_path, name, logs):
     argv = [name] if name else []
     session = "prime-rl" + ("-exp-1_b" if name else "")
     assert shell("bash", str(SCRIPT), *argv).returncode == 0
@@ -53,24 +54,46 @@ def test_panes_follow_logs_that_come_later(shell, tmp_path, name, logs):
         assert shows(shell, pane, f"hello of {role}")
     (tmp_path / logs / "trainer.log").write_text("a new run\n")
     assert shows(shell, found["Trainer"], "a new run")
-    assert shell("bash", str(SCRIPT), *argv).returncode == 0  # once more changes nothing
+    assert shell("bash", str(SCRIPT), *argv).returncode == 0  # a second call changes nothing
     assert panes(shell, session) == found
     assert shell("bash", str(SCRIPT), "kill", *argv).returncode == 0
     assert panes(shell, session) == {}
 
 
-def test_a_pane_becomes_a_shell_after_ctrl_c(shell, tmp_path):
+def test_tmux_trainer_pane_runs_commands_while_it_shows_the_log(shell, tmp_path):
     assert shell("bash", str(SCRIPT)).returncode == 0
     pane = panes(shell, "prime-rl")["Trainer"]
+    shell("tmux", "send-keys", "-t", pane, "echo $((6*7))", "Enter")
+    assert shows(shell, pane, "42")
+    shell("tmux", "send-keys", "-t", pane, "C-c", "")
     (tmp_path / "outputs/logs").mkdir(parents=True)
     (tmp_path / "outputs/logs/trainer.log").write_text("it follows\n")
+    assert shows(shell, pane, "it follows")
+
+
+def test_tmux_trainer_pane_has_the_experiment_of_the_session(shell, tmp_path):
+    assert shell("bash", str(SCRIPT)).returncode == 0  # the server starts without an experiment
+    assert shell("bash", str(SCRIPT), "exp-1").returncode == 0
+    plain, named = (panes(shell, session)["Trainer"] for session in ("=prime-rl", "=prime-rl-exp-1"))
+    assert shows(shell, named, "experiment exp-1: commands in this pane write to outputs/exp-1")
+    load = "from prime_rl.configs.trainer import TrainerConfig; print('dir', TrainerConfig.load([]).output_dir)"
+    for pane, directory in ((plain, "outputs"), (named, "outputs/exp-1")):
+        shell("tmux", "send-keys", "-t", pane, f'clear; {sys.executable} -c "{load}"', "Enter")
+        assert shows(shell, pane, f"dir {directory}\n", seconds=60)
+
+
+def test_tmux_pane_becomes_a_shell_after_ctrl_c(shell, tmp_path):
+    assert shell("bash", str(SCRIPT)).returncode == 0
+    pane = panes(shell, "prime-rl")["Orchestrator"]
+    (tmp_path / "outputs/logs").mkdir(parents=True)
+    (tmp_path / "outputs/logs/orchestrator.log").write_text("it follows\n")
     assert shows(shell, pane, "it follows")
     shell("tmux", "send-keys", "-t", pane, "C-c", "")
     shell("tmux", "send-keys", "-t", pane, "echo $((6*7))", "Enter")
     assert shows(shell, pane, "42")
 
 
-def test_bad_use_is_one_line(shell):
+def test_tmux_bad_arguments_are_one_line(shell):
     assert shell("bash", str(SCRIPT), "a/b").returncode == 2
     gone = shell("bash", str(SCRIPT), "kill", "none")
     assert (gone.returncode, gone.stderr) == (1, "error: there is no session prime-rl-none\n")

@@ -1,4 +1,4 @@
-"""Conversations made on the spot: names in the first turn, more of them in each that follows."""
+"""Generates conversations: names in the first turn, further names in each later one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ NEW = "// new name!"
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user says in one turn, and the lines that are the right reply to it."""
+    """The user message of one turn, and the lines of the correct reply."""
 
     message: str
     lines: list[str]

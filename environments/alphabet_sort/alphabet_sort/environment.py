@@ -1,4 +1,4 @@
-"""The environment: conversations about sorted names, rewarded turn by turn."""
+"""The environment: conversations about sorted names, with a score per turn."""
 
 from collections.abc import Sequence
 from random import Random
@@ -28,24 +28,24 @@ def load_environment(
 ) -> "MultiTurnEnv":
     """Make the environment: names to sort, then more names to merge into the list, with the new ones marked.
 
-    The reward is the mean over all turns of similarity ** `similarity_power`; a turn that was not reached counts 0.
+    The reward is the mean over all turns of similarity ** `similarity_power`; a turn that was not reached counts as 0.
     `all_turns_right` is measured with weight 0.
 
     Args:
-        min_turns: fewest turns of a conversation.
-        max_turns: most turns of a conversation.
-        min_names_per_turn: fewest names in a turn.
-        max_names_per_turn: most names in a turn.
-        similarity_power: the higher, the less is a list worth that is nearly right.
-        power_per_turn: False takes the power of the mean similarity instead.
+        min_turns: minimum number of turns of a conversation.
+        max_turns: maximum number of turns of a conversation.
+        min_names_per_turn: minimum number of names in a turn.
+        max_names_per_turn: maximum number of names in a turn.
+        similarity_power: larger values reduce the reward of almost correct lists.
+        power_per_turn: False applies the power to the mean similarity.
         num_train_examples: conversations for training.
-        num_eval_examples: conversations for evaluation; 0 evaluates on those for training.
-        seed: of the conversations.
-        names_path: take the names from this text file, one a line, instead of making them.
+        num_eval_examples: conversations for evaluation; with 0 evaluations use the training examples.
+        seed: seed of the conversations.
+        names_path: text file with one name per line; without it names are generated.
         system_prompt: the system message; "" for none.
 
     Raises:
-        ValueError: arguments that make no sense, or a file that is missing or malformed (file and row are named).
+        ValueError: invalid arguments, or a missing or malformed file (the message names file and row).
     """
     from alphabet_sort.turns import AlphabetSort
 
@@ -56,7 +56,7 @@ def load_environment(
             f"need 1 <= min_names_per_turn <= max_names_per_turn, not {min_names_per_turn} and {max_names_per_turn}"
         )
     if similarity_power <= 0 or num_train_examples < 1 or num_eval_examples < 0:
-        raise ValueError("similarity_power and num_train_examples have to be positive, num_eval_examples at least 0")
+        raise ValueError("similarity_power and num_train_examples must be positive, num_eval_examples at least 0")
     names = read_names(names_path) if names_path else made_names()
     if len(names) < max_turns * max_names_per_turn:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Names to sort: made of two small lists, or read from a file."""
+"""Names to sort: combined from two small lists, or read from a file."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -31,7 +31,7 @@ def made_names() -> list[str]:
 
 
 def read_names(path: str) -> list[str]:
-    """Read names from a text file, one a line; empty lines are skipped.
+    """Read names from a text file with one name per line; empty lines are skipped.
 
     Raises:
         ValueError: there is no such file, or a line is no name or one that was there already; file and row are named.

@@ -1,4 +1,4 @@
-"""How near a reply is to the sorted list. Pure functions, all within 0 and 1."""
+"""Similarity of a reply to the sorted list: pure functions, from 0 to 1."""
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher

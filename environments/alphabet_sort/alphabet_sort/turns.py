@@ -1,4 +1,4 @@
-"""The turns as verifiers plays them."""
+"""The multi-turn environment class of verifiers."""
 
 from typing import Any
 
@@ -14,5 +14,5 @@ class AlphabetSort(vf.MultiTurnEnv):
 
     @vf.stop
     async def conversation_over(self, state: Any) -> bool:
-        """Tell whether the last message has been replied to."""
+        """Return whether the last message has been replied to."""
         return len(state["trajectory"]) >= len(state["info"]["messages"])

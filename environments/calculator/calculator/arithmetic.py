@@ -43,7 +43,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def show(value: Fraction) -> str:
-    """Write a number: whole, as a decimal if that is exact and short, else as a fraction with a decimal beside it."""
+    """Format a number: as an integer, as a decimal if it is exact and short, else as a fraction with a decimal."""
     if value.denominator == 1:
         return str(value.numerator)
     if 10**DIGITS % value.denominator == 0:
@@ -77,7 +77,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
-        raise ValueError(f"an exponent has to be a whole number, {MAX_EXPONENT} at most")
+        raise ValueError(f"an exponent must be a whole number, {MAX_EXPONENT} at most")
     if base == 0 and exponent < 0:
         raise ValueError("division by zero")
     if _bits(base) * abs(exponent.numerator) > MAX_BITS:  # before the work, not after it

@@ -37,29 +37,29 @@ def load_environment(
     """Make the environment: a question such as "What is (12 + 7) * 3?" and one tool, `calculate`.
 
     The reward is 1 if the last message has exactly one <answer>, the right number, and calls no tool. `has_answer` and
-    `tool_errors` (calls that failed) are measured with weight 0, beside verifiers' own counts of turns and calls.
+    `tool_errors` (calls that failed) are metrics with weight 0, in addition to verifiers' counts of turns and calls.
 
     Args:
         difficulty: "easy" (+ -), "medium" (+ - *) or "hard" (+ - * /); sets the three arguments that follow.
-        min_operations: fewest operations in a question.
-        max_operations: most operations in a question.
+        min_operations: minimum number of operations in a question.
+        max_operations: maximum number of operations in a question.
         max_number: largest number in a question.
         num_train_examples: questions for training.
-        num_eval_examples: questions for evaluation, none of them for training; 0 evaluates on the latter.
-        seed: of the questions.
-        max_turns: most replies of the model.
-        require_tool: reward nothing without a call of the tool that succeeded.
+        num_eval_examples: questions for evaluation, disjoint from the others; with 0 those for training are used.
+        seed: seed of the questions.
+        max_turns: maximum number of replies of the model.
+        require_tool: reward 0 without a successful tool call.
         system_prompt: the system message; "" for none.
 
     Raises:
-        ValueError: arguments that make no sense.
+        ValueError: invalid arguments.
     """
     import verifiers as vf
 
     if difficulty not in LEVELS:
         raise ValueError(f"difficulty is {difficulty!r}, not one of {', '.join(LEVELS)}")
     if max_turns < 1 or num_train_examples < 1 or num_eval_examples < 0:
-        raise ValueError("max_turns and num_train_examples have to be positive, num_eval_examples at least 0")
+        raise ValueError("max_turns and num_train_examples must be positive, num_eval_examples at least 0")
     base = LEVELS[difficulty]
     level = Level(
         base.operators,
@@ -92,7 +92,7 @@ def calculate(expression: str) -> str:
         expression: numbers, + - * / // % ** and parentheses, such as "(12 + 7) * 3".
     """
     if not isinstance(expression, str):
-        raise ValueError("`expression` has to be text")
+        raise ValueError("`expression` must be text")
     return show(evaluate(expression))
 
 
@@ -131,7 +131,7 @@ def _field(message: Any, name: str) -> Any:
 
 
 def _describe(error: Exception) -> str:
-    """Tell the model what went wrong, in one short line: what it wrote comes back in some messages."""
+    """Return one short line for the model that states what failed; some messages repeat its own text."""
     if isinstance(error, KeyError):
         return f"{ERROR}there is no such tool, only `calculate`"
     return ERROR + " ".join(str(error).split())[:200]
@@ -140,7 +140,7 @@ def _describe(error: Exception) -> str:
 def _others(train: list[tuple[str, int]], seed: int, level: Level, count: int) -> list[tuple[str, int]]:
     """Make `count` questions that are not in `train`."""
     known = {text for text, _ in train}
-    # Questions of few small numbers run out; do not search for ever.
+    # A level with few small numbers has few questions; limit the search.
     tries = islice(make_questions(seed, "eval", level), 100 * count)
     fresh = [question for question in tries if question[0] not in known][:count]
     if len(fresh) < count:

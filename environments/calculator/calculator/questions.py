@@ -1,4 +1,4 @@
-"""Questions made on the spot: the same seed gives the same questions on every machine."""
+"""Generates questions: the same seed gives the same questions on every machine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ _LOOSEST = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def make_questions(seed: int, part: str, level: Level) -> Iterator[tuple[str, int]]:
-    """Yield expressions with their values, whole numbers all, for ever. `part` keeps train and eval apart.
+    """Yield expressions with integer values, without end. `part` separates train and eval.
 
     Raises:
-        ValueError: a level that makes no sense.
+        ValueError: an invalid level.
     """
     if not 1 <= level.min_operations <= level.max_operations <= MAX_OPERATIONS:
         raise ValueError(
@@ -36,7 +36,7 @@ def make_questions(seed: int, part: str, level: Level) -> Iterator[tuple[str, in
             f"not {level.min_operations} and {level.max_operations}"
         )
     if level.max_number < 2:
-        raise ValueError(f"max_number has to be at least 2, not {level.max_number}")
+        raise ValueError(f"max_number must be at least 2, not {level.max_number}")
     # Seeded by text, which `random` hashes the same way everywhere, so that neighbouring seeds share nothing.
     source = Random(f"calculator {part} {seed}")
     while True:

@@ -1,12 +1,12 @@
-"""The environment: questions from the Hugging Face hub or a local file, rewarded for exactly the right number."""
+"""The environment: questions from the Hugging Face hub or a local file, with a reward for the correct number."""
 
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from environment_tools.rows import Row, Source, pick, text_of
-
 from gsm8k.numbers import final_number, numbers_in
+
+from .environment_tools.rows import Row, Source, pick, text_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -36,17 +36,17 @@ def load_environment(
         dataset_name: data set of the hub with columns `question` and `answer`, the latter ending in `#### number`.
         dataset_subset: its configuration.
         train_split: its split for training.
-        eval_split: its split for evaluation, read when first asked for.
+        eval_split: its split for evaluation, read when it is needed.
         data_path: read this `.jsonl` or `.json` file instead; nothing is then read from the hub.
-        eval_data_path: read this file for evaluation; without it, `data_path` serves for evaluation too.
-        num_train_examples: take the first so many; -1 takes all.
+        eval_data_path: read this file for evaluation; without it, `data_path` is used for evaluation too.
+        num_train_examples: number of examples; -1 uses all.
         num_eval_examples: the same for evaluation.
-        dataset_shuffle: shuffle the training examples, before `num_train_examples` of them are taken.
-        seed: of that shuffle.
+        dataset_shuffle: shuffle the training examples before `num_train_examples` are selected.
+        seed: seed of the shuffle.
         system_prompt: the system message; "" for none.
 
     Raises:
-        ValueError: a file that is missing or malformed (file and row are named), or arguments that make no sense.
+        ValueError: a missing or malformed file (the message names file and row), or invalid arguments.
     """
     import verifiers as vf
 

@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from environment_tools.answers import final_part, last_boxed
+from .environment_tools.answers import final_part, last_boxed
 
 # ASCII digits only; commas group thousands. A sign counts where nothing stands before it that it could be subtracted
 # from.
@@ -13,10 +13,10 @@ _NUMBER = re.compile(
       | (?<![\w.])\.[0-9]+""",
     re.VERBOSE,
 )
-# What may stand beside a number in a box without changing it: units in words, thin spaces, signs of money and percent.
+# Ignored next to a number in a box: units in words, thin spaces, currency and percent signs.
 _DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{[^{}]*\}|\\[,;:! ]|\\?[$%]|\\(?:left|right)|~")
 
-# More digits than any answer has; a number of a million digits is not worth its comparison.
+# More digits than any answer has. Comparing a number of a million digits would take too long.
 MAX_DIGITS = 40
 
 
@@ -29,8 +29,8 @@ def numbers_in(text: str) -> list[Decimal]:
 def final_number(text: str) -> Decimal | None:
     r"""Return the number that a reply gives as its answer, or None.
 
-    Only what follows the last `</think>` counts. If it has a `\boxed{}`, the last one decides: it has to hold exactly
-    one number, beside units in `\text{}` and signs of money or percent. Otherwise the last number of the text is the
+    Only the text after the last `</think>` counts. If it contains a `\boxed{}`, the last box must contain exactly one
+    number; units in `\text{}` and currency or percent signs are allowed. Otherwise the last number of the text is the
     answer.
     """
     text = final_part(text).replace("\u2212", "-")

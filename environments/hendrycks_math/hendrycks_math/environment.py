@@ -1,9 +1,9 @@
-"""The environment: rows of a data set of the hub or of a local file, perhaps only those of some difficulty."""
+"""The environment: rows of a data set of the hub or of a local file, optionally filtered by difficulty."""
 
 from typing import TYPE_CHECKING, Any
 
-from environment_tools.math_grading import MathGrader
-from environment_tools.rows import Row, Source
+from .environment_tools.math_grading import MathGrader
+from .environment_tools.rows import Row, Source
 
 if TYPE_CHECKING:
     from verifiers import SingleTurnEnv
@@ -37,13 +37,13 @@ def load_environment(
         dataset_name: data set of the hub; for its columns see `environment_tools.math_environment.math_example`.
         dataset_subset: its configuration.
         dataset_split: its split.
-        dataset_shuffle: shuffle the training examples, before `num_train_examples` of them are taken.
-        seed: of that shuffle.
+        dataset_shuffle: shuffle the training examples before `num_train_examples` are selected.
+        seed: seed of the shuffle.
         data_path: read this `.jsonl` or `.json` file instead; nothing is then read from the hub.
-        eval_dataset_name: data set for evaluation, read when first asked for; None evaluates on the training examples.
+        eval_dataset_name: data set for evaluation, read when it is needed; None evaluates on the training examples.
         eval_split: its split.
-        eval_data_path: read this file instead; without it, `data_path` serves for evaluation too.
-        num_train_examples: take the first so many; -1 takes all.
+        eval_data_path: read this file instead; without it, `data_path` is used for evaluation too.
+        num_train_examples: number of examples; -1 uses all.
         num_eval_examples: the same for evaluation.
         difficulty_key: column with the difficulty, a number or text with one, such as "Level 5".
         min_difficulty: leave out training examples below this.
@@ -53,11 +53,11 @@ def load_environment(
             `workers`, `memory`.
 
     Raises:
-        ValueError: a file that is missing or malformed (file and row are named), or arguments that make no sense.
+        ValueError: a missing or malformed file (the message names file and row), or invalid arguments.
     """
     grader = MathGrader(**(grading or {}))
     # Imports verifiers and datasets, which take seconds.
-    from environment_tools.math_environment import is_within, math_environment, number_in
+    from .environment_tools.math_environment import is_within, math_environment, number_in
 
     def keep(row: Row) -> bool:
         if min_difficulty is None and max_difficulty is None:

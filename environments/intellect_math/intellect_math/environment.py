@@ -1,9 +1,9 @@
-"""The environment: the mathematical rows of a data set of the hub or of a local file, filtered by how hard they are."""
+"""The environment: mathematical rows of a data set of the hub or of a local file, filtered by solve rate."""
 
 from typing import TYPE_CHECKING, Any
 
-from environment_tools.math_grading import MathGrader
-from environment_tools.rows import Row, Source
+from .environment_tools.math_grading import MathGrader
+from .environment_tools.rows import Row, Source
 
 if TYPE_CHECKING:
     from verifiers import SingleTurnEnv
@@ -31,15 +31,15 @@ def load_environment(
     r"""Make the environment: one question, one answer in `\boxed{}`, compared with the right one by math-verify.
 
     Args:
-        dataset_name: data set of the hub. `PrimeIntellect/INTELLECT-2-RL-Dataset` serves too: rows whose column
-            `task_type` does not speak of mathematics are left out.
+        dataset_name: data set of the hub. `PrimeIntellect/INTELLECT-2-RL-Dataset` works too: rows whose column
+            `task_type` is not about mathematics are excluded.
         dataset_subset: its configuration.
         dataset_split: its split.
-        dataset_shuffle: shuffle the examples, before `num_train_examples` of them are taken.
-        seed: of that shuffle.
+        dataset_shuffle: shuffle the examples before `num_train_examples` are selected.
+        seed: seed of the shuffle.
         data_path: read this `.jsonl` or `.json` file instead.
-        eval_data_path: a file with examples for evaluation; without it the training examples serve.
-        num_train_examples: take the first so many; -1 takes all.
+        eval_data_path: a file with examples for evaluation; without it the training examples are used.
+        num_train_examples: number of examples; -1 uses all.
         num_eval_examples: the same for evaluation; only with `eval_data_path`.
         solve_rate_field: column with the share of attempts in which some model solved the problem, such as
             `solve_rate_qwen_r1_distill_7b`. Needed for the two bounds.
@@ -50,13 +50,13 @@ def load_environment(
             `workers`, `memory`.
 
     Raises:
-        ValueError: a file that is missing or malformed (file and row are named), or arguments that make no sense.
+        ValueError: a missing or malformed file (the message names file and row), or invalid arguments.
     """
     if solve_rate_field is None and (min_solve_rate is not None or max_solve_rate is not None):
         raise ValueError("min_solve_rate and max_solve_rate need solve_rate_field, the column to look at")
     grader = MathGrader(**(grading or {}))
     # Imports verifiers and datasets, which take seconds.
-    from environment_tools.math_environment import is_within, math_environment, number_in
+    from .environment_tools.math_environment import is_within, math_environment, number_in
 
     def keep(row: Row) -> bool:
         if "math" not in str(row.get("task_type") or "math"):

@@ -1,4 +1,4 @@
-"""The environment: examples from a data set of the Hugging Face hub, or words made on the spot."""
+"""The environment: examples from a data set of the Hugging Face hub, or generated words."""
 
 import re
 from collections.abc import Callable
@@ -37,18 +37,17 @@ def load_environment(
     Args:
         dataset: a data set of the hub with a text column `prompt`.
         split: its split.
-        words: make this many words instead of reading `dataset`: no network, the same words for the same `seed`.
+        words: generate this many words instead of reading `dataset`; needs no network.
         min_letters: shortest word.
         max_letters: longest word.
-        seed: of the words.
-        eval_examples: how many examples are kept apart for evaluation: the last of the data set, or that many more
-            words.
-        tag: the answer stands between <tag> and </tag>; "" takes the whole completion as the answer. By default
+        seed: seed of the words.
+        eval_examples: number of examples for evaluation: the last ones of the data set, or additional words.
+        tag: the answer is between <tag> and </tag>; with "" it is the whole completion. By default
             `reversed_text` for a data set and "" for words.
         system_prompt: the system message; "" for none. By default it asks for the answer in the tag, if there is one.
 
     Raises:
-        ValueError: sizes that make no sense, or a data set without a column `prompt`.
+        ValueError: invalid sizes, or a data set without a column `prompt`.
     """
     import verifiers as vf
 
@@ -80,7 +79,7 @@ SCORES: tuple[Score, ...] = (scores.lcs_ratio, scores.exact_match, scores.letter
 
 
 def between(tag: str) -> Callable[[str], str]:
-    """Return a function from a text to what stands between its first <tag> and </tag>, stripped; "" without them."""
+    """Return a function from a text to the stripped text between its first <tag> and </tag>; "" without them."""
     pattern = re.compile(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
 
     def extract(text: str) -> str:

@@ -1,4 +1,4 @@
-"""How near a completion is to the reversed text. Pure functions of two strings, all within 0 and 1."""
+"""Similarity of a completion to the reversed text: pure functions of two strings, from 0 to 1."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Random words without any data set: the same seed gives the same words on every machine."""
+"""Generates random words: the same seed gives the same words on every machine."""
 
 import random
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from string import ascii_lowercase
 
 
 def make_words(seed: int | str, min_letters: int, max_letters: int) -> Iterator[str]:
-    """Yield words of random lower-case letters for ever; all lengths within the bounds are equally likely.
+    """Yield words of random lower-case letters without end; all lengths within the bounds are equally likely.
 
     Raises:
-        ValueError: no such lengths.
+        ValueError: the bounds are invalid.
     """
     if not 1 <= min_letters <= max_letters:
         raise ValueError(f"need 1 <= min_letters <= max_letters, not {min_letters} and {max_letters}")

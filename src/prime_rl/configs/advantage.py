@@ -1,95 +1,91 @@
-"""Keys of `orchestrator.advantage` and `orchestrator.reward_shaping`: how rewards become advantages."""
+"""`orchestrator.advantage` and `orchestrator.reward_shaping`: from rewards to advantages."""
 
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig, ImportPath
+from prime_rl.loading.base_config import BaseConfig, ImportPath
 
 
 class _Advantage(BaseConfig):
-    """What every kind has."""
+    deprecated: ClassVar[dict[str, str]] = {"neg_clipped": "clip_negative"}
 
-    neg_clipped: bool = False
-    """Set negative advantages to 0: only rollouts better than the baseline teach."""
+    type: str
+    """Advantage estimator."""
+
+    clip_negative: bool = False
+    """Set negative advantages to 0: train only on rollouts that are better than the baseline."""
 
 
 class GRPOAdvantageConfig(_Advantage):
-    """GRPO: reward minus the mean of its group."""
+    """GRPO: reward minus the group mean."""
 
     type: Literal["grpo"] = "grpo"
-    """Kind of advantage."""
 
     std: bool = False
-    """Also divide by the standard deviation of the group."""
+    """Also divide by the group's standard deviation."""
 
     length_weighted_mean: bool = False
     """Weight the mean by the lengths of the rollouts, as OPO does."""
 
 
 class DrGRPOAdvantageConfig(_Advantage):
-    """Dr. GRPO: reward minus the mean of its group, never divided by the standard deviation."""
+    """Dr. GRPO: reward minus the group mean, never divided by the standard deviation."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
-    """Kind of advantage."""
 
 
 class RLOOAdvantageConfig(_Advantage):
-    """RLOO: reward minus the mean of the other rollouts of its group."""
+    """RLOO: reward minus the mean of the other rollouts of the group."""
 
     type: Literal["rloo"] = "rloo"
-    """Kind of advantage."""
 
 
 class OPOAdvantageConfig(_Advantage):
-    """OPO: reward minus the length-weighted mean of its group."""
+    """OPO: reward minus the length-weighted group mean."""
 
     type: Literal["opo"] = "opo"
-    """Kind of advantage."""
 
 
 class ReinforcePPAdvantageConfig(_Advantage):
-    """REINFORCE++: reward minus the mean of the batch, over the standard deviation of the batch."""
+    """REINFORCE++: reward minus the batch mean, divided by the batch standard deviation."""
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
-    """Kind of advantage."""
 
 
 class ReinforcePPBaselineAdvantageConfig(_Advantage):
-    """REINFORCE++ with baseline: reward minus the mean of its group, over the standard deviation of the batch."""
+    """REINFORCE++ with baseline: reward minus the group mean, divided by the batch standard deviation."""
 
     type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
-    """Kind of advantage."""
 
 
 class MaxRLAdvantageConfig(_Advantage):
-    """MaxRL: reward minus the mean of its group, over that mean."""
+    """MaxRL: reward minus the group mean, divided by that mean."""
 
     type: Literal["max_rl"] = "max_rl"
-    """Kind of advantage."""
 
 
 class NoAdvantageConfig(_Advantage):
     """No baseline: the advantage is the reward."""
 
     type: Literal["none"] = "none"
-    """Kind of advantage."""
 
 
 class CustomAdvantageConfig(_Advantage):
-    """Your own function of the groups of a batch."""
+    """A user's function of the groups of a batch."""
+
+    deprecated: ClassVar[dict[str, str]] = {"over_batch": "batch_level"}
 
     type: Literal["custom"] = "custom"
-    """Kind of advantage."""
 
     import_path: ImportPath = ""
-    """Where the function is: package.module:function, importable or in the working directory."""
+    """The function as package.module:function, importable or in the working directory."""
 
     kwargs: dict[str, object] = Field({})
     """Keyword arguments of the function, after the groups of the batch."""
 
-    over_batch: bool = False
-    """A group's advantages depend on the other groups of the batch, so filter_zero_advantage drops none."""
+    batch_level: bool = False
+    """The advantages of a group depend on the other groups of the batch, so filter_zero_advantage drops none."""
 
 
 AdvantageConfig = Annotated[
@@ -106,24 +102,28 @@ AdvantageConfig = Annotated[
 ]
 
 
+GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "max_rl"})
+"""Types whose advantage is 0 for a group of one rollout."""
+
+
 class LengthPenaltyConfig(BaseConfig):
-    """Take from each reward a share of the group's mean reward, by how long the rollout is within its group."""
+    """Subtract a share of the group's mean reward from each reward, by the length of the rollout in its group."""
 
     type: Literal["linear"] = "linear"
-    """Kind of penalty."""
+    """Form of the penalty."""
 
     output_weight: float = Field(0.25, ge=0)
-    """Share that the rollout with the most sampled tokens pays."""
+    """Share subtracted from the rollout with the most sampled tokens."""
 
     input_weight: float = Field(0.1, ge=0)
-    """Share that the rollout with the most tokens given to the model (prompt, tools, user) pays."""
+    """Share subtracted from the rollout with the most input tokens (prompt, tools, user)."""
 
     turns_weight: float = Field(0.1, ge=0)
-    """Share that the rollout with the most turns pays."""
+    """Share subtracted from the rollout with the most turns."""
 
 
 class LengthBonusConfig(BaseConfig):
-    """Raise the rewards of those best rollouts of a group that are shorter than the best are on average."""
+    """Increase the rewards of a group's best rollouts that are shorter than the average of the best."""
 
     shorthand: ClassVar[str | None] = "weight"
 
@@ -132,10 +132,10 @@ class LengthBonusConfig(BaseConfig):
 
 
 class RewardShapingConfig(BaseConfig):
-    """Changes to the rewards of a group before its advantages are computed. Metrics show the rewards as scored."""
+    """Changes of a group's rewards before its advantages are computed. Metrics show the unchanged rewards."""
 
     length_penalty: LengthPenaltyConfig | None = None
-    """Penalty on long rollouts; None leaves rewards alone."""
+    """Penalty for long rollouts; None applies none."""
 
     length_bonus: LengthBonusConfig | None = None
-    """Bonus for short rollouts among the best; None leaves rewards alone."""
+    """Bonus for short rollouts among the best; None applies none."""

@@ -1,16 +1,16 @@
-"""The dial `algorithm` of `rl`: one name sets the matching advantage and loss; what is set by itself goes before it.
+"""`algorithm` of `rl`: a preset that sets the matching advantage and loss.
 
-A block is set unless its own `type` comes from a source at least as strong (a flag before a file): then that stays.
-Single keys of a block likewise: `--algorithm grpo --trainer.loss.eps-high 0.28` is GRPO with clip-higher.
+The preset does not replace a block's `type`, or a single key, from a source that is at least as strong (flags are
+stronger than files): `--algorithm grpo --trainer.loss.eps-high 0.28` is GRPO with clip-higher.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.schema import flag, resolve, tag_of
-from prime_rl.configs.state import Origin, Rank, State
-from prime_rl.errors import ConfigError
+from prime_rl.core.errors import ConfigError
+from prime_rl.loading.base_config import BaseConfig
+from prime_rl.loading.provenance import MISSING, ConfigState, Origin, Rank
+from prime_rl.loading.schema import flag, resolve, tag_of
 
 Algorithm = Literal[
     "grpo",
@@ -32,7 +32,8 @@ Algorithm = Literal[
 ]
 
 _MEAN, _MEAN_AND_STD = {"type": "grpo", "std": False}, {"type": "grpo", "std": True}
-# On policy, AIPO's gradient is REINFORCE's: methods that only change the baseline keep it, and stay right off policy.
+# On policy, AIPO has the gradient of REINFORCE: methods that only change the baseline use it, and stay correct off
+# policy.
 _AIPO, _PPO = {"type": "aipo"}, {"type": "ppo", "eps_low": 0.2, "eps_high": 0.2}
 
 ALGORITHMS: Mapping[Algorithm, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
@@ -53,46 +54,37 @@ ALGORITHMS: Mapping[Algorithm, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "tis": (_MEAN, {"type": "tis"}),
     "decoupled_ppo": (_MEAN, {"type": "decoupled_ppo"}),
 }
-"""Name -> (orchestrator.advantage, trainer.loss); what is not named keeps its default."""
+"""Name -> (orchestrator.advantage, trainer.loss); other keys keep their defaults."""
 
 _BLOCKS = ("orchestrator.advantage", "trainer.loss")
 
 
-def apply_algorithm(state: State) -> None:
-    """Set the two blocks as `algorithm` says.
+def apply_algorithm(state: ConfigState) -> None:
+    """Set advantage and loss to the preset `algorithm`.
 
     Raises:
-        ConfigError: a key that was given beside the dial is none of the variant that it sets.
+        ConfigError: a given key does not exist in the preset's variant.
     """
-    name = state.get("algorithm")
-    if name not in ALGORITHMS:
-        return  # left out; or wrong, which pydantic explains
-    for block, preset in zip(_BLOCKS, ALGORITHMS[name], strict=True):
+    presets = ALGORITHMS.get(state.get("algorithm"), ())  # of another value, which pydantic reports, none
+    for block, preset in zip(_BLOCKS, presets, strict=False):
         _set_block(state, block, preset, state.origin("algorithm"))
 
 
-def measure_fixed_length(state: State, default: int) -> None:
-    """Let `normalization = fixed` divide by the orchestrator's seq_len, the longest a sample can be.
-
-    Args:
-        state: changed in place, after shared values were handed over.
-        default: the orchestrator's seq_len where nobody sets it.
-    """
+def set_fixed_length(state: ConfigState, seq_len: int) -> None:
+    """Set `fixed_length` of `normalization = fixed` to the orchestrator's `seq_len`, the maximum length of a sample."""
     kind, weights = (state.get(f"trainer.loss.{key}") for key in ("type", "normalization"))
-    if weights != "fixed" and (kind != "dr_grpo" or state.is_set("trainer.loss.normalization")):
+    if weights != "fixed" and (kind != "dr_grpo" or weights is not MISSING):
         return
-    if state.get("trainer.loss.fixed_length") is None or not state.is_set("trainer.loss.fixed_length"):
-        given = state.is_set("orchestrator.seq_len")
-        origin = state.origin("orchestrator.seq_len") if given else Origin(Rank.DEFAULT, "default")
-        state.put("trainer.loss.fixed_length", state.get("orchestrator.seq_len") if given else default, origin)
+    if state.get("trainer.loss.fixed_length", None) is None:
+        state.put("trainer.loss.fixed_length", seq_len, state.origin("orchestrator.seq_len"))
 
 
-def _set_block(state: State, block: str, preset: Mapping[str, Any], origin: Origin) -> None:
+def _set_block(state: ConfigState, block: str, preset: Mapping[str, Any], origin: Origin) -> None:
     kind = f"{block}.type"
     if state.is_set(kind) and state.get(kind) != preset["type"]:
         if state.origin(kind).rank >= origin.rank:
             return
-        _forget(state, block, origin.rank)
+        _remove_other_variant(state, block, origin.rank)
     if not state.is_set(kind):
         _require_known(state, block, preset["type"], origin)
     for key, value in preset.items():
@@ -101,28 +93,26 @@ def _set_block(state: State, block: str, preset: Mapping[str, Any], origin: Orig
             state.put(place, value, origin)
 
 
-def _forget(state: State, block: str, rank: Rank) -> None:
-    """Forget what weaker sources gave to another variant, but not keys that mean the same to all, such as `kl`."""
+def _remove_other_variant(state: ConfigState, block: str, rank: Rank) -> None:
+    """Remove weaker values of another variant, except keys that all variants share, such as `kl`."""
     fields = [variant.model_fields for variant in _variants(state, block)]
     for key in list(state.get(block)):
         same = all(key in known and known[key].default == fields[0][key].default for known in fields)
-        place = f"{block}.{key}"
-        if not same and state.origin(place).rank < rank:
-            state.remove(place)
+        if not same and state.origin(f"{block}.{key}").rank < rank:
+            state.remove(f"{block}.{key}")
 
 
-def _require_known(state: State, block: str, kind: str, origin: Origin) -> None:
-    """Keys without a type are for the default variant: those that the new one lacks are dropped only if weaker."""
-    given = state.get(block)
+def _require_known(state: ConfigState, block: str, kind: str, origin: Origin) -> None:
+    """Reject keys without a `type` that the preset's variant lacks, unless their source is weaker."""
     known = next(variant.model_fields for variant in _variants(state, block) if tag_of(variant) == kind)
-    for key in given if isinstance(given, dict) else ():
+    for key in state.get(block) if state.is_on(block) else ():
         place = f"{block}.{key}"
         if key not in known and state.origin(place).rank >= origin.rank:
             raise ConfigError(
-                f"{state.describe(place)} is no key of {block}.type = {kind}, which {state.describe('algorithm')} "
-                f"sets; leave it out, or set {flag(f'{block}.type'.split('.'))} as well"
+                f"{state.describe(place)} is not a key of {block}.type = {kind}, which {state.describe('algorithm')} "
+                f"sets; remove it, or set {flag((block, 'type'))} as well"
             )
 
 
-def _variants(state: State, block: str) -> Sequence[type[BaseConfig]]:
-    return resolve(state.root, tuple(block.split(".")))[1].variants
+def _variants(state: ConfigState, block: str) -> Sequence[type[BaseConfig]]:
+    return resolve(state.root, block.split("."))[1].variants

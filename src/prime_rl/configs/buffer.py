@@ -1,53 +1,52 @@
-"""Keys of `orchestrator.buffer`: which examples are drawn, and which groups are too easy or too hard to train on."""
+"""`orchestrator.buffer`: the choice of examples, and the groups that are too easy or too hard to train on."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.base import BaseConfig
+from prime_rl.loading.base_config import BaseConfig
 
 
-class SimpleBufferConfig(BaseConfig):
-    """Every example once an epoch, in an order that is shuffled anew each epoch."""
-
-    type: Literal["simple"] = "simple"
-    """How examples are chosen."""
+class _Buffer(BaseConfig):
+    type: str
+    """Choice of examples."""
 
     seed: int | None = None
-    """Seed of the choice; None takes the orchestrator's."""
+    """Seed of the choice; None uses the orchestrator's seed."""
 
+
+class _FilteredBuffer(_Buffer):
     online_difficulty_filtering: bool = False
-    """Drop groups whose mean reward is exactly 0 or 1, as filter/difficulty; others are sampled in their place."""
+    """Drop groups with a mean reward of exactly 0 or 1 (metric filter/difficulty); others are sampled instead."""
 
 
-class DifficultyPoolBufferConfig(BaseConfig):
-    """Examples lie in an easy, a normal or a hard pool by the mean reward of their last group; all begin as normal."""
+class SimpleBufferConfig(_FilteredBuffer):
+    """Every example once per epoch, shuffled for each epoch."""
+
+    type: Literal["simple"] = "simple"
+
+
+class DifficultyPoolBufferConfig(_FilteredBuffer):
+    """Three pools (easy, normal, hard) by the mean reward of an example's last group; all examples start as normal."""
 
     aliases: ClassVar[dict[str, str]] = {"easy_border": "easy_threshold", "hard_border": "hard_threshold"}
 
     type: Literal["difficulty-pool"] = "difficulty-pool"
-    """How examples are chosen."""
-
-    seed: int | None = None
-    """Seed of the choice; None takes the orchestrator's."""
 
     easy_threshold: float = 0.8
-    """Mean reward of a group from which on its example is easy."""
+    """An example is easy if the mean reward of its group is at least this."""
 
     hard_threshold: float = 0.2
-    """Mean reward of a group up to which its example is hard."""
+    """An example is hard if the mean reward of its group is at most this."""
 
     easy_fraction: float = Field(0.1, ge=0, le=1)
-    """Share of the draws that comes from the easy pool; where a pool is empty, another one stands in."""
+    """Share of the draws from the easy pool; another pool replaces an empty one."""
 
     hard_fraction: float = Field(0.1, ge=0, le=1)
-    """Share of the draws that comes from the hard pool; the rest is normal."""
-
-    online_difficulty_filtering: bool = False
-    """Drop groups whose mean reward is exactly 0 or 1, as filter/difficulty; others are sampled in their place."""
+    """Share of the draws from the hard pool; the rest is normal."""
 
     @model_validator(mode="after")
-    def _check(self) -> "DifficultyPoolBufferConfig":
+    def _check(self) -> Self:
         if self.hard_threshold >= self.easy_threshold:
             raise ValueError(
                 f"hard_threshold = {self.hard_threshold} is not below easy_threshold = {self.easy_threshold}"
@@ -59,23 +58,19 @@ class DifficultyPoolBufferConfig(BaseConfig):
         return self
 
 
-class OnlineDifficultyBufferConfig(BaseConfig):
-    """As simple; groups whose mean reward lies outside a range are dropped as filter/difficulty."""
+class OnlineDifficultyBufferConfig(_Buffer):
+    """As simple, but groups with a mean reward outside a range are dropped (metric filter/difficulty)."""
 
     type: Literal["online-difficulty"] = "online-difficulty"
-    """How examples are chosen."""
-
-    seed: int | None = None
-    """Seed of the choice; None takes the orchestrator's."""
 
     min_reward: float = 0.01
-    """Lowest mean reward of a group that is trained on."""
+    """Minimum mean reward of a group to train on."""
 
     max_reward: float = 0.99
-    """Highest mean reward of a group that is trained on."""
+    """Maximum mean reward of a group to train on."""
 
     @model_validator(mode="after")
-    def _check(self) -> "OnlineDifficultyBufferConfig":
+    def _check(self) -> Self:
         if self.min_reward > self.max_reward:
             raise ValueError(f"min_reward = {self.min_reward} is above max_reward = {self.max_reward}")
         return self

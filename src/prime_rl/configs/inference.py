@@ -3,77 +3,70 @@
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from prime_rl.configs.base import DEFAULT_OUTPUT_DIR, BaseConfig, RootConfig
-from prime_rl.configs.shared import (
-    API_KEY_VAR,
-    DEFAULT_MODEL,
-    DEFAULT_PORT,
-    SERVER_ADDRESS_VAR,
-    HeartbeatConfig,
-    LogConfig,
-)
+from prime_rl.configs.broadcast import Precision
+from prime_rl.configs.shared import DEFAULT_PORT, SERVER_ADDRESS_VAR, HeartbeatConfig, LogConfig, NameConfig
+from prime_rl.core.api_key import API_KEY_VAR
+from prime_rl.loading.base_config import BaseConfig, common
+from prime_rl.loading.root_config import RootConfig
 
 
 class ServerConfig(BaseConfig):
-    """Where the server listens."""
+    """The HTTP server."""
 
     host: str = "127.0.0.1"
-    """Address to bind; 0.0.0.0 lets other machines in."""
+    """Address to bind; 0.0.0.0 accepts connections from other machines."""
 
-    port: int = Field(DEFAULT_PORT, ge=1, le=65535)
+    port: int = Field(DEFAULT_PORT, ge=1, le=65535, json_schema_extra=common("Inference"))
     """Port to bind."""
 
     api_key_var: str = API_KEY_VAR
-    """Name of the environment variable that holds the key every client must send; no key where it is unset."""
+    """Environment variable with the API key that clients must send; no key is required if it is unset."""
 
 
-class InferenceModelConfig(BaseConfig):
-    """The model as it is served."""
+class InferenceModelConfig(NameConfig):
+    """The served model."""
 
-    name: str = DEFAULT_MODEL
-    """Hugging Face id or local directory of the base model, policy version 0."""
+    dtype: Precision = "auto"
+    """Precision; auto is the checkpoint's precision on CUDA and float32 on CPU."""
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision; auto is the checkpoint's on CUDA and float32 on CPU."""
-
-    max_model_len: int | None = Field(None, ge=1)
-    """Longest prompt and completion together, tokens; None takes the model's own. `max_model_len` is short for it."""
+    max_model_len: int | None = Field(None, ge=1, json_schema_extra=common("Model"))
+    """Maximum tokens of prompt and completion; None uses the model's limit."""
 
     enforce_eager: bool | None = None
-    """Skip graph capture and compilation: starts faster, decodes slower; None is true on CPU only."""
+    """Disable graph capture and compilation: starts faster, decodes slower; None disables them on CPU only."""
 
     trust_remote_code: bool = False
-    """Run Python code that the model's repository brings along."""
+    """Run Python code from the model's repository."""
 
 
 class ParallelConfig(BaseConfig):
-    """How the model is spread over GPUs, tp * dp of them, and over nodes: docs/deployment.md."""
+    """Distribution of the model over tp * dp GPUs and over nodes (docs/deployment.md)."""
 
-    tp: int = Field(1, ge=1)
-    """GPUs that share one copy of the model (tensor parallel), on one node."""
+    tp: int = Field(1, ge=1, json_schema_extra=common("Inference"))
+    """Tensor parallelism: GPUs of one node that share one copy of the model."""
 
-    dp: int = Field(1, ge=1)
-    """Copies of the model (data parallel), on all nodes together."""
+    dp: int = Field(1, ge=1, json_schema_extra=common("Inference"))
+    """Data parallelism: copies of the model on all nodes."""
 
     dp_local: int | None = Field(None, ge=1)
-    """Copies on this node; None is all of them. Fewer than dp make a server over several nodes."""
+    """Copies on this node; None is all. Less than dp configures a server over several nodes."""
 
     start_rank: int | None = Field(None, ge=0)
-    """Number of this node's first copy; the head's is 0."""
+    """Rank of this node's first copy; 0 on the head."""
 
     headless: bool = False
-    """This node is not the head: it has no HTTP server, and runs its copies for the head at `address`."""
+    """Run copies for the head at `address`, without an HTTP server on this node."""
 
     address: str | None = None
-    """Address of the head, for a server over several nodes."""
+    """Address of the head of a server over several nodes."""
 
     rpc_port: int = Field(29550, ge=1, le=65535)
-    """Port of the head that the other nodes come to; engines choose further ones."""
+    """Port of the head to which the other nodes connect; engines open further ones."""
 
     wait_timeout_seconds: float = Field(1800, gt=0)
-    """Longest wait of nodes for each other, seconds."""
+    """Timeout of the nodes while they wait for each other."""
 
     @property
     def copies_here(self) -> int:
@@ -89,7 +82,7 @@ class ParallelConfig(BaseConfig):
     def _check(self) -> "ParallelConfig":
         if self.headless and (self.dp_local is None or not self.start_rank):
             raise ValueError(
-                "headless needs start_rank and dp_local: which copies of the model this node runs; the head runs the "
+                "headless needs start_rank and dp_local: the copies of the model on this node; the head runs the "
                 "first ones"
             )
         if self.spans_nodes and self.address is None:
@@ -97,19 +90,27 @@ class ParallelConfig(BaseConfig):
                 "address is missing: a server over several nodes needs that of its head on all of them "
                 "(--parallel.address, or the environment variable DATA_PARALLEL_ADDRESS)"
             )
-        first = self.start_rank or 0 if self.headless else 0
+        if self.start_rank and not self.headless:
+            raise ValueError(
+                f"start_rank = {self.start_rank} is for a node without an HTTP server: add --headless; the head runs "
+                "the first copies, from 0"
+            )
+        first = self.start_rank or 0
         if first + self.copies_here > self.dp:
             raise ValueError(f"dp_local = {self.copies_here} copies from {first} on are more than dp = {self.dp}")
         return self
 
 
 class InferenceConfig(RootConfig):
-    """The inference server: vLLM's OpenAI server with routes to switch the policy."""
+    """The inference server: vLLM's OpenAI server with routes for weight updates.
+
+    It writes a heartbeat to output_dir, if that is a run directory.
+    """
 
     command: ClassVar[str] = "inference"
     aliases: ClassVar[dict[str, str]] = {
         "max_model_len": "model.max_model_len",
-        # vLLM's names, as a person types them on each node of a server that spans several.
+        # vLLM's names, which users type on each node of a server over several nodes.
         "tensor_parallel_size": "parallel.tp",
         "data_parallel_size": "parallel.dp",
         "data_parallel_size_local": "parallel.dp_local",
@@ -118,72 +119,79 @@ class InferenceConfig(RootConfig):
         "data_parallel_rpc_port": "parallel.rpc_port",
         "headless": "parallel.headless",
     }
+    deprecated: ClassVar[dict[str, str]] = {
+        "engine_timeout": "engine_timeout_seconds",
+        "kv_on_switch": "kv_cache_on_weight_update",
+        "pin_seconds": "pin_timeout_seconds",
+    }
     variables: ClassVar[dict[str, str]] = {
-        **RootConfig.variables,
         SERVER_ADDRESS_VAR: "server.host",
         "DATA_PARALLEL_ADDRESS": "parallel.address",
         "DATA_PARALLEL_RPC_PORT": "parallel.rpc_port",
     }
 
-    server: ServerConfig = ServerConfig()
-    """Where the server listens."""
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    """The HTTP server."""
 
-    model: InferenceModelConfig = InferenceModelConfig()
-    """The model."""
+    model: InferenceModelConfig = Field(default_factory=InferenceModelConfig)
+    """The served model."""
 
-    parallel: ParallelConfig = ParallelConfig()
-    """How the model is spread over GPUs and nodes."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """Distribution of the model over GPUs and nodes."""
 
-    heartbeat: HeartbeatConfig = HeartbeatConfig()
-    """How a node that was lost, or an engine that hangs, is noticed where no connection tells."""
+    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig)
+    """Detection of lost nodes and unresponsive engines."""
 
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """Share of each GPU's memory that the server may take; leave room where the trainer shares the GPU."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, json_schema_extra=common("Inference"))
+    """Share of each GPU's memory for the server; lower it if the trainer uses the same GPU."""
 
     enable_lora: bool = False
-    """Take versions that are adapters (`trainer.model.lora.publish = adapter`), and serve others under names. `rl` sets
-    it where its trainer publishes adapters."""
+    """Accept versions that are adapters (`trainer.model.lora.publish = adapter`), and serve further named adapters.
+    `rl` sets it if its trainer publishes adapters."""
 
     max_loras: int = Field(4, ge=1)
-    """Adapters that are served at once, the policy's among them."""
+    """Maximum number of loaded adapters, with the policy's."""
 
     max_lora_rank: int = Field(16, ge=1, le=512)
-    """Largest rank of an adapter."""
+    """Maximum rank of an adapter."""
 
     seed: int = 0
-    """Seed of the sampler, for requests that bring none."""
+    """Seed of the sampler for requests without a seed."""
 
     lease_seconds: float = Field(30, gt=0)
-    """Seconds after its last admin call until a run loses its lease of the server."""
+    """A run loses its lease of the server this long after its last admin request."""
 
-    engine_timeout: float = Field(300, gt=0)
-    """Longest time in which the engines may answer nothing, seconds, before they count as stuck: one step is that long,
-    on a CPU with a long prompt for example."""
+    engine_timeout_seconds: float = Field(300, gt=0)
+    """Treat the engines as unresponsive after this time without an answer or in a paused state. It must exceed one
+    step, for example a long prompt on a CPU. Also the timeout of the server's own first request."""
 
-    kv_on_switch: Literal["keep", "recompute"] = "keep"
-    """KV cache of completions that a switch interrupts: kept, or computed anew by the new weights."""
+    kv_cache_on_weight_update: Literal["keep", "recompute"] = "keep"
+    """KV cache of completions that a weight update interrupts: keep it, or recompute it with the new weights."""
 
-    pin_seconds: float = Field(60, ge=0)
-    """Longest time that a switch waits for chat completions, whose tokens carry no versions; 0 waits for none."""
+    pin_timeout_seconds: float = Field(60, ge=0)
+    """Longest delay of a weight update by chat completions, whose tokens have no version; 0 does not delay it."""
 
     canary_tolerance: float | None = Field(None, gt=0)
-    """How far our log-probabilities of a version's canary may be from the trainer's; more ends the run. None is 1e-4
-    for the largest difference where both compute in float32, else 5e-2 for the mean difference."""
+    """Tolerated difference from the trainer's canary log-probabilities; a larger one fails the run. None is 1e-4 for
+    the maximum difference if both compute in float32, else 5e-2 for the mean difference."""
 
     weights_cache: Path | None = None
-    """Folder on this node for the newest version in full, where versions are published as deltas (docs/delta.md); None
-    is the system's temporary folder."""
+    """Local directory for the latest full version if versions are published as deltas (docs/design/deltas.md); None is
+    the temporary directory of the system."""
 
-    vllm: dict[str, Any] = Field({})
-    """Any further argument of vLLM's server, such as `vllm.max_num_seqs`."""
+    vllm: dict[str, Any] = Field({}, json_schema_extra=common("Inference"))
+    """Further arguments of vLLM's server, such as `vllm.max_num_seqs`."""
 
-    output_dir: Path = DEFAULT_OUTPUT_DIR
-    """Where `--dry-run` writes; the server itself keeps no state."""
-
-    log: LogConfig = LogConfig()
+    log: LogConfig = Field(default_factory=LogConfig)
     """The log."""
+
+    @field_validator("vllm", mode="after")
+    @classmethod
+    def _use_underscores(cls, value: dict[str, Any]) -> dict[str, Any]:
+        # If both spellings are given, the stronger source's comes last and is used.
+        return {key.replace("-", "_"): argument for key, argument in value.items()}
 
     @property
     def max_model_len(self) -> int | None:
-        """`model.max_model_len`."""
+        """`model.max_model_len`, as documented upstream."""
         return self.model.max_model_len

@@ -1,19 +1,19 @@
-"""Low-rank adapters."""
+"""`model.lora`: low-rank adapters."""
 
 import re
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from prime_rl.configs.base import BaseConfig
 from prime_rl.configs.shared import StrList
+from prime_rl.loading.base_config import BaseConfig
 
 ALL_LINEAR = "all-linear"
 DEFAULT_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class LoRAConfig(BaseConfig):
-    """Train low-rank adapters and keep all other weights as they are."""
+    """Train low-rank adapters and freeze all other weights."""
 
     rank: int = Field(16, ge=1)
     """Rank of the adapters."""
@@ -22,19 +22,19 @@ class LoRAConfig(BaseConfig):
     """Scale; an adapter's product is multiplied by alpha / rank."""
 
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before the adapter, where gradients are computed. Above 0 the policy that is trained is not the one that
-    samples: mismatch_kl says by how much."""
+    """Dropout before the adapter while gradients are computed. With a value above 0 the trained policy differs from the
+    sampling one; mismatch_kl measures the difference."""
 
     target_modules: StrList = Field(DEFAULT_TARGETS)
-    """Linear layers that get an adapter: last parts of their names, regular expressions for the whole name, or
-    `all-linear` (all but the output head). Of the default those that the model has."""
+    """Linear layers with an adapter: last parts of their names, regular expressions for the whole name, or `all-linear`
+    (all but the output head). Default names that the model does not have are ignored."""
 
     base_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision in which the frozen weights are kept; auto is that of forward and backward. Adapters have float32."""
+    """Precision of the frozen weights; auto is the precision of forward and backward. Adapters use float32."""
 
     publish: Literal["merged", "adapter"] = "merged"
-    """What a published version holds: all weights with the adapters merged into them, or the adapters alone in peft's
-    format, which a server with `enable_lora` takes."""
+    """Publish all weights with the adapters merged into them, or the adapters alone in peft's format, for a server with
+    `enable_lora`."""
 
     @field_validator("target_modules")
     @classmethod

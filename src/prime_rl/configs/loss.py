@@ -1,14 +1,14 @@
-"""Keys of `trainer.loss`: which loss, how its tokens are weighed, and a penalty that any of them can have."""
+"""`trainer.loss` and `trainer.reference`: the loss, token weights, and a KL penalty (docs/algorithms.md)."""
 
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig, ImportPath
+from prime_rl.loading.base_config import BaseConfig, ImportPath, common
 
 
 class KLConfig(BaseConfig):
-    """Penalty on the divergence from a reference model, per token, added to the loss."""
+    """KL penalty towards a reference model, per token, added to the loss."""
 
     shorthand: ClassVar[str | None] = "coef"
 
@@ -16,45 +16,48 @@ class KLConfig(BaseConfig):
     """Factor of the penalty."""
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimator, q = log(trainer / reference): k1 = q, k2 = q^2 / 2, k3 = exp(-q) - 1 + q."""
+    """Schulman's estimator, with q = log(trainer / reference): k1 = q, k2 = q^2 / 2, k3 = exp(-q) - 1 + q."""
 
     straight_through: bool = False
-    """Take the gradient of k2, the unbiased one on policy, whichever estimator gives the value."""
+    """Use the gradient of k2, which is unbiased on policy, with the value of `estimator`."""
+
+
+Normalization = Literal["token", "sequence", "fixed"]
 
 
 class _Loss(BaseConfig):
-    """What every loss has."""
+    type: str
+    """Loss."""
 
-    normalization: Literal["token", "sequence", "fixed"] = "token"
-    """Weight of a token: 1 / trained tokens, 1 / (sequences * its sequence's trained tokens), or 1 / (sequences *
-    fixed_length); counted over the whole minibatch on all ranks."""
+    normalization: Normalization = "token"
+    """Weight of a token: 1 / trained tokens, 1 / (sequences * trained tokens of its sequence), or 1 / (sequences *
+    fixed_length), counted over the minibatch on all ranks."""
 
     fixed_length: int | None = Field(None, ge=1)
-    """Tokens that normalization fixed divides each sequence by; None is model.seq_len, under `rl` the
-    orchestrator's seq_len."""
+    """Divisor of each sequence with normalization fixed; None is model.seq_len, under `rl` the orchestrator's
+    seq_len."""
 
-    kl: KLConfig | None = None
-    """Penalty on the divergence from a reference model (`reference`); None has none."""
+    kl: KLConfig | None = Field(None, json_schema_extra=common("Training"))
+    """KL penalty towards a reference model (`reference`); None adds none."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities of a reference model are needed."""
+        """Whether the loss uses log-probabilities of a reference model."""
         return self.kl is not None
 
 
 class _Clip(_Loss):
     eps_low: float = Field(0.2, ge=0, le=1)
-    """The ratio is clipped at 1 - eps_low."""
+    """Lower bound 1 - eps_low of the ratio."""
 
     eps_high: float = Field(0.2, ge=0)
-    """The ratio is clipped at 1 + eps_high; larger than eps_low is DAPO's clip-higher."""
+    """Upper bound 1 + eps_high of the ratio; larger than eps_low is DAPO's clip-higher."""
 
 
 class AIPOLossConfig(_Loss):
-    """AIPO: token-level importance sampling with the ratio clipped from above."""
+    """AIPO: token-level importance sampling with an upper bound of the ratio."""
 
     type: Literal["aipo"] = "aipo"
-    """Kind of loss."""
 
     ratio_clip: float = Field(8.0, gt=0)
     """Upper bound delta of the importance ratio trainer / sampler."""
@@ -62,93 +65,76 @@ class AIPOLossConfig(_Loss):
 
 class _DualClip(_Clip):
     dual_clip: float | None = Field(None, gt=1)
-    """Bound of the ratio for negative advantages (dual-clip PPO); None has none."""
+    """Upper bound of the ratio for negative advantages (dual-clip PPO); None sets none."""
 
 
 class PPOLossConfig(_DualClip):
-    """PPO: the clipped surrogate, a mean over tokens."""
+    """PPO: clipped surrogate, mean over tokens."""
 
     type: Literal["ppo"] = "ppo"
-    """Kind of loss."""
 
 
 class GRPOLossConfig(_DualClip):
-    """GRPO: the clipped surrogate, a mean over sequences of their means."""
+    """GRPO: clipped surrogate, mean over sequences of their token means (DAPO: normalization token)."""
 
     type: Literal["grpo"] = "grpo"
-    """Kind of loss."""
-
-    normalization: Literal["token", "sequence", "fixed"] = "sequence"
-    """As of every loss; sequence is the paper's, token DAPO's."""
+    normalization: Normalization = "sequence"
 
 
 class DrGRPOLossConfig(_DualClip):
-    """Dr. GRPO: the clipped surrogate, sums of sequences over a fixed length."""
+    """Dr. GRPO: clipped surrogate, sums of sequences divided by a fixed length."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
-    """Kind of loss."""
-
-    normalization: Literal["token", "sequence", "fixed"] = "fixed"
-    """As of every loss; fixed is the paper's."""
+    normalization: Normalization = "fixed"
 
 
 class GSPOLossConfig(_Clip):
-    """GSPO: the clipped surrogate of one ratio for the whole sequence, the geometric mean of its tokens' ratios."""
+    """GSPO: clipped surrogate with one ratio per sequence, the geometric mean of its token ratios."""
 
     type: Literal["gspo"] = "gspo"
-    """Kind of loss."""
-
-    normalization: Literal["token", "sequence", "fixed"] = "sequence"
-    """As of every loss; sequence is the paper's."""
-
+    normalization: Normalization = "sequence"
+    # Narrower than for tokens, because deviations average out over a sequence.
     eps_low: float = Field(3e-4, ge=0, le=1)
-    """The ratio of a sequence is clipped at 1 - eps_low; far narrower than a token's, as its deviations average out."""
-
     eps_high: float = Field(4e-4, ge=0)
-    """The ratio of a sequence is clipped at 1 + eps_high."""
 
 
 class CISPOLossConfig(_Loss):
-    """CISPO: the clipped ratio as a weight of log-probabilities, so that no token is left out."""
+    """CISPO: the clipped ratio weights the log-probabilities, so that every token has a gradient."""
 
     type: Literal["cispo"] = "cispo"
-    """Kind of loss."""
 
     eps_low: float | None = Field(None, ge=0, le=1)
-    """The weight is at least 1 - eps_low; None sets no lower bound."""
+    """Lower bound 1 - eps_low of the weight; None sets none."""
 
     eps_high: float = Field(4.0, ge=0)
-    """The weight is at most 1 + eps_high."""
+    """Upper bound 1 + eps_high of the weight."""
 
 
 class ReinforceLossConfig(_Loss):
-    """REINFORCE: advantage times log-probability; no importance ratio, so biased where the sampler differs."""
+    """REINFORCE: advantage times log-probability, without importance ratio (biased off policy)."""
 
     type: Literal["reinforce"] = "reinforce"
-    """Kind of loss."""
 
 
 class TISLossConfig(_Loss):
-    """Truncated importance sampling: REINFORCE, each token weighed by its ratio, cut at a bound."""
+    """Truncated importance sampling: REINFORCE with each token weighted by its truncated ratio."""
 
     type: Literal["tis"] = "tis"
-    """Kind of loss."""
 
     ratio_clip: float = Field(2.0, gt=0)
-    """Greatest weight."""
+    """Maximum weight."""
 
 
 class DPPOLossConfig(_Loss):
-    """DPPO: importance sampling without tokens whose probability moved too far, and a squared log-ratio."""
+    """DPPO: importance sampling without tokens whose probability changed too much, plus a squared log-ratio."""
 
     type: Literal["dppo"] = "dppo"
-    """Kind of loss."""
 
     dppo_mask_low: float = Field(0.2, ge=0)
-    """Greatest fall of the probability of a token with advantage 0 or less."""
+    """Maximum decrease of the probability of a token with advantage 0 or less."""
 
     dppo_mask_high: float = Field(0.2, ge=0)
-    """Greatest rise of the probability of a token with positive advantage."""
+    """Maximum increase of the probability of a token with positive advantage."""
 
     adv_tau: float = Field(1.0, ge=0)
     """Factor of the advantages."""
@@ -158,75 +144,72 @@ class DPPOLossConfig(_Loss):
 
 
 class IcePopLossConfig(_Loss):
-    """IcePop: importance weights without gradient; tokens and sequences outside the bounds are left out."""
+    """IcePop: importance weights without gradient; masks tokens and sequences outside the bounds."""
 
     type: Literal["icepop"] = "icepop"
-    """Kind of loss."""
 
     ratio_type: Literal["token", "sequence"] = "token"
-    """Weigh tokens by their own ratio, or by the product over their sequence."""
+    """Weight tokens by their own ratio, or by the product over their sequence."""
 
     token_mask_low: float = Field(0.125, ge=0)
-    """Leave out tokens whose ratio trainer / sampler is below."""
+    """Mask tokens with a ratio trainer / sampler below this."""
 
     token_mask_high: float = Field(8.0, gt=0)
-    """Leave out tokens whose ratio is above."""
+    """Mask tokens with a ratio above this."""
 
     geo_mask_low: float = Field(0.1, ge=0)
-    """Leave out sequences whose geometric mean of ratios is below."""
+    """Mask sequences with a geometric mean of ratios below this."""
 
     geo_mask_high: float = Field(10.0, gt=0)
-    """Leave out sequences whose geometric mean of ratios is above."""
+    """Mask sequences with a geometric mean of ratios above this."""
 
     sequence_mask_low: float = Field(0.0, ge=0)
-    """Leave out sequences that have a token with a ratio below."""
+    """Mask sequences that contain a token with a ratio below this."""
 
     sequence_mask_high: float = Field(100.0, gt=0)
-    """Leave out sequences that have a token with a ratio above."""
+    """Mask sequences that contain a token with a ratio above this."""
 
     sequence_clip_high: float = Field(10.0, gt=0)
-    """Greatest weight under ratio_type sequence."""
+    """Maximum weight with ratio_type sequence."""
 
     adv_tau: float = Field(1.0, ge=0)
     """Factor of the advantages."""
 
     kl_tau: float = Field(0.0, ge=0)
-    """Factor of the log-ratio trainer / sampler, taken from the advantages."""
+    """Factor of the log-ratio trainer / sampler, subtracted from the advantages."""
 
     teacher_tau: float = Field(0.0, ge=0)
     """Factor of log(reference / trainer), added to the advantages; needs reference log-probabilities."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities of a reference model are needed."""
+        """Whether the loss uses log-probabilities of a reference model."""
         return self.kl is not None or self.teacher_tau > 0
 
 
 class DecoupledPPOLossConfig(_Clip):
-    """Decoupled PPO: the surrogate around the weights the step began with, weighed for what the sampler differs."""
+    """Decoupled PPO: surrogate around the weights at the start of the step, weighted for the sampler's difference."""
 
     type: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Kind of loss."""
 
     weight_clip: float | None = Field(None, gt=0)
-    """Greatest weight proximal / sampler; None sets no bound."""
+    """Maximum weight proximal / sampler; None sets none."""
 
 
 class CustomLossConfig(_Loss):
-    """Your own function of one packed row."""
+    """A user's function of one packed row."""
 
     type: Literal["custom"] = "custom"
-    """Kind of loss."""
 
     import_path: ImportPath = ""
-    """Where the function is: package.module:function, importable or in the working directory."""
+    """The function as package.module:function, importable or in the working directory."""
 
     kwargs: dict[str, object] = Field({})
     """Keyword arguments of the function, after the LossInputs."""
 
     proximal: bool = False
-    """Compute the policy's log-probabilities before the first update of each step; with several minibatches that is
-    one more forward pass."""
+    """Compute the policy's log-probabilities before the first update of each step; with several minibatches this is an
+    additional forward pass."""
 
 
 LossConfig = Annotated[
@@ -247,15 +230,15 @@ LossConfig = Annotated[
 
 
 class ReferenceConfig(BaseConfig):
-    """The reference model that a penalty or a teacher's weights compare with: a frozen copy, sharded like the policy.
+    """The reference model of a KL penalty or a teacher: frozen, and sharded like the policy.
 
-    A batch that brings log-probabilities of its own (`ref_logprobs`) is compared with those.
+    If a batch contains log-probabilities of a reference (`ref_logprobs`), those are used.
     """
 
     shorthand: ClassVar[str | None] = "name"
 
     name: str | None = None
-    """Hugging Face id or local directory; same tokens as the policy. None is the base model, version 0."""
+    """Hugging Face id or local directory, with the tokens of the policy; None is the base model (version 0)."""
 
     source: Literal["model", "batch"] = "model"
-    """Load the model, or expect every batch to bring `ref_logprobs`."""
+    """Load the model, or require `ref_logprobs` in every batch."""

@@ -1,56 +1,34 @@
-"""Keys that trade time for memory in the trainer; none of them changes what is computed."""
+"""Keys of the trainer that trade time for memory without changing the result."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig
-from prime_rl.configs.optim import OptimConfig
-
-if TYPE_CHECKING:
-    from prime_rl.configs.trainer import TrainerModelConfig
+from prime_rl.loading.base_config import BaseConfig
 
 
 class CompileConfig(BaseConfig):
     """torch.compile of each transformer block."""
 
     fullgraph: bool = False
-    """Fail where a block does not compile as one graph."""
+    """Fail if a block does not compile as one graph."""
 
 
 class ActivationCheckpointConfig(BaseConfig):
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them."""
 
     mode: Literal["full", "selective"] = "full"
-    """full keeps only a block's input; selective keeps the results of attention and matrix products as well."""
+    """full stores only a block's input; selective also stores the results of attention and matrix products."""
 
     freq: int = Field(1, ge=1)
-    """Recompute every freq-th block; 1 saves most memory."""
+    """Recompute every n-th block; 1 saves most memory."""
 
 
 class ActivationOffloadConfig(BaseConfig):
-    """Keep what blocks save for the backward pass in host memory until then."""
+    """Store the saved tensors of the blocks in host memory until the backward pass."""
 
     pin_memory: bool = True
-    """Use page-locked host memory, which is copied while the GPU computes; only on CUDA."""
+    """Use page-locked host memory, so that copies overlap with computation (CUDA only)."""
 
     max_inflight_activations: int = Field(5, ge=1)
-    """Tensors on their way at once: more hide the copies better and take more GPU memory."""
-
-
-def check_memory(model: "TrainerModelConfig", optim: OptimConfig) -> None:
-    """Refuse what does not go together.
-
-    Raises:
-        ValueError: naming the keys.
-    """
-    if model.fsdp_cpu_offload and optim.type == "muon":
-        raise ValueError(
-            "model.fsdp_cpu_offload updates on the CPU, where Muon's matrix products take longer than the step; use "
-            "model.optim_cpu_offload, or optim.type 'adamw'"
-        )
-    if model.fsdp_cpu_offload and model.optim_cpu_offload:
-        raise ValueError(
-            "model.fsdp_cpu_offload keeps the optimizer's state in host memory already; leave out "
-            "model.optim_cpu_offload"
-        )
+    """Maximum number of concurrent copies: more hide the copies better and use more GPU memory."""

@@ -1,129 +1,125 @@
-"""Optimizers and schedules, for reinforcement learning and supervised fine-tuning alike."""
+"""`optim` and `scheduler`: optimizers and learning rate schedules."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.configs.base import BaseConfig
+from prime_rl.loading.base_config import BaseConfig, common
 
 
 class OptimizerConfig(BaseConfig):
-    """What every optimizer has."""
+    """Keys of every optimizer."""
 
-    lr: float = Field(1e-6, ge=0)
+    type: str
+    """Optimizer."""
+
+    lr: float = Field(1e-6, ge=0, json_schema_extra=common("Training"))
     """Peak learning rate."""
 
     embedding_lr: float | None = Field(None, ge=0)
-    """Peak for the input embedding, and for the output head where the two are tied; None takes lr."""
+    """Peak learning rate of the input embedding, and of an output head that is tied to it; None uses lr."""
 
     unembedding_lr: float | None = Field(None, ge=0)
-    """Peak for an output head that is not tied to the embedding; None takes lr."""
+    """Peak learning rate of an untied output head; None uses lr."""
 
     matrix_lr: float | None = Field(None, ge=0)
-    """Peak for all other matrices, adapters and experts included; None takes lr. Norms and biases always have lr."""
+    """Peak learning rate of all other matrices, with adapters and experts; None uses lr. Norms and biases use lr."""
 
     weight_decay: float = Field(0.01, ge=0)
     """Weight decay of the matrices; embedding, output head, norms and biases have none."""
 
     max_norm: float | None = Field(1.0, gt=0)
-    """Gradient norm is clipped to this; None does not clip."""
+    """Gradient norm clipping; None does not clip."""
 
 
-class AdamWConfig(OptimizerConfig):
+class _Adam(OptimizerConfig):
+    deprecated: ClassVar[dict[str, str]] = {"betas1": "beta1", "betas2": "beta2"}
+
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of AdamW's running mean of the gradient."""
+
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of AdamW's running mean of the squared gradient."""
+
+
+class AdamWConfig(_Adam):
     """AdamW."""
 
     type: Literal["adamw"] = "adamw"
-    """Kind of optimizer."""
-
-    betas1: float = Field(0.9, ge=0, lt=1)
-    """Decay of the running mean of the gradient."""
-
-    betas2: float = Field(0.999, ge=0, lt=1)
-    """Decay of the running mean of the squared gradient."""
 
 
 class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent; weight decay is added to the gradient."""
 
     type: Literal["sgd"] = "sgd"
-    """Kind of optimizer."""
 
     momentum: float = Field(0.9, ge=0, lt=1)
     """Decay of the running sum of gradients."""
 
     nesterov: bool = True
-    """Nesterov momentum."""
+    """Use Nesterov momentum."""
 
 
-class MuonConfig(OptimizerConfig):
-    """Muon for the matrices, AdamW for embedding, output head, norms and biases."""
+class MuonConfig(_Adam):
+    """Muon for matrices; AdamW for embedding, output head, norms and biases."""
+
+    deprecated: ClassVar[dict[str, str]] = {"mu": "momentum"}
 
     type: Literal["muon"] = "muon"
-    """Kind of optimizer."""
 
-    mu: float = Field(0.95, ge=0, lt=1)
+    momentum: float = Field(0.95, ge=0, lt=1)
     """Decay of the running mean of the gradient, for matrices."""
 
     nesterov: bool = True
-    """Nesterov momentum, for matrices."""
+    """Use Nesterov momentum for matrices."""
 
     ns_steps: int = Field(5, ge=1, le=99)
     """Newton-Schulz iterations that orthogonalise an update."""
 
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor on the rate of a matrix [m, n]: 0.2 sqrt(max(m, n)), with which rates tuned for AdamW fit, or
-    sqrt(max(1, m / n))."""
+    """Factor on the learning rate of a matrix [m, n]: 0.2 sqrt(max(m, n)), which fits learning rates tuned for AdamW,
+    or sqrt(max(1, m / n))."""
 
-    betas1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's decay of the running mean of the gradient."""
-
-    betas2: float = Field(0.95, ge=0, lt=1)
-    """AdamW's decay of the running mean of the squared gradient."""
+    beta2: float = Field(0.95, ge=0, lt=1)
 
 
 OptimConfig = Annotated[AdamWConfig | SGDConfig | MuonConfig, Field(discriminator="type")]
 
 
-class ConstantSchedulerConfig(BaseConfig):
+class _Scheduler(BaseConfig):
+    type: str
+    """Learning rate schedule."""
+
+    warmup_steps: int = Field(0, ge=0, json_schema_extra=common("Training"))
+    """Steps of the linear warm-up to the peak learning rate."""
+
+
+class ConstantSchedulerConfig(_Scheduler):
     """Constant learning rate after an optional warm-up."""
 
     type: Literal["constant"] = "constant"
-    """Kind of schedule."""
-
-    warmup_steps: int = Field(0, ge=0)
-    """Steps over which the rate rises linearly to its peak."""
 
 
-class LinearSchedulerConfig(ConstantSchedulerConfig):
-    """Linear decay."""
-
-    type: Literal["linear"] = "linear"  # type: ignore[assignment]
-    """Kind of schedule."""
-
+class _Decay(_Scheduler):
     decay_steps: int | None = Field(None, ge=1)
-    """Steps over which the rate falls, at the end of the run; None means all after the warm-up."""
+    """Steps of the decay at the end of the run; None decays from the end of the warm-up."""
 
     min_lr: float = Field(0.0, ge=0)
-    """Rate at the end, at most optim.lr; rates of other groups end at the same share of their own peak."""
+    """Final learning rate, at most optim.lr; other learning rates decay by the same factor."""
 
 
-class CosineSchedulerConfig(LinearSchedulerConfig):
+class LinearSchedulerConfig(_Decay):
+    """Linear decay."""
+
+    type: Literal["linear"] = "linear"
+
+
+class CosineSchedulerConfig(_Decay):
     """Cosine decay."""
 
-    type: Literal["cosine"] = "cosine"  # type: ignore[assignment]
-    """Kind of schedule."""
+    type: Literal["cosine"] = "cosine"
 
 
 SchedulerConfig = Annotated[
     ConstantSchedulerConfig | LinearSchedulerConfig | CosineSchedulerConfig, Field(discriminator="type")
 ]
-
-
-def check_schedule(scheduler: SchedulerConfig, optim: OptimConfig) -> None:
-    """Refuse a schedule that would end above its peak.
-
-    Raises:
-        ValueError: `min_lr` is above `optim.lr`.
-    """
-    if isinstance(scheduler, LinearSchedulerConfig) and scheduler.min_lr > optim.lr:
-        raise ValueError(f"scheduler.min_lr = {scheduler.min_lr} is above optim.lr = {optim.lr}, which it decays from")

@@ -1,212 +1,207 @@
 """Keys of `uv run orchestrator`."""
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from prime_rl.configs.advantage import AdvantageConfig, GRPOAdvantageConfig, RewardShapingConfig
-from prime_rl.configs.base import RootConfig
-from prime_rl.configs.bench import STEPS, sample_alone, shorten
+from prime_rl.configs.advantage import GROUP_BASELINES, AdvantageConfig, GRPOAdvantageConfig, RewardShapingConfig
+from prime_rl.configs.bench import sample_without_trainer
 from prime_rl.configs.buffer import BufferConfig, SimpleBufferConfig
-from prime_rl.configs.concurrency import ConcurrencyConfig
 from prime_rl.configs.online_eval import OnlineEvalConfig, ValConfig
-from prime_rl.configs.rendering import RenderingConfig
-from prime_rl.configs.shared import (
-    SERVER_ADDRESS_VAR,
-    CkptConfig,
-    ClientConfig,
-    EnvConfig,
-    HeartbeatConfig,
-    LogConfig,
-    Monitored,
-    NameConfig,
-    SamplingConfig,
-    TokenizerConfig,
-    WandbConfig,
-)
+from prime_rl.configs.rollout_options import ConcurrencyConfig, RolloutsConfig
+from prime_rl.configs.shared import ClientConfig, EnvConfig, HeartbeatConfig, RunConfig, SamplingConfig
+from prime_rl.loading.base_config import common
+from prime_rl.loading.provenance import ConfigState
 
-_COLDEST = 0.01
-"""vLLM raises a temperature between 0 and this to this."""
+_MIN_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures, except 0, to this value."""
 
 
-class OrchestratorConfig(RootConfig):
-    """The orchestrator: samples rollouts, scores them, ships batch n, switches inference to v_n."""
+class OrchestratorConfig(RunConfig, RolloutsConfig):
+    """The orchestrator: samples and scores rollouts, writes batch n, updates inference to v_n."""
 
     command: ClassVar[str] = "orchestrator"
-    aliases: ClassVar[dict[str, str]] = {
-        **Monitored,
-        "environment": "env",
-        "rollouts_per_prompt": "rollouts_per_example",
+    deprecated: ClassVar[dict[str, str]] = {
+        "on_refused_weights": "on_invalid_weights",
+        "visibility_seconds": "fs_consistency_timeout_seconds",
     }
-    variables: ClassVar[dict[str, str]] = {**RootConfig.variables, SERVER_ADDRESS_VAR: "client.host"}
+    deprecated_values: ClassVar[dict[str, dict[str, str]]] = {
+        "on_invalid_weights": {"end": "fail", "keep": "keep_previous"}
+    }
 
-    client: ClientConfig = ClientConfig()
-    """Where inference is."""
+    client: ClientConfig = Field(default_factory=ClientConfig)
+    """The connection to the inference server."""
 
-    model: NameConfig = NameConfig()
-    """The model that inference serves; its tokenizer renders the prompts."""
-
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """The tokenizer that renders the prompts."""
-
-    sampling: SamplingConfig = SamplingConfig()
-    """How training rollouts are sampled."""
-
-    env: list[EnvConfig] = Field([EnvConfig()], min_length=1)
+    env: list[EnvConfig] = Field(default_factory=lambda: [EnvConfig()], min_length=1)
     """Environments to train in; one table is a list of one."""
 
-    batch_size: int = Field(128, ge=1)
-    """Rollouts in a batch (one step); a multiple of rollouts_per_example."""
+    batch_size: int = Field(128, ge=1, json_schema_extra=common("Rollouts"))
+    """Rollouts per batch (one step); a multiple of rollouts_per_example."""
 
-    rollouts_per_example: int = Field(1, ge=1)
-    """Rollouts G of one example; they form a group, whose mean reward is the baseline."""
+    rollouts_per_example: int = Field(8, ge=1, json_schema_extra=common("Rollouts"))
+    """Rollouts G of each example, which form a group. 1 needs an advantage without a group baseline (advantage.type
+    none or reinforce_pp)."""
 
-    seq_len: int = Field(2048, ge=2)
-    """Longest sample, prompt and completion, and length of a packed row, tokens."""
+    seq_len: int = Field(2048, ge=2, json_schema_extra=common("Model"))
+    """Maximum tokens of a sample (prompt and completion) and of a packed row."""
 
-    advantage: AdvantageConfig = GRPOAdvantageConfig()
-    """How rewards become advantages."""
+    advantage: AdvantageConfig = Field(default_factory=GRPOAdvantageConfig, json_schema_extra=common("Algorithm"))
+    """Computation of advantages from rewards."""
 
-    reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    """Changes to rewards before the advantages."""
+    reward_shaping: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
+    """Changes of the rewards before the advantages are computed."""
 
-    rendering: RenderingConfig = RenderingConfig()
-    """Between messages and tokens."""
+    clean: bool = False
+    """Remove an earlier run from output_dir first, as `rl` does: also the trainer's weights and metrics."""
+
+    wait_for_final_version: bool = True
+    """Run until inference uses the version trained on the last batch; false exits after the last batch, as for a server
+    without a trainer."""
 
     restart: bool = False
-    """Go on with the run in output_dir, after this process alone has ended."""
+    """Continue the run in output_dir after only this process ended."""
 
-    async_level: int = Field(2, ge=0)
-    """Bound k on staleness, steps: a token of batch n is sampled by version n - k or newer. 0 is on-policy."""
+    async_level: int = Field(2, ge=0, json_schema_extra=common("Algorithm"))
+    """Maximum staleness k in steps: tokens of batch n are sampled by version n - k or newer. 0 is on-policy.
+    max_off_policy_steps replaces the limit."""
 
     max_off_policy_steps: int | None = Field(None, ge=0)
-    """Bound on staleness where it shall be wider than async_level for long rollouts, steps; None is async_level."""
+    """Maximum staleness in steps, if larger than async_level (lets long rollouts finish); None is async_level."""
 
     oversampling_factor: float = Field(1.0, ge=1)
-    """Where drops are expected, up to (factor - 1) batches more in flight, as far as max_off_policy_steps allows."""
+    """If drops are expected, start up to (factor - 1) additional batches; needs max_off_policy_steps above
+    async_level."""
 
     max_concurrent: int | None = Field(None, ge=1)
-    """Most rollouts in flight at once, over all servers; None follows `concurrency`."""
+    """Maximum number of rollouts in flight on all servers; None uses `concurrency`."""
 
-    concurrency: ConcurrencyConfig = ConcurrencyConfig()
-    """How many rollouts each server is given at once."""
-
-    max_steps: int | None = Field(None, ge=1)
-    """Batches to ship; None goes on for ever."""
-
-    seed: int = 42
-    """Seed of the stream of examples."""
+    concurrency: ConcurrencyConfig = Field(default_factory=ConcurrencyConfig)
+    """Adaptive limit of the rollouts in flight per server."""
 
     run_id: str | None = None
-    """Name under which the inference server is leased; None makes one from the output directory."""
+    """Name of the run for the lease of the inference server; None derives it from output_dir."""
 
-    on_refused_weights: Literal["end", "keep"] = "end"
-    """What a version does that inference refuses (altered, incomplete, wrong canary ...): end the run, or keep sampling
-    from the version before until a newer one comes, as long as the bound allows; then the run ends."""
+    on_invalid_weights: Literal["fail", "keep_previous"] = "fail"
+    """If inference rejects a version (altered, incomplete, wrong canary): fail, or keep sampling from the previous
+    version until a newer one is published or the staleness limit is reached, which fails the run."""
 
     wait_timeout_seconds: float = Field(1800, gt=0)
-    """Longest wait for the trainer's next version or for inference to start, seconds."""
+    """Timeout for the trainer's next version and for the start of inference."""
 
-    visibility_seconds: float | None = Field(None, ge=0)
-    """How long files of what the others write may take to be seen whole, before they count as damaged, seconds; None is
-    0 on a local disk and 60 on a network file system."""
+    failing_env_seconds: float = Field(600, ge=0)
+    """Fail if all environments only raise errors for this long. A failing environment is retried after pauses of up to
+    30 s, while the others run."""
 
-    ckpt: CkptConfig | None = None
-    """Checkpoints; None writes none."""
+    failing_at_start_seconds: float = Field(120, ge=0)
+    """The same limit for an environment without a successful group so far; at most `failing_env_seconds`."""
+
+    fs_consistency_timeout_seconds: float | None = Field(None, ge=0)
+    """How long an incomplete file of another process is read again before it counts as damaged; None is 0 on a local
+    disk and 60 on a network file system."""
 
     eval: OnlineEvalConfig | None = None
-    """Evaluation during the run."""
+    """Evaluation during training."""
 
     val: ValConfig | None = None
-    """Validation during the run."""
+    """Validation during training."""
 
-    buffer: BufferConfig = SimpleBufferConfig()
-    """Which examples are drawn, and which groups are too easy or too hard."""
+    buffer: BufferConfig = Field(default_factory=SimpleBufferConfig)
+    """Choice of examples, and the groups that are too easy or too hard."""
 
     length_aware_admission: bool = True
-    """Within a version's reign start groups that are expected to be long first; needs async_level >= 1."""
+    """After each weight update, start the groups with the longest expected completions first (async_level >= 1)."""
 
     filter_zero_advantage: bool = False
-    """Drop groups whose rollouts all have the same reward, which teach nothing, and sample others in their place."""
-
-    workers_per_env: int = Field(1, ge=1)
-    """Processes that run each environment."""
+    """Drop groups whose rollouts all have the same reward, and sample others instead."""
 
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
-    """How multi-turn rollouts become samples: one growing sequence, or one per turn."""
+    """Samples of a multi-turn rollout: one growing sequence, or one per turn."""
 
     mask_truncated_completions: bool = False
-    """Do not train on completions that were cut by max_tokens."""
+    """Do not train on completions that max_tokens truncated."""
 
     zero_truncated_completions: bool = False
-    """Give completions that were cut by max_tokens a reward of 0."""
+    """Set the reward of completions that max_tokens truncated to 0."""
 
-    wandb: WandbConfig | None = None
-    """Weights & Biases; None writes only metrics/orchestrator.jsonl."""
+    pass_threshold: float = 1.0
+    """Reward from which a rollout solves its example, in the metrics pass@k and groups/solved_*."""
 
-    log: LogConfig = LogConfig()
-    """The log."""
+    num_samples_per_batch: int | None = Field(None, ge=1)
+    """Maximum number of rollouts per batch in samples/ and in W&B's table, as whole groups; None writes all."""
 
-    bench: bool = False
-    """Benchmark inference: a few batches from the base model, without a trainer, in output_dir/bench, then a table."""
+    num_kept_sample_files: int | None = Field(None, ge=1)
+    """Number of latest batches whose file stays in samples/; None keeps all."""
 
-    bench_steps: int = Field(STEPS, ge=2)
-    """Steps of a benchmark, of which the first is not counted; takes the place of max_steps."""
-
-    heartbeat: HeartbeatConfig = HeartbeatConfig()
-    """How the silence of a process that this one waits for is noticed."""
+    heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig)
+    """Detection of unresponsive processes."""
 
     @classmethod
-    def prepare(cls, state: Any) -> None:
+    def prepare(cls, state: ConfigState) -> None:
         """Complete the merged values before construction."""
         super().prepare(state)
-        shorten(state)
-        sample_alone(state, cls.model_fields["batch_size"].default)
+        sample_without_trainer(state, cls.model_fields["batch_size"].default)
 
     @model_validator(mode="after")
-    def _check(self) -> "OrchestratorConfig":
+    def _check(self) -> Self:
         if self.batch_size % self.rollouts_per_example:
             raise ValueError(
                 f"batch_size = {self.batch_size} is not a multiple of "
-                f"rollouts_per_example = {self.rollouts_per_example}; a batch is made of whole groups"
+                f"rollouts_per_example = {self.rollouts_per_example}; a batch consists of whole groups"
+            )
+        if self.rollouts_per_example == 1 and self.advantage.type in GROUP_BASELINES and not self.bench:
+            raise ValueError(
+                f"rollouts_per_example = 1 makes every advantage 0 with advantage.type {self.advantage.type!r}, which "
+                "compares the rollouts of one example; set rollouts_per_example = 8, or advantage.type none"
             )
         if self.max_off_policy_steps is not None and self.max_off_policy_steps < self.async_level:
             raise ValueError(
                 f"max_off_policy_steps = {self.max_off_policy_steps} is below async_level = {self.async_level}; it "
-                "widens the bound for long rollouts"
+                "can only extend the limit for long rollouts"
             )
         if self.oversampling_factor > 1 and not self.async_level:
             raise ValueError("oversampling_factor > 1 needs async_level >= 1: at 0 a surplus could join no batch")
         for env in self.env:
-            _check_sampling(self.sampling_of(env), f" of environment {env.label!r}" if env.sampling else "")
+            fewest, most = min(2, self.rollouts_per_example), self.rollouts_per_example
+            if env.min_rollouts is not None and not fewest <= env.min_rollouts <= most:
+                raise ValueError(
+                    f"env.min_rollouts = {env.min_rollouts} of environment {env.label!r} is not between {fewest} and "
+                    f"rollouts_per_example = {most}; a group of one rollout has no baseline"
+                )
+            _check_sampling(env.sampling_with(self.sampling), f" of environment {env.label!r}" if env.sampling else "")
         return self
 
-    def sampling_of(self, env: EnvConfig) -> SamplingConfig:
-        """Return how rollouts of `env` are sampled: `sampling` with what the environment changes of it."""
-        try:
-            return SamplingConfig.model_validate(self.sampling.model_dump() | env.sampling)
-        except ValidationError as error:
-            problem = error.errors()[0]
-            key = ".".join(map(str, problem["loc"]))
-            raise ValueError(f"env.sampling of environment {env.label!r}: {key}: {problem['msg']}") from None
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """Report keys that need another key."""
+        yield from super().without_effect()
+        if self.max_staleness == self.async_level:
+            yield "oversampling_factor", "has no effect unless max_off_policy_steps is above async_level"
+        if self.max_concurrent is not None:
+            for key in ("adaptive", "min", "max", "interval_seconds"):
+                yield f"concurrency.{key}", "has no effect if max_concurrent is set"
+
+    def without_effect_alone(self) -> Iterator[tuple[str, str]]:
+        """Report checkpoint keys that only the trainer uses."""
+        for key in ("save_async", "timeout_seconds", "keep_last", "keep_interval"):
+            yield f"ckpt.{key}", "has no effect on the orchestrator; give it to the trainer"
 
     @property
-    def bound(self) -> int:
-        """Most versions that a token may lie behind the policy that is trained on it."""
+    def max_staleness(self) -> int:
+        """Maximum number of versions between the one that sampled a token and the one trained on it."""
         return self.async_level if self.max_off_policy_steps is None else self.max_off_policy_steps
 
 
-def _check_sampling(sampling: SamplingConfig, whose: str) -> None:
+def _check_sampling(sampling: SamplingConfig, where: str) -> None:
     if sampling.temperature == 0:
         raise ValueError(
-            f"sampling.temperature = 0{whose} gives every rollout of a group the same reward; set it above 0"
+            f"sampling.temperature = 0{where} gives every rollout of a group the same reward; set it above 0"
         )
-    if sampling.temperature < _COLDEST:
+    if sampling.temperature < _MIN_TEMPERATURE:
         raise ValueError(
-            f"sampling.temperature = {sampling.temperature}{whose}: vLLM samples at {_COLDEST} instead, and the "
-            f"trainer would compute other log-probabilities; set it to {_COLDEST} or more"
+            f"sampling.temperature = {sampling.temperature}{where}: vLLM samples at {_MIN_TEMPERATURE} instead, and "
+            f"the trainer would compute other log-probabilities; set it to {_MIN_TEMPERATURE} or more"
         )
     if sampling.top_k == 1:
         raise ValueError(
-            f"sampling.top_k = 1{whose} leaves one token to choose from, whose gradient is 0; set it above 1, or to -1"
+            f"sampling.top_k = 1{where} leaves one token to choose from, whose gradient is 0; set it above 1, or to -1"
         )

@@ -1,23 +1,33 @@
-"""Blocks that several entry points share."""
+"""Blocks that several commands share."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from prime_rl.configs.base import BaseConfig, later
-from prime_rl.configs.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig
-from prime_rl.run.heartbeat import Limits
+from prime_rl.configs.bench import STEPS, limit_to_bench_steps
+from prime_rl.configs.monitoring import LogExtrasConfig, MetricLoggerConfig, TensorBoardConfig, TrackioConfig
+from prime_rl.core.api_key import API_KEY_VAR
+from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
+from prime_rl.loading.base_config import BaseConfig, common
+from prime_rl.loading.provenance import ConfigState
+from prime_rl.loading.root_config import RootConfig
+from prime_rl.storage.paths import RunPaths
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 DEFAULT_PORT = 8000
-API_KEY_VAR = "INFERENCE_SERVER_API_KEY"
 SERVER_ADDRESS_VAR = "INFERENCE_SERVER_IP"
-"""Environment variable with the server's address: where it listens, and where its clients look for it."""
+"""Environment variable with the address on which the server listens and to which its clients connect."""
+
+
+def server_root(url: str) -> str:
+    """Return the root URL of a server, without a trailing `/` or `/v1`."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def split_commas(value: object) -> object:
-    """Read `a,b` as a list of two, so that lists can be typed without brackets."""
+    """Split `a,b` into a list, so that lists can be typed without brackets."""
     return [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
 
 
@@ -26,192 +36,265 @@ IntList = Annotated[list[int], BeforeValidator(split_commas)]
 
 
 class NameConfig(BaseConfig):
-    """Which model."""
+    """The model."""
 
-    name: str = DEFAULT_MODEL
-    """Hugging Face id or local directory of the base model, policy version 0."""
+    name: str = Field(DEFAULT_MODEL, json_schema_extra=common("Model"))
+    """Hugging Face id or local directory of the base model (policy version 0)."""
 
 
 class TokenizerConfig(BaseConfig):
-    """Which tokenizer."""
+    """The tokenizer."""
 
     name: str | None = None
-    """Hugging Face id or local directory of the tokenizer; None takes the model's own."""
+    """Hugging Face id or local directory of the tokenizer; None uses the model's tokenizer."""
 
     trust_remote_code: bool = False
-    """Run Python code that the tokenizer's repository brings along."""
+    """Run Python code from the tokenizer's repository."""
 
 
 class LogConfig(BaseConfig):
-    """What is written to the log."""
+    """The log."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message that is written."""
+    level: Literal["debug", "info", "warning", "error"] = Field("info", json_schema_extra=common("Logging"))
+    """Minimum level of log messages."""
 
     utc: bool = False
-    """Write times in UTC instead of local time."""
+    """Log times in UTC instead of local time."""
 
 
-class LogExtrasConfig(BaseConfig):
-    """Tables beside the scalar metrics."""
+class WandbExtrasConfig(LogExtrasConfig):
+    """Tables, histograms and figures."""
 
-    samples: bool = True
-    """Log a table of rollouts: prompt, completion, reward, advantage."""
+    figures: bool = False
+    """Log figures under viz/: reward landscape, advantage distribution and pass@k (orchestrator), gradient flow
+    (trainer). Needs the extra `plots`."""
 
-    distributions: bool = True
-    """Log histograms of per-rollout and per-token values."""
+    figure_interval: int = Field(50, ge=1)
+    """Steps between two updates of the figures; the last one comes at the end."""
 
-    interval: int = Field(10, ge=1)
-    """Steps between two tables."""
+    figures_3d: bool = False
+    """Draw surfaces instead of heatmaps."""
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """Report the keys of figures if they are off."""
+        if not self.figures:
+            yield from ((key, "has no effect without figures") for key in ("figure_interval", "figures_3d"))
 
 
-class WandbConfig(BaseConfig):
-    """Weights & Biases. Off unless this block is given. `rl` makes two runs, NAME-trainer and NAME-orchestrator."""
+class WandbConfig(MetricLoggerConfig):
+    """Weights & Biases. Off unless this block is given. `rl` logs two runs, NAME-trainer and NAME-orchestrator."""
 
-    project: str = "prime-rl"
-    """Project that the run is filed under."""
+    deprecated: ClassVar[dict[str, str]] = {"timeout": "timeout_seconds"}
+
+    project: str = Field("prime-rl", json_schema_extra=common("Logging"))
+    """Project of the run."""
 
     name: str | None = None
     """Name of the run; None lets W&B choose one."""
 
     id: str | None = None
-    """Id of an earlier run to go on with; None starts a new one. Trainer and orchestrator have one each."""
+    """Id of an earlier run to continue; None starts a new one. Trainer and orchestrator have separate ids."""
 
     entity: str | None = None
-    """User or team that owns the project; None takes the account's default."""
+    """User or team that owns the project; None uses the account's default."""
 
     group: str | None = None
-    """Group that runs are shown under; `rl` puts its two runs into one."""
+    """Group of the run; `rl` puts its two runs into one group."""
 
     tags: StrList = Field([])
-    """Labels of the run."""
+    """Tags of the run."""
 
     offline: bool = False
-    """Write to the run directory only; `wandb sync` uploads later. No account is needed."""
+    """Log to the run directory only, without an account; `wandb sync` uploads it later."""
 
-    timeout: float = Field(120, gt=0)
-    """Longest wait for W&B at the start and, to upload the rest, at the end, seconds."""
+    timeout_seconds: float = Field(120, gt=0)
+    """Timeout for the connection at the start and for the upload at the end."""
 
-    log_extras: LogExtrasConfig | None = None
-    """Tables of samples and distributions; None logs scalars only."""
+    log_extras: WandbExtrasConfig | None = None
+    """Tables, histograms and figures; None logs scalars only."""
 
 
 class CkptConfig(BaseConfig):
-    """Checkpoints, to go on from after the end of a run or its death. Off unless this block is given."""
+    """Checkpoints, from which a run can resume. Off unless this block is given."""
+
+    deprecated: ClassVar[dict[str, str]] = {"timeout": "timeout_seconds"}
 
     path: Path = Path("checkpoints")
-    """Folder of the checkpoints, inside output_dir unless absolute."""
+    """Directory of the checkpoints, relative to output_dir unless absolute."""
 
-    interval: int = Field(50, ge=1)
-    """Steps between two checkpoints; the last step is always one."""
+    interval: int = Field(50, ge=1, json_schema_extra=common("Checkpoints"))
+    """Steps between two checkpoints; the last step is always saved."""
 
     save_async: bool = False
-    """Go on training while a checkpoint is written."""
+    """Continue training while a checkpoint is written."""
 
-    timeout: float = Field(3600, gt=0)
-    """Longest time to write one checkpoint, seconds."""
+    timeout_seconds: float = Field(3600, gt=0)
+    """Timeout for writing one checkpoint."""
 
-    resume_step: int | None = Field(None, ge=-1)
-    """Checkpoint to resume from; -1 is the newest complete one, None starts anew."""
+    resume_step: int | None = Field(None, ge=-1, json_schema_extra=common("Checkpoints"))
+    """Checkpoint to resume from; -1 is the latest complete one, None starts a new run."""
 
-    keep_last: int | None = Field(None, ge=1)
-    """How many checkpoints to keep; None keeps all."""
+    keep_last: int | None = Field(None, ge=1, json_schema_extra=common("Checkpoints"))
+    """Number of checkpoints to keep; None keeps all."""
 
     keep_interval: int | None = Field(None, ge=1)
-    """Checkpoints at multiples of this many steps are kept for good."""
+    """Never delete checkpoints at multiples of this many steps; needs keep_last."""
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """Report `keep_interval` without `keep_last`."""
+        if self.keep_last is None:
+            yield "keep_interval", "has no effect without ckpt.keep_last: all checkpoints are kept"
 
 
 class ClientConfig(BaseConfig):
-    """Where the inference server is."""
+    """The connection to the inference server."""
+
+    deprecated: ClassVar[dict[str, str]] = {"timeout": "timeout_seconds", "probe_timeout": "probe_timeout_seconds"}
 
     host: str = "localhost"
-    """Host name or address of the server; not used with base_url."""
+    """Host name or address of the server; unused with base_url."""
 
     port: int = Field(DEFAULT_PORT, ge=1, le=65535)
-    """Port of the server; not used with base_url."""
+    """Port of the server; unused with base_url."""
 
-    base_url: StrList | None = None
-    """Full addresses such as http://localhost:8000/v1, several separated by commas; None means host and port."""
+    base_url: StrList | None = Field(None, json_schema_extra=common("Inference"))
+    """URLs such as http://localhost:8000/v1, separated by commas; None uses host and port."""
 
     api_key_var: str = API_KEY_VAR
-    """Name of the environment variable that holds the server's key; no key is sent where it is unset."""
+    """Environment variable with the server's API key; no key is sent if it is unset."""
 
-    timeout: float = Field(1200, gt=0)
-    """Longest time for one request, seconds."""
+    timeout_seconds: float = Field(1200, gt=0)
+    """Timeout of one request."""
 
-    probe_timeout: float = Field(30, gt=0)
-    """Longest time for a server to say what it samples from, seconds; one that does not is taken out, and what it was
-    playing is played elsewhere."""
+    probe_timeout_seconds: float = Field(30, gt=0)
+    """Timeout for a server to report its policy version. After it the server is removed, and its rollouts are restarted
+    on other servers."""
 
     reconnect_seconds: float = Field(4, gt=0)
-    """Longest time in which no server answers before the run ends, seconds; `rl` with max_restarts, which starts its
-    server again, takes wait_timeout_seconds."""
+    """Time without any reachable server after which the run fails. `rl` with max_restarts, which restarts its server,
+    uses wait_timeout_seconds."""
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """Report `host` and `port` next to `base_url`."""
+        if self.base_url is not None:
+            yield from ((key, "has no effect if client.base_url is set") for key in ("host", "port"))
 
     @property
     def urls(self) -> list[str]:
-        """Roots of the servers, without a trailing `/` or `/v1`."""
+        """Root URLs of the servers, without a trailing `/` or `/v1`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         given = self.base_url or [f"http://{host}:{self.port}"]
-        return [url.rstrip("/").removesuffix("/v1") for url in given]
+        return [server_root(url) for url in given]
 
 
 class SamplingConfig(BaseConfig):
-    """How completions are sampled."""
+    """Sampling of completions."""
 
-    temperature: float = Field(1.0, ge=0)
-    """Divides the logits before sampling; the trainer applies the same. 0 is greedy (not for training)."""
+    temperature: float = Field(1.0, ge=0, json_schema_extra=common("Rollouts"))
+    """Sampling temperature; the trainer applies the same. 0 is greedy (evaluation only)."""
 
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the likeliest tokens up to this probability mass; 1 keeps all. The trainer cuts in the same way."""
+    """Nucleus sampling: keep the most likely tokens up to this probability mass. The trainer applies the same mask."""
 
     top_k: int = Field(-1, ge=-1)
-    """Keep this many of the likeliest tokens; -1 keeps all. The trainer cuts in the same way."""
+    """Keep this many of the most likely tokens; -1 keeps all. The trainer applies the same mask."""
 
     min_p: float = Field(0.0, ge=0, le=1)
-    """Keep tokens at least this likely relative to the likeliest; 0 keeps all. The trainer cuts in the same way."""
+    """Keep tokens with at least this probability relative to the most likely one. The trainer applies the same mask."""
 
-    max_tokens: int | None = Field(None, ge=1)
-    """Longest completion of one turn, tokens; None fills the sequence length."""
+    max_tokens: int | None = Field(None, ge=1, json_schema_extra=common("Rollouts"))
+    """Maximum tokens of one turn's completion; None allows the whole sequence length."""
 
     min_tokens: int = Field(0, ge=0)
-    """Shortest completion of one turn, tokens."""
+    """Minimum tokens of one turn's completion."""
 
-    repetition_penalty: float = later(1.0, gt=0)
-    """Divides the logits of tokens seen already; 1 changes nothing."""
+    # Upstream configurations set it, and an unknown key would not explain why another value is wrong.
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Only 1 is supported: the trainer does not apply the penalty, so its log-probabilities would be wrong."""
 
     seed: int | None = None
-    """Seed of the sampler; None draws freshly. Each request derives its own from it."""
+    """Seed from which each request derives its own; None samples without a seed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.repetition_penalty != 1:
+            raise ValueError(
+                "repetition_penalty is not supported: the trainer does not apply it to its log-probabilities; remove it"
+            )
+        return self
 
 
 class EnvConfig(BaseConfig):
-    """One verifiers environment."""
+    """A verifiers environment."""
 
     shorthand: ClassVar[str | None] = "id"
+    deprecated: ClassVar[dict[str, str]] = {
+        "timeout": "timeout_seconds",
+        "start_timeout": "start_timeout_seconds",
+        "silence_timeout": "silence_timeout_seconds",
+    }
 
-    id: str = "reverse_text"
-    """Name of the installed environment package (`-` and `_` are the same)."""
+    id: str = Field("reverse_text", json_schema_extra=common("Rollouts"))
+    """Name of the installed environment package (`-` and `_` are equivalent)."""
 
-    args: dict[str, object] = Field({})
+    args: dict[str, object] = Field({}, json_schema_extra=common("Rollouts"))
     """Arguments of the environment's load_environment()."""
 
     name: str | None = None
-    """Name in metrics; None takes the id."""
+    """Name in metrics; None uses the id."""
 
     weight: float = Field(1.0, gt=0)
-    """Share of the groups that are trained on, relative to the other environments."""
+    """Share of the started groups, relative to the other environments."""
 
     sampling: dict[str, object] = Field({})
-    """Keys of `sampling` that differ for this environment."""
+    """Keys of `sampling` to override for this environment."""
 
-    timeout: float | None = Field(None, gt=0)
-    """Longest time for one rollout, seconds; a slower one fails its group. None sets no limit."""
+    timeout_seconds: float | None = Field(None, gt=0)
+    """Time limit of the environment for one rollout, without the time in which the model samples, and for the scoring
+    of a group. A slower rollout is truncated and scored. None sets no limit."""
 
-    start_timeout: float = Field(600, gt=0)
-    """Longest time for a worker process to load the environment, seconds."""
+    num_retries: int = Field(1, ge=0)
+    """Number of retries of a rollout or of a group's scoring after an infrastructure error: connection, sandbox
+    (vf.InfraError), overloaded server."""
 
-    silence_timeout: float = Field(600, gt=0)
-    """Longest time that the environment may block its worker process where `timeout` is None, seconds; the worker is
-    replaced then."""
+    min_rollouts: int | None = Field(None, ge=1)
+    """Train on groups with at least this many successful rollouts; the baseline uses these alone, and the batch gets
+    smaller. None requires all rollouts."""
+
+    reward_errors: Literal["drop", "zero"] = "drop"
+    """If a reward function raises or returns a non-finite number: drop the rollout, or set this reward to 0.
+    Infrastructure errors are never 0, and functions of weight 0 only log a warning."""
+
+    start_timeout_seconds: float = Field(600, gt=0)
+    """Timeout for a worker process to load the environment."""
+
+    silence_timeout_seconds: float = Field(600, gt=0)
+    """Replace a worker process whose event loop the environment blocks for longer; used if timeout_seconds is None."""
+
+    cleanup_seconds: float = Field(30, ge=0)
+    """Time limit for cleanup, such as the deletion of sandboxes, after cancelled or timed-out rollouts; then the worker
+    process is killed. grace_timeout_seconds of `rl` limits it too when the run ends."""
+
+    runtime: Literal["subprocess"] | None = None
+    """Where agents of a v1 environment run programs such as a shell: `subprocess` runs them on this machine with your
+    permissions and without isolation. None rejects such agents unless `args.env.<agent>.runtime` names a container or
+    cloud."""
+
+    def sampling_with(self, sampling: SamplingConfig) -> SamplingConfig:
+        """Return `sampling` with the overrides of this environment.
+
+        Raises:
+            ValueError: an unknown key or an invalid value in the environment's `sampling`.
+        """
+        try:
+            return SamplingConfig.model_validate(sampling.model_dump() | self.sampling)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            key = ".".join(map(str, problem["loc"]))
+            message = problem["msg"].removeprefix("Value error, ")
+            raise ValueError(
+                f"env.sampling of environment {self.label!r}: {key}{': ' if key else ''}{message}"
+            ) from None
 
     @property
     def label(self) -> str:
@@ -220,52 +303,79 @@ class EnvConfig(BaseConfig):
 
 
 class HeartbeatConfig(BaseConfig):
-    """How a silent, stuck or dead process is noticed; see docs/liveness.md."""
+    """Detection of unresponsive and dead processes (docs/fault_tolerance.md)."""
 
-    aliases: ClassVar[dict[str, str]] = {"silence_s": "silence", "timeout_s": "timeout"}
+    deprecated: ClassVar[dict[str, str]] = {
+        "silence": "warn_after_seconds",
+        "silence_s": "warn_after_seconds",
+        "timeout": "dead_after_seconds",
+        "timeout_s": "dead_after_seconds",
+    }
 
-    silence: float = Field(5, gt=0)
-    """Seconds without a beat after which a process is reported as silent; nothing ends of it."""
+    warn_after_seconds: float = Field(5, gt=0)
+    """Log a warning after this many seconds without a heartbeat; does not stop the run."""
 
-    timeout: float = Field(60, gt=0)
-    """Seconds without a beat after which a process counts as dead; of inference over several nodes, a node as lost."""
+    dead_after_seconds: float = Field(60, gt=0)
+    """Treat a process, or a node of inference, as dead after this many seconds without a heartbeat."""
 
     @property
-    def limits(self) -> Limits:
-        """The two for who judges; nobody is dead before he is silent."""
-        return Limits(min(self.silence, self.timeout), self.timeout)
+    def limits(self) -> HeartbeatLimits:
+        """Both limits; the warning never comes after the process is declared dead."""
+        return HeartbeatLimits(min(self.warn_after_seconds, self.dead_after_seconds), self.dead_after_seconds)
 
 
-class DeltaConfig(BaseConfig):
-    """Versions as deltas against the version before. Off unless this block is given; see docs/delta.md."""
-
-    full_interval: int = Field(10, ge=1)
-    """Every so many versions one is full; a server that starts anew reads it and the deltas since."""
+WANDB_ALIASES: dict[str, str] = {"monitor.wandb": "wandb"}
+"""Upstream's name of the W&B block, accepted by every command that logs to W&B."""
 
 
-class FileBroadcastConfig(BaseConfig):
-    """Weights travel through the run directory."""
+class RunConfig(RootConfig):
+    """Keys of the commands that run steps: `rl`, `trainer`, `orchestrator`, `sft`."""
 
-    type: Literal["filesystem"] = "filesystem"
-    """Way from trainer to inference."""
+    aliases: ClassVar[dict[str, str]] = WANDB_ALIASES
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Precision of the published weights; auto is bfloat16 on CUDA and float32 on CPU."""
+    max_steps: int | None = Field(None, ge=1, json_schema_extra=common("Run"))
+    """Steps of the run; None is unlimited."""
 
-    timeout: float = Field(1200, gt=0)
-    """Longest time to write one version, seconds."""
+    ckpt: CkptConfig | None = Field(None, json_schema_extra=common("Checkpoints"))
+    """Checkpoints; None writes none."""
 
-    directory: Path | None = None
-    """Folder on this node to write versions to, such as /dev/shm, linked from `weights/`; the last is written there."""
+    wandb: WandbConfig | None = Field(None, json_schema_extra=common("Logging"))
+    """Weights & Biases; None writes only metrics/*.jsonl."""
 
-    canary: bool = True
-    """Publish the trainer's log-probabilities of 64 fixed tokens with each version, for inference to compare with."""
+    trackio: TrackioConfig | None = None
+    """trackio; None disables it."""
 
-    delta: DeltaConfig | None = None
-    """Publish what has changed since the version before, for slow networks; None publishes every version in full."""
+    tensorboard: TensorBoardConfig | None = None
+    """TensorBoard; None disables it."""
 
+    log: LogConfig = Field(default_factory=LogConfig)
+    """The log."""
 
-BroadcastConfig = Annotated[FileBroadcastConfig | NCCLBroadcastConfig | IPCBroadcastConfig, Field(discriminator="type")]
+    bench: bool = Field(False, json_schema_extra=common("Run"))
+    """Benchmark a few steps in output_dir/bench; prints a table. The orchestrator samples from the base model without a
+    trainer, and the RL trainer trains on random batches (data.fake)."""
 
-Monitored: dict[str, str] = {"monitor.wandb": "wandb"}
-"""Aliases of every entry point that logs to W&B (the older spelling of the key)."""
+    bench_steps: int = Field(STEPS, ge=2)
+    """Steps of a benchmark instead of max_steps; the first is not counted."""
+
+    @classmethod
+    def prepare(cls, state: ConfigState) -> None:
+        """Complete the merged values before construction."""
+        super().prepare(state)
+        limit_to_bench_steps(state)
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """Report `bench_steps` without `bench`."""
+        if not self.bench:
+            yield "bench_steps", "has no effect without --bench"
+
+    @property
+    def metric_loggers(self) -> list[MetricLoggerConfig]:
+        """The metric loggers that are on."""
+        return [logger for logger in (self.wandb, self.trackio, self.tensorboard) if logger is not None]
+
+    @property
+    def run_paths(self) -> RunPaths:
+        """The run directory: output_dir, or its folder `bench` for a benchmark."""
+        root = self.output_dir / "bench" if self.bench else self.output_dir
+        return RunPaths(root, getattr(self, "fs_consistency_timeout_seconds", None))

@@ -1,1 +1,1 @@
-"""`doctor`: what a run does, who waits for whom, and what is wrong with it, told from its directory alone."""
+"""`doctor`: diagnoses a run from its directory: process states, what each is blocked on, the likely culprit."""

@@ -1,1 +1,1 @@
-"""The commands: each parses its configuration and calls one function."""
+"""The commands: each module parses its configuration and calls one function."""

@@ -1,47 +1,55 @@
-"""`uv run doctor <output_dir>`: what a run does, who waits for whom, and what is wrong with it."""
+"""`doctor <output_dir>`: diagnose a run. `doctor --sandbox`: test the isolation of model-written code."""
 
 import argparse
 import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from pydantic import ValidationError
 from rich.console import Console
 
-from prime_rl.configs.shared import HeartbeatConfig
-from prime_rl.doctor.diagnosis import Diagnosis, RunState, diagnose, is_settled
-from prime_rl.doctor.facts import is_run, read_facts, read_toml
-from prime_rl.doctor.page import as_json, show
-from prime_rl.run.heartbeat import Limits, State, Watch, read_beats
-from prime_rl.run.paths import RunPaths
+from prime_rl.core.entry_point import command, exit_with_reader
+from prime_rl.doctor.collect import contains_run
+from prime_rl.doctor.diagnosis import RunState
+from prime_rl.doctor.examine import examine
+from prime_rl.doctor.rendering import as_json, show
+from prime_rl.storage.paths import RunPaths
 
-_LOOK_S = 1.0
-_LOOKS = 2
-"""Further looks after the first: who beats each second has said something new."""
 _FILE_COLUMNS = 160
-_AGAIN_S = 5.0
-HEALTHY, WRONG, NO_RUN = 0, 1, 2
+_WATCH_INTERVAL_SECONDS = 5.0
 
 
+@command
 def main() -> None:
-    """Print the state of a run; exit 0 if nothing is wrong, 1 if something is, 2 if there is no run."""
-    try:
-        sys.exit(_main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    """Print the state of a run; exit with 0 if it is healthy, 1 if it has a problem, 2 without a run or a sandbox."""
+    with exit_with_reader():
+        code = _main(sys.argv[1:])
+    sys.exit(code)
 
 
 def _main(argv: Sequence[str]) -> int:
-    arguments = _arguments(argv)
+    description = "Diagnose a run: process states, what each is blocked on, the likely culprit. Changes nothing."
+    parser = argparse.ArgumentParser(prog="doctor", description=description)
+    parser.add_argument("output_dir", nargs="?", help="the run directory")
+    parser.add_argument(
+        "--sandbox", action="store_true", help="test whether this machine can isolate model-written code"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--watch", action="store_true", help="repeat every 5 seconds until the run is over")
+    arguments = parser.parse_args(argv)
+    if arguments.sandbox:
+        return _check_sandbox(as_object=arguments.json)
+    if arguments.output_dir is None:
+        parser.error("pass the output_dir of a run, or --sandbox")
     paths = RunPaths(Path(arguments.output_dir))
-    if not is_run(paths):
-        print(f"error: {paths.root} holds no run; give the output_dir of one", file=sys.stderr)
-        return NO_RUN
+    if not contains_run(paths):
+        print(f"error: {paths.root} contains no run; pass the output_dir of a run", file=sys.stderr)
+        return 2
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
-        console = Console(markup=False, highlight=False, width=_FILE_COLUMNS)
+        console.width = _FILE_COLUMNS
     while True:
         diagnosis = examine(paths)
         if arguments.json:
@@ -49,42 +57,17 @@ def _main(argv: Sequence[str]) -> int:
         else:
             show(diagnosis, console)
         if not arguments.watch or diagnosis.state is not RunState.RUNNING:
-            return HEALTHY if diagnosis.healthy else WRONG
-        time.sleep(_AGAIN_S)  # what the user asked for
+            return 0 if diagnosis.healthy else 1
+        time.sleep(_WATCH_INTERVAL_SECONDS)
 
 
-def examine(paths: RunPaths) -> Diagnosis:
-    """Watch the heartbeats for a moment, longer if somebody says nothing, and judge."""
-    limits = _limits(paths)
-    watch, first = Watch(paths, limits), read_beats(paths)
-    begin = time.monotonic()
-    verdicts = watch.look()
-    longest = int((limits.silence_s + 1) / _LOOK_S) + 1
-    for look in range(longest if first else 0):
-        over = all(verdict.state in (State.ENDED, State.DEAD) for verdict in verdicts)
-        if over or (look >= _LOOKS and is_settled(first, verdicts)):
-            break
-        time.sleep(_LOOK_S)  # a heartbeat is watched as it beats: silence has no event
-        verdicts = watch.look()
-    return diagnose(read_facts(paths, tuple(verdicts), time.time(), time.monotonic() - begin))
+def _check_sandbox(*, as_object: bool) -> int:
+    """Print whether this machine can isolate code; return 2 if it cannot."""
+    from prime_rl.doctor.sandbox_check import check_sandbox  # the diagnosis of a run does not need it
 
-
-def _limits(paths: RunPaths) -> Limits:
-    told = read_toml(paths.run_toml).get("heartbeat", {})
-    try:
-        return HeartbeatConfig.model_validate(told).limits
-    except ValidationError:  # of another version
-        return HeartbeatConfig().limits
-
-
-def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="doctor", description="What a run does, who waits for whom, and what is wrong with it. Changes nothing."
-    )
-    parser.add_argument("output_dir", help="the run directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--watch", action="store_true", help="again and again, until the run is over")
-    return parser.parse_args(argv)
+    report = check_sandbox()
+    print(json.dumps(asdict(report)) if as_object else "\n".join(report.lines()))
+    return 0 if report.isolated else 2
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
 """`eval`: evaluate a served model in environments."""
 
-from prime_rl.configs.eval import EvalConfig
-from prime_rl.errors import run_main
+from prime_rl.core.entry_point import command
+from prime_rl.loading.saved_help import print_saved_help
 
 
+@command
 def main() -> None:
     """Evaluate and print a table of rewards."""
-    run_main(_main)
+    print_saved_help("eval")
+    from prime_rl.configs.eval import EvalConfig
 
-
-def _main() -> None:
     config = EvalConfig.load()
-    from prime_rl.logs import set_up_logging
-    from prime_rl.orchestrator.evals.offline import evaluate
+    from prime_rl.core.logging import set_up_logging
+    from prime_rl.evaluation.offline import evaluate
 
-    set_up_logging(config.log)
+    set_up_logging(config.log.level, config.log.utc)
     evaluate(config)
 
 

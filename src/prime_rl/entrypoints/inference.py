@@ -1,35 +1,31 @@
-"""`uv run inference`: start the inference server."""
+"""`inference`: start the inference server."""
 
 import gc
-import importlib.util
-import os
 
-from prime_rl.configs.inference import InferenceConfig
-from prime_rl.errors import ConfigError, run_main
+from prime_rl.core.entry_point import command
+from prime_rl.core.import_utils import require_packages
+from prime_rl.liveness.parent_process import die_with_parent, is_supervised
+from prime_rl.loading.saved_help import print_saved_help
 
 
+@command
 def main() -> None:
-    """Parse the configuration and serve until told to stop."""
-    run_main(_serve)
+    """Parse the configuration and serve until stopped."""
+    if is_supervised():
+        die_with_parent()
+    print_saved_help("inference")
+    from prime_rl.configs.inference import InferenceConfig
 
-
-def _serve() -> None:
-    if os.environ.get("PRIME_RL_SUPERVISED") == "1":
-        from prime_rl.supervisor.process import follow_parent
-
-        follow_parent()
     config = InferenceConfig.load()
-    for package in ("torch", "vllm"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{package} is not installed; run `uv sync --extra cpu` (or `--extra gpu`)")
+    require_packages("torch", "vllm")
+    from prime_rl.core.logging import set_up_logging
     from prime_rl.inference.server import run
-    from prime_rl.logs import set_up_logging
 
-    set_up_logging(config.log)
+    set_up_logging(config.log.level, config.log.utc)
     try:
         run(config)
     finally:
-        gc.freeze()  # otherwise Python walks over all that vLLM has imported before it ends: seconds
+        gc.freeze()  # otherwise the final garbage collection visits all objects of vLLM, which takes seconds
 
 
 if __name__ == "__main__":

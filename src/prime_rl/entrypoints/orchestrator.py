@@ -1,28 +1,25 @@
-"""`orchestrator`: sample rollouts, ship batches, switch inference."""
+"""`orchestrator`: sample rollouts, ship batches, update the weights of the inference servers."""
 
-import os
+from prime_rl.core.entry_point import command
+from prime_rl.liveness.parent_process import die_with_parent, is_supervised
+from prime_rl.loading.saved_help import print_saved_help
 
-from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.errors import run_main
 
-
+@command
 def main() -> None:
-    """Run the orchestrator."""
-    run_main(_main)
+    """Run the orchestrator; a standalone one outlives its shell."""
+    if is_supervised():
+        die_with_parent()
+    print_saved_help("orchestrator")
+    from prime_rl.configs.orchestrator import OrchestratorConfig
 
-
-def _main() -> None:
-    if os.environ.get("PRIME_RL_SUPERVISED") == "1":  # whoever starts it by hand may close the shell
-        from prime_rl.supervisor.process import follow_parent
-
-        follow_parent()
     config = OrchestratorConfig.load()
-    from prime_rl.logs import set_up_logging
-    from prime_rl.monitor.bench import benchmark
-    from prime_rl.orchestrator.setup import orchestrate
+    from prime_rl.core.logging import set_up_logging
+    from prime_rl.monitors.bench_report import report_benchmark
+    from prime_rl.orchestrator.orchestrator_setup import orchestrate
 
-    set_up_logging(config.log)
-    with benchmark(config.bench, config.run_paths, "orchestrator"):
+    set_up_logging(config.log.level, config.log.utc)
+    with report_benchmark(config.bench, config.run_paths, "orchestrator"):
         orchestrate(config)
 
 

@@ -2,14 +2,20 @@
 
 import sys
 
-from prime_rl.configs import RLConfig
-from prime_rl.errors import run_main
-from prime_rl.supervisor.run import run
+from prime_rl.core.entry_point import command
+from prime_rl.loading.saved_help import print_saved_help
 
 
+@command
 def main() -> None:
-    """Start inference (if configured), the orchestrator and the trainer, and see them to their end."""
-    run_main(lambda: sys.exit(run(RLConfig.load())))
+    """Start and supervise inference (if configured), the orchestrator and the trainer."""
+    print_saved_help("rl")
+    from prime_rl.configs.rl import RLConfig
+
+    config = RLConfig.load()
+    from prime_rl.supervisor.launch import run  # not needed by `--help`
+
+    sys.exit(run(config))
 
 
 if __name__ == "__main__":

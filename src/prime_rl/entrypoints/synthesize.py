@@ -1,20 +1,20 @@
-"""`synthesize`: training data from a served model that plays environments."""
+"""`synthesize`: generate training data with a served model in environments."""
 
-from prime_rl.configs.synthesize import SynthesizeConfig
-from prime_rl.errors import run_main
+from prime_rl.core.entry_point import command
+from prime_rl.loading.saved_help import print_saved_help
 
 
+@command
 def main() -> None:
-    """Play environments and write samples for `sft`."""
-    run_main(_main)
+    """Run environments and write samples for `sft`."""
+    print_saved_help("synthesize")
+    from prime_rl.configs.synthesize import SynthesizeConfig
 
-
-def _main() -> None:
     config = SynthesizeConfig.load()
-    from prime_rl.logs import set_up_logging
-    from prime_rl.orchestrator.evals.synthesis import synthesize
+    from prime_rl.core.logging import set_up_logging
+    from prime_rl.evaluation.synthesis import synthesize
 
-    set_up_logging(config.log)
+    set_up_logging(config.log.level, config.log.utc)
     synthesize(config)
 
 

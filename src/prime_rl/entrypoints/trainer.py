@@ -1,22 +1,22 @@
 """`trainer`: train on the orchestrator's batches and publish policy versions."""
 
-from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.entrypoints.needs import need_torch
-from prime_rl.errors import run_main
+from prime_rl.core.entry_point import command
+from prime_rl.core.import_utils import require_packages
+from prime_rl.loading.saved_help import print_saved_help
 
 
+@command
 def main() -> None:
-    """Run the trainer as a rank of torchrun, or as a world of one without it."""
-    run_main(_main)
+    """Run the trainer as a rank of torchrun, or without torchrun as the only rank."""
+    print_saved_help("trainer")
+    from prime_rl.configs.trainer import TrainerConfig
 
-
-def _main() -> None:
     config = TrainerConfig.load()
-    need_torch()
-    from prime_rl.monitor.bench import benchmark
-    from prime_rl.trainer.rl.train import train
-    from prime_rl.trainer.start import start_process
+    require_packages("torch")
+    from prime_rl.trainer.rl.train import run
 
-    start_process(config.log)
-    with benchmark(config.bench, config.run_paths, "trainer"):
-        train(config)
+    run(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,30 +1,47 @@
-"""The routes that switch the policy, beside vLLM's own on the same server."""
+"""The routes that switch the policy, in addition to vLLM's routes on the same server."""
 
+import inspect
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
+from loguru import logger
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from prime_rl.inference.lease import LeaseHeldError
-from prime_rl.inference.named_adapters import NamedAdapters
-from prime_rl.inference.policy import PolicyServer, PolicyWrongError
-from prime_rl.inference.weights import WeightsRefusedError
-from prime_rl.types import PolicyVersion
+from prime_rl.core.errors import summarize_exception
+from prime_rl.core.types import PolicyVersion
+from prime_rl.inference.policy.named_adapters import NamedAdapters
+from prime_rl.inference.policy.policy_manager import PolicyManager, WrongWeightsError
+from prime_rl.inference.policy.run_lease import LeaseHeldError
+from prime_rl.inference.policy.weight_checks import WeightsRefusedError
+from prime_rl.rollouts.clients.generation_messages import PATH, PROTOCOL
+from prime_rl.storage.weights.canary import PolicyCanary
+
+_STATUS: dict[type[Exception], int] = {WeightsRefusedError: 400, LeaseHeldError: 409, WrongWeightsError: 422}
+
+_B = TypeVar("_B", bound="_Body")
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class UpdateBody(_Body):
-    """Body of POST /update_weights and /stage_weights."""
-
+class _VersionBody(_Body):
     weight_dir: Path
     branch: int = Field(0, ge=0)
     step: int = Field(ge=0)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.branch, self.step)
+
+
+class UpdateBody(_VersionBody):
+    """Body of POST /update_weights and /stage_weights."""
+
     run_id: str | None = None
 
 
@@ -34,13 +51,10 @@ class ReloadBody(_Body):
     run_id: str | None = None
 
 
-class LoadAdapterBody(_Body):
+class LoadAdapterBody(_VersionBody):
     """Body of POST /load_adapter."""
 
     name: str
-    weight_dir: Path
-    branch: int = Field(0, ge=0)
-    step: int = Field(ge=0)
 
 
 class UnloadAdapterBody(_Body):
@@ -62,122 +76,143 @@ class ReleaseBody(_Body):
 
 
 def make_router(
-    server: PolicyServer,
+    policies: PolicyManager,
     model_name: str,
-    why_not: str | None = None,
-    measure: Callable[[], Awaitable[dict[str, Any]]] | None = None,
+    admin_refusal: str | None = None,
     adapters: NamedAdapters | None = None,
+    base_canary: PolicyCanary | None = None,
+    canary_tolerance: float | None = None,
 ) -> APIRouter:
     """Make the routes.
 
-    A refusal answers {"error": why}: 400 for bad weights or a bad body, 403 where nobody may steer, 409 if another run
-    holds the server, 422 for weights that were loaded and are not the trainer's. The key is asked before (`access`).
+    An error answers {"error": reason}: 400 for invalid weights or an invalid body, 403 if admin requests are disabled,
+    409 if another run holds the server, 415 for a body that is not JSON, 422 for loaded weights that are not the
+    trainer's, 500 for any other error. `RequestLayer` checks the key before.
 
-    Args:
-        server: what they steer.
-        model_name: the name under which the model is served.
-        why_not: why nobody may change anything; None if whoever gets here may.
-        measure: times what a switch costs at the least; benchmarks compare with it.
-        adapters: those beside the policy; None where the server takes none.
+    `admin_refusal` is why admin requests are disabled; None if they are enabled. A server that takes no adapters has no
+    `adapters`. `base_canary` has the log-probabilities of the base model at the start of the server.
     """
-    router = APIRouter(dependencies=[Depends(_steering_check(why_not))])
+    router = APIRouter(dependencies=[Depends(_admin_check(admin_refusal))])
 
     @router.get("/policy")
     async def policy(run_id: str | None = None) -> dict[str, Any]:
-        described = {**server.describe(run_id), "model": model_name}
+        """The loaded version (`branch`, `step`, `hash`), `model`, the lease's holder (`run_id`), `canary_difference`
+        and, with `enable_lora`, `adapters`. The query `?run_id=` renews that run's lease."""
+        described = {**policies.describe(run_id), "model": model_name}
         return described if adapters is None else described | {"adapters": adapters.describe()}
 
-    @router.post("/stage_weights")
-    async def stage_weights(request: Request) -> JSONResponse:
-        async def call() -> dict[str, Any]:
-            body = UpdateBody.model_validate_json(await request.body())
-            return await server.stage(PolicyVersion(body.branch, body.step), body.weight_dir, body.run_id)
+    @router.get(PATH)
+    async def stream() -> JSONResponse:
+        """Open a token stream: many requests on one connection, tokens in and tokens out with their versions. Needs the
+        header `Upgrade: prime-rl-generation-1`, else 426."""
+        return JSONResponse({"error": f"this route needs the header Upgrade: {PROTOCOL}"}, 426, {"Upgrade": PROTOCOL})
 
-        return await _answer(call)
+    if base_canary is not None:
 
-    @router.post("/update_weights")
-    async def update_weights(request: Request) -> JSONResponse:
-        async def call() -> dict[str, Any]:
-            body = UpdateBody.model_validate_json(await request.body())
-            return await server.update(PolicyVersion(body.branch, body.step), body.weight_dir, body.run_id)
-
-        return await _answer(call)
-
-    @router.post("/reload_weights")
-    async def reload_weights(request: Request) -> JSONResponse:
-        async def call() -> dict[str, Any]:
-            body = ReloadBody.model_validate_json(await request.body() or b"{}")
-            return await server.reload(body.run_id)
-
-        return await _answer(call)
-
-    @router.post("/release_policy")
-    async def release_policy(request: Request) -> JSONResponse:
-        async def call() -> dict[str, Any]:
-            return server.release(ReleaseBody.model_validate_json(await request.body()).run_id)
-
-        return await _answer(call)
+        @router.get("/base_canary")
+        async def get_base_canary() -> dict[str, Any]:
+            """The base model's log-probabilities of the canary: `token_ids`, `logprobs`, `dtype`, `tolerance`."""
+            return {**asdict(base_canary), "tolerance": canary_tolerance}
 
     @router.post("/pin_policy")
     async def pin_policy() -> dict[str, Any]:
-        return {"pin": await server.pins.take(), **server.describe()}
+        """Delay weight updates until the returned `pin` is released, at most `pin_timeout_seconds`; requests send it as
+        header `X-Policy-Pin`."""
+        return {"pin": await policies.pins.acquire(), **policies.describe()}
 
-    @router.post("/unpin_policy")
-    async def unpin_policy(request: Request) -> JSONResponse:
-        async def call() -> dict[str, Any]:
-            server.pins.give_back(PinBody.model_validate_json(await request.body()).pin)
-            return {}
+    @router.post("/measure_switch")
+    async def measure_switch() -> JSONResponse:
+        """Pause sampling and measure the lower limit of a weight update: `bytes`, `copy_s`, `process_s`."""
+        answer = await policies.measure()
+        return JSONResponse(answer, 400 if "error" in answer else 200)
 
-        return await _answer(call)
-
+    _add_version_routes(router, policies)
     if adapters is not None:
         _add_adapter_routes(router, adapters)
-    if measure is not None:
-
-        @router.post("/measure_switch")
-        async def measure_switch() -> JSONResponse:
-            answer = await measure()
-            return JSONResponse(answer, 400 if "error" in answer else 200)
-
     return router
 
 
+def _add_version_routes(router: APIRouter, policies: PolicyManager) -> None:
+    """Add the routes with a body: weight updates, the lease and the end of a pin."""
+
+    async def unpin(body: PinBody) -> dict[str, Any]:
+        """Release a pin. Answers `{}`."""
+        policies.pins.release(body.pin)
+        return {}
+
+    async def release(body: ReleaseBody) -> dict[str, Any]:
+        """Release the lease. Answers as `GET /policy`."""
+        return policies.release(body.run_id)
+
+    async def stage(body: UpdateBody) -> dict[str, Any]:
+        """Read, check and stage a version without switching to it: `branch`, `step`, `hash`, `stage_s`, `bytes`."""
+        return await policies.stage(body.version, body.weight_dir, body.run_id)
+
+    async def update(body: UpdateBody) -> dict[str, Any]:
+        """Switch to a version and keep the requests in flight: `branch`, `step`, `hash`, `stage_s`, `pause_s`,
+        `load_s`, `bytes`, `canary_difference`."""
+        return await policies.update(body.version, body.weight_dir, body.run_id)
+
+    async def reload(body: ReloadBody) -> dict[str, Any]:
+        """Return to the base model, version 0.0, and end the requests in flight. Answers as `/update_weights`."""
+        return await policies.reload(body.run_id)
+
+    _add(router, "/stage_weights", UpdateBody, stage)
+    _add(router, "/update_weights", UpdateBody, update)
+    _add(router, "/reload_weights", ReloadBody, reload)
+    _add(router, "/release_policy", ReleaseBody, release)
+    _add(router, "/unpin_policy", PinBody, unpin)
+
+
 def _add_adapter_routes(router: APIRouter, adapters: NamedAdapters) -> None:
-    """Adapters beside the policy are nobody's: no lease is needed."""
+    """Add the routes of named adapters, which belong to no run and need no lease."""
 
-    @router.post("/load_adapter")
-    async def load_adapter(request: Request) -> JSONResponse:
-        async def call() -> dict[str, Any]:
-            body = LoadAdapterBody.model_validate_json(await request.body())
-            return await adapters.load(body.name, PolicyVersion(body.branch, body.step), body.weight_dir)
+    async def load(body: LoadAdapterBody) -> dict[str, Any]:
+        """Serve a published adapter under `name`. Answers its entry in `adapters` of `GET /policy`. `enable_lora`
+        only."""
+        return await adapters.load(body.name, body.version, body.weight_dir)
 
-        return await _answer(call)
+    async def unload(body: UnloadAdapterBody) -> dict[str, Any]:
+        """Stop serving an adapter. Answers the removed entry. `enable_lora` only."""
+        return await adapters.unload(body.name)
 
-    @router.post("/unload_adapter")
-    async def unload_adapter(request: Request) -> JSONResponse:
-        async def call() -> dict[str, Any]:
-            return await adapters.unload(UnloadAdapterBody.model_validate_json(await request.body()).name)
-
-        return await _answer(call)
+    _add(router, "/load_adapter", LoadAdapterBody, load)
+    _add(router, "/unload_adapter", UnloadAdapterBody, unload)
 
 
-async def _answer(call: Callable[[], Awaitable[dict[str, Any]]]) -> JSONResponse:
-    try:
-        return JSONResponse(await call())
-    except ValidationError as error:
+def _add(router: APIRouter, path: str, body_type: type[_B], call: Callable[[_B], Awaitable[dict[str, Any]]]) -> None:
+    """Add a POST route that parses its body and answers errors as `make_router` describes."""
+
+    async def handle(request: Request) -> JSONResponse:
+        try:
+            return JSONResponse(await call(body_type.model_validate_json(await request.body() or b"{}")))
+        except Exception as error:  # noqa: BLE001  the client gets the reason
+            return _answer_error(error)
+
+    schema = {"content": {"application/json": {"schema": body_type.model_json_schema()}}}
+    description = inspect.cleandoc(call.__doc__ or "")
+    router.add_api_route(path, handle, methods=["POST"], description=description, openapi_extra={"requestBody": schema})
+
+
+def _answer_error(error: Exception) -> JSONResponse:
+    if isinstance(error, ValidationError):
         problem = error.errors()[0]
         return JSONResponse({"error": f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}"}, 400)
-    except WeightsRefusedError as error:
-        return JSONResponse({"error": str(error)}, 400)
-    except LeaseHeldError as error:
-        return JSONResponse({"error": str(error), "free_in_s": error.free_in_s}, 409)
-    except PolicyWrongError as error:
-        return JSONResponse({"error": str(error)}, 422)
+    if status := _STATUS.get(type(error)):
+        fields = {"free_in_s": error.free_in_s} if isinstance(error, LeaseHeldError) else {}
+        return JSONResponse({"error": str(error), **fields}, status)
+    logger.opt(exception=error).error("an admin request failed")
+    return JSONResponse({"error": summarize_exception(error, full=True)}, 500)
 
 
-def _steering_check(why_not: str | None) -> Callable[[Request], None]:
+def _admin_check(refusal: str | None) -> Callable[[Request], None]:
     def check(request: Request) -> None:
-        if why_not is not None and request.method != "GET":
-            raise HTTPException(403, why_not)
+        if request.method == "GET":
+            return
+        if refusal is not None:
+            raise HTTPException(403, refusal)
+        # A page in a browser on this machine may send other content types to any address without a preflight.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "this route needs the header Content-Type: application/json")
 
     return check

@@ -1,42 +1,69 @@
-"""The orchestrator's loop: admit within the bound, play, ship, switch.
+"""The orchestrator's loop: dispatch groups within the staleness bound, ship batches, switch to new weights.
 
-I1 every batch keeps the bound (checked again when it is shipped); I2 what is sampled is shipped or dropped under a
-name; I3 the ledger is on disk before the batch that builds upon it.
+    example stream --> dispatch --> rollouts --> complete groups --> batch n --> rollouts/step_n/
+                          ^    (environment workers,   |                             |
+                          |     inference servers)     +--> dropped, counted         v
+                          |                                                       trainer
+    servers sample v <-- switch all servers <-- stage <-- weights/step_{n+1}/ <------+
+
+What blocks what:
+
+    dispatch   waits for a server with capacity and for the staleness bound, which opens when a batch ships or a
+               version is switched to (`DeadlineScheduler`). A trainer that falls behind stops dispatch this way.
+    batch n    waits for B complete groups, and for each group that may not join a later batch.
+    rename     of `rollouts/step_n` waits for the ledger and, if due, for the orchestrator's part of the checkpoint.
+    switch     waits until every server has staged the version, and for a pinned evaluation, a limited time.
+               Rollouts continue during a switch; their later tokens come from the new version.
+
+Dispatch continues while a batch is written. One coroutine ships batches (`_ship_all`), others dispatch groups
+(`_keep_admitting`), follow the weights, and look after the servers (`InferencePool`).
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.errors import RunError
-from prime_rl.monitor import Monitor
-from prime_rl.orchestrator.advantages import advantage_function
-from prime_rl.orchestrator.beginning import START, Beginning, Rewound, find_rewind, resume_directory
-from prime_rl.orchestrator.checkpoint import Cut, write_cut
-from prime_rl.orchestrator.dispatch import Dispatcher, TrainEnvironment
-from prime_rl.orchestrator.evals.online import OnlineEvaluator, Schedule
-from prime_rl.orchestrator.lag import LoopLag
-from prime_rl.orchestrator.ledger import Ledger, LedgerState, read_ledger
-from prime_rl.orchestrator.packing import pack
-from prime_rl.orchestrator.policy import Policy
-from prime_rl.orchestrator.report import Tally, batch_metrics, sample_rows, write_rows
-from prime_rl.orchestrator.row_cost import TOKENS, RowCost
+from prime_rl.core.daemon_futures import run_in_daemon_thread
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.types import Group
+from prime_rl.evaluation.runner import first_exception
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.parent_process import is_supervised
+from prime_rl.liveness.peer_monitor import PeerMonitor
+from prime_rl.monitors import Monitor
+from prime_rl.monitors.learning_signal import LearningSignalMonitor
+from prime_rl.orchestrator.algorithms.advantages import advantage_function
+from prime_rl.orchestrator.algorithms.reward_shaping import shaped_scores
+from prime_rl.orchestrator.batch_metrics import RunCounters, batch_metrics, rollout_times
+from prime_rl.orchestrator.batching.packing import pack
+from prime_rl.orchestrator.batching.row_flops import TOKENS, RowCost
+from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
+from prime_rl.orchestrator.dispatcher import Dispatcher
+from prime_rl.orchestrator.health.event_loop_lag import EventLoopLag
+from prime_rl.orchestrator.health.progress_watchdog import INFERENCE, TRAINER, ProgressWatchdog
+from prime_rl.orchestrator.inference.inference_pool import InferencePool
+from prime_rl.orchestrator.inference.inference_server import InferenceServer
+from prime_rl.orchestrator.ledger.ledger import Ledger, LedgerState, read_ledger
+from prime_rl.orchestrator.online_eval.online_evaluation import EvalSchedule, OnlineEvaluator
+from prime_rl.orchestrator.orchestrator_checkpoint import OrchestratorState, write_checkpoint_part
+from prime_rl.orchestrator.resume import START, StartPoint, TrainerRolledBack, find_rollback, resume_directory
+from prime_rl.orchestrator.sample_files import SampleFiles
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
-from prime_rl.orchestrator.server import Server
-from prime_rl.orchestrator.stream import Source, Stream
-from prime_rl.orchestrator.vigil import INFERENCE, TRAINER, Vigil
-from prime_rl.run.artifact import MANIFEST
-from prime_rl.run.batch import Batch, write_batch
-from prime_rl.run.heart import Heartbeat
-from prime_rl.run.peers import Peers
-from prime_rl.run.wait import changes
-from prime_rl.supervisor.process import is_supervised
-from prime_rl.types import Group
+from prime_rl.rollouts.token_accounting import DiscardedWork
+from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
+from prime_rl.storage.artifact import MANIFEST
+from prime_rl.storage.batch import Batch, write_batch
+from prime_rl.storage.progress import Progress, read_progress
+from prime_rl.storage.wait_for import watch_directory
+
+Written = TypeVar("Written")
 
 
 class Orchestrator:
@@ -45,226 +72,244 @@ class Orchestrator:
     def __init__(
         self,
         config: OrchestratorConfig,
-        environments: Sequence[TrainEnvironment],
-        servers: Sequence[Server],
+        pools: Sequence[EnvironmentPool],
+        servers: Sequence[InferenceServer],
         monitor: Monitor,
         row_cost: RowCost = TOKENS,
-        schedules: Sequence[Schedule] = (),
-        beginning: Beginning = START,
-        heart: Heartbeat | None = None,
+        schedules: Sequence[EvalSchedule] = (),
+        start_point: StartPoint = START,
+        heartbeat: HeartbeatWriter | None = None,
     ) -> None:
-        """Put the parts together; nothing runs yet.
-
-        Args:
-            config: of the orchestrator.
-            environments: those of `config.env`, started.
-            servers: the inference servers.
-            monitor: takes the metrics.
-            row_cost: what a row costs the trainer.
-            schedules: evaluations beside training.
-            beginning: where the run begins, or goes on.
-            heart: of this process; None says nothing to anybody.
-
-        Raises:
-            ConfigError, RunError: the ledger, or the checkpoint, is not of this configuration, or cannot be read.
-        """
+        """Connect the parts; `run` starts them. `pools` are the started environments of `config.env`."""
         self._config = config
-        self._environments = environments
+        self._pools = pools
         self._monitor = monitor
         self._row_cost = row_cost
+        self._start_point = start_point
         self._paths = config.run_paths
         self._wake = asyncio.Event()
-        self._tally = Tally()
-        self._lag = LoopLag()
+        self._can_dispatch = asyncio.Event()
+        self._counters = RunCounters()
+        self._lag = EventLoopLag()
+        self._signal = LearningSignalMonitor()
         self._advantage = advantage_function(config.advantage)
-        self._policy = Policy(
-            servers,
-            self._paths,
-            self._wake.set,
-            self._before_switch,
-            config.on_refused_weights,
+        self._inference = InferencePool(
+            servers, self._paths, self._on_change, lambda: self._evaluator.before_switch(), config.on_invalid_weights,
             config.client.reconnect_seconds,
-        )
-        self._heart = heart or Heartbeat(self._paths, "orchestrator", "orchestrator")
-        limits, by_hand = config.heartbeat.limits, not is_supervised()
+        )  # fmt: skip
+        self._heartbeat = heartbeat or HeartbeatWriter(self._paths, "orchestrator", "orchestrator")
+        limits, standalone = config.heartbeat.limits, not is_supervised()
         peers = {
-            TRAINER: Peers(self._paths, TRAINER, limits, judges=by_hand),
-            INFERENCE: Peers(self._paths, INFERENCE, limits, judges=by_hand, heard_otherwise=True),
+            TRAINER: PeerMonitor(self._paths, TRAINER, limits, raises=standalone),
+            INFERENCE: PeerMonitor(self._paths, INFERENCE, limits, raises=standalone, answers_requests=True),
         }
-        self._vigil = Vigil(self._heart, peers, config.wait_timeout_seconds)
-        self._ended = 0
-        self._evaluator = OnlineEvaluator(schedules, self._policy, monitor, self._paths)
-        self._beginning = beginning
-        self._writing: asyncio.Future[Batch] | None = None
-        state = read_ledger(self._paths, beginning.branch) if config.restart else None
-        cut = beginning.cut
-        stream = _stream(config, environments)
-        if state is not None:
-            self._ledger = Ledger.resume(self._paths, stream, state)
-        else:
-            self._ledger = Ledger.start(self._paths, beginning.branch, stream, cut.base if cut else None)
+        self._watchdog = ProgressWatchdog(self._heartbeat, peers, config.wait_timeout_seconds)
+        self._num_ended = 0
+        self._progress = Progress()
+        self._evaluator = OnlineEvaluator(schedules, self._inference, monitor, self._paths)
+        self._writing: asyncio.Future[Any] | None = None
+        self._samples = SampleFiles(self._paths, config.num_samples_per_batch, config.num_kept_sample_files)
+        self._ledger: Ledger
+        self._scheduler: DeadlineScheduler
+        self._dispatcher: Dispatcher
+
+    async def run(self) -> None:
+        """Ship all batches, switch inference to the last version, release the servers.
+
+        Raises:
+            ConfigError: the ledger or the checkpoint does not belong to this configuration.
+            RunError: a file cannot be read, a wait timed out, inference is lost, or every environment keeps failing.
+            TrainerRolledBack: the trainer started a newer branch; the servers stay leased for it.
+        """
+        config, version = self._config, self._start_point.version
+        self._heartbeat.enter("read the ledger", config.wait_timeout_seconds)
+        self._restore(*await asyncio.to_thread(self._open_ledger))
+        try:
+            await self._evaluator.read_history()
+            start = self._inference.start(config.wait_timeout_seconds, version, config.restart)
+            await self._watchdog.start(start, INFERENCE)
+            await self._run_tasks()
+        finally:
+            if self._writing is not None and not self._writing.done():  # it must not appear after its branch ended
+                await asyncio.wait({self._writing})
+                self._writing.exception()  # retrieved and ignored: the run already ended with an earlier error
+            await self._dispatcher.warnings.close()
+            try:
+                await asyncio.to_thread(self._ledger.close)
+            except RunError as error:  # must not hide the error that the run ended with
+                logger.error("ledger: the last records were not written: {}", error)
+
+    def _open_ledger(self) -> tuple[Ledger, LedgerState | None]:
+        """Start a ledger, or read it and replay the stream; takes seconds, so it runs in a thread."""
+        config, branch, checkpoint = self._config, self._start_point.branch, self._start_point.state
+        state = read_ledger(self._paths, branch) if config.restart else None
+        next_step = state.positions.next_step if state else checkpoint.step if checkpoint else 0
+        if config.max_steps is not None and next_step > config.max_steps:
+            raise ConfigError(
+                f"max_steps = {config.max_steps}, but {next_step} batches were shipped before in "
+                f"{self._paths.rollouts_dir}; set it to {next_step} or more"
+            )
+        self._progress = read_progress(self._paths, next_step)
+        sources = [
+            StreamEnvironment(pool.name, len(pool), env.weight, config.buffer)
+            for pool, env in zip(self._pools, config.env, strict=True)
+        ]
+        stream = ExampleStream(sources, config.seed)
+        if state is None:
+            return Ledger.start(self._paths, branch, stream, checkpoint.base if checkpoint else None), None
+        return Ledger.resume(self._paths, stream, state), state
+
+    def _restore(self, ledger: Ledger, state: LedgerState | None) -> None:
+        """Build the scheduler and the dispatcher, and restore the groups of the ledger or of the checkpoint."""
+        config, checkpoint, self._ledger = self._config, self._start_point.state, ledger
         self._scheduler = DeadlineScheduler(
             config.batch_size // config.rollouts_per_example,
             config.async_level,
             config.max_steps,
-            next_step=self._ledger.positions.next_step,
+            next_step=ledger.positions.next_step,
             max_off_policy_steps=config.max_off_policy_steps,
         )
         self._dispatcher = Dispatcher(
-            config, environments, self._policy, self._scheduler, self._ledger, self._tally, self._group_ended
+            config, self._pools, self._inference, self._scheduler, ledger, self._counters, self._group_ended
         )
         if state is not None:
-            self._restore(state)
-        elif cut is not None:
-            self._go_on_from(cut)
+            for group_id, why in state.damaged.items():
+                logger.warning("finished group {} cannot be read and is sampled again: {}", group_id, why)
+            self._dispatcher.restore(state.finished.values(), {})
+        elif checkpoint is not None:
+            self._dispatcher.restore(checkpoint.finished, checkpoint.lengths)
+        else:
+            return
+        logger.info(
+            "branch {} continues with batch {}: {} groups are finished, {} are dispatched again",
+            self._start_point.branch, self._scheduler.next_step, len(self._dispatcher.complete),
+            len(ledger.positions.unfinished),
+        )  # fmt: skip
 
-    async def run(self) -> None:
-        """Ship all batches, bring inference to the last version, give its lease back.
-
-        Raises:
-            RunError: a wait passed its deadline, inference is gone, or the environment fails all the time.
-            Rewound: the trainer has begun a newer branch; the lease is kept for it.
-        """
-        config, version = self._config, self._beginning.version
-        start = self._policy.start(config.wait_timeout_seconds, version, goes_on=config.restart)
-        try:
-            await self._vigil.start(start, INFERENCE)
-            await self._work_leased()
-        finally:
-            await self._end_writing()
-            await self._close_ledger()
-
-    async def _work_leased(self) -> None:
-        lease_stays = False
-        try:
-            await self._work()
-        except Rewound:
-            lease_stays = True
-            raise
-        finally:
-            if not lease_stays:
-                await self._policy.release()
-
-    async def _work(self) -> None:
-        stop = asyncio.Event()
+    async def _run_tasks(self) -> None:
+        config, stop, keep_lease = self._config, asyncio.Event(), False
         try:
             async with asyncio.TaskGroup() as tasks:
-                if not self._config.bench:
+                if not config.bench:
                     tasks.create_task(self._follow_trainer(stop))
-                tasks.create_task(self._policy.watch(stop))
-                tasks.create_task(self._policy.keep(stop))
+                tasks.create_task(self._inference.follow_weights(stop))
+                tasks.create_task(self._inference.maintain(stop))
                 tasks.create_task(self._lag.measure(stop))
-                if self._config.concurrency.adaptive and self._config.max_concurrent is None:
-                    tasks.create_task(self._policy.observe_load(stop, self._config.concurrency.interval))
+                adapts = config.concurrency.adaptive and config.max_concurrent is None
+                tasks.create_task(self._inference.observe_load(stop, config.concurrency.interval_seconds, adapts))
+                tasks.create_task(self._keep_admitting(tasks, stop))
                 await self._ship_all(tasks)
-                if not self._config.bench:  # then there is no trainer that could publish it
-                    await self._wait_for_last_version()
-                self._heart.enter("finish the evaluations", waiting_for=INFERENCE)
-                await self._evaluator.finish(self._policy.version)
+                wait = config.wait_for_final_version and not config.bench  # a benchmark has no trainer
+                while wait and self._inference.version < self._scheduler.next_step:
+                    self._wake.clear()
+                    await self._wait_for_progress()
+                self._heartbeat.enter("finish the evaluations", waiting_for=INFERENCE)
+                await self._evaluator.finish(self._inference.version)
                 stop.set()
+                self._can_dispatch.set()
         except ExceptionGroup as group:
-            raise _first(group.subgroup(Rewound) or group) from group
+            rolled_back = group.subgroup(TrainerRolledBack)
+            keep_lease = rolled_back is not None
+            raise first_exception(rolled_back or group) from group
+        finally:
+            if not keep_lease:
+                await self._inference.release()
 
     async def _follow_trainer(self, stop: asyncio.Event) -> None:
-        """Raise Rewound as soon as the trainer has begun a newer branch."""
+        """Raise TrainerRolledBack as soon as the trainer starts a newer branch."""
         directory = self._paths.root if self._config.ckpt is None else resume_directory(self._config)
-        async for _ in changes(directory, stop):
-            if (resume := find_rewind(self._config, self._beginning.branch)) is not None:
-                raise Rewound(resume)
-
-    async def _end_writing(self) -> None:
-        """Wait for a batch that a thread still writes: it must not appear after its branch has ended."""
-        if self._writing is not None and not self._writing.done():
-            await asyncio.wait({self._writing})
-            self._writing.exception()  # told to nobody: what ended the run came before it
-
-    async def _close_ledger(self) -> None:
-        """Write what waits; all that a batch builds upon is on disk already."""
-        try:
-            await asyncio.to_thread(self._ledger.close)
-        except RunError as error:  # it must not hide what the run ended with
-            logger.error("the ledger is not complete: {}", error)
+        async for _ in watch_directory(directory, stop):
+            resume = await run_in_daemon_thread(find_rollback, self._config, self._start_point.branch)
+            if resume is not None:
+                raise TrainerRolledBack(resume)
 
     def _group_ended(self) -> None:
-        self._ended += 1
+        self._num_ended += 1
+        self._on_change()
+
+    def _on_change(self) -> None:
         self._wake.set()
+        self._can_dispatch.set()
 
-    async def _before_switch(self) -> None:
-        await self._evaluator.before_switch()
-
-    def _restore(self, state: LedgerState) -> None:
-        for group_id, why in state.damaged.items():
-            logger.warning("group {} was finished and is played again: {}", group_id, why)
-        self._dispatcher.restore(list(state.finished.values()), state.unfinished, state.waiting)
-        logger.info(
-            "going on with batch {}: {} groups are finished, {} are dispatched again",
-            self._scheduler.next_step, len(state.finished), len(state.unfinished),
-        )  # fmt: skip
-
-    def _go_on_from(self, cut: Cut) -> None:
-        for known in cut.finished:
-            self._ledger.done(known.group)
-        self._dispatcher.restore(cut.finished, cut.unfinished, cut.waiting, cut.lengths)
-        logger.info(
-            "branch {} begins with batch {}: {} groups are finished, {} are dispatched again",
-            self._beginning.branch, cut.step, len(cut.finished), len(cut.unfinished),
-        )  # fmt: skip
+    async def _keep_admitting(self, tasks: asyncio.TaskGroup, stop: asyncio.Event) -> None:
+        """Start groups as soon as they can be admitted, also while a batch is written."""
+        while not stop.is_set():
+            self._can_dispatch.clear()
+            self._dispatcher.admit(tasks)
+            await self._can_dispatch.wait()
 
     async def _ship_all(self, tasks: asyncio.TaskGroup) -> None:
         while not self._scheduler.finished:
             self._wake.clear()
-            self._evaluator.on_switch(self._policy.version, tasks)
+            self._evaluator.on_switch(self._inference.version, tasks)
             self._dispatcher.admit(tasks)
-            while (group_ids := self._scheduler.ready()) is not None:
+            if (group_ids := self._scheduler.ready()) is not None:
                 await self._ship(group_ids)
-                self._dispatcher.admit(tasks)
-            self._tally.wait_for_policy(not self._scheduler.in_flight)
-            if not self._scheduler.finished:
-                await self._wait_for_progress()
+                continue
+            self._counters.set_blocked(not self._scheduler.in_flight)
+            await self._wait_for_progress()
 
     async def _ship(self, group_ids: list[int]) -> None:
-        """Write batch n, then its metrics; the rename of the batch is what ships it."""
-        step = self._scheduler.next_step
+        """Write batch n, then its metrics. The batch counts as shipped when its directory is renamed into place."""
+        config, step = self._config, self._scheduler.next_step
+        self._heartbeat.enter(f"write batch {step}", config.wait_timeout_seconds, step=step)
         groups = [self._dispatcher.complete.pop(group_id) for group_id in group_ids]
-        advantages = self._advantage([self._dispatcher.scores(group) for group in groups])
-        await self._ledger.flush()
-        cut = self._cut(step, group_ids)
-        self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, step, groups, advantages, cut))
-        batch = await asyncio.shield(self._writing)
-        # No await before the ledger and the scheduler know: a draw must not slip in between.
+        shaping, zero_truncated = config.reward_shaping, config.zero_truncated_completions
+        advantages = self._advantage([shaped_scores(shaping, group, zero_truncated) for group in groups])
+        await self._ledger.flush()  # everything that the batch builds on is on disk before the batch (I3)
+        canaries = await self._inference.base_canaries() if step == 0 else []
+        state = self._checkpoint_state(step, group_ids)
+        batch = await self._in_thread(lambda: self._write(step, groups, advantages, state, canaries))
+        # No await before the ledger and the scheduler are updated: no group may be admitted in between.
         self._ledger.shipped(step, group_ids)
-        self._ledger.delete_spool(group_ids)
         self._scheduler.ship(group_ids)
-        filled = len(self._dispatcher.filled.intersection(group_ids))
+        num_filled = len(self._dispatcher.filled.intersection(group_ids))
         self._dispatcher.shipped(group_ids)
-        self._tally.shipped(batch)
-        await self._report(step, groups, advantages, batch, {"batch/filled_degenerate": filled})
+        self._counters.shipped(batch)
+        self._progress.count_batch(batch)
+        await self._report(step, groups, advantages, batch, num_filled)
 
-    def _cut(self, step: int, group_ids: Sequence[int]) -> Cut | None:
-        """Return the state after batch `step`, if a checkpoint is due then."""
-        ckpt, done = self._config.ckpt, step + 1
-        if ckpt is None or self._config.bench or (done % ckpt.interval and done != self._config.max_steps):
+    async def _in_thread(self, write: Callable[[], Written]) -> Written:
+        """Write something in a thread, which `run` waits for if it ends meanwhile."""
+        self._writing = writing = asyncio.ensure_future(asyncio.to_thread(write))
+        return await asyncio.shield(writing)
+
+    def _checkpoint_state(self, step: int, group_ids: Sequence[int]) -> Callable[[], OrchestratorState] | None:
+        """Return a function that builds the state after batch `step`; None if no checkpoint is due then."""
+        ckpt, num_done = self._config.ckpt, step + 1
+        if ckpt is None or self._config.bench or (num_done % ckpt.interval and num_done != self._config.max_steps):
             return None
-        return self._dispatcher.cut(done, self._ledger.state_after(step, group_ids))
+        snapshot, lengths = self._ledger.snapshot(), self._dispatcher.lengths.copy()
+        finished = list(self._dispatcher.complete.values())
+        return lambda: OrchestratorState(num_done, snapshot.state_after(step, group_ids), finished, lengths.state())
 
     def _write(
-        self, step: int, groups: Sequence[Group], advantages: Sequence[NDArray[np.float64]], cut: Cut | None
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: Sequence[NDArray[np.float64]],
+        state: Callable[[], OrchestratorState] | None,
+        canaries: Sequence[dict[str, Any]],
     ) -> Batch:
-        config, branch = self._config, self._beginning.branch
+        config, branch = self._config, self._start_point.branch
         batch = pack(groups, advantages, config.seq_len, self._row_cost, config.mask_truncated_completions)
         oldest = int(batch.versions[batch.versions >= 0].min())
-        if step - oldest > config.bound:
+        if step - oldest > config.max_staleness:
             raise AssertionError(
-                f"I1 broken: batch {step} holds tokens of version {oldest}, the bound is {config.bound}"
+                f"batch {step} holds tokens of version {oldest}, staleness bound {config.max_staleness} (I1)"
             )
-        fields = {"branch": branch, "step": step, "async_level": config.async_level}
+        fields: dict[str, Any] = {"branch": branch, "step": step, "async_level": config.async_level}
+        fields |= {"base_canaries": list(canaries)} if canaries else {}
+        progress = replace(self._progress)
+        progress.count_batch(batch)
+        fields["progress"] = asdict(progress)
 
-        def save(temporary: Path) -> None:
-            if cut is not None and config.ckpt is not None:
-                checkpoint = self._paths.root / config.ckpt.path / f"step_{cut.step}"
-                write_cut(checkpoint, cut, branch, temporary / MANIFEST, config)
+        def before_rename(temporary: Path) -> None:
+            if state is not None and config.ckpt is not None:
+                checkpoint = self._paths.root / config.ckpt.path / f"step_{step + 1}"
+                write_checkpoint_part(checkpoint, state(), branch, temporary / MANIFEST, config)
 
-        write_batch(self._paths.rollouts(step), batch, fields, save)
+        write_batch(self._paths.rollouts(step), batch, fields, before_rename)
         return batch
 
     async def _report(
@@ -273,64 +318,60 @@ class Orchestrator:
         groups: Sequence[Group],
         advantages: Sequence[NDArray[np.float64]],
         batch: Batch,
-        more: Mapping[str, float],
+        num_filled: int,
     ) -> None:
+        losses = DiscardedWork.total(pool.discarded for pool in self._pools)
         metrics = {
-            **more,
-            **{f"error/{env.pool.name}": 0 for env in self._environments},
+            "batch/zero_advantage_filler": num_filled,
+            **{f"dropped/error/{pool.name}": 0 for pool in self._pools},
             **batch_metrics(step, groups, advantages, batch, self._config.seq_len),
-            **self._tally.next_batch(self._dispatcher.complete.values()),
+            **self._counters.next_batch(self._dispatcher.complete.values(), losses, self._config.pass_threshold),
+            **self._progress.metrics(),
+            **rollout_times(self._pools),
             **self._ledger.stream.metrics(),
             **self._lag.metrics(),
-            **self._policy.metrics(),
-            "workers/deaths": sum(env.pool.deaths for env in self._environments),
+            **self._dispatcher.metrics(),
+            **self._inference.metrics(),
+            "env_workers/restarts": sum(pool.deaths for pool in self._pools),
         }
-        rows = sample_rows(groups, advantages)
-        await asyncio.to_thread(write_rows, self._paths.samples(step), rows)
-        self._monitor.log(step, metrics)
-        self._monitor.log_samples(step, rows)
-        distributions = {
-            "reward": np.concatenate([group.rewards for group in groups]),
-            "advantage": np.concatenate(advantages),
-            "completion_len": np.concatenate([group.lengths for group in groups]),
-        }
-        self._monitor.log_distributions(step, distributions)
+
+        def write() -> None:
+            rows = self._samples.write(step, groups, advantages)
+            self._monitor.log(step, metrics)
+            self._monitor.log_samples(step, rows)
+            distributions = {
+                "reward": np.concatenate([group.rewards for group in groups]),
+                "advantage": np.concatenate(advantages),
+                "completion_len": np.concatenate([group.lengths for group in groups]),
+            }
+            self._monitor.log_distributions(step, distributions)
+
+        if (warning := self._signal.add({"step": step, **metrics})) is not None:
+            logger.warning("{}", warning)
+        await self._in_thread(write)
         logger.info(
             "batch {}: reward {:.3f}, staleness max {:.0f}, {:.2f} s",
             step, metrics["reward/mean"], metrics["staleness/max"], metrics["time/step"],
         )  # fmt: skip
 
     async def _wait_for_progress(self) -> None:
-        """Wait until a group ends or more may be dispatched than before; both set `_wake`."""
-        step, flying = self._scheduler.next_step, self._scheduler.in_flight
-        if not flying:
-            self._policy.end_if_refused(step)
-        mark = step, self._policy.version, self._ended
-        if flying or not any(server.up for server in self._policy.servers):
-            names = ", ".join(env.pool.name for env in self._environments)
-            who = f"{flying} groups in flight at environment {names}"
-            await self._vigil.wait(self._wake, mark, f"sample batch {step}", INFERENCE, who)
+        """Wait until a group ends or more groups can be dispatched; both set `_wake`."""
+        step, in_flight, version = self._scheduler.next_step, self._scheduler.in_flight, self._inference.version
+        pausing = [] if in_flight else self._dispatcher.pausing
+        if not in_flight and not pausing:
+            self._inference.raise_if_refused(step)
+        progress_token = step, version, self._num_ended
+        if in_flight or pausing or not any(server.up for server in self._inference.servers):
+            names = ", ".join(pausing or [pool.name for pool in self._pools])
+            waiting_for = f"environment {names}, which fails" if pausing else f"{in_flight} groups in flight at {names}"
+            phase, unblock = f"sample batch {step}", self._dispatcher.end_stuck
+            await self._watchdog.wait(
+                self._wake, progress_token, phase, INFERENCE, waiting_for, unblock, step=step, version=version
+            )
         else:
-            version = self._policy.version + 1
-            who = f"the trainer to publish version {version} ({self._paths.log(TRAINER)})"
-            await self._vigil.wait(self._wake, mark, f"wait for version {version}", TRAINER, who)
-
-    async def _wait_for_last_version(self) -> None:
-        """Stay until inference samples from what the last batch made, so that it serves the trained policy."""
-        while self._policy.version < self._scheduler.next_step:
-            self._wake.clear()
-            await self._wait_for_progress()
-
-
-def _stream(config: OrchestratorConfig, environments: Sequence[TrainEnvironment]) -> Stream:
-    sources = [
-        Source(env.pool.name, len(env.pool), given.weight, config.buffer)
-        for env, given in zip(environments, config.env, strict=True)
-    ]
-    return Stream(sources, config.seed)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first exception of a group, of whatever depth: task groups nest."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+            version += 1
+            waiting_for = f"the trainer to publish version {version}{self._paths.log_hint(TRAINER)}"
+            phase = f"wait for version {version}"
+            await self._watchdog.wait(
+                self._wake, progress_token, phase, TRAINER, waiting_for, step=step, version=version
+            )

@@ -1,9 +1,9 @@
-"""I1 bound and I2 nothing wasted: which group may start, and which groups make batch n."""
+"""Decides which groups may start and which groups form batch n, so that the staleness bound holds (I1)."""
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 UNBOUNDED = float("inf")
 
@@ -19,24 +19,24 @@ class DeadlineScheduler:
     """Admits groups and picks batches so that no token of batch n is older than version n - m. No I/O, no clock.
 
     Symbols: n the next batch to ship, B groups a batch, M batches in all, k = `async_level` the pace at which groups
-    are started, m = `max_off_policy_steps` the bound, m >= k and m = k unless set. A group that starts while its server
-    samples from version v gets the deadline d = v + m, the last batch it may join: its tokens come from version v or
-    newer, so in batch n <= d none is staler than n - v <= m. The bound then holds by construction if every group ships
-    by its deadline; every group can, if the batches have room. That is invariant
+    start, m = `max_off_policy_steps` the bound, m >= k and m = k unless set. A group that starts while its server
+    samples from version v gets the deadline d = v + m, the last batch that it may join. Its tokens come from version v
+    or newer, so their staleness in batch n <= d is at most n - v <= m. The bound holds if every group ships by its
+    deadline, which is possible if the groups due by e fit into the batches left until e:
 
         F:  for every e >= n:   #{unshipped groups with deadline <= e}  <=  (min(e, M - 1) - n + 1) * B
 
-    the groups due by e fit into the batches that are left until e. Each transition keeps F:
+    Each transition keeps F:
 
         admit    at v, if for every e >= v + k >= n:
                      #{unshipped, version <= e - k} + 1  <=  (min(e, M - 1) - n + 1) * B + credit      (the pace)
                  and for every e >= v + m:
                      #{unshipped, deadline <= e} + 1     <=  (min(e, M - 1) - n + 1) * B               (F itself)
         ship     the B complete groups with the earliest deadlines, if F holds for the rest with n + 1 in place of n;
-                 otherwise wait for a group with an earlier deadline, although enough others are complete
-        drop     (error, filter) only takes a group away, which relaxes F: another may be admitted
-        repin    a group whose server died starts again elsewhere, at version w: d = w + m, if F holds with it. At
-                 w >= v it always does, for a later deadline only relaxes F
+                 otherwise wait for a group with an earlier deadline
+        drop     (error, filter) removes a group, which relaxes F: another may be admitted
+        repin    a group whose server was lost starts again on another server at version w: d = w + m, if F holds
+                 with it, which is always true for w >= v
 
           repin
           +---+
@@ -45,25 +45,22 @@ class DeadlineScheduler:
             |                     |
             +---------drop--------+-------------> dropped, under a reason counted by the caller
 
-    With m = k pace and F are one condition. With m > k the pace is the tighter one (F at e is the pace at e - m + k):
-    no more groups are in flight than with m = k, so a group is as fresh as before unless it is a straggler, and a
-    batch is held up for stragglers m - k batches later.
+    With m = k, the pace and F are the same condition. With m > k the pace is stricter (F at e is the pace at e - m +
+    k): no more groups are in flight than with m = k, and a batch waits for a straggler m - k batches later.
 
-    F is not only sufficient but necessary: where it fails at e, more groups are due by e than batches until e can take,
-    so one will be thrown away unless another is dropped first. Hence `credit`, the groups that are admitted beyond the
-    pace in expectation of drops, never goes beyond F: it is worth at most the slack between the two, nothing at m = k
-    (where the pace has (k + 1) * B groups in flight for batch n, more than any oversampling asks for).
+    F is also necessary: if it fails at e, more groups are due by e than the batches until e can take. So `credit`, the
+    groups admitted beyond the pace because drops are expected, never exceeds F. It has no effect at m = k, where the
+    pace already allows (k + 1) * B groups in flight.
 
     Progress: let all groups in flight be complete, U of them unshipped, and all servers at version n < M. If U < B, a
-    group can be admitted: both conditions ask for no more than U + 1 <= B. If U >= B, batch n can ship: at each e,
+    group can be admitted: both conditions require at most U + 1 <= B. If U >= B, batch n can ship: at each e,
     either all B that ship have deadlines <= e, and both sides of F fall by B, or all with deadlines <= e ship.
 
     Example, k = m = 1, B = 2: a, b, c, d start at version 0 (d = 1). c and d finish first: batch 0 = {c, d}. Version 1
     is published; e and f start (d = 2). Batch 1 must be {a, b}: it waits for b although a and e are complete. With
     m = 2, a and b have deadline 2, e and f deadline 3: batch 1 is {a, e}, and b joins batch 2.
 
-    Counts are kept per deadline, of which there are at most m + 1 and a few: `can_admit` and `ready` cost the same for
-    ten groups in flight as for ten thousand.
+    Counts are kept per deadline, so the cost of `can_admit` and `ready` does not depend on the groups in flight.
     """
 
     def __init__(
@@ -75,19 +72,7 @@ class DeadlineScheduler:
         max_off_policy_steps: int | None = None,
         credit: int = 0,
     ) -> None:
-        """Start before batch `next_step`.
-
-        Args:
-            batch_groups: groups in a batch, B >= 1.
-            async_level: the pace k >= 0, in steps.
-            max_steps: M, number of batches in all; None is endless.
-            next_step: n, the first batch to ship.
-            max_off_policy_steps: the bound m >= k, in steps; None is k.
-            credit: groups admitted beyond the pace, see `credit`.
-
-        Raises:
-            ValueError: m < k, or a credit at k = 0.
-        """
+        """Start before batch `next_step`. By default M is unlimited, and m = k."""
         self.batch_groups = batch_groups
         self.async_level = async_level
         self.max_off_policy_steps = async_level if max_off_policy_steps is None else max_off_policy_steps
@@ -100,15 +85,11 @@ class DeadlineScheduler:
         self._entries: dict[int, _Entry] = {}
         self._due: Counter[int] = Counter()
         self._complete: dict[int, set[int]] = {}
-        self._complete_count = 0
+        """Complete groups by their deadline."""
 
     @property
     def credit(self) -> int:
-        """Groups that may be admitted beyond the pace, as many as are expected to be dropped; may be set at any time.
-
-        It yields to F, so nothing is wasted if the drops do not come: the surplus ships in later batches. At k = 0,
-        where a batch waits for its own version, it is refused.
-        """
+        """Groups that may be admitted beyond the pace because drops are expected; never beyond F. Refused at k = 0."""
         return self._credit
 
     @credit.setter
@@ -122,7 +103,7 @@ class DeadlineScheduler:
     @property
     def in_flight(self) -> int:
         """Groups that were admitted and are not complete."""
-        return len(self._entries) - self._complete_count
+        return len(self._entries) - sum(map(len, self._complete.values()))
 
     @property
     def placed(self) -> int:
@@ -131,11 +112,11 @@ class DeadlineScheduler:
 
     @property
     def finished(self) -> bool:
-        """Every batch was shipped."""
+        """Whether every batch was shipped."""
         return self.max_steps is not None and self.next_step >= self.max_steps
 
     def version(self, group_id: int) -> int:
-        """Return the version that the group's server sampled from when the group started; no token of it is older."""
+        """Return the version at the group's dispatch; no token of it is older."""
         return self._entries[group_id].version
 
     def deadline(self, group_id: int) -> int:
@@ -143,7 +124,7 @@ class DeadlineScheduler:
         return self._entries[group_id].deadline
 
     def can_admit(self, version: int) -> bool:
-        """Tell whether a group may start now at policy version `version`: it will find room, and the pace allows it."""
+        """Return whether F and the pace allow a group to start now at `version`."""
         pace = version + self.async_level
         return (
             pace >= self.next_step
@@ -152,48 +133,42 @@ class DeadlineScheduler:
         )
 
     def admit(self, group_id: int, version: int) -> int:
-        """Start group `group_id` at policy version `version`; returns its deadline.
-
-        Raises:
-            ValueError: F or the pace forbids it, or the group is known already.
-        """
+        """Start group `group_id` at `version`; return its deadline. Raises ValueError if F or the pace forbids it."""
         if not self.can_admit(version):
             raise ValueError(f"group {group_id} at version {version} would break the bound at batch {self.next_step}")
         return self._add(group_id, version)
 
-    def restore(self, group_id: int, deadline: int, complete: bool) -> None:
-        """Take a group over from an earlier process, with the deadline it had.
+    def can_restore(self, version: int) -> bool:
+        """Return whether F allows a group that an earlier process started at `version`."""
+        return self._fits(self._due, version + self.max_off_policy_steps)
 
-        What a snapshot holds kept F when it was taken, and F holds for any part of it. Groups in flight, whose tokens
-        are lost, need no `restore`: they are admitted again, at the version that is sampled from now.
+    def restore(self, group_id: int, version: int) -> None:
+        """Add a complete group that an earlier process started at `version`.
 
-        Raises:
-            ValueError: F forbids it (a snapshot of other settings), or the group is known already.
+        With unchanged settings this always keeps F; with other settings check `can_restore` first. Groups in flight
+        are not restored: they are admitted again at the current version. Raises ValueError if F forbids it.
         """
-        if not self._fits(self._due, deadline):
-            raise ValueError(f"group {group_id} with deadline {deadline} finds no room from batch {self.next_step} on")
-        self._add(group_id, deadline - self.max_off_policy_steps)
-        if complete:
-            self.complete(group_id)
+        if not self.can_restore(version):
+            raise ValueError(
+                f"group {group_id} of version {version} does not fit into the batches from {self.next_step} on"
+            )
+        self._add(group_id, version)
+        self.complete(group_id)
 
     def can_repin(self, group_id: int, version: int) -> bool:
-        """Tell whether the incomplete group may start again at `version`; where not, the caller waits or drops it."""
+        """Return whether the incomplete group may start again at `version`."""
         due = self._due.copy()
         due[self._entries[group_id].deadline] -= 1
         return self._fits(due, version + self.max_off_policy_steps)
 
     def repin(self, group_id: int, version: int) -> int:
-        """Start the incomplete group again, from its first token, at `version`; returns its new deadline.
-
-        Raises:
-            ValueError: F forbids it (`version` is older than the one it had), or the group is complete.
-        """
+        """Start the incomplete group again at `version`, not older than before; return its new deadline."""
         entry = self._entries[group_id]
         if entry.complete:
             raise ValueError(f"group {group_id} is complete")
         if not self.can_repin(group_id, version):
             raise ValueError(f"group {group_id} at version {version} would break the bound at batch {self.next_step}")
-        self._remove(group_id)
+        self.drop(group_id)
         return self._add(group_id, version)
 
     def complete(self, group_id: int) -> None:
@@ -203,30 +178,33 @@ class DeadlineScheduler:
             raise ValueError(f"group {group_id} is complete already")
         entry.complete = True
         self._complete.setdefault(entry.deadline, set()).add(group_id)
-        self._complete_count += 1
 
     def drop(self, group_id: int) -> None:
-        """Forget a group that will not be trained on."""
-        self._remove(group_id)
+        """Remove a group that will not be trained on, or that was shipped."""
+        entry = self._entries.pop(group_id)
+        self._due[entry.deadline] -= 1
+        if not self._due[entry.deadline]:
+            del self._due[entry.deadline]
+        if entry.complete:
+            self._complete[entry.deadline].remove(group_id)
+            if not self._complete[entry.deadline]:
+                del self._complete[entry.deadline]
 
     def ready(self) -> list[int] | None:
-        """Choose batch n: B group ids, earliest deadlines first, or None if it must wait."""
-        if self.finished or self._complete_count < self.batch_groups:
-            return None
-        missing, rest = self.batch_groups, self._due.copy()
-        for deadline in sorted(self._complete):
-            taken = min(missing, len(self._complete[deadline]))
-            rest[deadline] -= taken
-            missing -= taken
-        if not self._feasible(rest, self.next_step + 1):
-            return None
+        """Choose batch n: B group ids, earliest deadlines first; None if it must wait."""
         order = chain.from_iterable(sorted(self._complete[deadline]) for deadline in sorted(self._complete))
-        return sorted(group_id for group_id, _ in zip(order, range(self.batch_groups), strict=False))
+        chosen = list(islice(order, self.batch_groups))
+        if self.finished or len(chosen) < self.batch_groups:
+            return None
+        rest = self._due - Counter(self._entries[group_id].deadline for group_id in chosen)
+        if any(total > self._capacity(at, self.next_step + 1) for at, total in _running(rest)):
+            return None  # F would fail, which it can only at a deadline
+        return sorted(chosen)
 
     def ship(self, group_ids: list[int]) -> None:
-        """Record that batch n, as `ready` chose it, was shipped; n becomes n + 1."""
+        """Record that batch n, as chosen by `ready`, was shipped; n becomes n + 1."""
         for group_id in group_ids:
-            self._remove(group_id)
+            self.drop(group_id)
         self.next_step += 1
 
     def _add(self, group_id: int, version: int) -> int:
@@ -237,37 +215,22 @@ class DeadlineScheduler:
         self._due[deadline] += 1
         return deadline
 
-    def _remove(self, group_id: int) -> None:
-        entry = self._entries.pop(group_id)
-        self._due[entry.deadline] -= 1
-        if not self._due[entry.deadline]:
-            del self._due[entry.deadline]
-        if entry.complete:
-            self._complete_count -= 1
-            self._complete[entry.deadline].remove(group_id)
-            if not self._complete[entry.deadline]:
-                del self._complete[entry.deadline]
-
     def _fits(self, due: Counter[int], deadline: int, shift: int = 0, extra: int = 0) -> bool:
-        """Test whether one more group due at `deadline` fits, beside those of `due` moved `shift` batches earlier."""
+        """Return whether one more group due at `deadline` fits, if those of `due` are moved `shift` batches earlier."""
         one_more = Counter({at - shift: count for at, count in due.items()})
         one_more[deadline] += 1
         return all(
-            total <= self._room(at, self.next_step) + extra for at, total in _running(one_more) if at >= deadline
+            total <= self._capacity(at, self.next_step) + extra for at, total in _running(one_more) if at >= deadline
         )
 
-    def _feasible(self, due: Counter[int], next_step: int) -> bool:
-        """Test F with `next_step` for n; it can only fail at a deadline, so only those are tried."""
-        return all(total <= self._room(at, next_step) for at, total in _running(due))
-
-    def _room(self, deadline: int, next_step: int) -> float:
-        """Groups that the batches from `next_step` to `deadline` can take."""
+    def _capacity(self, deadline: int, next_step: int) -> float:
+        """Return how many groups the batches from `next_step` to `deadline` take."""
         last = UNBOUNDED if self.max_steps is None else self.max_steps - 1
         return (min(deadline, last) - next_step + 1) * self.batch_groups
 
 
 def _running(due: Counter[int]) -> Iterator[tuple[int, int]]:
-    """Give, for each deadline in order, the number of groups due by then."""
+    """Yield, for each deadline in order, the number of groups due by then."""
     total = 0
     for deadline in sorted(due):
         total += due[deadline]

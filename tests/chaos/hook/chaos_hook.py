@@ -1,14 +1,14 @@
-"""Kills a process of a run at a chosen operation, from outside: the program knows nothing of it.
+"""Kills a process of a run at a chosen operation, without changes to the program.
 
-Invariant: a fault strikes once. Its marker is made by O_EXCL before the signal, so that a process that is started
-again, or does the same at the same time, goes on. Only the standard library is imported: this runs in every process.
+A fault strikes once: its marker is created with O_EXCL before the signal, so that a restarted or concurrent process
+continues. Only the standard library is imported, because this runs in every process.
 
     CHAOS_DIR   folder of the session: armed.json, fired_<id>.json, pids/<role>
     CHAOS_RUN   the run directory; operations elsewhere do not count
-    CHAOS_ENGINE  if set, the program that takes the place of `inference`
+    CHAOS_ENGINE  if set, the program that replaces `inference`
 
-An operation is a change of the run directory (mkdir, create, write, fsync, rename), seen where Python calls the system,
-or a call of one of `CALLS`. `moment` is before, after, or, for a write, half: then half of the bytes are written.
+An operation is a system call that changes the run directory (mkdir, create, write, fsync, rename), or a call of one of
+`CALLS`. `moment` is before, after, or, for a write, half: then half of the bytes are written.
 """
 
 import functools
@@ -25,16 +25,16 @@ from collections.abc import Callable
 from typing import Any
 
 CALLS = {
-    "prime_rl.orchestrator.engine": {
-        "Engine.stage": "client.stage",
-        "Engine.load": "client.switch",
-        "Engine.reset": "client.reset",
-        "Engine.generate": "client.generate",
+    "prime_rl.rollouts.clients.inference_client": {
+        "InferenceClient.stage": "client.stage",
+        "InferenceClient.load": "client.switch",
+        "InferenceClient.reset": "client.reset",
+        "InferenceClient.generate": "client.generate",
     },
-    "prime_rl.inference.policy": {
-        "PolicyServer.stage": "server.stage",
-        "PolicyServer.update": "server.switch",
-        "PolicyServer.reload": "server.reset",
+    "prime_rl.inference.policy.policy_manager": {
+        "PolicyManager.stage": "server.stage",
+        "PolicyManager.update": "server.switch",
+        "PolicyManager.reload": "server.reset",
     },
 }
 """Asynchronous methods by module, and the name of the operation."""
@@ -43,16 +43,16 @@ _MODULES = {
     "prime_rl.entrypoints.rl": "rl",
     "prime_rl.entrypoints.orchestrator": "orchestrator",
     "prime_rl.entrypoints.inference": "inference",
-    "prime_rl.orchestrator.workers.forkserver": "forkserver",
+    "prime_rl.rollouts.workers.fork_server": "forkserver",
     "prime_rl.trainer.rl.train": "rank",
-    "prime_rl.trainer.launch": "torchrun",
+    "prime_rl.trainer.torchrun": "torchrun",
 }
 _CHILDREN = {"forkserver": "worker", "inference": "engine", "engines": "engine"}
-"""What a fork of a process is, where it is anything; an engine is forked by the server, or by multiprocessing."""
+"""Roles of forked processes. An engine is forked by the server, or by multiprocessing."""
 
 
 class _State:
-    """Of this process."""
+    """State of this process."""
 
     role = "other"
     directory = ""
@@ -92,7 +92,7 @@ def install() -> None:
 
 
 def role_of(argv: list[str], environ: Any) -> str:
-    """Tell which process of a run has these arguments; `other` is none that faults are for."""
+    """The role of the process with these arguments; `other` for processes without faults."""
     if "-m" in argv:
         role = _MODULES.get(argv[argv.index("-m") + 1], "other")
         return f"rank{environ.get('RANK', '0')}" if role == "rank" else role
@@ -105,13 +105,13 @@ def role_of(argv: list[str], environ: Any) -> str:
 
 
 def reach(operation: str, where: str, moment: str, last: Callable[[], Any] = lambda: None) -> None:
-    """Say that this process is at an operation; it may not return.
+    """Report that this process is at an operation; a fault there kills it.
 
     Args:
         operation: mkdir, create, write, fsync, rename or call.
         where: path within the run directory, or name of the call.
         moment: before, half or after.
-        last: called before the kill, if this is where the fault strikes.
+        last: called before the kill, if the fault strikes here.
     """
     if getattr(_inside, "busy", False):
         return
@@ -136,19 +136,19 @@ def _strike(fault: dict[str, Any], where: str, last: Callable[[], Any]) -> None:
     pid = os.getpid() if own else int(_read(f"{_state.directory}/pids/{victim}") or 0)
     if not pid:
         return
-    told = {"time": time.time(), "by": os.getpid(), "victim": victim, "pid": pid, "where": where}
+    record = {"time": time.time(), "by": os.getpid(), "victim": victim, "pid": pid, "where": where}
     try:
         descriptor = os.open(f"{_state.directory}/fired_{fault['id']}.json", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:
         return
-    _real_write(descriptor, json.dumps(told).encode())
+    _real_write(descriptor, json.dumps(record).encode())
     os.close(descriptor)
     last()
     os.kill(pid, signal.SIGKILL)
 
 
 def _read_armed() -> dict[str, Any] | None:
-    """The fault that is armed; read again where the file has changed."""
+    """The armed fault; read again if the file has changed."""
     path = f"{_state.directory}/armed.json"
     try:
         stat = os.stat(path)
@@ -175,7 +175,7 @@ def _read(path: str) -> str:
 
 
 def _register() -> None:
-    """Leave the process id, so that others can find this one."""
+    """Write the process id, so that other processes can kill this one."""
     before, _inside.busy = getattr(_inside, "busy", False), True
     try:
         os.makedirs(f"{_state.directory}/pids", exist_ok=True)
@@ -251,7 +251,7 @@ def _on_audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _wrap_calls() -> None:
-    """Have the methods of `CALLS` wrapped as soon as their modules are imported."""
+    """Wrap the methods of `CALLS` as soon as their modules are imported."""
     sys.meta_path.insert(0, _Finder())
 
 

@@ -1,4 +1,4 @@
-"""Imported by every Python process whose PYTHONPATH begins with this folder, before its program."""
+"""Python imports this module at its start if PYTHONPATH begins with this folder."""
 
 import chaos_hook
 

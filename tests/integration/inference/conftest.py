@@ -1,4 +1,4 @@
-"""One server for all tests of switching; each test finds it at the base model, with the lease free."""
+"""One server for all tests of switching; each test starts with the base model and a free lease."""
 
 import asyncio
 import random
@@ -14,9 +14,10 @@ import pytest
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import make_tiny_model, publish_weights
 
-# Small on purpose: 16 requests fit at once, prompts share blocks of 32 tokens and are prefilled in pieces of 256.
+# Small on purpose: 16 concurrent requests, prefix blocks of 32 tokens, prefill in chunks of 256 tokens.
 ARGUMENTS = ["--vllm.max_num_seqs", "16", "--vllm.block_size", "32", "--vllm.max_num_batched_tokens", "256"]
-ARGUMENTS += ["--vllm.enable_chunked_prefill", "true"]
+ARGUMENTS += ["--vllm.enable_chunked_prefill", "true", "--vllm.enable_server_load_tracking", "true"]
+METRIC_TIMEOUT_S = 120  # on a heavily loaded machine; seconds on an idle one
 
 
 @dataclass
@@ -53,7 +54,7 @@ def server(shared_server: Server) -> Server:
 
 
 class Reference:
-    """The same policies in Hugging Face's implementation."""
+    """The same policies in Hugging Face Transformers."""
 
     def __init__(self) -> None:
         self._models: dict[Path, Any] = {}
@@ -79,14 +80,14 @@ def reference() -> Reference:
 def switch_ten_times(
     server: Server, sources: Sequence[Path], run_dir: Path, publish: Callable[[Path, Path, int], Path] = publish_weights
 ) -> None:
-    """Publish ten versions and switch to each; `sources` take turns, and the last version is the last of them."""
+    """Publish ten versions and switch to each; they cycle through `sources` and end with the last one."""
     for step in range(1, 11):
         source = sources[(step - 10) % len(sources) - 1]
         server.update(publish(run_dir, source, step), step)
 
 
 async def assert_greedy_outputs_equal(left: Server, right: Server, agreement: float = 1e-4) -> None:
-    """Twenty prompts of 5 to 200 tokens: the same 48 tokens, with the same log-probabilities."""
+    """Twenty prompts of 5 to 200 tokens: equal 48 tokens, with equal log-probabilities."""
     rng = random.Random(0)
     prompts = [[rng.randrange(6, 100) for _ in range(rng.randrange(5, 200))] for _ in range(20)]
     answers, expected = [
@@ -138,6 +139,12 @@ async def generate_all(
 
 
 def wait_for_metric(server: Server, name: str, above: float) -> None:
-    """Ask until the metric is above a value; pytest-timeout is the deadline."""
-    while metric(server, name) <= above:
+    """Poll until the metric is above a value.
+
+    Raises:
+        AssertionError: it is not within `METRIC_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + METRIC_TIMEOUT_S
+    while (value := metric(server, name)) <= above:
+        assert time.monotonic() < deadline, f"{name} = {value:g} is not above {above:g} after {METRIC_TIMEOUT_S} s"
         time.sleep(0.01)

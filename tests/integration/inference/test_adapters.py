@@ -1,5 +1,6 @@
-"""Versions that are adapters, and adapters beside the policy: the same promises as of all weights (I5)."""
+"""Versions that are adapters, and named adapters: the same guarantees as for full weights (I5)."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from prime_rl.trainer.adapter_files import merge_adapter
+from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError
+from prime_rl.trainer.weights.adapter_files import merge_adapter
 from tests.integration.inference.conftest import (
     ARGUMENTS,
     Models,
@@ -27,7 +29,8 @@ from tests.support.adapters import make_adapter, publish_adapter
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# Unit tests of the policy manager, the adapter checks and the workers' slots cover the parts.
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LORA = [*ARGUMENTS, "--enable-lora", "--max-loras", "3", "--max-lora-rank", "4", "--vllm.kv_cache_memory_bytes", "64M"]
 AGREEMENT = 1e-4
@@ -38,7 +41,7 @@ IDS = [6 + (7 * i) % 94 for i in range(64)]
 
 @dataclass
 class Adapters:
-    """Three adapters of one base model, published as steps 1 to 3, and the models that they make of it."""
+    """Three adapters of one base model, published as steps 1 to 3, and the merged models."""
 
     base: Path
     published: dict[int, Path]
@@ -48,7 +51,7 @@ class Adapters:
 def _make(root: Path, base: Path) -> Adapters:
     published, merged = {}, {}
     for step in (1, 2, 3):
-        # One adapts all layers, one those of the attention, one a part of what the model computes fused.
+        # One adapts all layers, one those of the attention, one a part of a fused layer.
         targets = {} if step == 1 else {"targets": ("q_proj", "v_proj", "o_proj")[: 4 - step]}
         adapter = make_adapter(root / f"adapter_{step}", base, seed=step, rank=5 - step, **targets)
         published[step] = publish_adapter(root / "run", adapter, step)
@@ -77,7 +80,7 @@ def lora(running: Server) -> Server:
 
 
 def _canary(reference: Reference, model: Path) -> dict[str, Any]:
-    """What a trainer of `model` would put into its manifest."""
+    """The canary in the manifest of a trainer of `model`."""
     return {"token_ids": IDS, "logprobs": reference.logprobs(model, IDS[:1], IDS[1:]), "dtype": "float32"}
 
 
@@ -97,8 +100,8 @@ def _refusal(server: Server, path: str, status: int = 400, **body: Any) -> str:
     return answer.json()["error"]
 
 
-def _say(server: Server, reference: Reference, model: Path, name: str | None = None) -> list[int]:
-    """Sample, and see that `model` alone gives these log-probabilities."""
+def _sample(server: Server, reference: Reference, model: Path, name: str | None = None) -> list[int]:
+    """Sample, and check the log-probabilities against `model`."""
     request = server.request(PROMPT, temperature=1.0, seed=0, max_tokens=64)
     body = request if name is None else _as(name, request)
     choice = server.post("/inference/v1/generate", **body).raise_for_status().json()["choices"][0]
@@ -106,22 +109,22 @@ def _say(server: Server, reference: Reference, model: Path, name: str | None = N
     return choice["token_ids"]
 
 
-def test_the_policy_follows_its_adapter(lora: Server, adapters: Adapters, reference: Reference) -> None:
-    """Every version, through one prompt that stays in the prefix cache; and back to the base model."""
-    said = [_say(lora, reference, adapters.base)]
+def test_switch_between_adapters_changes_the_policy(lora: Server, adapters: Adapters, reference: Reference) -> None:
+    """Every version, with one prompt that stays in the prefix cache; then the base model again."""
+    sampled = [_sample(lora, reference, adapters.base)]
     for step, directory in adapters.published.items():
         answer = lora.update(directory, step)
         assert answer["hash"] == json.loads((directory / "manifest.json").read_text())["hash"]
         assert answer["bytes"] > 0
-        said.append(_say(lora, reference, adapters.merged[step]))
+        sampled.append(_sample(lora, reference, adapters.merged[step]))
     lora.reload()
-    assert _say(lora, reference, adapters.base) == said[0]
+    assert _sample(lora, reference, adapters.base) == sampled[0]
     lora.update(adapters.published[1], 1)
-    assert _say(lora, reference, adapters.merged[1]) == said[1]
-    assert len({tuple(tokens) for tokens in said}) == 4
+    assert _sample(lora, reference, adapters.merged[1]) == sampled[1]
+    assert len({tuple(tokens) for tokens in sampled}) == 4
 
 
-async def test_a_tied_model_equals_a_fresh_server_after_ten_switches(
+async def test_tied_model_after_ten_adapters_equals_a_fresh_server(
     lora: Server, adapters: Adapters, tmp_path: Path
 ) -> None:
     sources = [adapters.published[2], adapters.published[3], adapters.published[1]]
@@ -131,7 +134,7 @@ async def test_a_tied_model_equals_a_fresh_server_after_ten_switches(
         await assert_greedy_outputs_equal(lora, fresh)
 
 
-async def test_an_untied_model_equals_a_fresh_server_after_ten_switches(tmp_path: Path) -> None:
+async def test_untied_model_after_ten_adapters_equals_a_fresh_server(tmp_path: Path) -> None:
     base = make_tiny_model(tmp_path / "base", tie_word_embeddings=False, seed=4)
     adapters = _make(tmp_path, base)
     sources = [adapters.published[2], adapters.published[3], adapters.published[1]]
@@ -141,10 +144,10 @@ async def test_an_untied_model_equals_a_fresh_server_after_ten_switches(tmp_path
             await assert_greedy_outputs_equal(server, fresh)
 
 
-async def test_requests_in_flight_go_on_under_the_new_adapter(
+async def test_requests_in_flight_continue_with_the_new_adapter(
     lora: Server, adapters: Adapters, reference: Reference, tmp_path: Path
 ) -> None:
-    """Their canaries are asked beside them."""
+    """The canaries run in the same steps."""
     canaried = [
         publish_adapter(
             tmp_path / f"canary_{step}",
@@ -174,7 +177,7 @@ async def test_requests_in_flight_go_on_under_the_new_adapter(
         assert gap(logprobs_of(choice)[switch : switch + 50], expected[switch : switch + 50]) > DIFFERENT
 
 
-def test_what_is_not_what_was_published_is_refused(
+def test_altered_adapters_are_refused(
     lora: Server, adapters: Adapters, models: Models, reference: Reference, tmp_path: Path
 ) -> None:
     lora.update(adapters.published[1], 1)
@@ -195,22 +198,22 @@ def test_what_is_not_what_was_published_is_refused(
     other = make_tiny_model(tmp_path / "other", tie_word_embeddings=False, seed=0)
     shutil.copy(make_adapter(tmp_path / "b", other, 0, targets=("lm_head",)) / "adapter_config.json", tmp_path)
     alien = publish_adapter(tmp_path / "alien", tmp_path / "b", 2)
-    for directory, said in [
-        (flipped, "adapter_model.safetensors is not what was published: tensor base_model.model"),
-        (scaled, "adapter_config.json is not what was published"),
+    for directory, message in [
+        (flipped, "adapter_model.safetensors differs from its manifest: tensor base_model.model"),
+        (scaled, "adapter_config.json differs from its manifest"),
         (cut, "adapter_model.safetensors has"),
         (large, "adapter of rank 8; this server has max_lora_rank = 4"),
-        (alien, "adapts layer lm_head, unknown to the model that is served"),
+        (alien, "adapts layer lm_head, which the served model does not have"),
     ]:
         error = _refusal(lora, "/update_weights", weight_dir=directory, step=2)
-        assert said in error and str(directory) in error
-        assert said in _refusal(lora, "/load_adapter", name="bad", weight_dir=directory, step=2)
+        assert message in error and str(directory) in error
+        assert message in _refusal(lora, "/load_adapter", name="bad", weight_dir=directory, step=2)
     assert lora.policy()["adapters"] == []
     assert lora.policy()["step"] == 1
-    _say(lora, reference, adapters.merged[1])
+    _sample(lora, reference, adapters.merged[1])
 
 
-def test_the_canary_of_an_adapter_is_asked(
+def test_adapter_with_a_wrong_canary_is_rejected(
     lora: Server, adapters: Adapters, reference: Reference, tmp_path: Path
 ) -> None:
     def published(name: str, model: Path) -> Path:
@@ -227,10 +230,10 @@ def test_the_canary_of_an_adapter_is_asked(
     assert "is not the trainer's" in _refusal(lora, "/update_weights", 422, weight_dir=wrong, step=1)
 
 
-async def test_named_adapters_are_served_beside_the_policy(
+async def test_named_adapters_are_served_together_with_the_policy(
     lora: Server, adapters: Adapters, reference: Reference
 ) -> None:
-    """Three at once, in one batch, one prefix; the policy switches meanwhile, and the others keep what they are."""
+    """Three adapters in one batch with one prefix; the policy switches, and the named adapters do not change."""
     _load(lora, "second", adapters.published[2], 2)
     _load(lora, "third", adapters.published[3], 3)
     _load(lora, "third", adapters.published[3], 3)
@@ -262,54 +265,79 @@ def _headers(server: Server, model: str) -> str:
     return f"X-Policy-Version: {start}"
 
 
-async def test_names_come_and_go(
+async def test_token_streams_sample_from_the_policy_and_from_named_adapters(
+    lora: Server, adapters: Adapters, reference: Reference
+) -> None:
+    """A named adapter keeps its version over a switch of the policy's adapter."""
+    lora.update(adapters.published[1], 1)
+    _load(lora, "named", adapters.published[2], 2)
+    sampling = {"temperature": 1.0, "max_tokens": 64, "seed": 0, "ignore_eos": True}
+    async with (
+        InferenceClient(lora.url, lora.model, "") as policy,
+        InferenceClient(lora.url, "named", "") as named,
+    ):
+        for step in (1, 3):
+            lora.update(adapters.published[step], step)
+            both = await asyncio.gather(policy.generate(PROMPT, sampling), named.generate(PROMPT, sampling))
+            for generation, served in zip(both, (step, 2), strict=True):
+                assert set(generation.versions.tolist()) == {served}
+                expected = reference.logprobs(adapters.merged[served], PROMPT, generation.token_ids.tolist())
+                assert gap(generation.logprobs.tolist(), expected) <= AGREEMENT
+        assert policy._stream.is_offered and named._stream.is_offered
+        assert lora.post("/unload_adapter", name="named").status_code == 200
+        with pytest.raises(InferenceError, match="The model `named` does not exist") as caught:
+            await named.generate(PROMPT, sampling)
+        assert caught.value.status == 404
+
+
+async def test_names_are_loaded_and_unloaded(
     lora: Server, adapters: Adapters, reference: Reference, models: Models, server: Server
 ) -> None:
     _load(lora, "one", adapters.published[1], 1)
-    assert _say(lora, reference, adapters.merged[1], "one")
-    said = "'one' is version 0.1 of"
-    assert said in _refusal(lora, "/load_adapter", name="one", weight_dir=adapters.published[2], step=2)
+    assert _sample(lora, reference, adapters.merged[1], "one")
+    message = "'one' is version 0.1 of"
+    assert message in _refusal(lora, "/load_adapter", name="one", weight_dir=adapters.published[2], step=2)
     _load(lora, "two", adapters.published[2], 2)
-    said = "2 adapters are served beside the policy's (one, two); unload one, or set max_loras above 3"
-    assert said in _refusal(lora, "/load_adapter", name="three", weight_dir=adapters.published[3], step=3)
-    said = "adapters rest on the base model's: one, two"
-    assert said in _refusal(lora, "/update_weights", weight_dir=models.published[1], step=1)
+    message = "2 adapters are served in addition to the policy's (one, two); unload one, or set max_loras above 3"
+    assert message in _refusal(lora, "/load_adapter", name="three", weight_dir=adapters.published[3], step=3)
+    message = "these adapters depend on the base model: one, two"
+    assert message in _refusal(lora, "/update_weights", weight_dir=models.published[1], step=1)
 
     def unload_too_early() -> None:
         wait_for_metric(lora, "vllm:num_requests_running", above=0)
         assert "1 requests sample from 'one'" in _refusal(lora, "/unload_adapter", name="one")
 
-    [choice] = await generate_all(lora, [_as("one", lora.request(PROMPT, max_tokens=1500))], unload_too_early)
-    assert versions_of(choice) == [("0.1", 0, 1500)]
+    [choice] = await generate_all(lora, [_as("one", lora.request(PROMPT, max_tokens=200))], unload_too_early)
+    assert versions_of(choice) == [("0.1", 0, 200)]
     assert lora.post("/unload_adapter", name="one").status_code == 200
-    assert "no adapter is called 'one'; there are two" in _refusal(lora, "/unload_adapter", name="one")
+    assert "there is no adapter 'one'; the adapters are two" in _refusal(lora, "/unload_adapter", name="one")
     assert lora.post("/inference/v1/generate", **_as("one", lora.request(PROMPT))).status_code == 404
-    # The name may stand for another version then, of whose prompts nothing is in the cache.
+    # The name can stand for another version afterwards, without cache entries of the first one.
     _load(lora, "one", adapters.published[3], 3)
-    assert _say(lora, reference, adapters.merged[3], "one")
+    assert _sample(lora, reference, adapters.merged[3], "one")
     for path, body in [("/load_adapter", {"name": lora.model}), ("/load_adapter", {"name": "a b"})]:
         assert "name: " in _refusal(lora, path, weight_dir=adapters.published[3], step=3, **body)
-    said = "this server takes them with enable_lora = true"
-    assert said in _refusal(server, "/update_weights", weight_dir=adapters.published[1], step=1)
+    message = "the server accepts it with enable_lora = true"
+    assert message in _refusal(server, "/update_weights", weight_dir=adapters.published[1], step=1)
 
 
-async def test_all_weights_are_switched_by_vllms_own_reload(
+async def test_full_weights_with_lora_enabled_use_vllms_reload(
     lora: Server, adapters: Adapters, models: Models, reference: Reference, tmp_path: Path
 ) -> None:
-    """A server that takes adapters also takes merged versions, with a longer pause."""
+    """A server that accepts adapters also accepts full weights, with a longer pause."""
     lora.update(adapters.published[1], 1)
     lora.update(models.published[2], 2)
-    _say(lora, reference, models.published[2])
-    said = "holds an adapter of the base model, and all weights of version 0.2 are loaded"
-    assert said in _refusal(lora, "/update_weights", weight_dir=adapters.published[3], step=3)
-    assert "adapters rest on the base" in _refusal(
+    _sample(lora, reference, models.published[2])
+    message = "contains an adapter of the base model, but version 0.2 with all weights is loaded"
+    assert message in _refusal(lora, "/update_weights", weight_dir=adapters.published[3], step=3)
+    assert "an adapter needs the base model's weights" in _refusal(
         lora, "/load_adapter", name="one", weight_dir=adapters.published[1], step=1
     )
     lora.reload()
     switch_ten_times(lora, [models.published[2], models.base, models.published[1]], tmp_path)
-    _say(lora, reference, models.published[1])
+    _sample(lora, reference, models.published[1])
     lora.reload()
     _load(lora, "one", adapters.published[1], 1)
-    _say(lora, reference, adapters.merged[1], "one")
-    _say(lora, reference, adapters.base)
+    _sample(lora, reference, adapters.merged[1], "one")
+    _sample(lora, reference, adapters.base)
     assert "adapters wrap its layers" in lora.post("/measure_switch").json()["error"]

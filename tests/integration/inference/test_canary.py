@@ -1,4 +1,4 @@
-"""The canary after a switch: the trainer's log-probabilities of fixed tokens against what is loaded (I5, I6)."""
+"""The canary after a switch: log-probabilities of the loaded weights are compared with the trainer's (I5, I6)."""
 
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
 def _canary(reference: Reference, model: Path) -> dict[str, Any]:
-    """What a trainer of `model` would put into its manifest."""
+    """The canary in the manifest of a trainer of `model`."""
     return {"token_ids": IDS, "logprobs": reference.logprobs(model, IDS[:1], IDS[1:]), "dtype": "float32"}
 
 
-async def test_the_canary_does_not_wait_for_rollouts(
+async def test_canary_has_priority_over_rollouts(
     server: Server, models: Models, reference: Reference, tmp_path: Path
 ) -> None:
-    """All seats are taken and twice as many requests wait; the answer comes in the step after the switch."""
+    """All seats are taken and twice as many requests wait; the canary runs in the step after the switch."""
     canary = _canary(reference, models.published[1])
     directory = publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary})
     answers = []
@@ -40,34 +40,34 @@ async def test_the_canary_does_not_wait_for_rollouts(
         start, finished = metric(server, "vllm:generation_tokens_total"), metric(server, "vllm:request_success_total")
         wait_for_metric(server, "vllm:generation_tokens_total", above=start + 200)
         answers.append(server.update(directory, 1))
-        assert metric(server, "vllm:request_success_total") == finished + 1, "the canary alone has ended"
+        assert metric(server, "vllm:request_success_total") == finished + 1, "only the canary has ended"
 
-    requests = [server.request([*PROMPT, 6 + i], max_tokens=400) for i in range(48)]
+    requests = [server.request([*PROMPT, 6 + i], max_tokens=250) for i in range(48)]
     choices = await generate_all(server, requests, switch)
     assert answers[0]["canary_difference"] <= 1e-4
     assert server.policy()["canary_difference"] == answers[0]["canary_difference"]
-    assert {versions_of(choice)[-1] for choice in choices} >= {("0.1", 0, 400)}
-    assert {len(choice["token_ids"]) for choice in choices} == {400}
+    assert {versions_of(choice)[-1] for choice in choices} >= {("0.1", 0, 250)}
+    assert {len(choice["token_ids"]) for choice in choices} == {250}
 
 
-def test_weights_that_say_something_else_are_an_error(
+def test_weights_of_another_model_fail_the_canary(
     server: Server, models: Models, reference: Reference, tmp_path: Path
 ) -> None:
-    """The manifest is whole and every hash right, but the trainer's model was another."""
+    """The manifest and every hash are right, but the trainer's model was another one."""
     canary = _canary(reference, models.published[2])
     directory = publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary})
     for _ in range(2):
         answer = server.post("/update_weights", weight_dir=str(directory), step=1)
         assert answer.status_code == 422
-        said = f"version 0.1 of {directory} is loaded, but is not the trainer's: the largest difference between"
-        assert said in answer.json()["error"]
-    assert versions_of(server.generate(PROMPT))[0][0] == "0.1", "the tags tell what is loaded"
+        message = f"version 0.1 of {directory} is loaded, but is not the trainer's: the largest difference between"
+        assert message in answer.json()["error"]
+    assert versions_of(server.generate(PROMPT))[0][0] == "0.1", "the tags name the loaded version"
     assert server.policy()["canary_difference"] > 0.5
     server.reload()
     assert server.policy()["canary_difference"] is None
 
 
-def test_the_canary_leaves_no_cache_entry(server: Server, models: Models, reference: Reference, tmp_path: Path) -> None:
+def test_canary_creates_no_cache_entry(server: Server, models: Models, reference: Reference, tmp_path: Path) -> None:
     canary = _canary(reference, models.published[1])
     server.update(publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary}), 1)
     hits = metric(server, "vllm:prefix_cache_hits_total")
@@ -75,7 +75,7 @@ def test_the_canary_leaves_no_cache_entry(server: Server, models: Models, refere
     assert metric(server, "vllm:prefix_cache_hits_total") == hits
 
 
-def test_chat_answers_tell_their_version(server: Server, models: Models) -> None:
+def test_chat_response_headers_contain_the_version(server: Server, models: Models) -> None:
     server.update(models.published[1], 1)
     body = {"model": server.model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     for path, more in [("/v1/chat/completions", body), ("/v1/completions", {"model": server.model, "prompt": [5, 6]})]:

@@ -1,7 +1,7 @@
-"""Several workers behind one server, as copies of the model or as parts of one: all switch, and none outlives it.
+"""Several workers of one server, data-parallel or tensor-parallel: all switch, and all end with the server.
 
-On a CPU data-parallel engines are forked, with their workers inside. Tensor-parallel workers are spawned by a spawned
-engine: the paths of several GPUs.
+On a CPU data-parallel engines are forked and run their workers themselves. Tensor-parallel workers are spawned by a
+spawned engine, as on several GPUs.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from prime_rl.inference.weights import read_shapes
+from prime_rl.inference.policy.weight_checks import read_shapes
 from tests.integration.inference.conftest import (
     Models,
     Reference,
@@ -40,8 +40,10 @@ async def test_data_parallel_engines_switch_and_die_together(
         answer, choices = await switch_between_tokens(server, directory)
         assert any(len(versions_of(choice)) == 2 for choice in choices)
         later = await generate_all(server, [server.request([6 + i, 8], max_tokens=8) for i in range(16)], lambda: None)
-        assert {version for choice in later for version, _, _ in versions_of(choice)} == {"0.1"}, "both have switched"
-        assert answer["canary_difference"] <= 1e-4, "of the worse of the two"
+        assert {version for choice in later for version, _, _ in versions_of(choice)} == {"0.1"}, (
+            "both copies have switched"
+        )
+        assert answer["canary_difference"] <= 1e-4, "the larger one of the two copies"
         assert answer["bytes"] == 2 * 4 * sum(math.prod(shape) for shape in read_shapes(directory).values())
         for engine in (0, 1):
             assert metric(server, f'vllm:generation_tokens_total{{engine="{engine}"') > 0
@@ -71,14 +73,14 @@ def publish_with_canary(models: Models, reference: Reference, run_dir: Path) -> 
 
 
 async def switch_between_tokens(server: Server, directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Switch while sixteen completions are sampled; the answer, and their choices."""
+    """Switch while sixteen completions are sampled; returns the answer, and their choices."""
     answers: list[dict[str, Any]] = []
 
     def switch() -> None:
         wait_for_metric(server, "vllm:generation_tokens_total", above=100)
         answers.append(server.update(directory, 1))
 
-    requests = [server.request([6 + i, 7, 8], max_tokens=1600) for i in range(16)]
+    requests = [server.request([6 + i, 7, 8], max_tokens=400) for i in range(16)]
     choices = await generate_all(server, requests, switch)
     return answers[0], choices
 

@@ -1,4 +1,4 @@
-"""A server follows a trainer that publishes deltas, through its own death, to the very weights; I4, I5."""
+"""A server whose versions are deltas loads exactly the published weights, also after a restart (I4, I5)."""
 
 import os
 import re
@@ -11,48 +11,61 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prime_rl.inference.replica import replica_root
-from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
-from prime_rl.run.delta import chain_of, rebuild
-from prime_rl.types import PolicyVersion
+from prime_rl.configs.broadcast import DeltaConfig, FileBroadcastConfig
+from prime_rl.core.types import PolicyVersion
+from prime_rl.inference.policy.delta_cache import cache_root
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.delta.chain import chain_of, rebuild
 from tests.integration.inference.conftest import (
     ARGUMENTS,
+    Models,
+    Reference,
     assert_greedy_outputs_equal,
+    gap,
     generate_all,
+    logprobs_of,
     metric,
     versions_of,
     wait_for_metric,
 )
 from tests.support.server import Server, free_port, inference_server
-from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+MAX_TOKENS = 600
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
 class Trainer:
-    """Publishes versions of a tiny policy as deltas, a twentieth of each weight changed from one to the next."""
+    """Publishes versions of a tiny policy as deltas; each step changes a twentieth of the weights."""
 
     def __init__(self, model: Path, weights: Path) -> None:
         from prime_rl.configs.shared import TokenizerConfig
-        from prime_rl.configs.trainer import TrainerModelConfig
-        from prime_rl.trainer.model import load_policy, load_tokenizer
-        from prime_rl.trainer.parallel import World, shard
-        from prime_rl.trainer.publication import Publisher
+        from prime_rl.configs.trainer_model import TrainerModelConfig
+        from prime_rl.trainer.fsdp import shard_policy
+        from prime_rl.trainer.model.policy_model import load_tokenizer
+        from prime_rl.trainer.parallel.process_group import World
+        from prime_rl.trainer.weight_sync.publisher import Publisher
+        from prime_rl.trainer.weights.policy_loading import load_policy
 
         config = TrainerModelConfig(name=str(model))
         world = World(rank=0, size=1, device=torch.device("cpu"))
-        self._policy = shard(load_policy(config, seed=0), config, world)
+        self._policy = shard_policy(load_policy(config, seed=0), config, world)
         tokenizer = load_tokenizer(TokenizerConfig(), config)
         self._publisher = Publisher(
-            self._policy, tokenizer, torch.float32, world, shard_bytes=100_000, canary=torch.float32, full_interval=9
+            self._policy,
+            tokenizer,
+            torch.float32,
+            world,
+            FileBroadcastConfig(delta=DeltaConfig(full_interval=9)),
+            shard_bytes=100_000,
+            canary=torch.float32,
         )
-        self._weights = weights
+        self.model, self._weights = model, weights
 
     @torch.no_grad()
     def step(self, step: int, last: bool = False) -> Path:
-        """Train a step and publish its version, whole when this returns."""
+        """Train a step and publish its version."""
         generator = torch.Generator().manual_seed(step)
         for parameter in self._policy.parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -65,14 +78,9 @@ class Trainer:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return make_tiny_model(tmp_path / "base")
-
-
-@pytest.fixture
-def trainer(tmp_path: Path, base: Path) -> Iterator[Trainer]:
+def trainer(tmp_path: Path, models: Models) -> Iterator[Trainer]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Trainer(base, tmp_path / "weights")
+    yield Trainer(models.base, tmp_path / "weights")
     dist.destroy_process_group()
 
 
@@ -84,7 +92,7 @@ def _full(weights: Path, target: Path) -> Path:
 
 
 async def _switch_while_sampling(server: Server, directories: dict[int, Path]) -> None:
-    """Each switch comes amid a completion, which is long enough for a version that is staged."""
+    """Each switch occurs during a completion."""
     for step, directory in directories.items():
         before = server.policy()["step"]
         staged = server.post("/stage_weights", weight_dir=str(directory), step=step)
@@ -97,36 +105,52 @@ async def _switch_while_sampling(server: Server, directories: dict[int, Path]) -
             assert answer["hash"] == read_manifest(directory, WEIGHTS_FORMAT)["hash"]
             assert answer["canary_difference"] < 1e-4
 
-        [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=1500)], switch)
+        [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=MAX_TOKENS)], switch)
         assert [version for version, _, _ in versions_of(choice)] == [f"0.{before}", f"0.{step}"]
 
 
-async def test_a_server_follows_a_chain_of_deltas_through_its_death(
-    server: Server, tmp_path: Path, base: Path, trainer: Trainer
+async def test_server_follows_a_chain_of_deltas(
+    server: Server, reference: Reference, tmp_path: Path, trainer: Trainer
 ) -> None:
-    """`server` is given the same versions in full."""
+    """The shared server: two switches during completions, a damaged delta, and the outputs of the last version."""
+    published = {step: trainer.step(step) for step in range(1, 5)}
+    assert [len(chain_of(directory)) for directory in published.values()] == [1, 2, 3, 4]
+    await _switch_while_sampling(server, {step: published[step] for step in (1, 3)})
+    _refuses_damage(server, published[4])
+    server.update(published[4], 4)
+    choice = server.generate(PROMPT, temperature=1.0, seed=1, max_tokens=64)
+    full = _full(published[4], tmp_path / "full")
+    shutil.copy(trainer.model / "config.json", full)
+    assert gap(logprobs_of(choice), reference.logprobs(full, PROMPT, choice["token_ids"])) <= 1e-4
+
+
+@pytest.mark.extended
+async def test_restarted_server_rebuilds_a_chain_of_deltas(
+    server: Server, models: Models, tmp_path: Path, trainer: Trainer
+) -> None:
+    """The shared server loads the same versions as full weights."""
     port = free_port()
     arguments = [*ARGUMENTS, "--weights_cache", str(tmp_path / "cache")]
-    here = replica_root(tmp_path / "cache", port)
+    here = cache_root(tmp_path / "cache", port)
     published = {step: trainer.step(step) for step in range(1, 7)}
     assert [len(chain_of(directory)) for directory in published.values()] == [1, 2, 3, 4, 5, 6]
 
-    with inference_server(base, tmp_path / "first.log", arguments, port=port) as first:
+    with inference_server(models.base, tmp_path / "first.log", arguments, port=port) as first:
         await _switch_while_sampling(first, {step: published[step] for step in (1, 2, 3)})
         _refuses_damage(first, published[4])
         os.kill(first.process.pid, signal.SIGKILL)
         first.process.wait()
 
-    with inference_server(base, tmp_path / "second.log", arguments, port=port) as second:
+    with inference_server(models.base, tmp_path / "second.log", arguments, port=port) as second:
         hidden = published[1].rename(tmp_path / "step_1")
-        await _switch_while_sampling(second, {6: published[6]})  # of version 3, which the first one has left here
+        await _switch_while_sampling(second, {6: published[6]})  # from version 3, which the first server has cached
         hidden.rename(published[1])
         server.update(_full(published[6], tmp_path / "whole"), 6)
         await assert_greedy_outputs_equal(second, server)
 
         second.reload()
         shutil.rmtree(here)
-        second.update(published[6], 6)  # of version 1, and all deltas since
+        second.update(published[6], 6)  # from version 1 and all later deltas
         await assert_greedy_outputs_equal(second, server)
         last = trainer.step(7, last=True)
         assert len(chain_of(last)) == 1
@@ -140,12 +164,12 @@ async def test_a_server_follows_a_chain_of_deltas_through_its_death(
 
 
 def _refuses_damage(server: Server, directory: Path) -> None:
-    """A damaged delta is refused with the name of its file, and the version after repair is taken."""
+    """A damaged delta is refused with the name of its file; the repaired one is accepted."""
     loaded = server.policy()
     delta = sorted(directory.glob("*.delta"))[1]
     content = delta.read_bytes()
     for damaged, reason in [
-        (content[:60] + bytes([content[60] ^ 4]) + content[61:], f"{delta} is damaged: its checksum is another"),
+        (content[:60] + bytes([content[60] ^ 4]) + content[61:], f"{delta} is damaged: the checksum does not match"),
         (content[:-7], rf"{delta} has \d+ bytes, its manifest says \d+"),
     ]:
         delta.write_bytes(damaged)

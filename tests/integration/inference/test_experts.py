@@ -1,4 +1,4 @@
-"""A mixture of experts follows every switch: on a CPU their weights are packed for their kernel (`patches`)."""
+"""A switch updates a mixture of experts, whose weights are packed on a CPU (`patches`)."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.integration.inference.conftest import Reference, gap, logprobs_of
 from tests.support.server import inference_server
 from tests.support.tiny_model import make_tokenizer, publish_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
@@ -30,7 +30,7 @@ def _make_model(path: Path, seed: int) -> Path:
     return path
 
 
-def test_experts_follow_the_switch(tmp_path: Path, reference: Reference) -> None:
+def test_switch_updates_experts(tmp_path: Path, reference: Reference) -> None:
     base = _make_model(tmp_path / "base", 0)
     with inference_server(base, tmp_path / "server.log", ["--vllm.kv_cache_memory_bytes", "64M"]) as server:
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""One server over two nodes, which are two commands on this machine: both switch, and a lost node ends the server."""
+"""One server over two nodes (two commands on this machine): both switch, and the loss of a node ends the server."""
 
 import asyncio
 import os
@@ -25,14 +25,14 @@ from tests.support.nursery import Forked, start_forked
 from tests.support.server import Server, free_port, inference_server
 from tests.support.tiny_model import publish_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NODES = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--vllm.kv_cache_memory_bytes", "64M"]
 
 
 @contextmanager
 def headless_node(model: Path, log: Path, arguments: list[str]) -> Iterator[Forked]:
-    """The second node; nothing of it is left at the end."""
+    """The second node, killed at the end."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     node = ["--model.name", str(model), *arguments, "--data-parallel-start-rank", "1", "--headless"]
     process = start_forked(node, env | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, log)
@@ -44,7 +44,7 @@ def headless_node(model: Path, log: Path, arguments: list[str]) -> Iterator[Fork
             process.wait()
 
 
-async def test_both_nodes_switch_and_a_lost_engine_ends_both(
+async def test_two_nodes_switch_together_and_end_after_the_loss_of_an_engine(
     models: Models, reference: Reference, tmp_path: Path
 ) -> None:
     ids = [6 + (7 * i) % 94 for i in range(64)]
@@ -59,7 +59,7 @@ async def test_both_nodes_switch_and_a_lost_engine_ends_both(
     ):
         before = sample_of_each(server)
         answer = server.update(directory, 1)
-        assert answer["canary_difference"] <= 1e-4, "of the worse of the two"
+        assert answer["canary_difference"] <= 1e-4, "the larger one of the two copies"
         after = sample_of_each(server)
         for (old, _, old_version), (new, scores, version) in zip(before, after, strict=True):
             assert (old_version, version) == ("0.0", "0.1")
@@ -88,7 +88,7 @@ async def test_both_nodes_switch_and_a_lost_engine_ends_both(
 
 
 def sample_of_each(server: Server) -> list[tuple[list[int], list[float], str]]:
-    """What each copy says to the same prompt: tokens, log-probabilities, version."""
+    """Tokens, log-probabilities and version of each copy for one prompt."""
     choices = []
     for rank in ("0", "1"):
         answer = server.client.post(
@@ -101,7 +101,7 @@ def sample_of_each(server: Server) -> list[tuple[list[int], list[float], str]]:
 
 
 async def lose(server: Server, engine: psutil.Process) -> None:
-    """Kill the engine while both copies sample; every request must be answered, with whatever."""
+    """Kill the engine while both copies sample; every request must end."""
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         requests = [
             asyncio.create_task(

@@ -1,4 +1,4 @@
-"""How long sampling stands still for a switch, beside what copying and processing the same tensors takes there."""
+"""The pause of a switch, compared with the time to copy and process the same tensors."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.integration.inference.conftest import Reference, gap, generate_all, l
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import make_tokenizer, publish_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
@@ -44,15 +44,15 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def larger(published: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    arguments = ["--vllm.max_num_seqs", "8", "--vllm.kv_cache_memory_bytes", "64M", "--vllm.max_model_len", "1024"]
+    arguments = ["--vllm.max_num_seqs", "8", "--vllm.kv_cache_memory_bytes", "64M", "--max-model-len", "1024"]
     with inference_server(published[0], log, arguments) as server:
         yield server
 
 
-async def test_the_pause_is_shorter_than_copying_and_processing(
+async def test_pause_is_shorter_than_copying_and_processing(
     larger: Server, published: list[Path], reference: Reference
 ) -> None:
-    """The limit is 1.5 times both. On a CPU weights are processed beforehand and pointers exchanged: far less."""
+    """On a CPU weights are processed before the pause and pointers exchanged."""
     switches = []
 
     def switch() -> None:
@@ -74,7 +74,7 @@ async def test_the_pause_is_shorter_than_copying_and_processing(
     assert gap(logprobs_of(choice), reference.logprobs(published[2], PROMPT, choice["token_ids"])) <= 1e-4
 
 
-async def test_sampling_goes_on_while_a_version_is_staged(larger: Server, published: list[Path]) -> None:
+async def test_sampling_continues_while_a_version_is_staged(larger: Server, published: list[Path]) -> None:
     larger.reload()
     sampled = []
 
@@ -91,7 +91,9 @@ async def test_sampling_goes_on_while_a_version_is_staged(larger: Server, publis
     assert sampled[0] > 0
 
 
-def test_what_was_staged_last_is_what_is_loaded(larger: Server, published: list[Path], reference: Reference) -> None:
+def test_update_to_an_overtaken_staged_version_loads_it(
+    larger: Server, published: list[Path], reference: Reference
+) -> None:
     larger.reload()
     for step in (1, 2):
         larger.post("/stage_weights", weight_dir=str(published[step]), step=step).raise_for_status()

@@ -1,22 +1,23 @@
-"""Switches in the middle of many completions: I5 spans tell the truth, I6 log-probabilities agree span by span.
+"""Switches during many completions: exact version spans (I5), and log-probabilities that agree per span (I6).
 
-Under `kv_on_switch = recompute` a token is sampled by one policy alone, whatever was sampled before it, so each span
-must agree with a forward pass of its version. Under `keep` that holds for completions of one version.
+Under `kv_cache_on_weight_update = recompute` a token depends on one policy only, so each span must agree
+with a forward pass of its version. Under `keep` that holds for completions of one version.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
 
-from prime_rl.orchestrator.engine import Generation, _Answer, _generation
-from prime_rl.orchestrator.packing import pack
-from prime_rl.types import Group, PolicyVersion, Rollout, Sample
+from prime_rl.core.types import Group, PolicyVersion, Rollout, Sample
+from prime_rl.orchestrator.batching.packing import pack
+from prime_rl.rollouts.clients.inference_client import InferenceClient, decode_generation
+from prime_rl.rollouts.replies import Generation
 from tests.integration.inference.conftest import (
     Models,
     Reference,
@@ -38,10 +39,17 @@ TOKENS = 520
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
-@pytest.fixture(scope="module")
-def recomputing(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("recomputing") / "server.log"
-    arguments = ["--kv_on_switch", "recompute", "--vllm.max_num_seqs", "64", "--vllm.kv_cache_memory_bytes", "64M"]
+@pytest.fixture
+def recomputing(models: Models, tmp_path: Path) -> Iterator[Server]:
+    log = tmp_path / "server.log"
+    arguments = [
+        "--kv_cache_on_weight_update",
+        "recompute",
+        "--vllm.max_num_seqs",
+        "64",
+        "--vllm.kv_cache_memory_bytes",
+        "64M",
+    ]
     with inference_server(models.base, log, arguments) as server:
         yield server
 
@@ -54,22 +62,55 @@ def policies(models: Models, tmp_path: Path) -> dict[str, Path]:
     return {"0.0": models.base, **published}
 
 
-async def _play(server: Server, requests: list[dict[str, Any]], meanwhile: Callable[[], None]) -> list[httpx.Response]:
+Completions = list[tuple[dict[str, Any], Generation]]
+"""Each as a choice of vLLM's HTTP response, and as the orchestrator reads it."""
+SAMPLING = {"max_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
+
+
+async def _sample_by_http(server: Server, prompts: list[list[int]]) -> Completions:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=500, limits=limits) as client:
-        sent = [asyncio.create_task(client.post("/inference/v1/generate", json=body)) for body in requests]
-        await asyncio.to_thread(meanwhile)
-        return list(await asyncio.gather(*sent))
+        bodies = [server.request(prompt, seed=i, **SAMPLING) for i, prompt in enumerate(prompts)]
+        answers = await asyncio.gather(*(client.post("/inference/v1/generate", json=body) for body in bodies))
+    completions = []
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        # The headers name the versions that were loaded at the request and at the response.
+        first, last = (answer.headers[name] for name in ("x-policy-version", "x-policy-version-end"))
+        spans = versions_of(choice)
+        assert first <= spans[0][0] <= spans[-1][0] <= last
+        completions.append((choice, decode_generation(answer.content, TOKENS, None)))
+    return completions
 
 
-async def _play_across_switches(
-    server: Server, policies: dict[str, Path], prompts: list[list[int]]
-) -> list[tuple[dict[str, Any], Generation]]:
-    """Sample a completion of each prompt while three versions come, and check what every answer says of its versions.
+async def _sample_by_stream(server: Server, prompts: list[list[int]]) -> Completions:
+    async with InferenceClient(server.url, server.model, "run", timeout_s=500) as client:
+        answers = [client.generate(prompt, {**SAMPLING, "seed": i}) for i, prompt in enumerate(prompts)]
+        generations = await asyncio.gather(*answers)
+        assert client._stream.is_offered, "the requests were sent by HTTP"
+    return [(_choice_of(generation), generation) for generation in generations]
 
-    Returns:
-        For each prompt the choice as vLLM wrote it, and as the orchestrator read it.
-    """
+
+def _choice_of(generation: Generation) -> dict[str, Any]:
+    bounds = [0, *(np.flatnonzero(np.diff(generation.versions)) + 1).tolist(), len(generation.versions)]
+    return {
+        "token_ids": generation.token_ids.tolist(),
+        "logprobs": {"content": [{"logprob": float(value)} for value in generation.logprobs]},
+        "weight_versions": [
+            {"version": f"0.{generation.versions[start]}", "start": start, "end": end}
+            for start, end in pairwise(bounds)
+        ],
+    }
+
+
+async def _sample_across_switches(
+    server: Server,
+    policies: dict[str, Path],
+    prompts: list[list[int]],
+    sample: Callable[[Server, list[list[int]]], Awaitable[Completions]] = _sample_by_http,
+) -> Completions:
+    """Sample a completion of each prompt during three switches, and check the version spans of every response."""
     start = metric(server, "vllm:generation_tokens_total")
 
     def switch() -> None:
@@ -77,26 +118,19 @@ async def _play_across_switches(
             wait_for_metric(server, "vllm:generation_tokens_total", above=start + step * len(prompts) * TOKENS / 8)
             server.update(policies[f"0.{step}"], step)
 
-    requests = [server.request(prompt, max_tokens=TOKENS, temperature=1.0, seed=i) for i, prompt in enumerate(prompts)]
-    played = []
-    for answer in await _play(server, requests, switch):
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
+    completions, _ = await asyncio.gather(sample(server, prompts), asyncio.to_thread(switch))
+    for choice, _ in completions:
         spans = versions_of(choice)
         assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])]
         assert spans[-1][2] == TOKENS
-        # What the client knows without the spans: what was loaded when it asked, and when it was answered.
-        first, last = (answer.headers[name] for name in ("x-policy-version", "x-policy-version-end"))
-        assert first <= spans[0][0] <= spans[-1][0] <= last
-        played.append((choice, _generation(msgspec.json.decode(answer.content, type=_Answer).choices[0], TOKENS, None)))
-    assert {spans[-1][0] for spans in (versions_of(choice) for choice, _ in played)} >= {"0.3"}
-    return played
+    assert {versions_of(choice)[-1][0] for choice, _ in completions} >= {"0.3"}
+    return completions
 
 
-def _assert_trained_versions(played: list[tuple[dict[str, Any], Generation]], prompts: list[list[int]]) -> None:
-    """The version of every token in the batch that is written for the trainer is that of the engine's span."""
+def _assert_trained_versions(sampled_choices: Completions, prompts: list[list[int]]) -> None:
+    """The version of every token in the trainer's batch is that of the engine's span."""
     groups, expected = [], {}
-    for number, ((choice, generation), prompt) in enumerate(zip(played, prompts, strict=True)):
+    for number, ((choice, generation), prompt) in enumerate(zip(sampled_choices, prompts, strict=True)):
         size = len(prompt)
         sample = Sample(
             tokens=np.array([*prompt, *generation.token_ids], np.int32),
@@ -124,34 +158,40 @@ def _agree(choice: dict[str, Any], prompt: list[int], policies: dict[str, Path],
     return max(gap(measured[start:end], expected[version][start:end]) for version, start, end in versions_of(choice))
 
 
-async def test_recomputed_spans_agree_with_their_own_version(
-    recomputing: Server, policies: dict[str, Path], reference: Reference
+@pytest.mark.parametrize("sample", [_sample_by_http, _sample_by_stream])
+async def test_recomputed_spans_agree_with_their_version(
+    recomputing: Server,
+    policies: dict[str, Path],
+    reference: Reference,
+    sample: Callable[[Server, list[list[int]]], Awaitable[Completions]],
 ) -> None:
     prompts = [[*PROMPT, 6 + i % 90, 6 + i // 90] for i in range(REQUESTS)]
     preempted = metric(recomputing, "vllm:num_preemptions_total")
-    played = await _play_across_switches(recomputing, policies, prompts)
+    sampled_choices = await _sample_across_switches(recomputing, policies, prompts, sample)
     assert metric(recomputing, "vllm:num_preemptions_total") >= preempted + 3 * 32
-    straddling = [choice for choice, _ in played if len(versions_of(choice)) > 1]
+    straddling = [choice for choice, _ in sampled_choices if len(versions_of(choice)) > 1]
     assert len(straddling) >= 64
-    for (choice, _), prompt in zip(played, prompts, strict=True):
+    for (choice, _), prompt in zip(sampled_choices, prompts, strict=True):
         assert _agree(choice, prompt, policies, reference) <= AGREEMENT
-    _assert_trained_versions(played, prompts)
+    _assert_trained_versions(sampled_choices, prompts)
 
 
-async def test_kept_completions_of_one_version_agree_with_it(
+async def test_kept_completions_of_one_version_agree_with_that_version(
     server: Server, policies: dict[str, Path], reference: Reference
 ) -> None:
     prompts = [[*PROMPT, 6 + i] for i in range(80)]
-    played = await _play_across_switches(server, policies, prompts)
-    pure = [(choice, prompt) for (choice, _), prompt in zip(played, prompts, strict=True) if _is_pure(choice)]
-    mixed = [(choice, prompt) for (choice, _), prompt in zip(played, prompts, strict=True) if not _is_pure(choice)]
+    sampled_choices = await _sample_across_switches(server, policies, prompts)
+    pure = [(choice, prompt) for (choice, _), prompt in zip(sampled_choices, prompts, strict=True) if _is_pure(choice)]
+    mixed = [
+        (choice, prompt) for (choice, _), prompt in zip(sampled_choices, prompts, strict=True) if not _is_pure(choice)
+    ]
     assert len(pure) >= 16
     for choice, prompt in pure:
         assert _agree(choice, prompt, policies, reference) <= AGREEMENT
     assert max(_agree(choice, prompt, policies, reference) for choice, prompt in mixed) > DIFFERENT, (
         "tokens after a switch rest on KV of the old weights: that is what `keep` means"
     )
-    _assert_trained_versions(played, prompts)
+    _assert_trained_versions(sampled_choices, prompts)
 
 
 def _is_pure(choice: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What is not right is refused before the engine is touched: sampling goes on with the version that is loaded."""
+"""Invalid requests are refused before the engine is paused; sampling continues with the loaded version."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def _truncate(shard: Path) -> None:
 
 
 def _lengthen_a_tensor(shard: Path) -> None:
-    """The file has its size, but its header claims more."""
+    """The file keeps its size, but its header declares more."""
     content = shard.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = content[8 : 8 + length].decode()
@@ -38,7 +38,7 @@ def _lengthen_a_tensor(shard: Path) -> None:
     shard.write_bytes(content[:8] + header.replace(f",{end}]", f",{end + 1}]").encode() + content[8 + length :])
 
 
-def _lie(shard: Path) -> None:
+def _change_step(shard: Path) -> None:
     manifest = shard.with_name("manifest.json")
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"step": 6}))
 
@@ -46,17 +46,17 @@ def _lie(shard: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (_flip, r"{shard} is not what was published: tensor \S+ has another hash"),
+        (_flip, r"{shard} differs from its manifest: tensor \S+ has another hash"),
         (Path.unlink, r"{shard} is missing; its manifest says it has \d+ bytes"),
         (_truncate, r"{shard} has \d+ bytes, its manifest says \d+"),
         (_lengthen_a_tensor, r"{shard} is truncated: tensor \S+ ends at byte \d+ of \d+"),
-        (_lie, r"{directory}/manifest.json declares branch 0, step 6; asked for was branch 0, step 7"),
+        (_change_step, r"{directory}/manifest.json declares branch 0, step 6; requested was branch 0, step 7"),
     ],
 )
-async def test_refuses_a_damaged_shard_while_sampling(
+async def test_update_with_a_damaged_shard_is_refused(
     server: Server, models: Models, tmp_path: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
-    """Each refusal names the file; the request that is in flight never notices, and an undamaged version is taken."""
+    """The error names the file; the request in flight is not affected, and the repaired version is accepted."""
     tensors = load_file(models.published[1] / "model.safetensors")
     model = tmp_path / "model"
     model.mkdir()
@@ -67,7 +67,7 @@ async def test_refuses_a_damaged_shard_while_sampling(
     shard = directory / "model-00002.safetensors"
     damage(shard)
 
-    def ask_in_the_middle() -> None:
+    def update_while_sampling() -> None:
         policy = server.policy()
         wait_for_metric(server, "vllm:num_requests_running", above=0)
         answer = server.post("/update_weights", weight_dir=str(directory), step=7)
@@ -75,7 +75,7 @@ async def test_refuses_a_damaged_shard_while_sampling(
         assert re.fullmatch(reason.format(shard=shard, directory=directory), answer.json()["error"])
         assert server.policy() == policy
 
-    [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=300)], ask_in_the_middle)
+    [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=300)], update_while_sampling)
     assert versions_of(choice) == [("0.0", 0, 300)]
     server.update(publish_weights(tmp_path / "again", model, 7), 7)
     assert versions_of(server.generate(PROMPT)) == [("0.7", 0, 8)]
@@ -96,15 +96,15 @@ def _add(tensors: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_widen, "model.norm.weight of {0}/model.safetensors has shape [128], the model that is served [64]"),
-        (_drop, "{0} lacks tensor model.norm.weight of the model that is served"),
+        (_widen, "model.norm.weight of {0}/model.safetensors has shape [128], the served model has [64]"),
+        (_drop, "{0} lacks tensor model.norm.weight of the served model"),
         (
             _add,
-            "{0}/model.safetensors holds tensor model.layers.2.mlp.up_proj.weight, unknown to the model that is served",
+            "{0}/model.safetensors contains tensor model.layers.2.mlp.up_proj.weight, which the served model does not",
         ),
     ],
 )
-async def test_refuses_weights_of_another_model_while_sampling(
+async def test_update_with_weights_of_another_model_is_refused(
     server: Server, models: Models, tmp_path: Path, change: Callable[[dict[str, Any]], None], reason: str
 ) -> None:
     tensors = load_file(models.published[1] / "model.safetensors")
@@ -113,32 +113,32 @@ async def test_refuses_weights_of_another_model_while_sampling(
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     directory = publish_weights(tmp_path, tmp_path / "model", 7)
 
-    def ask_in_the_middle() -> None:
+    def update_while_sampling() -> None:
         start = metric(server, "vllm:generation_tokens_total")
         wait_for_metric(server, "vllm:generation_tokens_total", above=start + 20)
         answer = server.post("/update_weights", weight_dir=str(directory), step=7)
         assert answer.status_code == 400
         assert reason.format(directory) in answer.json()["error"]
 
-    [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=300)], ask_in_the_middle)
+    [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=300)], update_while_sampling)
     assert versions_of(choice) == [("0.0", 0, 300)]
 
 
-def test_only_a_smaller_version_is_refused(server: Server, models: Models, tmp_path: Path) -> None:
+def test_update_to_an_older_version_is_refused(server: Server, models: Models, tmp_path: Path) -> None:
     rewound = publish_weights(tmp_path, models.published[1], 1, branch=1)
     server.update(models.published[2], 2)
     older = server.post("/update_weights", weight_dir=str(models.published[1]), step=1)
     assert older.status_code == 400
-    said = f"version 0.1 (branch.step) of {models.published[1]} is older than 0.2, which is loaded"
-    assert said in older.json()["error"]
+    message = f"version 0.1 (branch.step) of {models.published[1]} is older than the loaded version 0.2"
+    assert message in older.json()["error"]
     again = server.update(models.published[2], 2)
     assert (again["step"], again["pause_s"]) == (2, 0.0)
     assert server.update(rewound, 1, branch=1)["branch"] == 1
     assert versions_of(server.generate(PROMPT)) == [("1.1", 0, 8)]
 
 
-def test_equal_weights_get_their_new_version(server: Server, models: Models, tmp_path: Path) -> None:
-    """A step that was skipped publishes v_{n+1} = v_n: nothing to load, but the tag moves."""
+def test_update_with_equal_weights_changes_the_version(server: Server, models: Models, tmp_path: Path) -> None:
+    """A skipped step publishes v_{n+1} = v_n: nothing is loaded, but the tag changes."""
     server.update(models.published[2], 2)
     before = server.generate(PROMPT)
     server.update(publish_weights(tmp_path, models.published[2], 3), 3)
@@ -147,7 +147,7 @@ def test_equal_weights_get_their_new_version(server: Server, models: Models, tmp
     assert after["token_ids"] == before["token_ids"]
 
 
-def test_malformed_calls_are_told_what_is_wrong(server: Server) -> None:
+def test_malformed_body_is_answered_with_the_reason(server: Server) -> None:
     for body, reason in [
         ({"step": 1}, "weight_dir: Field required"),
         ({"weight_dir": "/x", "step": -1}, "step: Input should be greater than or equal to 0"),
@@ -157,10 +157,21 @@ def test_malformed_calls_are_told_what_is_wrong(server: Server) -> None:
         answer = server.post("/update_weights", **body)
         assert answer.status_code == 400
         assert reason in answer.json()["error"]
-    assert server.client.post("/update_weights", content=b"{").status_code == 400
+    json = {"Content-Type": "application/json"}
+    assert server.client.post("/update_weights", content=b"{", headers=json).status_code == 400
+    assert server.client.post("/update_weights", content=b"{}").status_code == 415
 
 
-def test_a_second_run_waits_for_the_lease(server: Server, models: Models) -> None:
+def test_request_with_the_canary_prefix_is_answered_with_400(server: Server) -> None:
+    """Only this route uses a client's request id unchanged; vLLM answers an unknown error with 500."""
+    body = {"model": server.model, "input": "a", "max_output_tokens": 4, "request_id": "canary-x"}
+    answer = server.client.post("/v1/responses", json=body)
+    assert answer.status_code == 400, answer.text
+    assert "the prefix 'canary-' is reserved for the server" in answer.text
+    assert server.client.post("/v1/responses", json={**body, "request_id": "resp_x"}).status_code == 200
+
+
+def test_second_run_is_rejected_until_the_lease_is_released(server: Server, models: Models) -> None:
     server.reload(run_id="first")
     assert server.client.get("/policy", params={"run_id": "second"}).json()["run_id"] == "first"
     for path, body in [
@@ -171,7 +182,7 @@ def test_a_second_run_waits_for_the_lease(server: Server, models: Models) -> Non
     ]:
         answer = server.post(path, **body)
         assert answer.status_code == 409
-        assert answer.json()["error"].startswith("run first holds this server since")
+        assert answer.json()["error"].startswith("run first has held this server for")
     assert server.update(models.published[1], 1, run_id="first")["step"] == 1
     assert server.post("/release_policy", run_id="first").json()["run_id"] is None
     assert server.reload(run_id="second")["step"] == 0
@@ -179,7 +190,7 @@ def test_a_second_run_waits_for_the_lease(server: Server, models: Models) -> Non
     assert server.post("/release_policy", run_id="second").status_code == 200
 
 
-async def test_reload_aborts_what_is_in_flight(server: Server) -> None:
+async def test_reload_aborts_requests_in_flight(server: Server) -> None:
     def reload() -> None:
         start = metric(server, "vllm:generation_tokens_total")
         wait_for_metric(server, "vllm:generation_tokens_total", above=start + 20)
@@ -191,7 +202,7 @@ async def test_reload_aborts_what_is_in_flight(server: Server) -> None:
     assert len(server.generate(PROMPT)["token_ids"]) == 8
 
 
-def test_development_routes_are_closed(server: Server) -> None:
+def test_development_routes_answer_404(server: Server) -> None:
     assert server.post("/collective_rpc", method="load_policy").status_code == 404
     assert server.post("/reset_prefix_cache").status_code == 404
     assert server.post("/update_weight_version", new_version="9.9").status_code == 404

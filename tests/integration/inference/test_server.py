@@ -1,5 +1,6 @@
-"""The server as a process: how fast it starts, who may steer it, and that it leaves nothing behind."""
+"""The server as a process: start, access, and end."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -13,12 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
 from tests.integration.inference.conftest import (
     Reference,
     assert_greedy_outputs_equal,
     gap,
     logprobs_of,
     switch_ten_times,
+    wait_for_metric,
 )
 from tests.support.server import Server, free_port, inference_server
 from tests.support.tiny_model import make_tiny_model, publish_weights
@@ -27,6 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SECRET = "k-51c0ffee"
 KEY = {"Authorization": f"Bearer {SECRET}"}
+STREAMED = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +43,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def locked(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of an untied model that wants a key, on a machine without a C++ compiler."""
+    """A server of an untied model with an API key, on a machine without a C++ compiler."""
     root = tmp_path_factory.mktemp("locked")
     environment = {"INFERENCE_SERVER_API_KEY": SECRET, "CXX": "none", "TORCHINDUCTOR_CACHE_DIR": str(root / "cache")}
     with inference_server(models[0], root / "server.log", environment=environment) as server:
         yield server
 
 
-def test_starts_quickly_on_a_cpu(locked: Server) -> None:
-    """Processor seconds, which the neighbours of a shared machine do not change; stock vLLM needs over 30."""
+def test_engine_is_forked_from_the_server_on_a_cpu(locked: Server) -> None:
+    """Each process that imports torch and vLLM again takes another eleven seconds of CPU."""
     [engine] = locked.engine_pids()
-    times = [psutil.Process(pid).cpu_times() for pid in (locked.process.pid, engine)]
-    assert sum(t.user + t.system for t in times) < 22
-    assert len(psutil.Process(locked.process.pid).children(recursive=True)) == 1, "the engine runs its worker itself"
+    server = psutil.Process(locked.process.pid)
+    assert server.children(recursive=True) == [psutil.Process(engine)], "the engine runs its worker itself"
+    assert first_address(engine) == first_address(server.pid), "spawned: it has an address space of its own"
+    ended = server.cpu_times()
+    assert ended.children_user + ended.children_system < 4, "a process that has ended inspected the model's class"
 
 
-def test_admin_routes_want_the_key(locked: Server) -> None:
+def first_address(pid: int) -> str:
+    """Return where the first mapping of a process begins; random for each program, kept by a fork."""
+    return Path(f"/proc/{pid}/maps").read_text().split("-", 1)[0]
+
+
+def test_admin_routes_require_the_key(locked: Server) -> None:
     assert locked.client.get("/policy").status_code == 401
     assert locked.post("/inference/v1/generate").status_code == 401
     for path in (
@@ -75,14 +86,25 @@ def test_admin_routes_want_the_key(locked: Server) -> None:
     assert locked.client.post("/tokenize", json=prompt, headers=KEY).status_code == 200
 
 
-def test_the_key_is_not_logged(locked: Server) -> None:
+async def test_token_stream_requires_the_key(locked: Server) -> None:
+    for key in (None, "other"):
+        async with InferenceClient(locked.url, locked.model, "", key) as client:
+            with pytest.raises(InferenceError, match="needs its API key as a bearer token") as caught:
+                await client.generate([1, 2, 3], STREAMED)
+            assert caught.value.status == 401
+    async with InferenceClient(locked.url, locked.model, "", SECRET) as client:
+        assert len((await client.generate([1, 2, 3], STREAMED)).token_ids) == 4
+        assert client._stream.is_offered
+
+
+def test_server_does_not_log_the_key(locked: Server) -> None:
     assert SECRET not in locked.log.read_text()
     engine = locked.engine_pids()
     assert not any(SECRET in " ".join(psutil.Process(pid).cmdline()) for pid in (locked.process.pid, *engine))
 
 
-def test_seeded_requests_with_long_prompts_repeat(locked: Server) -> None:
-    """More prompt tokens at once than one step of the engine takes: its CPU generator cannot go on within a prompt."""
+def test_seeded_requests_with_long_prompts_are_reproducible(locked: Server) -> None:
+    """More prompt tokens than one step of the engine: its CPU generator does not support chunked prompts."""
     locked.client.headers.update(KEY)
     prompts = [[3 + (i * j) % 90 for j in range(400)] for i in range(24)]
 
@@ -94,7 +116,7 @@ def test_seeded_requests_with_long_prompts_repeat(locked: Server) -> None:
         assert list(threads.map(ask, range(len(prompts)))) == first
 
 
-def test_untied_head_follows_the_switch(locked: Server, models: tuple[Path, Path], reference: Reference) -> None:
+def test_switch_updates_an_untied_head(locked: Server, models: tuple[Path, Path], reference: Reference) -> None:
     locked.client.headers.update(KEY)
     locked.update(models[1], 1)
     prompt = [1, 4, 6, *range(70, 90)]
@@ -103,7 +125,8 @@ def test_untied_head_follows_the_switch(locked: Server, models: tuple[Path, Path
     assert gap(logprobs_of(choice), reference.logprobs(models[0], prompt, choice["token_ids"])) > 0.5
 
 
-async def test_an_untied_model_equals_a_fresh_server_after_ten_switches(
+@pytest.mark.extended
+async def test_untied_model_after_ten_switches_equals_a_fresh_server(
     locked: Server, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     locked.client.headers.update(KEY)
@@ -113,19 +136,28 @@ async def test_an_untied_model_equals_a_fresh_server_after_ten_switches(
         await assert_greedy_outputs_equal(locked, fresh)
 
 
-def test_engine_dies_with_the_server(locked: Server) -> None:
-    """Uses the server up."""
-    [engine] = [psutil.Process(pid) for pid in locked.engine_pids()]
-    os.kill(locked.process.pid, signal.SIGKILL)
-    locked.process.wait()
-    deadline = time.monotonic() + 5
-    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the engine outlives its server"
-        time.sleep(0.05)
+async def test_death_of_the_engine_ends_the_server(locked: Server) -> None:
+    """Requests in flight fail and the process exits with an error within seconds (I7).
+
+    Must be the last test with this server.
+    """
+    locked.client.headers.update(KEY)
+    request = locked.request([1, 2, 3], max_tokens=1900)
+    sent = asyncio.create_task(asyncio.to_thread(locked.client.post, "/inference/v1/generate", json=request))
+    async with InferenceClient(locked.url, locked.model, "", SECRET) as client:
+        streamed = asyncio.create_task(client.generate([1, 2, 3], STREAMED | {"max_tokens": 1900}))
+        await asyncio.to_thread(wait_for_metric, locked, "vllm:num_requests_running", 1)
+        [engine] = locked.engine_pids()
+        os.kill(engine, signal.SIGKILL)
+        assert await asyncio.to_thread(locked.process.wait, 10) == 1
+        assert "error: EngineCore (pid" in locked.log.read_text()
+        [result, error] = await asyncio.gather(sent, streamed, return_exceptions=True)
+    assert isinstance(result, Exception) or result.status_code == 500
+    assert isinstance(error, InferenceServerLost | InferenceError)
 
 
 def _fails(*arguments: str) -> str:
-    """Run the command; it must end with exit code 2 and one line, which is returned."""
+    """Run the command, which must exit with code 2 and one line of error; returns the line."""
     command = [sys.executable, "-m", "prime_rl.entrypoints.inference", *arguments]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
@@ -136,7 +168,7 @@ def _fails(*arguments: str) -> str:
     return errors[-1]
 
 
-def test_port_in_use_is_told_at_once(models: tuple[Path, Path]) -> None:
+def test_port_in_use_is_an_error_at_once(models: tuple[Path, Path]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -148,11 +180,15 @@ def test_port_in_use_is_told_at_once(models: tuple[Path, Path]) -> None:
         assert time.monotonic() - start < 15
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["/no/such/model", "nobody/no-such-model"])
-def test_model_that_does_not_exist(name: str) -> None:
-    assert f"model.name: {name} is no directory here" in _fails("--model.name", name, "--server.port", str(free_port()))
+def test_missing_model_is_an_error(name: str) -> None:
+    assert f"model.name: {name} is not a local directory" in _fails(
+        "--model.name", name, "--server.port", str(free_port())
+    )
 
 
-def test_wrong_vllm_argument(models: tuple[Path, Path]) -> None:
+@pytest.mark.extended
+def test_invalid_vllm_argument_is_an_error(models: tuple[Path, Path]) -> None:
     arguments = ["--model.name", str(models[0]), "--server.port", str(free_port()), "--vllm.max_num_seqs", "many"]
     assert "vllm: argument --max-num-seqs: invalid" in _fails(*arguments)

@@ -1,8 +1,8 @@
-"""I1, I5 over the whole way: the versions that the engines report are those that the trainer reads in its batches.
+"""End to end: the versions that the engines report equal those in the trainer's batches (I1, I5).
 
-The real orchestrator on two real servers, with a trainer that only publishes: version n + 1 as soon as batch n is
-there, which is in the middle of most completions. What the engines answer is recorded on its way. `SPAN_REQUESTS=200`
-plays that many completions instead of 48; each has 500 tokens or more.
+The real orchestrator on real servers, with a fake trainer that publishes version n + 1 as soon as batch n is complete,
+during most completions. A proxy records the responses of the engines. `SPAN_REQUESTS=200`
+samples that many completions instead of 48; each has at least 500 tokens.
 """
 
 import asyncio
@@ -18,22 +18,23 @@ import numpy as np
 import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.monitor import Monitor
+from prime_rl.core.types import PolicyVersion
+from prime_rl.monitors import Monitor
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from prime_rl.orchestrator.setup import connect, model_access, start_environments
-from prime_rl.orchestrator.workers.host import WorkerHost
-from prime_rl.run.batch import read_batch
-from prime_rl.run.paths import RunPaths
-from prime_rl.run.wait import changes
-from prime_rl.types import PolicyVersion
+from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
+from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+from prime_rl.storage.batch import read_batch
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.wait_for import watch_directory
 from tests.integration.inference.conftest import ARGUMENTS, Models, logprobs_of, versions_of
+from tests.support.nursery import forked_worker_launchers
 from tests.support.recording_proxy import RecordingProxy, recording_proxy
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-REQUESTS = int(os.environ.get("SPAN_REQUESTS", "48"))
+REQUESTS = int(os.environ.get("SPAN_REQUESTS", "0"))  # 0: 16 for each server, and 16
 STEPS = 4
 GROUP = 4
 ASYNC_LEVEL = 2
@@ -51,7 +52,7 @@ def make_config(models: Models, output_dir: Path, urls: list[str]) -> Orchestrat
         "model": {"name": str(models.base)},
         "env": [{"id": "reverse_text", "args": {"words": 200}}],
         "sampling": {"min_tokens": LEAST, "max_tokens": MOST},
-        "batch_size": REQUESTS // STEPS // GROUP * GROUP,
+        "batch_size": (REQUESTS or 16 * (len(urls) + 1)) // STEPS // GROUP * GROUP,
         "rollouts_per_example": GROUP,
         "seq_len": 1024,
         "max_steps": STEPS,
@@ -64,9 +65,9 @@ def make_config(models: Models, output_dir: Path, urls: list[str]) -> Orchestrat
 
 
 async def publish_after_each_batch(paths: RunPaths, models: Models, stop: asyncio.Event) -> None:
-    """Play the trainer."""
+    """The fake trainer."""
     done = 0
-    async for _ in changes(paths.rollouts_dir, stop):
+    async for _ in watch_directory(paths.rollouts_dir, stop):
         while done < STEPS and paths.rollouts(done).exists():
             done += 1
             source = models.published[2 - done % 2]
@@ -75,11 +76,12 @@ async def publish_after_each_batch(paths: RunPaths, models: Models, stop: asynci
             return
 
 
-async def play(config: OrchestratorConfig, models: Models) -> None:
+async def run_orchestrator(config: OrchestratorConfig, models: Models) -> None:
     """Run the orchestrator to its end."""
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(WorkerHost())
+        stack.enter_context(forked_worker_launchers())
+        host = await stack.enter_async_context(WorkerLauncher())
         environments = await start_environments(config, host, model_access(config), config.run_paths, stack)
         servers = [await connect(config, url, stack) for url in config.client.urls]
         monitor = Monitor(config.run_paths, "orchestrator", None)
@@ -89,8 +91,8 @@ async def play(config: OrchestratorConfig, models: Models) -> None:
         await Orchestrator(config, environments, servers, monitor).run()
 
 
-def assert_batch_is_what_was_reported(paths: RunPaths, step: int, reported: dict[tuple[int, ...], Any]) -> int:
-    """Compare batch `step`, as the trainer reads it, with the engines' answers; returns how many it has used up."""
+def assert_batch_equals_responses(paths: RunPaths, step: int, reported: dict[tuple[int, ...], Any]) -> int:
+    """Compare batch `step`, as the trainer reads it, with the engines' responses; returns how many it contains."""
     batch, _ = read_batch(paths.rollouts(step), step)
     starts = np.concatenate([[0], np.cumsum(batch.seq_lens)])
     for start, end in itertools.pairwise(starts.tolist()):
@@ -107,32 +109,44 @@ def assert_batch_is_what_was_reported(paths: RunPaths, step: int, reported: dict
     return len(batch.seq_lens)
 
 
-async def test_reported_spans_are_what_the_trainer_reads(
-    server: Server, second_server: Server, models: Models, tmp_path: Path
+@pytest.mark.parametrize(
+    ("num_servers", "by_stream"),
+    [
+        (1, True),
+        pytest.param(1, False, marks=pytest.mark.extended),
+        pytest.param(2, True, marks=pytest.mark.extended),
+    ],
+)
+async def test_versions_of_the_batches_equal_the_reported_spans(
+    request: pytest.FixtureRequest, server: Server, models: Models, tmp_path: Path, num_servers: int, by_stream: bool
 ) -> None:
-    async with recording_proxy(server.url) as one, recording_proxy(second_server.url) as two:
-        config = make_config(models, tmp_path / "run", [one.url, two.url])
-        await play(config, models)
+    servers = [server, *([request.getfixturevalue("second_server")] if num_servers == 2 else [])]
+    async with AsyncExitStack() as stack:
+        proxies = [await stack.enter_async_context(recording_proxy(each.url, by_stream)) for each in servers]
+        config = make_config(models, tmp_path / "run", [proxy.url for proxy in proxies])
+        await run_orchestrator(config, models)
+    assert all(bool(proxy.streams) == by_stream for proxy in proxies)
     paths = config.run_paths
     reported = {}
-    for prompt, choice in (*one.choices, *two.choices):
+    for prompt, choice in itertools.chain.from_iterable(proxy.choices for proxy in proxies):
         spans = versions_of(choice)
         assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])]
         assert spans[-1][2] == len(choice["token_ids"])
         reported[(*prompt, *choice["token_ids"])] = choice, len(prompt)
     straddling = [choice for choice, _ in reported.values() if len(versions_of(choice)) > 1]
-    used = sum(assert_batch_is_what_was_reported(paths, step, reported) for step in range(STEPS))
+    used = sum(assert_batch_equals_responses(paths, step, reported) for step in range(STEPS))
     assert used == config.batch_size * STEPS
-    assert not reported, "every completion is trained on"
-    assert len(straddling) >= used // 4, "the switches came in the middle"
-    assert min(len(one.choices), len(two.choices)) >= used // 4
-    assert_switched_together(one, two)
+    assert not reported, "every completion is in a batch"
+    assert len(straddling) >= used // 4, "switches occurred during completions"
+    if num_servers == 2:
+        assert min(len(proxy.choices) for proxy in proxies) >= used // 4
+        assert_switched_together(*proxies)
     rows = [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
     assert rows[-1]["tokens/wasted"] == 0
 
 
 def assert_switched_together(one: RecordingProxy, two: RecordingProxy) -> None:
-    """No server was told to switch before each had staged the version."""
+    """No server switched before all servers had staged the version."""
     staged, switched = (
         [[call for call in proxy.calls if call[0] == path] for proxy in (one, two)]
         for path in ("/stage_weights", "/update_weights")

@@ -1,4 +1,4 @@
-"""Switching the policy of a running server: I5 tags tell the truth, I6 agreement."""
+"""Switching the policy of a running server: exact version tags (I5), agreement of log-probabilities (I6)."""
 
 import random
 
@@ -24,7 +24,7 @@ DIFFERENT = 0.5
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
-def test_tied_head_follows_the_switch(server: Server, models: Models, reference: Reference) -> None:
+def test_switch_updates_a_tied_head(server: Server, models: Models, reference: Reference) -> None:
     for step, directory in models.published.items():
         server.update(directory, step)
         choice = server.generate(PROMPT, temperature=1.0, seed=step, max_tokens=64)
@@ -46,7 +46,7 @@ def test_reload_returns_to_the_base_model(server: Server, models: Models) -> Non
     assert versions_of(after) == [("0.0", 0, 8)]
 
 
-def test_temperature_is_in_the_logprobs(server: Server, models: Models) -> None:
+def test_logprobs_include_the_temperature(server: Server, models: Models) -> None:
     choice = server.generate(PROMPT, temperature=0.5, seed=1, max_tokens=64)
     cold = server.generate(PROMPT, temperature=1.0, seed=1, max_tokens=1)
     warm = server.generate(PROMPT, temperature=0.5, seed=1, max_tokens=1)
@@ -55,14 +55,14 @@ def test_temperature_is_in_the_logprobs(server: Server, models: Models) -> None:
         assert gap(logprobs_of(cold), logprobs_of(warm)) > 1e-3
 
 
-def test_trainer_cuts_the_distribution_as_the_sampler_does(server: Server, models: Models) -> None:
-    """I6 under top-k, top-p and min-p, alone and together, several temperatures, all in one packed row."""
+def test_trainer_and_sampler_truncate_the_distribution_equally(server: Server, models: Models) -> None:
+    """Top-k, top-p and min-p, alone and combined, at several temperatures, in one packed row (I6)."""
     import numpy as np
     import torch
 
-    from prime_rl.configs.trainer import TrainerModelConfig
+    from prime_rl.configs.trainer_model import TrainerModelConfig
     from prime_rl.trainer.micro_batch import make_micro_batch
-    from prime_rl.trainer.model import load_policy
+    from prime_rl.trainer.weights.policy_loading import load_policy
 
     cuts = {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.8, "min_p": 0.02}, {}
     asked = [(cut, temperature) for cut in cuts for temperature in (0.7, 1.0, 1.3)]
@@ -88,33 +88,39 @@ def test_trainer_cuts_the_distribution_as_the_sampler_does(server: Server, model
     assert not left_out.any()
     with torch.no_grad():
         whole, _ = policy(make_micro_batch(tokens, mask, [length] * len(asked), temperature=temperature))
-    assert (whole - logprobs).abs().reshape(len(asked), length).amax(-1)[:12].min() > 1e-3, "the cuts were felt"
+    assert (whole - logprobs).abs().reshape(len(asked), length).amax(-1)[:12].min() > 1e-3, (
+        "the truncation changed the log-probabilities"
+    )
 
 
-async def test_version_spans_equal_the_switch(server: Server, models: Models, reference: Reference) -> None:
+async def test_version_spans_of_running_requests_match_the_switch(
+    server: Server, models: Models, reference: Reference
+) -> None:
     def switch_twice() -> None:
         start = metric(server, "vllm:generation_tokens_total")
         for step in (1, 2):
-            wait_for_metric(server, "vllm:generation_tokens_total", above=start + step * 800)
+            wait_for_metric(server, "vllm:generation_tokens_total", above=start + step * 600)
             server.update(models.published[step], step)
 
     prompts = [[*PROMPT, 10 + i] for i in range(8)]
-    requests = [server.request(p, max_tokens=600, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
+    requests = [server.request(p, max_tokens=400, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
     choices = await generate_all(server, requests, switch_twice)
     for prompt, choice in zip(prompts, choices, strict=True):
         spans = versions_of(choice)
         assert [version for version, _, _ in spans] == ["0.0", "0.1", "0.2"]
         assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])]
-        assert spans[-1][2] == 600
-        # Up to the switch the request is the base model's alone; the token after it is not.
+        assert spans[-1][2] == 400
+        # Tokens before the switch are the base model's; the tokens after it are not.
         switch = spans[0][2]
         expected = reference.logprobs(models.base, prompt, choice["token_ids"])
         assert gap(logprobs_of(choice)[:switch], expected[:switch]) <= AGREEMENT
         assert gap(logprobs_of(choice)[switch : switch + 50], expected[switch : switch + 50]) > DIFFERENT
 
 
-async def test_prompt_in_mid_prefill_is_prefilled_again(server: Server, models: Models, reference: Reference) -> None:
-    """A prompt is prefilled by one policy alone, though it takes four steps and a switch comes between them."""
+async def test_switch_during_prefill_prefills_the_prompt_again(
+    server: Server, models: Models, reference: Reference
+) -> None:
+    """One policy prefills a prompt, even if a switch occurs between its four prefill steps."""
 
     def switch_often() -> None:
         for step in (1, 2):
@@ -134,10 +140,10 @@ async def test_prompt_in_mid_prefill_is_prefilled_again(server: Server, models: 
         assert gap(logprobs_of(choice)[:1], reference.logprobs(policy, prompt, choice["token_ids"][:1])) <= AGREEMENT
 
 
-async def test_blocks_of_a_straddling_request_are_not_shared(
+async def test_blocks_of_a_request_across_a_switch_are_not_shared(
     server: Server, models: Models, reference: Reference
 ) -> None:
-    """What a request caches after a switch rests on KV of two policies; nobody else may read it, even back at base."""
+    """KV that a request caches after a switch depends on two policies; no other request may read it."""
 
     def switch() -> None:
         start = metric(server, "vllm:generation_tokens_total")
@@ -153,10 +159,10 @@ async def test_blocks_of_a_straddling_request_are_not_shared(
 
 
 @pytest.mark.parametrize("salt", [None, "tenant-7"])
-def test_cache_entries_do_not_outlive_their_policy(
+def test_cache_entries_are_not_used_after_a_switch(
     server: Server, models: Models, reference: Reference, salt: str | None
 ) -> None:
-    """A client's own salt is mixed in and never alone, on every route."""
+    """A client's salt is combined with the hash of the weights, on every route."""
     prompt = [*PROMPT, *range(6, 100)] * 2
     generate = {**server.request(prompt), **({"cache_salt": salt} if salt else {})}
     complete = {"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 0}
@@ -175,7 +181,34 @@ def test_cache_entries_do_not_outlive_their_policy(
 
     start = hits()
     ask()
-    assert hits() > start, "within a policy the second route reads what the first cached"
+    assert hits() > start, "within one policy the second route reads the blocks of the first"
     server.update(models.published[1], 1)
     for token_ids, measured in ask():
         assert gap(measured, reference.logprobs(models.published[1], prompt, token_ids)) <= AGREEMENT
+
+
+async def test_waiting_requests_with_a_shared_prefix_use_the_new_weights(
+    server: Server, models: Models, reference: Reference
+) -> None:
+    """64 requests, 16 concurrent, one prefix: those that wait across the switch read no KV of the old weights.
+
+    Their prefix is in the cache, computed by the old weights, and their salt is that of the old weights.
+    """
+
+    def switch_in_the_middle() -> None:
+        wait_for_metric(server, "vllm:num_requests_waiting", above=16)
+        wait_for_metric(server, "vllm:prefix_cache_hits_total", above=0)
+        server.update(models.published[1], 1)
+
+    prefix = [1, 4, 6, *(6 + (7 * i) % 94 for i in range(157))]
+    prompts = [[*prefix, 6 + i % 90, 6 + i // 90] for i in range(64)]
+    requests = [server.request(prompt, max_tokens=64) for prompt in prompts]
+    choices = await generate_all(server, requests, switch_in_the_middle)
+    new = [i for i, choice in enumerate(choices) if versions_of(choice) == [("0.1", 0, 64)]]
+    old_first = [choice for choice in choices if versions_of(choice)[0][0] == "0.0"]
+    assert len(new) >= 16
+    assert len(new) + len(old_first) == 64
+    assert any(len(choice["weight_versions"]) == 2 for choice in choices)
+    for i in new:
+        expected = reference.logprobs(models.published[1], prompts[i], choices[i]["token_ids"])
+        assert gap(logprobs_of(choices[i]), expected) <= AGREEMENT

@@ -1,6 +1,6 @@
-"""A real trainer's publisher and a real server, versions from memory to memory (I5).
+"""A real publisher and a real server; versions are transferred between memories (I5).
 
-Both sides run vLLM's transfer over a double for the device: tests/support/cpu_transfer.py.
+Both sides run vLLM's transfer with a double for the device (tests/support/cpu_transfer.py).
 """
 
 import json
@@ -15,12 +15,15 @@ import torch.distributed as dist
 
 from prime_rl.configs.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig, TransferConfig
 from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
-from prime_rl.trainer.model import load_policy, load_tokenizer
-from prime_rl.trainer.parallel import World, shard
-from prime_rl.trainer.publication import Publisher, sending
-from prime_rl.types import PolicyVersion
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.types import PolicyVersion
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.trainer.fsdp import shard_policy
+from prime_rl.trainer.model.policy_model import load_tokenizer
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.weight_sync import memory_sender as sending
+from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weights.policy_loading import load_policy
 from tests.integration.inference.conftest import ARGUMENTS, Models, assert_greedy_outputs_equal
 from tests.support import cpu_transfer
 from tests.support.server import Server, inference_server
@@ -29,14 +32,14 @@ pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Trainer:
-    """A policy that becomes, step by step, what the test says, and the publisher of its versions."""
+    """A policy whose weights the test sets, and the publisher of its versions."""
 
     def __init__(self, model: Path, weights: Path, options: TransferConfig) -> None:
         config = TrainerModelConfig(name=str(model))
         world = World(rank=0, size=1, device=torch.device("cpu"))
-        self.policy = shard(load_policy(config, seed=0), config, world)
+        self.policy = shard_policy(load_policy(config, seed=0), config, world)
         tokenizer = load_tokenizer(TokenizerConfig(), config)
-        self.publisher = Publisher(self.policy, tokenizer, torch.float32, world, canary=torch.float32, transfer=options)
+        self.publisher = Publisher(self.policy, tokenizer, torch.float32, world, options, canary=torch.float32)
         self.weights = weights
 
     def become(self, model: Path) -> None:
@@ -54,7 +57,7 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def transferring(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two copies of the model, which receive together."""
+    """A server with two copies of the model."""
     root = tmp_path_factory.mktemp("transferring")
     arguments = [*ARGUMENTS, "--parallel.dp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
     with inference_server(
@@ -84,10 +87,10 @@ def start(
 
 
 @pytest.mark.parametrize("kind", [NCCLBroadcastConfig, IPCBroadcastConfig])
-async def test_ten_switches_by_memory_equal_one_by_files(
+async def test_ten_transferred_switches_equal_one_switch_by_files(
     start: Callable[[TransferConfig], Trainer], transferring: Server, server: Server, models: Models, kind: Any
 ) -> None:
-    trainer = start(kind(port=0, timeout=60))
+    trainer = start(kind(port=0, timeout_seconds=60))
     for step in range(1, 11):
         trainer.become([models.published[2], models.base, models.published[1]][(step - 10) % 3 - 1])
         directory = trainer.publish(step)
@@ -103,17 +106,17 @@ async def test_ten_switches_by_memory_equal_one_by_files(
     assert transferring.update(trainer.weights / "step_11", 11)["hash"] == manifest["hash"]
 
 
-def test_what_is_not_what_was_published_is_refused_and_sampling_goes_on(
+def test_altered_tensor_is_refused_and_sampling_continues(
     start: Callable[[TransferConfig], Trainer], transferring: Server, models: Models
 ) -> None:
-    trainer = start(NCCLBroadcastConfig(port=0, timeout=60))
+    trainer = start(NCCLBroadcastConfig(port=0, timeout_seconds=60))
     trainer.become(models.published[1])
     loaded = transferring.update(trainer.publish(1), 1)
     trainer.become(models.published[2])
     directory = trainer.publish(2)
-    sender = trainer.publisher._transfer._sender  # type: ignore[union-attr]
+    sender = trainer.publisher._memory._sender  # type: ignore[union-attr]
     assert sender is not None
-    tensors = sender._held[json.loads((directory / "manifest.json").read_text())["hash"]][1]
+    tensors = sender._versions[json.loads((directory / "manifest.json").read_text())["hash"]][1]
     name = next(iter(tensors))
     tensors[name].view(-1)[0] += 1
     answer = transferring.post("/update_weights", weight_dir=str(directory), step=2)
@@ -124,14 +127,14 @@ def test_what_is_not_what_was_published_is_refused_and_sampling_goes_on(
     tensors[name].view(-1)[0] -= 1
     answer = transferring.post("/update_weights", weight_dir=str(directory), step=1)
     assert answer.status_code == 400
-    assert "declares branch 0, step 2; asked for was branch 0, step 1" in answer.json()["error"]
+    assert "declares branch 0, step 2; requested was branch 0, step 1" in answer.json()["error"]
     assert transferring.update(directory, 2)["step"] == 2
 
 
-def test_a_trainer_that_is_gone_is_named(
+def test_update_after_the_end_of_the_trainer_is_refused(
     start: Callable[[TransferConfig], Trainer], transferring: Server, models: Models
 ) -> None:
-    trainer = start(NCCLBroadcastConfig(port=0, timeout=60))
+    trainer = start(NCCLBroadcastConfig(port=0, timeout_seconds=60))
     trainer.become(models.published[1])
     directory = trainer.publish(1)
     trainer.publisher.close()

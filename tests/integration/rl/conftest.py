@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from prime_rl.supervisor.process import become_subreaper
+from prime_rl.liveness.parent_process import become_subreaper
 from tests.support.command import Command
 from tests.support.server import Server, free_port, inference_server
 
@@ -32,12 +32,12 @@ def write_toml(path: Path, values: dict[str, Any]) -> Path:
 
 
 def rl_values(output_dir: Path, **values: Any) -> dict[str, Any]:
-    """The configuration of a small run; it owns no server unless `inference` is given."""
+    """The configuration of a small run, without a server unless `inference` is given."""
     return {
         "output_dir": str(output_dir),
         "seq_len": 64,
         "model": {"name": str(MODEL)},
-        "trainer": {"optim": {"lr": 1e-3}},  # so high that no version could be taken for another
+        "trainer": {"optim": {"lr": 1e-3}},  # high, so that versions differ
         "orchestrator": ORCHESTRATOR,
         **values,
     }
@@ -55,7 +55,7 @@ def of_server(server: Server) -> dict[str, Any]:
 
 @pytest.fixture(scope="package", autouse=True)
 def orphans_are_ours() -> Iterator[None]:
-    """What a run leaves behind becomes a child of this process, where `Command.end` finds it."""
+    """Orphans of a run become children of this process, where `Command.end` finds them."""
     become_subreaper()
     yield
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -63,7 +63,7 @@ def orphans_are_ours() -> Iterator[None]:
 
 @pytest.fixture
 def start() -> Iterator[StartCommand]:
-    """Start commands; what they leave behind in a test that fails is killed."""
+    """Start commands, and kill their processes after a failed test."""
     commands: list[Command] = []
 
     def _start(name: str, values: dict[str, Any], output_dir: Path, *arguments: str) -> Command:
@@ -78,7 +78,7 @@ def start() -> Iterator[StartCommand]:
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A persistent server that was started by hand: `inference @ inference.toml`."""
+    """A standalone server: `inference @ inference.toml`."""
     root = tmp_path_factory.mktemp("server")
     file = write_toml(root / "inference.toml", {"model": {"max_model_len": 2048}, "lease_seconds": 10})
     with inference_server(MODEL, root / "server.log", ["@", str(file)]) as running:

@@ -1,10 +1,10 @@
-"""`rl` that trains an adapter and publishes it alone: the base model stays on the server from start to end."""
+"""`rl` trains an adapter and publishes only the adapter; the server keeps the base model."""
 
 from pathlib import Path
 
 import pytest
 
-from prime_rl.run.paths import steps_in
+from prime_rl.storage.paths import steps_in
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.support.command import metrics_of
 
@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 4
 
 
-def test_a_run_with_an_adapter(start: StartCommand, tmp_path: Path) -> None:
-    """Rollouts in flight go on under each new version; inference says what the trainer says (I5, I6)."""
+def test_run_that_publishes_adapters_agrees_with_the_sampler(start: StartCommand, tmp_path: Path) -> None:
+    """Rollouts in flight continue with each new version; inference and trainer agree (I5, I6)."""
     values = rl_values(tmp_path / "run", inference=own_server(), max_steps=STEPS, async_level=1)
     lora = {"rank": 4, "alpha": 16, "publish": "adapter"}
     values["trainer"] = {"optim": {"lr": 5e-2}, "model": {"lora": lora}}

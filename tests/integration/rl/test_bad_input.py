@@ -1,4 +1,4 @@
-"""Bad input to the real commands: one line that says what is wrong, exit code 2, and nothing lost."""
+"""Bad input to the real commands: one line of error, exit code 2, and no changed files."""
 
 import socket
 import subprocess
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
-from prime_rl.run.paths import RunPaths
+from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import MODEL
 from tests.support.command import clean_environment, executable
 
@@ -36,7 +37,7 @@ def contents(directory: Path, but: tuple[Path, ...] = ()) -> dict[Path, str]:
 
 
 def refusal(command: str, *arguments: str) -> str:
-    """Run a command that must end with exit code 2 and one line that is no log of its progress, which is returned."""
+    """Run a command that must exit with code 2 and one line of error, which is returned."""
     done = subprocess.run(
         [executable(command), *arguments], capture_output=True, text=True, env=clean_environment(), timeout=120
     )
@@ -46,26 +47,31 @@ def refusal(command: str, *arguments: str) -> str:
     return line
 
 
+def also(*case: list[str] | str) -> ParameterSet:
+    """A further case of a test, which starts the same command again."""
+    return pytest.param(*case, marks=pytest.mark.extended)
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         (["--trainer.optm.lr", "1"], ["--trainer.optm.lr", "--trainer.optim.lr"]),
-        (["--max-steps", "many"], ["max_steps = 'many'", "integer"]),
-        (["@", "nowhere.toml"], ["nowhere.toml does not exist"]),
-        (["--model.name", "configs/no/model"], ["model.name = configs/no/model does not exist"]),
+        also(["--max-steps", "many"], ["max_steps = 'many'", "integer"]),
+        also(["@", "nowhere.toml"], ["nowhere.toml does not exist"]),
+        also(["--model.name", "configs/no/model"], ["model.name = configs/no/model does not exist"]),
         (["--orchestrator.env.id", "no-such-env"], ["orchestrator.env.0.id = no-such-env", "is not installed"]),
-        (
+        also(
             ["--orchestrator.batch-size", "10", "--orchestrator.rollouts-per-example", "4"],
             ["batch_size = 10", "rollouts_per_example = 4"],
         ),
-        (["--output-dir", "a_file/run"], ["output_dir = a_file/run cannot be written"]),
-        (
+        also(["--output-dir", "a_file/run"], ["output_dir = a_file/run cannot be written"]),
+        also(
             ["--trainer.async-level", "1", "--orchestrator.async-level", "2"],
             ["trainer.async_level = 1", "orchestrator.async_level = 2", "--async-level"],
         ),
     ],
 )
-def test_rl_refuses_before_it_touches_anything(paths: RunPaths, arguments: list[str], parts: list[str]) -> None:
+def test_rl_refuses_bad_input_without_changing_files(paths: RunPaths, arguments: list[str], parts: list[str]) -> None:
     before = contents(paths.root.parent)
     line = refusal("rl", *arguments)
     for part in parts:
@@ -75,7 +81,7 @@ def test_rl_refuses_before_it_touches_anything(paths: RunPaths, arguments: list[
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """A port that somebody listens on."""
+    """A port that is in use."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -89,8 +95,9 @@ def test_rl_refuses_a_port_in_use(paths: RunPaths, taken_port: int) -> None:
     assert contents(paths.root.parent, but=(paths.lock,)) == before
 
 
-def test_a_prompt_that_does_not_fit_is_told_by_rl(tmp_path: Path) -> None:
-    """Found by the orchestrator, once it has rendered the prompts, and passed on by `rl` with its exit code."""
+@pytest.mark.extended
+def test_rl_reports_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
+    """The orchestrator raises it after rendering the prompts; `rl` reports it with its exit code."""
     arguments = ["--model.name", str(MODEL), *FEW_WORDS, "--seq-len", "8", "--output-dir", str(tmp_path / "run")]
     line = refusal("rl", *arguments)
     assert line.startswith("error: orchestrator: the prompt of example 0 of environment 'reverse_text' has ")
@@ -101,11 +108,11 @@ def test_a_prompt_that_does_not_fit_is_told_by_rl(tmp_path: Path) -> None:
     ("arguments", "part"),
     [
         (["--model.name", "configs/no/model"], "model.name"),
-        (["--output-dir", "a_file/run"], "output_dir: a_file/run cannot be made"),
-        (["--output-dir", "outputs"], "of an earlier run"),
+        also(["--output-dir", "a_file/run"], "output_dir: a_file/run cannot be created"),
+        also(["--output-dir", "outputs"], "of an earlier run"),
     ],
 )
-def test_the_orchestrator_refuses_by_itself(paths: RunPaths, arguments: list[str], part: str) -> None:
+def test_standalone_orchestrator_refuses_bad_input(paths: RunPaths, arguments: list[str], part: str) -> None:
     before = contents(paths.root.parent)
     fixed = ["--model.name", str(MODEL), "--output-dir", "new", "--env.id", "reverse_text", "--env.args.words", "10"]
     assert part in refusal("orchestrator", *fixed, *arguments)

@@ -1,4 +1,4 @@
-"""`doctor` beside a real run: whichever process is stopped, it is named; and all go on as if nothing had been."""
+"""`doctor` on a real run names a stopped process; the run continues afterwards."""
 
 import json
 import os
@@ -28,8 +28,8 @@ def environment_worker(run: Command) -> psutil.Process:
     return max(run.role("orchestrator").children(recursive=True), key=lambda process: process.create_time())
 
 
-def test_whoever_is_stopped_is_named(start: StartCommand, tmp_path: Path) -> None:
-    # So patient that the run's own supervisor does not act before it goes on.
+def test_doctor_names_the_stopped_process(start: StartCommand, tmp_path: Path) -> None:
+    # Long limits, so that the run's supervisor does not act before the process continues.
     values = rl_values(tmp_path / "run", inference=own_server(), heartbeat={"silence": 300, "timeout": 300})
     run = start("rl", values, tmp_path / "run")
     run.until_step("trainer", 1)
@@ -46,19 +46,19 @@ def test_whoever_is_stopped_is_named(start: StartCommand, tmp_path: Path) -> Non
     for name, process in victims.items():
         process.send_signal(signal.SIGSTOP)
         try:
-            code, told = doctor(run)
-            culprits = [problem["culprit"] for problem in told["problems"]]
-            assert code == 1, (name, told)
+            code, report = doctor(run)
+            culprits = [problem["culprit"] for problem in report["problems"]]
+            assert code == 1, (name, report)
             named = f"{name}{process.pid}" if name.endswith("/") else name
-            assert culprits == [named], told["problems"]
-            assert f"pid {process.pid}" in told["problems"][0]["text"]
-            assert "is stopped (SIGSTOP?)" in told["problems"][0]["text"]
+            assert culprits == [named], report["problems"]
+            assert f"pid {process.pid}" in report["problems"][0]["text"]
+            assert "is stopped (SIGSTOP?)" in report["problems"][0]["text"]
         finally:
             process.send_signal(signal.SIGCONT)
     run.until_step("trainer", len(metrics_of(run.paths, "trainer")) + 2)
-    code, told = doctor(run)
-    assert (code, told["state"]) == (0, "running"), told["problems"]
+    code, report = doctor(run)
+    assert (code, report["state"]) == (0, "running"), report["problems"]
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.end() == 128 + signal.SIGTERM
-    code, told = doctor(run)
-    assert (code, told["state"]) == (0, "stopped by a signal"), told["problems"]
+    code, report = doctor(run)
+    assert (code, report["state"]) == (0, "stopped by a signal"), report["problems"]

@@ -20,12 +20,12 @@ STEPS = 3
 ENVIRONMENTS = ["alphabet_sort", "calculator", "talking_taskset"]
 
 
-def test_every_kind_of_environment_is_trained_in(
+def test_run_with_every_kind_of_environment_agrees_with_the_sampler(
     server: Server, start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Multi-turn, tools, and v1; the trainer agrees with the sampler on every token of every turn (I6).
 
-    Each is sampled with a cut of its own, one with none.
+    Each environment has different truncation settings, one has none.
     """
     packages = [str(ROOT / "tests/support/packages"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, packages)))
@@ -58,10 +58,10 @@ def test_every_kind_of_environment_is_trained_in(
     for line in trained:
         assert 0 <= line["mismatch_kl/on_policy"] < 1e-4
         assert line["mismatch_logprob/on_policy"] < 1e-4
-        assert line["truncation/left_out"] < 1e-3
+        assert line["sampling_mask/outside_trainer_mask"] < 1e-3
     assert trained[0]["grad_norm"] > 0  # later ones may be alike: the learning rate is absurd
-    told = [json.loads(line) for step in range(STEPS) for line in run.paths.samples(step).read_text().splitlines()]
-    assert {rollout["env"] for rollout in told} == set(ENVIRONMENTS)
+    report = [json.loads(line) for step in range(STEPS) for line in run.paths.samples(step).read_text().splitlines()]
+    assert {rollout["env"] for rollout in report} == set(ENVIRONMENTS)
     batches = [load_file(run.paths.rollouts(step) / "rows.safetensors") for step in range(STEPS)]
     # Three turns in one sample, what lies between them masked.
     assert max(stretch for rows in batches for stretch in sampled_stretches(rows)) == 3

@@ -1,4 +1,4 @@
-"""One server, started by hand, under several runs one after the other: none finds anything of the one before."""
+"""One standalone server for several runs, one after the other: no run affects the next one."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
-from prime_rl.run.paths import RunPaths
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import MODEL, ORCHESTRATOR, StartCommand, of_server, rl_values, write_toml
 from tests.integration.rl.test_whole_run import manifest
 from tests.support.command import END_TIMEOUT_S, alive, clean_environment, executable, metrics_of, until
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 4
 PROMPT = [1, 4, 6, 90, 91, 86, 85, 76, 2, 6, 1, 5, 6]  # "stone", in the model's chat template
@@ -28,14 +28,14 @@ PROMPT = [1, 4, 6, 90, 91, 86, 85, 76, 2, 6, 1, 5, 6]  # "stone", in the model's
 
 @pytest.fixture(scope="module")
 def base(server: Server) -> tuple[Any, ...]:
-    """What the server is before any run of this file; those of other files have used it, too."""
+    """The state of the server before the runs of this file."""
     until(lambda: server.policy()["run_id"] is None, "the end of the lease")
     server.reload()
     return identity(server)
 
 
 def identity(server: Server) -> tuple[Any, ...]:
-    """What the server says of its policy, and what that answers."""
+    """The loaded policy, and its completion of a prompt."""
     loaded, choice = server.policy(), server.generate(PROMPT)
     return loaded["branch"], loaded["step"], loaded["hash"], choice["token_ids"]
 
@@ -58,7 +58,7 @@ def assert_bound_kept(paths: RunPaths, async_level: int) -> None:
 
 
 def assert_serves(server: Server, paths: RunPaths, step: int) -> None:
-    """The server samples from what the last step made, and nobody holds it any more."""
+    """The server samples from the version of the last step, and no run holds it."""
     loaded = server.policy()
     assert (loaded["run_id"], loaded["step"]) == (None, step)
     assert loaded["hash"] == read_manifest(paths.weights(step), WEIGHTS_FORMAT)["hash"]
@@ -66,16 +66,15 @@ def assert_serves(server: Server, paths: RunPaths, step: int) -> None:
 
 @pytest.fixture
 def free_server(server: Server, base: tuple[Any, ...]) -> Server:
-    """The server once nobody holds it: a run that was killed holds it until its lease ends."""
+    """The server without a lease: that of a killed run must expire first."""
     until(lambda: server.policy()["run_id"] is None, "the end of the lease")
     return server
 
 
-@pytest.mark.extended
-def test_two_runs_one_after_the_other(
+def test_second_run_starts_at_the_base_model(
     free_server: Server, base: tuple[Any, ...], start: StartCommand, tmp_path: Path
 ) -> None:
-    """The first trains on two ranks and leaves its last version; the second begins at the base again."""
+    """The first run trains on two ranks and leaves its last version; the second one starts at the base model."""
     for name, async_level, ranks in (("first", 2, 2), ("second", 1, 1)):
         values = with_server(free_server, tmp_path / name, ranks, async_level=async_level, max_steps=STEPS)
         run = start("rl", values, tmp_path / name)
@@ -84,16 +83,19 @@ def test_two_runs_one_after_the_other(
         assert run.end() == 0, run.story()
         assert_bound_kept(run.paths, async_level)
         assert [line["step"] for line in metrics_of(run.paths, "trainer")] == list(range(STEPS))
-        assert max(line["staleness/max"] for line in metrics_of(run.paths, "orchestrator")) > 0, "nothing ran ahead"
+        assert max(line["staleness/max"] for line in metrics_of(run.paths, "orchestrator")) > 0, (
+            "no batch was off-policy"
+        )
         assert_serves(free_server, run.paths, STEPS)
-        assert identity(free_server)[2:] != base[2:], "it has learned nothing that could be forgotten"
+        assert identity(free_server)[2:] != base[2:], "the run changed the policy"
     free_server.reload()
     assert identity(free_server) == base
 
 
-@pytest.mark.extended
-def test_bench(free_server: Server, base: tuple[Any, ...], start: StartCommand, tmp_path: Path) -> None:
-    """Inference and the trainer one after the other, each alone; the server is left as it was."""
+def test_bench_runs_inference_and_trainer_separately(
+    free_server: Server, base: tuple[Any, ...], start: StartCommand, tmp_path: Path
+) -> None:
+    """Inference and the trainer run one after the other; the server is unchanged afterwards."""
     values = with_server(free_server, tmp_path / "run", 1, async_level=1, max_steps=500, bench=True)
     run = start("rl", values, tmp_path / "run")
     assert run.end() == 0, run.story()
@@ -107,7 +109,7 @@ def test_bench(free_server: Server, base: tuple[Any, ...], start: StartCommand, 
 
 @contextmanager
 def shell(command: list[str], output: Path) -> Iterator[tuple[psutil.Process, Callable[[], None]]]:
-    """Start a command in the background of a shell; yields its process and what closes the shell."""
+    """Start a command in the background of a shell; yields its process and a function that closes the shell."""
     line = f"{shlex.join(command)} >{shlex.quote(str(output))} 2>&1 & echo $!; read _"
     with subprocess.Popen(
         ["sh", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environment()
@@ -121,10 +123,10 @@ def shell(command: list[str], output: Path) -> Iterator[tuple[psutil.Process, Ca
                 process.kill()
 
 
-def test_by_hand_in_three_shells(
+def test_standalone_commands_in_three_shells_complete(
     free_server: Server, base: tuple[Any, ...], start: StartCommand, tmp_path: Path
 ) -> None:
-    """Each command by itself; the orchestrator goes on when the shell that started it in the background is closed."""
+    """Standalone commands; the orchestrator continues after the shell that started it is closed."""
     paths = RunPaths(tmp_path / "run")
     shared = {"output_dir": str(paths.root), "model": {"name": str(MODEL)}, "async_level": 1, "max_steps": STEPS}
     orchestrator = {**shared, **ORCHESTRATOR, "seq_len": 64, "client": of_server(free_server)}
@@ -132,7 +134,7 @@ def test_by_hand_in_three_shells(
     with shell([executable("orchestrator"), "@", str(file)], tmp_path / "orchestrator.out") as (process, close):
         until(lambda: paths.rollouts(1).exists() or not alive(process), "batch 1")
         assert free_server.policy()["run_id"] is not None
-        assert identity(free_server) == base, "there is no trainer yet that could have changed it"
+        assert identity(free_server) == base, "no trainer has changed it yet"
         close()
         trainer = start("trainer", {**shared, "model": {**shared["model"], "seq_len": 64}}, paths.root)
         until(lambda: trainer.process.poll() is not None or not alive(process), "the end of either")
@@ -143,8 +145,8 @@ def test_by_hand_in_three_shells(
     assert_serves(free_server, paths, STEPS)
 
 
-@pytest.mark.parametrize("victim", ["trainer", pytest.param("orchestrator", marks=pytest.mark.extended)])
-def test_a_killed_process_ends_the_run_and_is_named(
+@pytest.mark.parametrize("victim", ["trainer", "orchestrator"])
+def test_run_with_a_killed_process_ends_and_names_it(
     free_server: Server, start: StartCommand, tmp_path: Path, victim: str
 ) -> None:
     run = start("rl", with_server(free_server, tmp_path / "run", ranks=2), tmp_path / "run")
@@ -154,8 +156,8 @@ def test_a_killed_process_ends_the_run_and_is_named(
     os.kill(killed.pid, signal.SIGKILL)
     assert run.end(END_TIMEOUT_S) == 1, run.story()
     [error] = run.errors.splitlines()
-    by_whom = f"ended with exit code 1: rank 1 (pid {killed.pid}) was killed by SIGKILL, perhaps for want of memory"
+    by_whom = f"exited with code 1: rank 1 (pid {killed.pid}) was killed by SIGKILL, perhaps out of memory"
     assert error.startswith(f"error: {victim} {'was killed by SIGKILL' if victim == 'orchestrator' else by_whom}")
-    assert "want of memory" in error
+    assert "out of memory" in error
     assert str(run.paths.log(victim)) in error
-    assert free_server.policy()["step"] >= 0, "the server is not of the run, and goes on"
+    assert free_server.policy()["step"] >= 0, "the standalone server continues"

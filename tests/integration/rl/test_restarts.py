@@ -1,4 +1,4 @@
-"""`max_restarts`: whatever is killed in turn during one run with a server of its own, the run completes by itself."""
+"""`max_restarts`: a run with its own server completes although each of its processes is killed."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from prime_rl.run.checkpoints import find_checkpoints
-from prime_rl.run.paths import RunPaths
+from prime_rl.storage.checkpoint_artifacts import find_checkpoints
+from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.integration.rl.test_whole_run import manifest
 from tests.support.command import Command, metrics_of
@@ -36,35 +36,35 @@ def worker(run: Command) -> psutil.Process:
 
 
 def steps_done(run: Command) -> int:
-    """The newest step of the line that survives."""
+    """The newest step of the surviving branch."""
     lines = metrics_of(run.paths, "trainer")
     return lines[-1]["step"] if lines else -1
 
 
-def goes_on(run: Command) -> None:
-    """Wait for steps that were not there before."""
+def wait_for_progress(run: Command) -> None:
+    """Wait for further steps."""
     before = steps_done(run)
     run.until(lambda: steps_done(run) >= before + AFTER, f"step {before + AFTER}")
 
 
 def kill(run: Command, victim: psutil.Process, what: str) -> None:
-    """Kill a process, and wait until it is said to have ended."""
+    """Kill a process, and wait until its end is reported."""
     os.kill(victim.pid, signal.SIGKILL)
     run.until(lambda: victim.pid in {event["pid"] for event in events(run.paths, "ended")}, f"the end of {what}")
 
 
 def assert_exactly_once(paths: RunPaths, steps: int) -> None:
-    """I3: in the surviving line no stream position is trained on twice, and the bound holds (I1)."""
+    """No stream position is trained on twice (I3), and the bound holds (I1)."""
     manifests = [manifest(paths, step) for step in range(steps)]
-    groups = [group for told in manifests for group in told["group_ids"]]
+    groups = [group for batch in manifests for group in batch["group_ids"]]
     assert len(groups) == len(set(groups)) == steps * GROUPS
-    for step, told in enumerate(manifests):
-        assert step - told["min_version"] <= told["async_level"]
+    for step, batch in enumerate(manifests):
+        assert step - batch["min_version"] <= batch["async_level"]
     for role in ("trainer", "orchestrator"):
         assert [line["step"] for line in metrics_of(paths, role)] == list(range(steps))
 
 
-def test_each_is_killed_in_turn_and_the_run_completes(start: StartCommand, tmp_path: Path) -> None:
+def test_run_completes_although_every_process_is_killed(start: StartCommand, tmp_path: Path) -> None:
     """Inference, the orchestrator, one rank of two, an environment worker, torchrun."""
     steps = 40
     values = rl_values(
@@ -78,16 +78,16 @@ def test_each_is_killed_in_turn_and_the_run_completes(start: StartCommand, tmp_p
     run = start("rl", values, tmp_path / "run")
     run.until_step("trainer", 1)
     kill(run, run.role("inference"), "inference")
-    goes_on(run)
+    wait_for_progress(run)
     kill(run, run.role("orchestrator"), "the orchestrator")
-    goes_on(run)
+    wait_for_progress(run)
     kill(run, run.ranks()[1], "a rank")
     run.until(lambda: len(events(run.paths, "restarted")) == 3, "the ranks' restart")
-    goes_on(run)
-    os.kill(worker(run).pid, signal.SIGKILL)  # the orchestrator's own business
-    goes_on(run)
+    wait_for_progress(run)
+    os.kill(worker(run).pid, signal.SIGKILL)  # the orchestrator restarts it
+    wait_for_progress(run)
     kill(run, run.role("trainer"), "torchrun")
-    goes_on(run)
+    wait_for_progress(run)
     assert run.end() == 0, run.story()
 
     assert [event["name"] for event in events(run.paths, "restarted")] == [

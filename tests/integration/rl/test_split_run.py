@@ -1,11 +1,11 @@
-"""Some steps, stop, some more."""
+"""A run that is continued by a second command."""
 
 from pathlib import Path
 
 import pytest
 
-from prime_rl.run.checkpoints import read_resume
-from prime_rl.run.paths import RunPaths
+from prime_rl.storage.checkpoint_artifacts import read_resume
+from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import ORCHESTRATOR, StartCommand, of_server, rl_values
 from tests.integration.rl.test_whole_run import manifest
 from tests.support.command import metrics_of
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 HALF, STEPS = 2, 4
 
 
-def test_the_second_half_goes_on_where_the_first_ended(server: Server, start: StartCommand, tmp_path: Path) -> None:
-    """At k = 0, as branch 1; that both halves train on what a whole run trains on: tests/unit/orchestrator."""
+def test_resumed_run_continues_where_the_first_ended(server: Server, start: StartCommand, tmp_path: Path) -> None:
+    """At k = 0, as branch 1; tests/unit/orchestrator compares the batches with those of one run."""
     values = {"orchestrator": {**ORCHESTRATOR, "client": of_server(server)}, "async_level": 0}
     split = RunPaths(tmp_path / "run")
     for steps, ckpt in ((HALF, {"interval": 50}), (STEPS, {"resume_step": HALF})):

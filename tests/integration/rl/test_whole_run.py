@@ -1,4 +1,4 @@
-"""`rl` with a server of its own: a synchronous run from start to end, and two runs side by side that end badly."""
+"""`rl` with its own server: a synchronous run with a killed rank, and two concurrent runs that fail."""
 
 import json
 import os
@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from prime_rl.configs import RLConfig
-from prime_rl.run.artifact import MANIFEST
-from prime_rl.run.heartbeat import ENDED, read_beats
-from prime_rl.run.paths import RunPaths, steps_in
+from prime_rl.configs.rl import RLConfig
+from prime_rl.liveness.heartbeat_monitor import ENDED, read_heartbeats
+from prime_rl.storage.artifact import MANIFEST
+from prime_rl.storage.paths import RunPaths, steps_in
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.support.command import END_TIMEOUT_S, Command, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 6
+STEPS = 5
 SECRET = "k-51c0ffee"
 ORCHESTRATOR_METRICS = {
     "step", "reward/mean", "reward/std", "staleness/max", "staleness/mean", "tokens/wasted", "time/step",
@@ -45,15 +45,27 @@ def assert_all_alive(run: Command) -> None:
     assert len(run.ranks()) == 1
 
 
-def test_a_synchronous_run_from_start_to_end(
+def test_synchronous_run_completes_although_a_rank_is_killed(
     start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At k = 0 every token is the current policy's: no staleness, and the trainer agrees with the sampler (I6)."""
+    """At k = 0 every token is sampled by the current policy: no staleness, and the trainer agrees with it (I1, I3, I6).
+
+    The killed rank resumes from the checkpoint of step 2.
+    """
     monkeypatch.setenv("INFERENCE_SERVER_API_KEY", SECRET)
-    values = rl_values(tmp_path / "run", inference=own_server(), max_steps=STEPS, async_level=0)
+    values = rl_values(
+        tmp_path / "run",
+        inference=own_server(),
+        max_steps=STEPS,
+        async_level=0,
+        max_restarts=1,
+        ckpt={"interval": 2},
+    )
     run = start("rl", values, tmp_path / "run")
     run.until_step("orchestrator", 0)
     assert_all_alive(run)
+    run.until_step("trainer", 2)
+    os.kill(run.ranks()[0].pid, signal.SIGKILL)
     assert run.end() == 0, run.story()
 
     shipped, trained = metrics_of(run.paths, "orchestrator"), metrics_of(run.paths, "trainer")
@@ -61,19 +73,24 @@ def test_a_synchronous_run_from_start_to_end(
     for line in shipped:
         assert line.keys() >= ORCHESTRATOR_METRICS
         assert (line["staleness/max"], line["staleness/mean"], line["tokens/wasted"]) == (0, 0, 0)
-        if line["policy/version"] > 0:
-            assert line["canary/max_logprob_difference"] <= 1e-4, "inference says what the trainer says"
+    differences = [line["canary/max_logprob_difference"] for line in shipped if "canary/max_logprob_difference" in line]
+    assert len(differences) >= 2 and max(differences) <= 1e-4, "inference and trainer agree on the canary"
     for line in trained:
         assert line.keys() >= TRAINER_METRICS
         assert 0 <= line["mismatch_kl/on_policy"] < 1e-4
         assert line["grad_norm"] > 0
-    for step in range(STEPS):
-        told = manifest(run.paths, step)
-        assert (told["step"], told["min_version"], told["max_version"]) == (step, step, step)
-        assert (told["async_level"], told["sequences"]) == (0, 16)
+    events = [json.loads(line) for line in run.paths.events.read_text().splitlines()]
+    assert [event["name"] for event in events if event["event"] == "restarted"] == ["trainer"]
+    manifests = [manifest(run.paths, step) for step in range(STEPS)]
+    groups = [group for shipped_batch in manifests for group in shipped_batch["group_ids"]]
+    assert len(groups) == len(set(groups)) == STEPS * 4, "every group is trained on exactly once"
+    for step, shipped_batch in enumerate(manifests):
+        versions = (shipped_batch["step"], shipped_batch["min_version"], shipped_batch["max_version"])
+        assert versions == (step, step, step)
+        assert (shipped_batch["async_level"], shipped_batch["sequences"]) == (0, 16)
         assert len(run.paths.samples(step).read_text().splitlines()) == 16
     assert steps_in(run.paths.weights_dir)[-1] == STEPS
-    beats = read_beats(run.paths)
+    beats = read_heartbeats(run.paths)
     assert beats.keys() >= {"inference", "orchestrator", "trainer_0"}
     assert {beat.phase for beat in beats.values()} == {ENDED}
     assert RLConfig.load(["@", str(run.paths.run_toml)]).max_steps == STEPS
@@ -84,8 +101,8 @@ def test_a_synchronous_run_from_start_to_end(
 
 
 @pytest.mark.extended
-def test_two_runs_side_by_side_and_how_they_end(start: StartCommand, tmp_path: Path) -> None:
-    """Ctrl-C ends one and leaves the other alone; the death of its engine ends the other, and is told."""
+def test_concurrent_runs_end_independently(start: StartCommand, tmp_path: Path) -> None:
+    """Ctrl-C ends one run only; the other one ends with an error after its engine was killed."""
     left, right = (
         start("rl", rl_values(tmp_path / n, inference=own_server()), tmp_path / n) for n in ("left", "right")
     )
@@ -102,5 +119,5 @@ def test_two_runs_side_by_side_and_how_they_end(start: StartCommand, tmp_path: P
     os.kill(engine.pid, signal.SIGKILL)
     assert right.end(END_TIMEOUT_S) == 1, right.story()
     [error] = right.errors.splitlines()
-    assert error.startswith("error: inference ended with exit code 1: EngineCore (pid")
+    assert error.startswith("error: inference exited with code 1: EngineCore (pid")
     assert str(right.paths.log("inference")) in error

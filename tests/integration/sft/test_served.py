@@ -1,4 +1,4 @@
-"""What `sft` publishes is a model that inference serves: it answers as it was taught, chat template and all."""
+"""Inference serves a model that `sft` published; it gives the trained answers, with the chat template."""
 
 import json
 import subprocess
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.run.paths import RunPaths
+from prime_rl.storage.paths import RunPaths
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 80
 ANSWERS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "acht minus drei"}
@@ -20,7 +20,7 @@ ANSWERS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """Question and answer in columns of these names, learned by heart."""
+    """A run that memorizes a few questions and answers."""
     root = tmp_path_factory.mktemp("sft")
     model = make_tiny_model(root / "model", std=0.02)
     rows = [{"question": question, "answer": answer} for question, answer in ANSWERS.items()]
@@ -40,14 +40,14 @@ def served(run: RunPaths, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
-def test_validation_loss_falls(run: RunPaths) -> None:
+def test_validation_loss_decreases(run: RunPaths) -> None:
     lines = [json.loads(line) for line in run.metrics("trainer").read_text().splitlines()]
     losses = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
     assert list(losses) == [0, 40, 80]
     assert losses[80] < 0.1 < 3.0 < losses[0]
 
 
-def test_the_server_gives_the_answers_that_were_learned(served: Server, run: RunPaths) -> None:
+def test_served_model_gives_the_trained_answers(served: Server, run: RunPaths) -> None:
     assert Path(served.model) == run.weights(STEPS)
     for question, answer in ANSWERS.items():
         message = {"role": "user", "content": question}
@@ -56,4 +56,4 @@ def test_the_server_gives_the_answers_that_were_learned(served: Server, run: Run
         )
         choice = reply.raise_for_status().json()["choices"][0]
         assert choice["message"]["content"] == answer
-        assert choice["finish_reason"] == "stop", "the token that ends the turn was learned, too"
+        assert choice["finish_reason"] == "stop", "the end of the turn was trained, too"

@@ -9,9 +9,9 @@ def load_environment(turns=1, scribble=False):
         async def env_response(self, messages, state, **kwargs):
             if scribble:
                 step = state["trajectory"][-1]
-                for values in [*step["tokens"].values(), *vars(step["response"].message.tokens).values()]:
-                    if isinstance(values, list):
-                        values.clear()
+                step["tokens"] = None
+                for name in ("prompt_ids", "completion_ids", "completion_mask", "completion_logprobs"):
+                    setattr(step["response"].message.tokens, name, [])
             return [vf.UserMessage(content="again")]
 
     rows = [{"question": f"say it {i}", "answer": str(i)} for i in range(4)]

@@ -1,4 +1,4 @@
-"""The benchmark of the orchestrator's overhead runs and writes the figures that are asked of it."""
+"""The benchmark of the orchestrator's overhead runs and writes all its figures."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks/orchestrator_overhead.py"
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_tiny_run_gives_all_figures(tmp_path):
+def test_tiny_run_writes_all_figures(tmp_path):
     command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--json", str(tmp_path / "figures.json")]
     subprocess.run(command, check=True, timeout=240)
     figures = json.loads((tmp_path / "figures.json").read_text())

@@ -1,4 +1,4 @@
-"""The benchmark's lower bound is one, and its figures are the ones that its tables promise."""
+"""The packing benchmark's lower bound and figures."""
 
 import importlib.util
 import itertools
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.packing import best_fit_decreasing
+from prime_rl.orchestrator.batching.packing import best_fit_decreasing
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks/packing.py"
 
@@ -26,7 +26,7 @@ benchmark = load()
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5))
-def test_no_packing_has_fewer_rows_than_the_bound(lengths):
+def test_fewest_rows_is_a_lower_bound(lengths):
     fewest = min(
         len(set(rows))
         for rows in itertools.product(range(len(lengths)), repeat=len(lengths))
@@ -36,7 +36,7 @@ def test_no_packing_has_fewer_rows_than_the_bound(lengths):
 
 
 @pytest.mark.parametrize(("lengths", "bound"), [([16] * 4, 4), ([10] * 6, 2), ([11] * 5, 3), ([30, 1], 2), ([5, 5], 1)])
-def test_the_bound_sees_more_than_the_sum(lengths, bound):
+def test_fewest_rows_is_tighter_than_the_sum(lengths, bound):
     assert benchmark.fewest_rows(lengths, 30) == bound
 
 

@@ -1,4 +1,4 @@
-"""The pipeline benchmark runs: the real orchestrator replays a trace, and its table says what was asked of it."""
+"""The pipeline benchmark runs the real orchestrator on a trace and fills its table."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks/pipeline.py"
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_quick_run_keeps_the_bound_and_fills_the_table(tmp_path):
+def test_quick_run_keeps_the_bound_and_fills_the_table(tmp_path):
     """Rows are made only of runs whose stream and token counts are those of the trace."""
     file = tmp_path / "new" / "rows.json"
     subprocess.run([sys.executable, str(SCRIPT), "--quick", "--json", str(file)], check=True, timeout=240)

@@ -1,4 +1,4 @@
-"""The benchmark of publication and switch compares what it says it compares, and runs from a clean clone."""
+"""Figures and goals of the benchmark of publication and switch."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """The scripts import each other by the names of their files."""
+    """Import the script; the scripts import each other by file name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import weights
 
@@ -21,7 +21,7 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.01, 0.06])
-def test_updates_change_the_share_of_published_values_that_was_asked_for(benchmark, share):
+def test_simulated_updates_change_the_requested_fraction_of_values(benchmark, share):
     from publication import SimulatedAdam
 
     weights = torch.nn.Parameter(torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)) * 0.02)
@@ -58,7 +58,7 @@ def test_figures_are_medians_without_the_first_switch(benchmark):
     assert figures["pause"]["longest_s"] == 50
 
 
-def test_goals(benchmark):
+def test_reached_compares_figures_with_the_goals(benchmark):
     good = {"over_entropy": 1.2, "xor_over_delta": 1.9}
     figures = {
         "pause_over_copy": 1.5,
@@ -72,7 +72,7 @@ def test_goals(benchmark):
 
 @pytest.mark.extended
 @pytest.mark.slow
-def test_a_small_run_gives_all_figures(tmp_path):
+def test_small_run_writes_all_figures(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "weights.py"), "--small", "--no-reverse-text", "--json"]
     subprocess.run([*command, str(tmp_path / "figures.json")], check=True, timeout=280, stdout=subprocess.DEVNULL)
     figures = json.loads((tmp_path / "figures.json").read_text())

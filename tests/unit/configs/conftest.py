@@ -1,4 +1,4 @@
-"""A folder with the files that the documents' command lines name, and a clean environment."""
+"""A working directory with the documented configuration files, and a clean environment."""
 
 import os
 import shutil
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs import InferenceConfig, OrchestratorConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
 
 REPOSITORY = Path(__file__).parents[3]
 

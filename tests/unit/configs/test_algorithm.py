@@ -1,4 +1,4 @@
-"""The dial: what each name sets, and what goes before it."""
+"""The preset `algorithm`: the values that it sets, and the sources that override it."""
 
 import typing
 
@@ -6,7 +6,7 @@ import pytest
 
 from prime_rl.configs.algorithm import ALGORITHMS, Algorithm
 from prime_rl.configs.rl import RLConfig
-from prime_rl.errors import ConfigError
+from prime_rl.core.errors import ConfigError
 
 # Name -> kinds of advantage and loss, the weights of tokens, and whether advantages are divided by the deviation.
 EXPECTED = {
@@ -45,25 +45,25 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_name_sets_advantage_and_loss(name):
+def test_algorithm_preset_sets_advantage_and_loss(name):
     advantage, loss = load("--algorithm", name)
     kinds = (advantage.type, loss.type, loss.normalization, getattr(advantage, "std", None))
     assert kinds == EXPECTED[name]
 
 
-def test_all_names_are_there():
+def test_algorithm_presets_cover_all_names():
     assert set(typing.get_args(Algorithm)) == set(ALGORITHMS) == set(EXPECTED)
 
 
-def test_without_the_dial_it_is_aipo():
+def test_algorithm_unset_is_aipo():
     assert load() == load("--algorithm", "aipo")
 
 
-def test_dapo_clips_higher():
+def test_algorithm_dapo_uses_clip_higher():
     assert (load("--algorithm", "dapo")[1].eps_low, load("--algorithm", "dapo")[1].eps_high) == (0.2, 0.28)
 
 
-def test_what_is_set_by_itself_goes_before_it(write):
+def test_algorithm_preset_keeps_values_of_the_same_source(write):
     advantage, loss = load("--algorithm", "gspo", "--trainer.loss.type", "cispo")
     assert (advantage.type, advantage.std, loss.type) == ("grpo", True, "cispo")
     advantage, loss = load(*write('algorithm = "gspo"\norchestrator.advantage.type = "rloo"'))
@@ -73,7 +73,7 @@ def test_what_is_set_by_itself_goes_before_it(write):
     assert load("--algorithm", "grpo", "--trainer.loss.eps-high", 0.28)[1].eps_high == 0.28
 
 
-def test_a_flag_goes_before_a_file(write):
+def test_algorithm_flag_overrides_values_of_a_file(write):
     text = 'trainer.loss = {type = "cispo", eps_high = 5.0, kl.coef = 0.2}\norchestrator.advantage.type = "opo"'
     advantage, loss = load(*write(text), "--algorithm", "gspo")
     assert (advantage.type, loss.type) == ("grpo", "gspo")
@@ -81,35 +81,44 @@ def test_a_flag_goes_before_a_file(write):
     assert loss.kl.coef == 0.2  # of every loss
 
 
-def test_the_kind_is_the_files_and_so_are_its_keys(write):
+def test_algorithm_in_a_file_keeps_the_type_and_keys_of_the_file(write):
     _, loss = load(*write('trainer.loss = {type = "gspo", eps_high = 0.1}'), "--algorithm", "gspo")
     assert loss.eps_high == 0.1
 
 
+@pytest.fixture(scope="module", params=["dapo", "gspo", "aipo"])
+def resolved(request, tmp_path_factory):
+    """Arguments of the resolved file of an algorithm, which names all keys."""
+    root = tmp_path_factory.mktemp(request.param)
+    with pytest.raises(SystemExit):
+        load("--algorithm", request.param, "--output-dir", root, "--dry-run")
+    assert load("@", root / "run.toml") == load("--algorithm", request.param)
+    return "@", root / "run.toml"
+
+
+@pytest.fixture(scope="module")
+def presets():
+    return {name: load("--algorithm", name) for name in EXPECTED}
+
+
 @pytest.mark.parametrize("later", EXPECTED)
-def test_a_resolved_run_can_be_turned_to_another(write, tmp_path, later):
-    """run.toml names all keys; a dial on the command line still means what it always means."""
-    for first in ("dapo", "gspo", "aipo"):
-        with pytest.raises(SystemExit):
-            load("--algorithm", first, "--output-dir", tmp_path, "--dry-run")
-        resolved = ("@", tmp_path / "run.toml")
-        assert load(*resolved) == load("--algorithm", first)
-        assert load(*resolved, "--algorithm", later) == load("--algorithm", later)
+def test_algorithm_flag_over_a_resolved_file_switches_the_preset(resolved, presets, later):
+    assert load(*resolved, "--algorithm", later) == presets[later]
 
 
-def test_a_key_of_another_loss_is_refused():
+def test_algorithm_with_a_key_of_another_loss_raises():
     with pytest.raises(
-        ConfigError, match=r"trainer.loss.ratio_clip = 3 .* is no key of trainer.loss.type = gspo, which"
+        ConfigError, match=r"trainer.loss.ratio_clip = 3 .* is not a key of trainer.loss.type = gspo, which"
     ):
         load("--algorithm", "gspo", "--trainer.loss.ratio-clip", 3)
 
 
-def test_an_unknown_name_is_refused():
+def test_algorithm_unknown_name_raises():
     with pytest.raises(ConfigError, match="algorithm = 'gpso'"):
         load("--algorithm", "gpso")
 
 
-def test_fixed_length_is_the_orchestrators():
+def test_fixed_normalization_uses_the_seq_len_of_the_orchestrator():
     assert load("--algorithm", "dr_grpo")[1].fixed_length == 2048
     assert load("--algorithm", "dr_grpo", "--seq-len", 512)[1].fixed_length == 512
     lengths = ("--orchestrator.seq-len", 512, "--trainer.model.seq-len", 4096)

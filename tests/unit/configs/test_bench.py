@@ -18,7 +18,7 @@ def long_run(tmp_path):
     return str(path)
 
 
-def test_rl_derives_the_batch_of_the_trainer_from_the_orchestrator(long_run):
+def test_bench_of_rl_uses_the_batch_shape_of_the_orchestrator(long_run):
     config = RLConfig.load(["@", long_run, "--bench", "--trainer.data.fake.micro-batch-size", "3"])
     fake = config.trainer.data.fake
     assert (fake.batch_size, fake.seq_len, fake.micro_batch_size) == (64, 256, 3)
@@ -27,14 +27,14 @@ def test_rl_derives_the_batch_of_the_trainer_from_the_orchestrator(long_run):
     assert config.run_paths.root == config.output_dir / "bench"
 
 
-def test_without_the_flag_nothing_changes(long_run):
+def test_bench_off_changes_nothing(long_run):
     config = RLConfig.load(["@", long_run])
     assert (config.max_steps, config.trainer.data.fake, config.run_paths.root) == (500, None, config.output_dir)
 
 
-def test_what_rl_hands_on_is_what_the_processes_load(long_run, tmp_path):
+def test_bench_files_written_by_rl_load_to_the_same_values(long_run, tmp_path):
     """`rl` writes resolved files, which each process reads with `--bench` in them once more."""
-    from prime_rl.configs.dump import write_config
+    from prime_rl.loading.dump import write_config
 
     config = RLConfig.load(["@", long_run, "--bench", "--bench-steps", "7"])
     for name, root in (("trainer", TrainerConfig), ("orchestrator", OrchestratorConfig)):
@@ -45,7 +45,7 @@ def test_what_rl_hands_on_is_what_the_processes_load(long_run, tmp_path):
         assert root.load(["@", str(tmp_path / "again.toml")]) == loaded
 
 
-def test_the_orchestrator_needs_no_trainer_and_keeps_one_batch_in_flight(long_run, tmp_path):
+def test_bench_of_the_orchestrator_keeps_one_batch_in_flight(long_run, tmp_path):
     (tmp_path / "o.toml").write_text(tomli_w.dumps(LONG["orchestrator"]))
     config = OrchestratorConfig.load(["@", str(tmp_path / "o.toml"), "--bench"])
     assert (config.max_steps, config.async_level, config.max_concurrent, config.val) == (4, 4, 64, None)
@@ -53,7 +53,7 @@ def test_the_orchestrator_needs_no_trainer_and_keeps_one_batch_in_flight(long_ru
     assert OrchestratorConfig.load(["--bench", "--max-concurrent", "8"]).max_concurrent == 8
 
 
-def test_the_trainer_takes_random_batches_and_sft_its_own_data():
+def test_bench_of_the_trainer_uses_fake_data_and_sft_its_own():
     assert TrainerConfig.load(["--bench"]).data.fake.batch_size == 8
     assert TrainerConfig.load(["--bench", "--data.fake", "{'batch_size': 128}"]).data.fake.batch_size == 128
     config = SFTConfig.load(["--max-steps", "90", "--bench"])

@@ -5,15 +5,13 @@ import tomllib
 
 import pytest
 
-from prime_rl.configs import (
-    EvalConfig,
-    InferenceConfig,
-    OrchestratorConfig,
-    RLConfig,
-    SFTConfig,
-    SynthesizeConfig,
-    TrainerConfig,
-)
+from prime_rl.configs.eval import EvalConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.synthesize import SynthesizeConfig
+from prime_rl.configs.trainer import TrainerConfig
 
 COMMANDS = {
     config.command: config
@@ -97,7 +95,7 @@ LINES = [
     ),
     ("uv run rl ... --wandb", {"trainer.wandb.project": "prime-rl", "orchestrator.wandb.project": "prime-rl"}),
     (
-        "uv run rl ... --no-trainer.wandb.log-extras.distributions --orchestrator.wandb.log-extras.interval 50",
+        "uv run rl ... --wandb --no-trainer.wandb.log-extras.distributions --orchestrator.wandb.log-extras.interval 50",
         {"trainer.wandb.log_extras.distributions": False, "orchestrator.wandb.log_extras.interval": 50},
     ),
     ("uv run sft ... --data.type fake --bench", {"data.type": "fake", "bench": True}),
@@ -122,7 +120,11 @@ LINES = [
         "uv run rl ... --inference-gpu-ids 0,1,2,3,4,5 --trainer-gpu-ids 6,7",
         {"inference_gpu_ids": [0, 1, 2, 3, 4, 5], "trainer_gpu_ids": [6, 7], "ranks": 2},
     ),
-    ("uv run inference ... --data-parallel-start-rank 2", {"parallel.start_rank": 2}),
+    (
+        "uv run inference ... --data-parallel-start-rank 2 --headless --parallel.dp 4 --parallel.dp-local 2 "
+        "--parallel.address 10.0.0.1",
+        {"parallel.start_rank": 2},
+    ),
     (
         "uv run inference --parallel.tp 4 --parallel.dp 4 --data-parallel-size-local 2 "
         "--data-parallel-address 10.0.0.1 --data-parallel-rpc-port 13345",

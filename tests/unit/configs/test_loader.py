@@ -1,15 +1,22 @@
-"""Sources and their order, the forms of a flag, what rl hands to the three, and every one-line error."""
+"""Sources and their precedence, forms of flags, shared values of `rl`, help, and errors in one line."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from prime_rl.configs import InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
-from prime_rl.configs.dump import to_toml
-from prime_rl.configs.schema import walk
-from prime_rl.errors import ConfigError
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.shared import HeartbeatConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.loading.dump import to_toml
+from prime_rl.loading.schema import walk
 
 ROOTS = (InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig)
 
@@ -95,7 +102,7 @@ def test_switches():
     assert TrainerConfig.load(["--ckpt.save-async"]).ckpt.save_async is True
     assert TrainerConfig.load(["--no-model.reshard-after-forward"]).model.reshard_after_forward is False
     assert TrainerConfig.load(["--model.reshard-after-forward", "false"]).model.reshard_after_forward is False
-    extras = TrainerConfig.load(["--no-wandb.log-extras.distributions"]).wandb.log_extras
+    extras = TrainerConfig.load(["--wandb", "--no-wandb.log-extras.distributions"]).wandb.log_extras
     assert (extras.samples, extras.distributions) == (True, False)
 
 
@@ -123,10 +130,10 @@ def test_lists_in_every_form():
         assert RLConfig.load(argv).inference_gpu_ids == [0, 1]
 
 
-def test_union_keeps_its_variant_and_forgets_the_keys_of_another():
+def test_union_keeps_its_variant_and_drops_the_keys_of_another():
     assert TrainerConfig.load(["--optim.lr", "1"]).optim.type == "adamw"
     assert SFTConfig.load(["--optim.weight-decay", "0"]).optim.lr == SFTConfig().optim.lr != TrainerConfig().optim.lr
-    file = write("t.toml", '[optim]\nbetas1 = 0.5\n[scheduler]\ntype = "cosine"\n')
+    file = write("t.toml", '[optim]\nbeta1 = 0.5\n[scheduler]\ntype = "cosine"\n')
     arguments = "--optim.momentum 0.3 --optim.type sgd --optim.lr 2 --scheduler.min-lr 1 --max-steps 9"
     config = TrainerConfig.load(["@", file, *arguments.split()])
     assert (config.optim.type, config.optim.momentum) == ("sgd", 0.3)
@@ -161,10 +168,10 @@ def test_file_for_a_block_and_glued_file():
     )
 
 
-# --- what rl hands to the three ---------------------------------------------------------------------------------
+# --- shared values of rl ------------------------------------------------------------------------------------------
 
 
-def test_shared_values_reach_the_three():
+def test_shared_values_reach_all_processes():
     config = RLConfig.load(
         ["--inference", "--model.name", "m", "--max-steps", "3", "--async-level", "1", "--seq-len", "64", "--seed", "5",
          "--output-dir", "o", "--exp-id", "e", "--wandb", "--log.level", "debug", "--inference.server.port", "8001"]
@@ -175,30 +182,48 @@ def test_shared_values_reach_the_three():
     assert {part.log.level for part in parts} == {"debug"}
     for part in parts[:2]:
         assert (part.max_steps, part.async_level, part.seed) == (3, 1, 5)
-    assert config.trainer.model.seq_len == config.orchestrator.seq_len == config.inference.max_model_len == 64
+    assert config.trainer.model.seq_len == config.orchestrator.seq_len == config.inference.model.max_model_len == 64
     assert config.orchestrator.client.port == 8001
     assert (config.trainer.wandb.name, config.orchestrator.wandb.name) == ("e-trainer", "e-orchestrator")
 
 
-def test_max_model_len_is_inferences_alone():
+def test_max_model_len_applies_to_inference_only():
     config = RLConfig.load(["--inference", "--max-model-len", "99"])
-    assert config.inference.max_model_len == 99
+    assert config.inference.model.max_model_len == 99
     assert config.orchestrator.seq_len == config.trainer.model.seq_len == 2048
     config = RLConfig.load(["--inference", "--orchestrator.seq-len", "99"])
-    assert config.inference.max_model_len == config.trainer.model.seq_len == 99
+    assert config.inference.model.max_model_len == config.trainer.model.seq_len == 99
 
 
-def test_log_level_of_one_is_its_own():
+@pytest.mark.parametrize(
+    ("arguments", "length"),
+    [
+        (["--inference", "--inference.model.max-model-len", "99"], 99),
+        (["--inference", "--seq-len", "98"], 98),
+        (["--max-model-len", "97"], 97),
+        (["--inference"], None),
+    ],
+)
+def test_trainer_knows_the_max_model_len_of_inference(arguments, length):
+    assert RLConfig.load(arguments).trainer.model.max_model_len == length
+
+
+def test_max_model_len_of_trainer_and_inference_must_agree():
+    with pytest.raises(ConfigError, match="differ"):
+        RLConfig.load(["--inference.model.max-model-len", "99", "--trainer.model.max-model-len", "98"])
+
+
+def test_log_level_of_one_process_does_not_change_the_others():
     assert RLConfig.load(["--orchestrator.log.level", "debug"]).trainer.log.level == "info"
 
 
-def test_a_value_given_to_one_is_given_to_all():
+def test_shared_value_of_one_process_reaches_the_others():
     config = RLConfig.load(["--inference", "--orchestrator.max-steps", "3", "--trainer.model.name", "m"])
     assert config.max_steps == config.trainer.max_steps == 3
     assert config.model.name == config.orchestrator.model.name == config.inference.model.name == "m"
 
 
-def test_stronger_source_wins_over_a_file_of_one_of_the_three(monkeypatch):
+def test_shared_value_of_a_stronger_source_overrides_the_file_of_a_process(monkeypatch):
     file = write("t.toml", "max_steps = 30\n")
     assert RLConfig.load(["--trainer", "@", file, "--max-steps", "10"]).trainer.max_steps == 10
     assert RLConfig.load(["--trainer", "@", file, "--max-steps", "None"]).trainer.max_steps is None
@@ -207,14 +232,14 @@ def test_stronger_source_wins_over_a_file_of_one_of_the_three(monkeypatch):
     assert RLConfig.load([]).trainer.max_steps == 5
 
 
-def test_none_at_home_forgets_what_a_weaker_source_gave_a_place():
+def test_shared_value_none_removes_weaker_values():
     file = write("i.toml", "gpu_memory_utilization = 0.4\n")
     argv = ["--inference", "@", file]
     assert RLConfig.load(argv).inference.gpu_memory_utilization == 0.4
     assert RLConfig.load([*argv, "--gpu-memory-utilization", "None"]).inference.gpu_memory_utilization == 0.9
 
 
-def test_checkpoints_are_joint_and_wandb_is_not():
+def test_checkpoints_are_shared_and_wandb_is_not():
     config = RLConfig.load(["--trainer.ckpt.interval", "5"])
     assert config.orchestrator.ckpt.interval == config.ckpt.interval == 5
     config = RLConfig.load(["--trainer.wandb"])
@@ -250,7 +275,7 @@ def test_resolved_toml_loads_to_the_same_values():
         assert root.load(["@", "again.toml"]) == root.load([])
 
 
-def test_a_resolved_file_says_everything(monkeypatch):
+def test_resolved_file_overrides_all_variables(monkeypatch):
     """None included, so that a variable cannot slip in below it."""
     write("t.toml", to_toml(TrainerConfig()))
     monkeypatch.setenv("PRIME_MAX_STEPS", "5")
@@ -275,6 +300,7 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
     [
         (TrainerConfig, ["--optm.lr", "1"], ["--optm.lr", "did you mean --optim.lr?"]),
         (TrainerConfig, ["--lr", "1"], ["--lr", "--optim.lr"]),
+        (RLConfig, ["--trainer.optim.learning-rate", "1"], ["did you mean --trainer.optim.lr?"]),
         (TrainerConfig, ["--no-such-thing"], ["--no-such-thing"]),
         (TrainerConfig, ["--no-max-stepz"], ["--no-max-stepz"]),
         (TrainerConfig, ["--no-optim.lr"], ["--optim.lr", "neither a switch nor optional"]),
@@ -337,7 +363,7 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         (RLConfig, ["--orchestrator.batch-size", "3", "--orchestrator.rollouts-per-example", "2"], ["orchestrator"]),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_clear_line(root, argv, parts):
+def test_bad_input_raises_in_one_line(root, argv, parts):
     text = message(root, *argv)
     for part in parts:
         assert part in text
@@ -373,8 +399,9 @@ def test_conflict_names_both_places():
 @pytest.mark.parametrize("root", ROOTS)
 def test_help_lists_every_key_with_doc_and_default(root, capsys):
     with pytest.raises(SystemExit) as exit_info:
-        root.load(["--help"])
+        root.load(["--help-all"])
     assert exit_info.value.code == 0
+    assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN, "a lost connection would end the process"
     text = capsys.readouterr().out
     for path, node in walk((root,)):
         assert node.field.description, path
@@ -384,32 +411,49 @@ def test_help_lists_every_key_with_doc_and_default(root, capsys):
     assert max(len(line) for line in text.splitlines()) <= 120
 
 
-def test_keys_of_later_work_say_so_once(capsys):
+@pytest.mark.parametrize("root", ROOTS)
+def test_help_shows_the_common_keys_and_names_help_all(root, capsys):
+    with pytest.raises(SystemExit):
+        root.load(["--help"])
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == f"These are the common keys. `uv run {root.command} --help-all` shows all keys."
+    shown = re.findall(r"^  --([\w.-]+)", text, re.M)
+    assert len(set(shown)) == len(shown) <= 49
+    assert {"output-dir", "log.level"} <= set(shown)
+
+
+def test_help_of_rl_shows_a_shared_key_once(capsys):
+    with pytest.raises(SystemExit):
+        RLConfig.load(["--help"])
+    text = capsys.readouterr().out
+    for key in ("--model.name", "--max-steps", "--trainer.optim.lr", "--orchestrator.batch-size", "--ckpt.interval"):
+        assert f"  {key} " in text
+    assert "--trainer.max-steps" not in text
+    assert "--trainer.model.name" not in text
+
+
+def test_unused_key_logs_one_warning(capsys):
     RLConfig.load(["--trainer.max-concurrent-runs", "4"])
-    assert capsys.readouterr().err == "warning: trainer.max_concurrent_runs has no effect yet\n"
+    assert capsys.readouterr().err == "warning: trainer.max_concurrent_runs has no effect\n"
     RLConfig.load(["--trainer.optim.lr", "4"])
     assert capsys.readouterr().err == ""
 
 
 def test_dry_run_of_an_unwritable_directory():
     write("file", "")
-    assert "output_dir = file/x cannot be written" in message(RLConfig, "--dry-run", "--output-dir", "file/x")
+    assert "cannot write file/x/" in message(RLConfig, "--dry-run", "--output-dir", "file/x")
 
 
 def test_entry_points_report_one_line_and_exit_2(tmp_path):
-    code = "from prime_rl.configs import RLConfig; from prime_rl.errors import run_main; run_main(RLConfig.load)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--trainer.optm.lr", "1"], capture_output=True, text=True, cwd=tmp_path
-    )
+    command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "--trainer.optm.lr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == "error: unknown key --trainer.optm.lr; did you mean --trainer.optim.lr?\n"
 
 
 def test_configuration_needs_neither_torch_nor_vllm():
-    code = (
-        "import sys, prime_rl.configs.loader; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
-    )
+    code = "import sys, prime_rl.configs.rl; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert done.stdout == "[]\n"
 
@@ -417,32 +461,82 @@ def test_configuration_needs_neither_torch_nor_vllm():
 # --- optional unions --------------------------------------------------------------------------------------------
 
 
-def test_a_block_with_variants_keeps_the_keys_of_the_one_chosen():
+def test_union_uses_the_keys_of_the_selected_variant():
     assert OrchestratorConfig.load([]).buffer.type == "simple"
     chosen = OrchestratorConfig.load(["--buffer.type", "difficulty-pool", "--buffer.easy-border", "0.9"]).buffer
     assert (chosen.easy_threshold, chosen.hard_threshold) == (0.9, 0.2)
 
 
-def test_a_key_of_another_variant_names_it():
+def test_key_of_another_variant_names_the_variant():
     text = message(OrchestratorConfig, "--buffer.easy-threshold", "0.9")
     assert text == "buffer.easy_threshold = '0.9' (--buffer.easy-threshold): needs type = difficulty-pool"
 
 
-def test_a_contradiction_inside_a_variant_names_the_block():
+def test_contradiction_in_a_variant_names_the_block():
     fractions = ["--buffer.easy-fraction", "0.9", "--buffer.hard-fraction", "0.2"]
     text = message(OrchestratorConfig, "--buffer.type", "difficulty-pool", *fractions)
     assert text == "buffer: easy_fraction = 0.9 and hard_fraction = 0.2 add up to more than 1"
 
 
-def test_heartbeat_is_handed_to_all_and_nobody_is_dead_before_he_is_silent():
-    config = RLConfig.load(["--heartbeat.silence", "3", "--heartbeat.timeout-s", "20", "--inference"])
+def test_heartbeat_limits_reach_all_processes_and_warn_before_dead():
+    config = RLConfig.load(
+        ["--heartbeat.warn-after-seconds", "3", "--heartbeat.dead-after-seconds", "20", "--inference"]
+    )
     for part in (config, config.trainer, config.orchestrator, config.inference):
-        assert (part.heartbeat.limits.silence_s, part.heartbeat.limits.timeout_s) == (3, 20)
-    assert RLConfig.load(["--trainer.heartbeat.timeout", "2"]).trainer.heartbeat.limits.silence_s == 2
+        assert (part.heartbeat.limits.warn_after_seconds, part.heartbeat.limits.dead_after_seconds) == (3, 20)
+    assert (
+        RLConfig.load(["--trainer.heartbeat.dead-after-seconds", "2"]).trainer.heartbeat.limits.warn_after_seconds == 2
+    )
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_no_key_is_infinite_or_no_number(value):
+def test_non_finite_value_raises(value):
     with pytest.raises(ConfigError, match=r"optim\.lr") as caught:
         TrainerConfig.load(["--optim.lr", value])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_trainer_ipc_with_expandable_segments_is_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    with pytest.raises(ConfigError, match=f"'ipc'.*{name}=.*remove expandable_segments"):
+        TrainerConfig.load(["--weight-broadcast.type", "ipc"])
+    assert TrainerConfig.load(["--weight-broadcast.type", "nccl"]).weight_broadcast.type == "nccl"
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert TrainerConfig.load(["--weight-broadcast.type", "ipc"]).weight_broadcast.type == "ipc"
+
+
+# --- deprecated names -------------------------------------------------------------------------------------------
+
+
+def test_deprecated_key_sets_the_new_one_and_logs_one_warning(capsys, monkeypatch):
+    assert TrainerConfig.load(["--minibatches", "3"]).num_minibatches == 3
+    warning = "warning: minibatches (--minibatches) is deprecated; use num_minibatches\n"
+    assert capsys.readouterr().err == warning
+    file = write("t.toml", '[trainer.optim]\nbetas1 = 0.5\n[orchestrator]\non_refused_weights = "keep"\n')
+    config = RLConfig.load(["@", file])
+    assert (config.trainer.optim.beta1, config.orchestrator.on_invalid_weights) == (0.5, "keep_previous")
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "warning: orchestrator.on_refused_weights (t.toml) is deprecated; use on_invalid_weights = keep_previous",
+        "warning: trainer.optim.betas1 (t.toml) is deprecated; use beta1",
+    ]
+    monkeypatch.setenv("PRIME_GRACE_SECONDS", "9")
+    assert RLConfig.load([]).grace_timeout_seconds == 9
+
+
+def test_run_that_an_earlier_release_wrote_still_loads():
+    old = to_toml(RLConfig.load(["--inference", "--ckpt"]))
+    old = old.replace("grace_timeout_seconds", "grace_seconds").replace("num_minibatches", "minibatches")
+    old = old.replace("warn_after_seconds", "silence").replace("dead_after_seconds", "timeout")
+    old = old.replace('on_invalid_weights = "fail"', 'on_refused_weights = "end"').replace("beta1", "betas1")
+    assert RLConfig.load(["@", write("run.toml", old)]) == RLConfig.load(["--inference", "--ckpt"])
+    assert HeartbeatConfig.model_validate({"silence": 5, "timeout": 60}) == HeartbeatConfig(), "doctor reads run.toml"
+
+
+def test_every_deprecated_name_is_an_alias_of_an_existing_key():
+    def models(of):
+        return {of, *(model for _, node in walk((of,)) for model in node.variants)}
+
+    for model in set().union(*(models(root) for root in ROOTS)):
+        assert set(model.deprecated.values()) <= set(model.model_fields), model
+        assert not set(model.deprecated) & set(model.model_fields), model

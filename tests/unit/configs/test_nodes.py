@@ -1,17 +1,15 @@
-"""A server over several nodes, and the variables that say where the parts of a run are."""
+"""A server over several nodes, and the environment variables with addresses and paths."""
 
 import pytest
 
-from prime_rl.configs import (
-    EvalConfig,
-    InferenceConfig,
-    OrchestratorConfig,
-    RLConfig,
-    SFTConfig,
-    SynthesizeConfig,
-    TrainerConfig,
-)
-from prime_rl.errors import ConfigError
+from prime_rl.configs.eval import EvalConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.synthesize import SynthesizeConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.core.errors import ConfigError
 
 ROOTS = (EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, SynthesizeConfig, TrainerConfig)
 
@@ -31,14 +29,14 @@ def test_output_dir_is_read_by_all_and_is_the_weakest_source(root, monkeypatch):
     assert str(root.load(["--output-dir", "third"]).output_dir) == "third"
 
 
-def test_rl_hands_output_dir_to_all_unless_one_says_otherwise(monkeypatch):
+def test_output_dir_variable_reaches_all_processes_as_a_default(monkeypatch):
     monkeypatch.setenv("OUTPUT_DIR", "/shared/run")
     config = RLConfig.load(["--inference"])
     assert {str(part.output_dir) for part in (config.trainer, config.orchestrator, config.inference)} == {"/shared/run"}
     assert str(RLConfig.load(["--trainer.output-dir", "x"]).output_dir) == "x"
 
 
-def test_the_servers_address_is_where_it_listens_and_where_its_clients_look(monkeypatch):
+def test_server_address_variable_sets_server_and_clients(monkeypatch):
     monkeypatch.setenv("INFERENCE_SERVER_IP", "10.0.0.7")
     assert InferenceConfig.load([]).server.host == "10.0.0.7"
     assert InferenceConfig.load(["--server.host", "0.0.0.0"]).server.host == "0.0.0.0"
@@ -53,7 +51,7 @@ def test_the_servers_address_is_where_it_listens_and_where_its_clients_look(monk
     assert OrchestratorConfig.load([]).client.urls == ["http://[fd00::7]:8000"]
 
 
-def test_the_heads_address_comes_from_the_environment(monkeypatch):
+def test_address_of_the_head_is_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("DATA_PARALLEL_ADDRESS", "10.0.0.1")
     monkeypatch.setenv("DATA_PARALLEL_RPC_PORT", "13345")
     parallel = InferenceConfig.load(["--parallel.dp", "4", "--parallel.dp-local", "2"]).parallel
@@ -62,7 +60,7 @@ def test_the_heads_address_comes_from_the_environment(monkeypatch):
     assert InferenceConfig.load(["--data-parallel-rpc-port", "1"]).parallel.rpc_port == 1
 
 
-def test_an_empty_variable_says_nothing(monkeypatch):
+def test_empty_variable_is_ignored(monkeypatch):
     for name in ("OUTPUT_DIR", "INFERENCE_SERVER_IP", "DATA_PARALLEL_RPC_PORT"):
         monkeypatch.setenv(name, "")
     config = InferenceConfig.load([])
@@ -70,7 +68,7 @@ def test_an_empty_variable_says_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "error"),
     [
         ("--parallel.dp 2 --parallel.dp-local 1", "address is missing"),
         ("--headless --parallel.address a --parallel.dp 2", "headless needs start_rank and dp_local"),
@@ -82,13 +80,13 @@ def test_an_empty_variable_says_nothing(monkeypatch):
         ("--parallel.dp 2 --parallel.dp-local 3", "dp_local = 3 copies from 0 on are more than dp = 2"),
     ],
 )
-def test_what_makes_no_server_is_told_in_one_line(words, told):
-    with pytest.raises(ConfigError, match=told) as caught:
-        InferenceConfig.load(words.split())
+def test_invalid_multi_node_server_raises_in_one_line(arguments, error):
+    with pytest.raises(ConfigError, match=error) as caught:
+        InferenceConfig.load(arguments.split())
     assert "\n" not in str(caught.value)
 
 
-def test_rl_starts_one_node(monkeypatch):
+def test_rl_with_a_multi_node_server_raises(monkeypatch):
     monkeypatch.setenv("DATA_PARALLEL_ADDRESS", "10.0.0.1")
     with pytest.raises(ConfigError, match="`rl` starts all on one node"):
         RLConfig.load([f"--inference.parallel.{key}" for key in ("dp=2", "dp-local=1", "address=a")])

@@ -1,4 +1,4 @@
-"""What is said of made-up runs: who is to blame, who waits for whom, and when nothing is wrong."""
+"""Diagnoses of made-up runs: culprit, chain of waits, problems and notes."""
 
 import io
 from dataclasses import replace
@@ -7,206 +7,232 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from prime_rl.doctor.collect import Disk, RunFacts, Settings, StoppedProcess
 from prime_rl.doctor.diagnosis import RunState, diagnose, is_settled
-from prime_rl.doctor.facts import Disk, Facts, Halted, Settings
-from prime_rl.doctor.page import as_json, chain, show
-from prime_rl.run.checkpoints import Commit, Resume
-from prime_rl.run.heartbeat import Beat, Life, State, Verdict
+from prime_rl.doctor.rendering import as_json, chain, show
+from prime_rl.liveness.heartbeat_monitor import HeartbeatRecord, KernelState, LivenessReport, ProcessState
+from prime_rl.storage.checkpoint_artifacts import CheckpointCommit, ResumeRecord
 
 NOW = 1000.0
 STARTED = {"time": 900.0, "event": "started", "name": "trainer", "pid": 10}
-LAST = Commit(20, 0, {}, "")
+LAST = CheckpointCommit(20, 0, {}, "")
 
 
 def beat(name, phase="serve", waiting_for=None, since=990.0, written=NOW, deadline=None):
     role, pid = name.partition("_")[0], {"trainer_0": 11, "orchestrator": 12, "inference": 13, "rl": 9}.get(name, 14)
     log = f"/run/logs/{role}.log"
-    return Beat(name, role, pid, "node7", "boot", 1, 5, phase, 3, deadline, since, waiting_for, log, written)
+    return HeartbeatRecord(name, role, pid, "node7", "boot", 1, 5, phase, 3, deadline, since, waiting_for, log, written)
 
 
-def verdict(beat, state=State.ALIVE, why="is alive", life=Life.RUNNING, for_s=0.0):
-    return Verdict(beat.name, state, beat, for_s, life, True, why)
+def report(beat, state=ProcessState.ALIVE, why="is alive", life=KernelState.RUNNING, for_s=0.0):
+    return LivenessReport(beat.name, state, beat, for_s, life, True, why)
 
 
-TRAINER = verdict(beat("trainer_0", "wait for batch 12", "orchestrator", since=966.0))
-ORCHESTRATOR = verdict(beat("orchestrator", "sample", "inference", since=970.0))
-INFERENCE = verdict(beat("inference"))
-RL = verdict(beat("rl", "watch over the run"))
+TRAINER = report(beat("trainer_0", "wait for batch 12", "orchestrator", since=966.0))
+ORCHESTRATOR = report(beat("orchestrator", "sample", "inference", since=970.0))
+INFERENCE = report(beat("inference"))
+RL = report(beat("rl", "watch over the run"))
 ALL = (INFERENCE, ORCHESTRATOR, RL, TRAINER)
-RUN = Facts(Path("/run"), NOW, 2.0, ALL, owner=9, events=(STARTED,), settings=Settings(60, 2))
+RUN = RunFacts(Path("/run"), NOW, 2.0, ALL, owner=9, events=(STARTED,), settings=Settings(60, 2))
 
 
 def with_(*changed, **fields):
-    """The run, with other verdicts of some."""
-    by_name = {v.name: v for v in RUN.verdicts} | {v.name: v for v in changed}
-    return diagnose(replace(RUN, verdicts=tuple(by_name.values()), **fields))
+    """Diagnose the run with changed reports."""
+    by_name = {v.name: v for v in RUN.reports} | {v.name: v for v in changed}
+    return diagnose(replace(RUN, reports=tuple(by_name.values()), **fields))
 
 
-def test_a_run_in_which_all_live_is_healthy():
-    told = with_()
-    assert (told.state, told.problems, told.culprit) == (RunState.RUNNING, (), None)
-    assert [p.name for p in told.chain] == ["trainer_0", "orchestrator", "inference"]
+def test_diagnose_all_alive_is_healthy():
+    result = with_()
+    assert (result.state, result.problems, result.culprit) == (RunState.RUNNING, (), None)
+    assert [p.name for p in result.chain] == ["trainer_0", "orchestrator", "inference"]
 
 
-@pytest.mark.parametrize("state", [State.SILENT, State.DEAD, State.STUCK, State.STOPPED])
-def test_the_end_of_the_chain_is_to_blame(state):
-    lost = verdict(INFERENCE.beat, state, "has been silent for 7 s")
-    told = with_(lost)
-    assert (told.culprit, told.healthy) == ("inference", False)
-    assert told.problems[0].text.startswith("inference (pid 13 on node7) has been silent for 7 s")
-    assert "/run/logs/inference.log" in told.problems[0].text
-    line = chain(told.chain, told.processes)
-    assert line.startswith("trainer_0: wait for batch 12 (34 s) <- orchestrator: sample (30 s) <- inference has been")
+@pytest.mark.parametrize("state", [ProcessState.SILENT, ProcessState.DEAD, ProcessState.STUCK, ProcessState.STOPPED])
+def test_diagnose_unresponsive_end_of_the_chain_is_the_culprit(state):
+    lost = report(INFERENCE.heartbeat, state, "has written no heartbeat for 7 s")
+    result = with_(lost)
+    assert (result.culprit, result.healthy) == ("inference", False)
+    assert result.problems[0].text.startswith("inference (pid 13 on node7) has written no heartbeat for 7 s")
+    assert "/run/logs/inference.log" in result.problems[0].text
+    line = chain(result.chain, result.processes)
+    assert line.startswith(
+        "trainer_0: wait for batch 12 (34 s) <- orchestrator: sample (30 s) <- inference has written"
+    )
 
 
-def test_who_is_waited_for_comes_before_others_that_are_lost_too():
-    silent = (verdict(v.beat, State.SILENT, "has been silent for 7 s") for v in (RL, INFERENCE))
+def test_diagnose_several_silent_processes_lists_the_awaited_one_first():
+    silent = (report(v.heartbeat, ProcessState.SILENT, "has written no heartbeat for 7 s") for v in (RL, INFERENCE))
     assert [p.culprit for p in with_(*silent).problems] == ["inference", "rl"]
 
 
 @pytest.mark.parametrize("name", ["trainer_0", "orchestrator", "inference", "rl"])
-def test_a_stopped_process_is_named_before_it_counts_as_silent(name):
+def test_diagnose_stopped_process_is_reported_before_it_is_silent(name):
     before = next(v for v in ALL if v.name == name)
-    told = with_(verdict(before.beat, life=Life.STOPPED))
-    assert told.culprit == name
-    assert "is stopped (SIGSTOP?)" in told.problems[0].text
-    assert told.problems[0].hint == f"`kill -CONT {before.beat.pid}` lets it go on"
+    result = with_(report(before.heartbeat, life=KernelState.STOPPED))
+    assert result.culprit == name
+    assert "is stopped (SIGSTOP?)" in result.problems[0].text
+    assert result.problems[0].hint == f"`kill -CONT {before.heartbeat.pid}` continues it"
 
 
-def test_a_stopped_descendant_without_a_heartbeat_is_named():
-    told = with_(halted=(Halted(77, "orchestrator/77", "python -m env_worker", False),))
-    assert told.culprit == "orchestrator/77"
-    assert "orchestrator/77 (pid 77, python -m env_worker) is stopped" in told.problems[0].text
-    held = with_(halted=(Halted(77, "orchestrator/77", "python -m env_worker", True),))
+def test_diagnose_foreign_process_with_the_pid_of_a_stopped_one_does_not_hide_it():
+    """A server of another host is silent; an environment worker of this one, with the same number, is stopped."""
+    foreign = report(
+        replace(INFERENCE.heartbeat, pid=77, host="node2"), ProcessState.SILENT, "is silent", KernelState.UNKNOWN
+    )
+    result = with_(foreign, stopped=(StoppedProcess(77, "orchestrator/77", "python -m env_worker", False),))
+    assert [p.culprit for p in result.problems] == ["inference", "orchestrator/77"]
+    assert next(p for p in result.processes if p.name == "inference").state is ProcessState.SILENT
+
+
+def test_diagnose_stopped_descendant_without_heartbeat_is_reported():
+    result = with_(stopped=(StoppedProcess(77, "orchestrator/77", "python -m env_worker", False),))
+    assert result.culprit == "orchestrator/77"
+    assert "orchestrator/77 (pid 77, python -m env_worker) is stopped" in result.problems[0].text
+    held = with_(stopped=(StoppedProcess(77, "orchestrator/77", "python -m env_worker", True),))
     assert held.healthy and "debugger" in held.notes[0]
 
 
-def test_a_phase_that_lasts_longer_than_it_may_is_stuck_if_nothing_moves():
+def test_diagnose_phase_beyond_its_limit_without_progress_is_stuck():
     late = beat("trainer_0", "wait for batch 12", "orchestrator", since=300.0, deadline=600.0)
-    told = with_(verdict(late, for_s=6.0), watched_s=6.0)
-    assert told.culprit == "trainer_0"
-    assert "is stuck: 700 s in one phase, where 600 s are the limit" in told.problems[0].text
-    assert with_(verdict(late, for_s=0.0), watched_s=6.0).healthy, "progress while watched"
-    assert with_(verdict(replace(late, phase_deadline_s=None), for_s=6.0), watched_s=6.0).healthy
+    result = with_(report(late, for_s=6.0), watched_s=6.0)
+    assert result.culprit == "trainer_0"
+    assert "is stuck: 700 s in one phase with a limit of 600 s" in result.problems[0].text
+    assert with_(report(late, for_s=0.0), watched_s=6.0).healthy, "progress while watched"
+    assert with_(report(replace(late, phase_deadline_s=None), for_s=6.0), watched_s=6.0).healthy
 
 
-def test_who_waits_for_each_other_is_a_ring_and_ends():
-    ring = verdict(beat("orchestrator", "wait for version 12", "trainer"))
-    told = with_(ring)
-    assert [p.name for p in told.chain] == ["trainer_0", "orchestrator"]
-    assert chain(told.chain, told.processes).endswith("trainer, which waits in turn")
+def test_chain_of_processes_waiting_for_each_other_ends():
+    ring = report(beat("orchestrator", "wait for version 12", "trainer"))
+    result = with_(ring)
+    assert [p.name for p in result.chain] == ["trainer_0", "orchestrator"]
+    assert chain(result.chain, result.processes).endswith("trainer, which waits for the first")
 
 
-def test_a_rank_that_is_lost_is_what_others_wait_for():
-    ranks = [verdict(beat(f"trainer_{n}", "step 3")) for n in range(2)]
-    dead = verdict(replace(beat("trainer_1", "step 3"), pid=99), State.DEAD, "is gone")
-    told = diagnose(replace(RUN, verdicts=(ranks[0], dead, verdict(beat("orchestrator", "ship", "trainer")))))
-    assert [p.name for p in told.chain] == ["orchestrator", "trainer_1"]
-    assert told.culprit == "trainer_1"
+def test_chain_of_several_ranks_follows_the_dead_one():
+    ranks = [report(beat(f"trainer_{n}", "step 3")) for n in range(2)]
+    dead = report(replace(beat("trainer_1", "step 3"), pid=99), ProcessState.DEAD, "is gone")
+    result = diagnose(replace(RUN, reports=(ranks[0], dead, report(beat("orchestrator", "ship", "trainer")))))
+    assert [p.name for p in result.chain] == ["orchestrator", "trainer_1"]
+    assert result.culprit == "trainer_1"
 
 
-def test_a_peer_that_never_spoke_is_missed():
-    told = diagnose(replace(RUN, verdicts=(TRAINER,)))
-    assert told.problems[0].text == "orchestrator is waited for and has never said anything"
-    by_hand = diagnose(replace(RUN, verdicts=(TRAINER, ORCHESTRATOR)))
-    assert by_hand.healthy, "a server by hand may have no heartbeat"
-    assert chain(by_hand.chain, by_hand.processes).endswith("<- inference, which leaves no heartbeat")
+def test_diagnose_awaited_role_without_heartbeat_is_reported():
+    result = diagnose(replace(RUN, reports=(TRAINER,)))
+    assert result.problems[0].text == "another process waits for orchestrator, which has never written a heartbeat"
+    standalone = diagnose(replace(RUN, reports=(TRAINER, ORCHESTRATOR)))
+    assert standalone.healthy, "a standalone server may have no heartbeat"
+    assert chain(standalone.chain, standalone.processes).endswith("<- inference, which has no heartbeat")
 
 
-ENDED = tuple(verdict(replace(v.beat, phase="ended"), State.ENDED, "has ended", Life.GONE) for v in ALL)
+ENDED = tuple(
+    report(replace(v.heartbeat, phase="ended"), ProcessState.ENDED, "has ended", KernelState.GONE) for v in ALL
+)
 
 
-def test_a_finished_run_is_healthy_and_so_is_one_that_was_told_to_stop():
+def test_diagnose_finished_or_stopped_run_is_healthy():
     done = {"time": 999.0, "event": "finished", "name": "rl"}
-    told = diagnose(replace(RUN, verdicts=ENDED, owner=None, events=(STARTED, done)))
-    assert (told.state, told.healthy, told.chain) == (RunState.FINISHED, True, ())
-    killed = verdict(INFERENCE.beat, State.DEAD, "is gone", Life.GONE)
-    told = diagnose(replace(RUN, verdicts=(killed, *ENDED[1:]), owner=None, events=(STARTED, done)))
-    assert told.healthy and told.notes == ("inference (pid 13 on node7) left no last word when the run was over",)
+    result = diagnose(replace(RUN, reports=ENDED, owner=None, events=(STARTED, done)))
+    assert (result.state, result.healthy, result.chain) == (RunState.FINISHED, True, ())
+    killed = report(INFERENCE.heartbeat, ProcessState.DEAD, "is gone", KernelState.GONE)
+    result = diagnose(replace(RUN, reports=(killed, *ENDED[1:]), owner=None, events=(STARTED, done)))
+    assert result.healthy and result.notes == ("inference (pid 13 on node7) wrote no last heartbeat",)
     stopped = diagnose(replace(RUN, owner=None, events=(STARTED, done | {"detail": "stopped by SIGTERM"})))
     assert (stopped.state, stopped.healthy) == (RunState.STOPPED, True)
 
 
-def test_a_run_by_hand_is_over_when_all_have_ended():
-    assert diagnose(replace(RUN, verdicts=ENDED, owner=None, events=())).state is RunState.FINISHED
+def test_diagnose_run_without_rl_is_finished_when_all_have_ended():
+    assert diagnose(replace(RUN, reports=ENDED, owner=None, events=())).state is RunState.FINISHED
 
 
-def test_a_failed_run_tells_who_why_and_how_to_go_on():
+def test_diagnose_failed_run_reports_culprit_cause_and_resume_command():
     failed = {"time": 999.0, "event": "failed", "name": "trainer", "role": "trainer", "code": -9,
               "detail": "was killed by SIGKILL"}  # fmt: skip
-    facts = replace(RUN, verdicts=ENDED, owner=None, events=(STARTED, failed), checkpoints=(LAST,))
-    told = diagnose(facts)
-    assert (told.state, told.culprit) == (RunState.FAILED, "trainer")
-    assert told.problems[0].text == "trainer was killed by SIGKILL; log /run/logs/trainer.log"
-    assert "checkpoint 20" in told.problems[0].hint and "--ckpt.resume-step -1" in told.problems[0].hint
-    said = diagnose(replace(facts, errors={"trainer": "the loss is not finite"}))
-    assert said.problems[0].text.startswith("trainer was killed by SIGKILL: the loss is not finite; log")
+    facts = replace(RUN, reports=ENDED, owner=None, events=(STARTED, failed), checkpoints=(LAST,))
+    result = diagnose(facts)
+    assert (result.state, result.culprit) == (RunState.FAILED, "trainer")
+    assert result.problems[0].text == "trainer was killed by SIGKILL; log /run/logs/trainer.log"
+    assert "checkpoint 20" in result.problems[0].hint and "--ckpt.resume-step -1" in result.problems[0].hint
+    explained = diagnose(replace(facts, errors={"trainer": "the loss is not finite"}))
+    assert explained.problems[0].text.startswith("trainer was killed by SIGKILL: the loss is not finite; log")
 
 
-def test_a_run_that_was_resumed_after_its_failure_runs():
+def test_diagnose_run_resumed_after_a_failure_is_running():
     failed = {"time": 950.0, "event": "failed", "name": "trainer", "code": 1}
     assert with_(events=(STARTED, failed, STARTED)).state is RunState.RUNNING
 
 
-def test_a_run_that_was_killed_as_a_whole_is_dead():
-    gone = tuple(verdict(v.beat, State.DEAD, "is gone", Life.GONE) for v in ALL)
-    told = diagnose(replace(RUN, verdicts=gone, owner=None))
-    assert (told.state, told.culprit) == (RunState.DEAD, "inference")
-    assert "without a last word" in told.problems[0].text and told.problems[0].hint is None
-    told = diagnose(replace(RUN, verdicts=gone, owner=None, errors={"orchestrator": "no route"}))
-    assert told.problems[0].text == "orchestrator has failed: no route"
+def test_diagnose_run_with_all_processes_killed_is_dead():
+    gone = tuple(report(v.heartbeat, ProcessState.DEAD, "is gone", KernelState.GONE) for v in ALL)
+    result = diagnose(replace(RUN, reports=gone, owner=None))
+    assert (result.state, result.culprit) == (RunState.DEAD, "inference")
+    assert "wrote no last heartbeat" in result.problems[0].text and result.problems[0].hint is None
+    result = diagnose(replace(RUN, reports=gone, owner=None, errors={"orchestrator": "no route"}))
+    assert result.problems[0].text == "orchestrator has failed: no route"
 
 
-def test_no_room_is_a_problem_and_so_is_no_process():
+def test_diagnose_full_disk_or_no_process_is_a_problem():
     disk = Disk(free=2 * 10**9, total=10**10, used={}, version=10**9, checkpoint=3 * 10**9)
     assert with_(disk=disk).healthy, "without checkpoints a version is all that is written"
-    told = with_(disk=disk, settings=Settings(60, 2, "checkpoints"))
-    assert told.problems[0].text == "the disk has 2.0 GB left, and the next version and checkpoint need 4.0 GB"
-    assert diagnose(Facts(Path("/run"))).state is RunState.QUIET
+    result = with_(disk=disk, settings=Settings(60, 2, "checkpoints"))
+    assert result.problems[0].text == "the disk has 2.0 GB left, and the next version and checkpoint need 4.0 GB"
+    assert diagnose(RunFacts(Path("/run"))).state is RunState.QUIET
 
 
-def test_what_is_worth_knowing():
+def test_diagnose_notes_checkpoints_branch_and_restarts():
     again = {"time": 940.0, "event": "restarted", "name": "orchestrator", "detail": "was killed by SIGKILL"}
-    told = with_(
+    result = with_(
         events=(STARTED, again, again | {"time": 970.0}),
         broken={"step_30.tmp": "is not a name of a checkpoint", "step_30": "was not finished: COMMITTED is missing"},
-        resume=Resume(20, 1),
+        resume=ResumeRecord(20, 1),
     )
-    assert told.healthy
-    assert told.notes == (
+    assert result.healthy
+    assert result.notes == (
         "checkpoint step_30 is being written, or was not finished",
-        "checkpoint step_30.tmp does not count: is not a name of a checkpoint",
+        "checkpoint step_30.tmp is not usable: is not a name of a checkpoint",
         "branch 1 began at step 20",
-        "orchestrator was started again 2 times; the last 30 s ago: was killed by SIGKILL",
+        "orchestrator was restarted 2 times; the last time 30 s ago: was killed by SIGKILL",
     )
 
 
-def test_json_says_the_same():
-    told = as_json(with_(verdict(INFERENCE.beat, State.SILENT, "has been silent"), trained={"step": 11},
-                         shipped={"step": 12, "policy/version": 11.0, "staleness/max": 1}, version=12))  # fmt: skip
-    assert (told["state"], told["healthy"], told["culprit"]) == ("running", False, "inference")
-    assert told["chain"] == ["trainer_0", "orchestrator", "inference"]
-    assert told["steps"] == {"trained": 12, "shipped": 13, "max_steps": 60, "published": 12, "sampled_from": 11.0,
+def test_as_json_contains_state_chain_and_steps():
+    silent = report(INFERENCE.heartbeat, ProcessState.SILENT, "has written no heartbeat")
+    shipped = {"step": 12, "policy/version": 11.0, "staleness/max": 1}
+    result = as_json(with_(silent, trained={"step": 11}, batches=(shipped,), version=12))
+    assert (result["state"], result["healthy"], result["culprit"]) == ("running", False, "inference")
+    assert result["chain"] == ["trainer_0", "orchestrator", "inference"]
+    assert result["steps"] == {"trained": 12, "shipped": 13, "max_steps": 60, "published": 12, "sampled_from": 11.0,
                              "staleness": 1, "async_level": 2}  # fmt: skip
 
 
-def test_a_thousand_ranks_fit_on_a_screen():
-    ranks = [verdict(replace(beat(f"trainer_{n}", "step 3"), pid=100 + n)) for n in range(1000)]
-    ranks[700] = replace(ranks[700], state=State.SILENT, why="has been silent for 7 s")
+def test_show_a_thousand_ranks_fits_on_a_screen():
+    ranks = [report(replace(beat(f"trainer_{n}", "step 3"), pid=100 + n)) for n in range(1000)]
+    ranks[700] = replace(ranks[700], state=ProcessState.SILENT, description="has written no heartbeat for 7 s")
     console = Console(file=io.StringIO(), width=160, markup=False)
-    show(diagnose(replace(RUN, verdicts=(*ranks, RL))), console)
+    show(diagnose(replace(RUN, reports=(*ranks, RL))), console)
     shown = console.file.getvalue()
     assert "trainer_3" in shown and "trainer_700" in shown and "trainer_500" not in shown
-    assert "995 more of trainer" in shown
+    assert "995 more trainer" in shown
     assert len(shown.splitlines()) < 20
 
 
-def test_watching_goes_on_while_somebody_says_nothing():
-    first = {v.name: v.beat for v in ALL}
-    later = [verdict(replace(v.beat, beat=6)) for v in ALL]
+def test_is_settled_only_after_each_process_wrote_a_heartbeat():
+    first = {v.name: v.heartbeat for v in ALL}
+    later = [report(replace(v.heartbeat, beat=6)) for v in ALL]
     assert is_settled(first, later)
     assert not is_settled(first, [*later[1:], INFERENCE])
-    assert is_settled(first, [*later[1:], verdict(INFERENCE.beat, State.DEAD)])
-    assert is_settled(first, [*later[1:], verdict(INFERENCE.beat, life=Life.STOPPED)])
-    late = replace(TRAINER.beat, beat=6, phase_deadline_s=10.0)
-    assert not is_settled(first, [*later[:-1], verdict(late)]), "perhaps stuck: look whether anything moves"
+    assert is_settled(first, [*later[1:], report(INFERENCE.heartbeat, ProcessState.DEAD)])
+    assert is_settled(first, [*later[1:], report(INFERENCE.heartbeat, life=KernelState.STOPPED)])
+    late = replace(TRAINER.heartbeat, beat=6, phase_deadline_s=10.0)
+    assert not is_settled(first, [*later[:-1], report(late)]), "possibly stuck: observe whether it makes progress"
+
+
+def test_diagnose_environment_that_runs_programs_on_this_machine_is_noted():
+    (note,) = with_(settings=Settings(60, 2, host_environments=("coding",))).notes
+    assert note == 'environment coding may execute model output on this machine (runtime = "subprocess")'
+
+
+def test_diagnose_batches_without_learning_signal_are_noted():
+    batches = tuple({"step": step, "batch/zero_advantage_groups": 1.0, "reward/mean": 0.0} for step in range(3))
+    assert "all advantages of batches 0 to 2 are 0" in " ".join(diagnose(replace(RUN, batches=batches)).notes)
+    assert diagnose(replace(RUN, batches=batches[:2])).notes == diagnose(RUN).notes

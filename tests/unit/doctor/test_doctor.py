@@ -1,4 +1,4 @@
-"""`doctor` on directories: made-up ones, and one of real processes of which one is stopped."""
+"""`doctor` on made-up directories, and on one of real processes of which one is stopped."""
 
 import json
 import os
@@ -9,21 +9,22 @@ import time
 
 import pytest
 
-from prime_rl.configs import RLConfig
-from prime_rl.configs.dump import write_config
-from prime_rl.doctor.facts import lock_owner, read_facts
+from prime_rl.configs.rl import RLConfig
+from prime_rl.doctor import examine
+from prime_rl.doctor.collect import read_facts, read_settings
 from prime_rl.entrypoints import doctor
-from prime_rl.run.heart import Heartbeat
-from prime_rl.run.paths import RunPaths
-from prime_rl.supervisor.lock import hold_lock
+from prime_rl.liveness.file_locks import find_lock_holders, hold_run_lock
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.loading.dump import write_config
+from prime_rl.storage.paths import RunPaths
 
 PROCESS = """
 import sys, time
 from pathlib import Path
-from prime_rl.run.heart import Heartbeat
-from prime_rl.run.paths import RunPaths
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.storage.paths import RunPaths
 name, waits, root = sys.argv[1:]
-heart = Heartbeat(RunPaths(Path(root)), name, name.partition("_")[0], 0.1)
+heart = HeartbeatWriter(RunPaths(Path(root)), name, name.partition("_")[0], 0.1)
 heart.start()
 heart.enter("wait", 600.0, waits or None)
 print("ready", flush=True)
@@ -40,8 +41,8 @@ def paths(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Beats come ten times as often, and are watched for a tenth of the time."""
-    monkeypatch.setattr(doctor, "_LOOK_S", 0.2)
+    """Observe five times as often."""
+    monkeypatch.setattr(examine, "_OBSERVE_INTERVAL_SECONDS", 0.2)
 
 
 def run(capsys, *argv):
@@ -49,17 +50,18 @@ def run(capsys, *argv):
     return code, capsys.readouterr()
 
 
-def test_no_run_is_one_line_and_exit_code_2(tmp_path, capsys):
+def test_doctor_without_a_run_prints_one_line_and_exits_with_2(tmp_path, capsys):
     for directory in (tmp_path, tmp_path / "none"):
-        code, said = run(capsys, directory)
-        assert (code, said.out) == (2, "")
-        assert said.err == f"error: {directory} holds no run; give the output_dir of one\n"
+        code, output = run(capsys, directory)
+        assert (code, output.out) == (2, "")
+        assert output.err == f"error: {directory} contains no run; pass the output_dir of a run\n"
 
 
-def test_what_is_in_a_directory_is_read(paths):
+def test_read_facts_reads_metrics_events_and_versions(paths):
     paths.metrics_dir.mkdir()
     paths.metrics("trainer").write_text('{"step": 10, "time/step": 1.5}\n{"step": 11, "time/step": 1.25}\n{"st')
-    paths.metrics("orchestrator").write_text('not json\n{"step": 12, "policy/version": 11}\n')
+    evaluation = '{"step": 13, "eval/time": 1.0}\n'
+    paths.metrics("orchestrator").write_text(f'not json\n{{"step": 12, "reward/mean": 0.5}}\n{evaluation}')
     paths.events.write_text('{"time": 1, "event": "started", "name": "trainer", "pid": 5}\n')
     for step in (11, 12):
         paths.weights(step).mkdir(parents=True)
@@ -77,45 +79,45 @@ def test_what_is_in_a_directory_is_read(paths):
     assert facts.disk.version == 12000 and facts.disk.used["weights"] == 23000
 
 
-def test_who_holds_the_directory_is_known_without_asking_for_the_lock(paths):
-    assert lock_owner(paths) is None
-    with hold_lock(paths):
-        assert lock_owner(paths) == os.getpid()
-    assert lock_owner(paths) is None
+def test_lock_owner_is_found_without_taking_the_lock(paths):
+    assert find_lock_holders(paths.lock) == []
+    with hold_run_lock(paths):
+        assert find_lock_holders(paths.lock) == [os.getpid()]
+    assert find_lock_holders(paths.lock) == []
 
 
-def test_a_damaged_directory_is_no_reason_to_fail(paths, capsys):
+def test_doctor_damaged_directory_is_diagnosed(paths, capsys):
     for file in (paths.events, paths.metrics("trainer"), paths.heartbeat("trainer_0"), paths.lock, paths.run_toml):
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"\xff\x00[[]\n[]\n")
     paths.error("trainer").parent.mkdir()
     paths.error("trainer").write_text("[]")
     paths.checkpoints_dir.write_text("a file")
-    code, said = run(capsys, paths.root)
-    assert code == 1 and "not running" in said.out
+    code, output = run(capsys, paths.root)
+    assert code == 1 and "not running" in output.out
 
 
-def test_text_of_others_is_shown_and_not_obeyed(paths, capsys):
+def test_doctor_escapes_control_characters_of_error_messages(paths, capsys):
     paths.logs_dir.mkdir()
     paths.error("trainer").write_text(json.dumps({"code": 1, "message": "cannot parse \x1b[2J[red]a[/nothing]"}))
-    _, said = run(capsys, paths.root)
-    assert "cannot parse \\x1b[2J[red]a[/nothing]" in said.out and "run [1]" in said.out
-    assert "\x1b" not in said.out
+    _, output = run(capsys, paths.root)
+    assert "cannot parse \\x1b[2J[red]a[/nothing]" in output.out and "run [1]" in output.out
+    assert "\x1b" not in output.out
 
 
-def test_a_finished_run_is_healthy(paths, capsys):
-    with Heartbeat(paths, "trainer_0", "trainer"):
+def test_doctor_finished_run_exits_with_0(paths, capsys):
+    with HeartbeatWriter(paths, "trainer_0", "trainer"):
         pass
     paths.events.write_text('{"time": 1, "event": "started", "name": "trainer"}\n{"time": 2, "event": "finished"}\n')
-    code, said = run(capsys, paths.root)
+    code, output = run(capsys, paths.root)
     assert code == 0
-    assert "run [1]: finished" in said.out
-    code, said = run(capsys, paths.root, "--json")
-    assert (code, json.loads(said.out)["state"]) == (0, "finished")
+    assert "run [1]: finished" in output.out
+    code, output = run(capsys, paths.root, "--json")
+    assert (code, json.loads(output.out)["state"]) == (0, "finished")
 
 
-def test_a_stopped_process_is_named_and_so_is_who_waits_for_it(paths, capsys, quick):
-    """Real processes, a real SIGSTOP; then CONT, and a kill that leaves no last word."""
+def test_doctor_stopped_process_is_reported_with_the_chain_of_waits(paths, capsys, quick):
+    """Real processes, a real SIGSTOP; then SIGCONT, and a kill without a last heartbeat."""
     waits = {"trainer_0": "orchestrator", "orchestrator": "inference", "inference": ""}
     command = [sys.executable, "-c", PROCESS]
     started = {
@@ -125,26 +127,39 @@ def test_a_stopped_process_is_named_and_so_is_who_waits_for_it(paths, capsys, qu
     try:
         for process in started.values():
             assert process.stdout.readline() == b"ready\n"
-        code, said = run(capsys, paths.root)
-        assert code == 0, said.out
+        code, output = run(capsys, paths.root)
+        assert code == 0, output.out
         inference = started["inference"]
         inference.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, inference.pid, os.WSTOPPED)
-        code, said = run(capsys, paths.root, "--json")
-        told = json.loads(said.out)
-        assert (code, told["culprit"], told["chain"]) == (1, "inference", ["trainer_0", "orchestrator", "inference"])
-        assert "is stopped (SIGSTOP?)" in told["problems"][0]["text"]
-        code, said = run(capsys, paths.root)
-        assert "<- inference is stopped (SIGSTOP?)" in said.out and f"kill -CONT {inference.pid}" in said.out
+        code, output = run(capsys, paths.root, "--json")
+        result = json.loads(output.out)
+        assert (code, result["culprit"], result["chain"]) == (
+            1,
+            "inference",
+            ["trainer_0", "orchestrator", "inference"],
+        )
+        assert "is stopped (SIGSTOP?)" in result["problems"][0]["text"]
+        code, output = run(capsys, paths.root)
+        assert "<- inference is stopped (SIGSTOP?)" in output.out and f"kill -CONT {inference.pid}" in output.out
         inference.send_signal(signal.SIGCONT)
         inference.kill()
         inference.wait()
-        code, said = run(capsys, paths.root, "--json")
-        told = json.loads(said.out)
-        assert (code, told["culprit"]) == (1, "inference")
-        assert "its process does not exist any more" in told["problems"][0]["text"]
+        code, output = run(capsys, paths.root, "--json")
+        result = json.loads(output.out)
+        assert (code, result["culprit"]) == (1, "inference")
+        assert "its process no longer exists" in result["problems"][0]["text"]
     finally:
         for process in started.values():
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+@pytest.mark.parametrize("table", ["[[orchestrator.env]]", "[[env]]"])
+def test_read_settings_lists_environments_that_run_programs_on_this_machine(tmp_path, table):
+    paths = RunPaths(tmp_path)
+    shell = 'id = "shell"\nruntime = "subprocess"'
+    tables = ['id = "calculator"', shell, f'{shell}\nname = "other"']
+    paths.run_toml.write_text("".join(f"{table}\n{lines}\n" for lines in tables))
+    assert read_settings(paths).host_environments == ("shell", "other")

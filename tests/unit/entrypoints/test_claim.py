@@ -1,4 +1,4 @@
-"""`eval` is ours in an environment where verifiers' script of that name was written last."""
+"""`eval` starts prime-rl's command where verifiers' script of that name was installed last."""
 
 import importlib.metadata
 import subprocess
@@ -16,7 +16,7 @@ main()
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory) -> Path:
-    """The scripts folder of a fresh environment that sees what is installed in ours."""
+    """The scripts folder of a fresh environment with the packages of this one."""
     root = tmp_path_factory.mktemp("environment")
     venv.create(root, with_pip=False)
     packages = sysconfig.get_path("purelib", vars={"base": str(root)})
@@ -30,25 +30,25 @@ def run(script: Path, module: str, *arguments: str, cwd: Path) -> subprocess.Com
     return subprocess.run([script, *arguments], capture_output=True, text=True, cwd=cwd, timeout=60)
 
 
-def test_verifiers_script_of_that_name_runs_ours(scripts, tmp_path):
+def test_eval_script_of_verifiers_runs_our_command(scripts, tmp_path):
     (tmp_path / "loguru.py").write_text("raise SystemExit('imported from the working directory')")
     verifiers = next(e.module for e in entry_points("verifiers") if e.name == "eval")
-    told = run(scripts / "eval", verifiers, "--no-such-key", "3", cwd=tmp_path)
-    assert (told.returncode, told.stderr) == (2, "error: unknown key --no-such-key; see `eval --help`\n")
+    result = run(scripts / "eval", verifiers, "--no-such-key", "3", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (2, "error: unknown key --no-such-key; see `eval --help`\n")
 
 
-def test_other_scripts_are_left_alone(scripts, tmp_path):
+def test_eval_other_scripts_are_not_replaced(scripts, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     elsewhere = tmp_path / "elsewhere" / "eval"
     elsewhere.write_text("print('mine')")
-    told = subprocess.run([scripts / "python", elsewhere], capture_output=True, text=True, timeout=60)
-    assert told.stdout == "mine\n"
-    told = run(scripts / "eval", "prime_rl.entrypoints.eval", "--no-such-key", "3", cwd=tmp_path)
-    assert told.returncode == 2
+    result = subprocess.run([scripts / "python", elsewhere], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "mine\n"
+    result = run(scripts / "eval", "prime_rl.entrypoints.eval", "--no-such-key", "3", cwd=tmp_path)
+    assert result.returncode == 2
 
 
-def test_no_other_command_has_a_second_owner():
-    """`eval` alone needs claiming: a new release of a dependency may bring another."""
+def test_console_scripts_only_eval_has_two_owners():
+    """A new release of a dependency could add another conflict."""
     ours = {e.name for e in entry_points("prime-rl")}
     others = {
         e.name

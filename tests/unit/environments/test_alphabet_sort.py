@@ -25,7 +25,7 @@ def test_made_names_are_distinct_and_plain() -> None:
     assert all(re.fullmatch(r"[A-Z][a-z]+ [A-Z][a-z]+", name) for name in names)
 
 
-def test_order_is_letter_by_letter_whatever_the_case() -> None:
+def test_order_ignores_case() -> None:
     assert in_order(["bo Ack", "Ann Zu", "Bo Abe", "Anna Abe"]) == ["Ann Zu", "Anna Abe", "Bo Abe", "bo Ack"]
 
 
@@ -48,7 +48,7 @@ def test_a_conversation_merges_marked_names_into_the_sorted_list() -> None:
             assert lines[turn] == marked
 
 
-def test_conversations_depend_on_the_seed_alone() -> None:
+def test_conversations_depend_only_on_the_seed() -> None:
     def messages(part: str = "train", **args: Any) -> list[list[str]]:
         env = load_environment(num_train_examples=50, **args)
         rows = env.get_dataset() if part == "train" else env.get_eval_dataset()
@@ -71,7 +71,7 @@ def three_turns() -> tuple[Any, Any]:
     return env, env.get_dataset()[0]
 
 
-def test_right_lists_in_all_turns_are_worth_one(three_turns: tuple[Any, Any]) -> None:
+def test_correct_lists_in_all_turns_score_one(three_turns: tuple[Any, Any]) -> None:
     env, row = three_turns
     state = play(env, row, [reply(lines, turn) for turn, lines in enumerate(row["info"]["lines"])])
     assert state["reward"] == 1 and state["metrics"]["all_turns_right"] == 1 and state["metrics"]["num_turns"] == 3
@@ -88,7 +88,7 @@ def test_a_conversation_shorter_than_the_longest_ends_in_time() -> None:
     assert state["reward"] == 1 and state["stop_condition"] == "conversation_over"
 
 
-def test_each_turn_counts_by_itself(three_turns: tuple[Any, Any]) -> None:
+def test_each_turn_is_scored_separately(three_turns: tuple[Any, Any]) -> None:
     env, row = three_turns
     right = [reply(lines, turn) for turn, lines in enumerate(row["info"]["lines"])]
     for wrong in range(3):
@@ -97,7 +97,7 @@ def test_each_turn_counts_by_itself(three_turns: tuple[Any, Any]) -> None:
         assert state["reward"] == pytest.approx(2 / 3) and state["metrics"]["all_turns_right"] == 0
 
 
-def test_the_power_makes_nearly_right_lists_worth_less() -> None:
+def test_similarity_power_lowers_the_score_of_nearly_correct_lists() -> None:
     args: dict[str, Any] = {"min_turns": 2, "max_turns": 2, "min_names_per_turn": 3, "num_train_examples": 1}
     row = load_environment(**args).get_dataset()[0]
     first, second = row["info"]["lines"]
@@ -129,7 +129,7 @@ def test_the_power_makes_nearly_right_lists_worth_less() -> None:
         "<alphabetical_sorted>" + "Ada Abbott\nBo Berg\n" * 100_000 + "</alphabetical_sorted>",
     ],
 )
-def test_what_is_no_single_list_is_worth_nothing_at_once(text: str) -> None:
+def test_reply_without_a_single_list_scores_zero(text: str) -> None:
     start = time.process_time()
     assert similarity(listed(text, "alphabetical_sorted"), ["Ada Abbott", "Bo Berg"]) == 0
     assert time.process_time() - start < 1
@@ -146,7 +146,7 @@ def test_similarity_is_one_for_equal_lists_only(lines: list[str], right: list[st
     assert (similarity(lines, right) == 1) == ("\n".join(lines) == "\n".join(right))
 
 
-def test_names_may_come_from_a_file(tmp_path: Path) -> None:
+def test_names_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "names.txt"
     path.write_text("\ufeffÅsa Öberg\n\n  Bo   Berg \nci Cole\n")
     assert read_names(str(path)) == ["Åsa Öberg", "Bo Berg", "ci Cole"]
@@ -163,13 +163,13 @@ def test_names_may_come_from_a_file(tmp_path: Path) -> None:
         ("Ada Abbott", "need 15 names, there are 1"),
     ],
 )
-def test_a_bad_file_is_named_with_its_row(tmp_path: Path, content: str, message: str) -> None:
+def test_invalid_file_raises_with_the_row(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "names.txt").write_text(content)
     with pytest.raises(ValueError, match=message):
         load_environment(names_path=str(tmp_path / "names.txt"))
 
 
-def test_a_missing_file_is_named() -> None:
+def test_missing_file_raises_with_its_name() -> None:
     with pytest.raises(ValueError, match=r"there is no file absent\.txt"):
         load_environment(names_path="absent.txt")
 
@@ -185,7 +185,7 @@ def test_a_missing_file_is_named() -> None:
         {"num_train_examples": 0},
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(args: dict[str, int]) -> None:
+def test_invalid_arguments_raise(args: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(args))):
         load_environment(**args)  # type: ignore[arg-type]
 
@@ -196,6 +196,7 @@ ENVIRONMENTS = [
     "gsm8k",
     "hendrycks_math",
     "intellect_math",
+    "nanochat_aqua_rat",
     "nanochatAquaRat",
     "aqua_rat",
 ]

@@ -50,9 +50,9 @@ def test_arithmetic_is_exact(expression: str, value: str | None) -> None:
         ("1 / 0", "division by zero"),
         ("1 % (2 - 2)", "division by zero"),
         ("0 ** -1", "division by zero"),
-        ("9 ** 9 ** 9", "exponent has to be"),
-        ("9 ** 0.5", "exponent has to be"),
-        ("10 ** 512 ** 2", "exponent has to be"),
+        ("9 ** 9 ** 9", "exponent must be"),
+        ("9 ** 0.5", "exponent must be"),
+        ("10 ** 512 ** 2", "exponent must be"),
         ("(2 ** 512) ** 512", "too big"),
         ("1" * 250 + "**" + "9", "too big"),
         ("*".join(["(10**308)"] * 20), "too big"),
@@ -77,7 +77,7 @@ def test_arithmetic_is_exact(expression: str, value: str | None) -> None:
         ("-" * 299 + "1", None),
     ],
 )
-def test_whatever_else_is_written_is_refused_at_once(expression: str, message: str | None) -> None:
+def test_other_expressions_raise(expression: str, message: str | None) -> None:
     start = time.process_time()
     if message is None:
         assert calculate(expression) in ("1", "-1")
@@ -87,7 +87,7 @@ def test_whatever_else_is_written_is_refused_at_once(expression: str, message: s
     assert time.process_time() - start < 0.5
 
 
-def test_a_power_that_is_too_big_is_refused_before_it_is_computed() -> None:
+def test_too_large_power_raises_before_it_is_computed() -> None:
     start = time.process_time()
     for _ in range(300):
         with pytest.raises(ValueError, match="too big"):
@@ -96,7 +96,7 @@ def test_a_power_that_is_too_big_is_refused_before_it_is_computed() -> None:
 
 
 @given(st.text("0123456789.+-*/%() ^,", max_size=40))
-def test_no_expression_raises_anything_but_value_errors(expression: str) -> None:
+def test_every_invalid_expression_raises_value_error(expression: str) -> None:
     try:
         value = evaluate(expression)
     except ValueError:
@@ -115,7 +115,7 @@ def test_questions_have_the_value_the_calculator_finds(name: str) -> None:
         assert all(operator not in text or operator in level.operators for operator in "+-*/")
 
 
-def test_questions_depend_on_the_seed_alone_and_none_is_in_both_parts() -> None:
+def test_questions_depend_only_on_the_seed_and_splits_are_disjoint() -> None:
     def questions(**args: Any) -> list[str]:
         return [row[-1]["content"] for row in load_environment(num_train_examples=300, **args).get_dataset()["prompt"]]
 
@@ -139,7 +139,7 @@ def test_questions_depend_on_the_seed_alone_and_none_is_in_both_parts() -> None:
         ({"difficulty": "easy", "max_operations": 1, "max_number": 2}, "too few questions"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(args: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_environment(**args)
 
@@ -154,7 +154,7 @@ def expression(text: str) -> str:
     return json.dumps({"expression": text})
 
 
-def test_the_model_calls_the_tool_sees_its_result_and_answers() -> None:
+def test_model_gets_the_tool_result_and_answers() -> None:
     env, row = environment()
     state = play(env, row, [call("calculate", expression("(12 + 7) * 3")), "<answer>57</answer>"])
     assert state["reward"] == 1
@@ -168,7 +168,7 @@ def test_the_model_calls_the_tool_sees_its_result_and_answers() -> None:
     assert metrics["tool_errors"] == 0 and metrics["has_answer"] == 1
 
 
-def test_calls_that_fail_tell_the_model_and_the_rollout_goes_on() -> None:
+def test_failed_call_returns_an_error_to_the_model_and_the_rollout_continues() -> None:
     env, row = environment(max_turns=9)
     bad = [
         call("calculate", expression("9**9**9")),
@@ -214,18 +214,18 @@ def test_several_calls_at_once_are_all_answered() -> None:
         "<answer>" * 10_000,
     ],
 )
-def test_anything_but_one_right_number_is_worth_nothing(completion: str) -> None:
+def test_answer_other_than_one_correct_number_scores_zero(completion: str) -> None:
     env, row = environment()
     assert play(env, row, [completion])["reward"] == 0
 
 
 @pytest.mark.parametrize("number", ["57", " 57 ", "+57", "57.0", "\n57\n", "0,057"])
-def test_a_number_may_be_written_in_several_ways(number: str) -> None:
+def test_number_formats_are_accepted(number: str) -> None:
     env, row = environment()
     assert play(env, row, [f"So: <answer>{number}</answer>."])["reward"] == 1
 
 
-def test_an_answer_beside_a_call_is_not_final_and_turns_are_limited() -> None:
+def test_answer_with_a_call_is_not_final_and_turns_are_limited() -> None:
     env, row = environment(max_turns=2)
     calling = call("calculate", expression("57")) | {"content": "<answer>57</answer>"}
     state = play(env, row, [calling, calling])

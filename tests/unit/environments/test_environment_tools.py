@@ -1,17 +1,22 @@
 """Rows that name what is wrong with them, answers found in hostile replies, and a grader that survives them."""
 
 import asyncio
+import fcntl
 import json
+import logging
 import os
 import signal
+import subprocess
+import sys
+import termios
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from environment_tools.answers import TAIL, final_part, last_boxed
-from environment_tools.math_grading import GraderBroken, MathGrader, Verdict, same_text
-from environment_tools.rows import Source, convert_rows, pick, read_file, text_of
+from hendrycks_math.environment_tools.answers import TAIL, final_part, last_boxed
+from hendrycks_math.environment_tools.math_grading import GraderBroken, MathGrader, Verdict, same_text
+from hendrycks_math.environment_tools.rows import Source, convert_rows, pick, read_file, text_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,19 +41,19 @@ def test_rows_are_read_from_both_kinds_of_file(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1}, 3]', r"a\.json, row 2: not a JSON object but 3"),
     ],
 )
-def test_a_bad_file_is_named_with_its_row(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_invalid_file_raises_with_the_row(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as raised:
         read_file(tmp_path / name)
     assert len(str(raised.value)) < 400
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_raises_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*nowhere\.jsonl"):
         Source(path=str(tmp_path / "nowhere.jsonl")).examples(dict)
 
 
-def test_a_bad_row_of_a_file_is_an_error_and_one_of_the_hub_is_left_out(
+def test_invalid_row_of_a_file_raises_and_of_the_hub_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"text": " a "}, {"texts": "b"}, {"text": ""}, {"text": 3}]
@@ -60,8 +65,9 @@ def test_a_bad_row_of_a_file_is_an_error_and_one_of_the_hub_is_left_out(
     with pytest.raises(ValueError, match=r"rows\.json, row 2: no 'text' or 'other'; it has 'texts'"):
         Source(path=str(tmp_path / "rows.json")).examples(convert)
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: rows)
+    caplog.set_level(logging.WARNING, logger=convert_rows.__module__)  # tests of workers may have set the root's level
     assert Source(name="some/set").examples(convert) == ["a", "3"]
-    assert "2 malformed rows are left out, the first: some/set (train), row 2" in caplog.text
+    assert "2 malformed rows are skipped, the first: some/set (train), row 2" in caplog.text
     with pytest.raises(ValueError, match="row 1: 'text' is empty"):
         convert_rows([{"text": " "}], "hub", convert, skip_bad=True)  # nothing but bad rows is an error anywhere
     with pytest.raises(ValueError, match="filters leave no row"):
@@ -107,7 +113,7 @@ def test_finding_the_box_takes_linear_time() -> None:
     assert time.process_time() - start < 5
 
 
-def test_only_what_follows_the_reasoning_is_the_answer() -> None:
+def test_answer_is_the_text_after_the_reasoning() -> None:
     assert final_part("<think>a</think>b") == "b" and final_part("a</think>b</think>c") == "c"
     assert final_part("b") == "b" and final_part("<think>\\boxed{1}") == ""
     assert len(final_part("x" * 10**6)) == TAIL
@@ -144,7 +150,7 @@ def test_answers_are_compared_as_mathematics() -> None:
     grader.close()
 
 
-def test_what_would_take_for_ever_is_cut_off_and_the_next_answer_is_graded() -> None:
+def test_endless_grading_times_out_and_the_next_answer_is_graded() -> None:
     grader = MathGrader(seconds=0.7)
 
     async def run() -> list[Verdict]:
@@ -157,16 +163,28 @@ def test_what_would_take_for_ever_is_cut_off_and_the_next_answer_is_graded() -> 
     grader.close()
 
 
-def test_a_worker_that_dies_costs_one_answer() -> None:
-    grader = MathGrader()
+def test_grader_whose_worker_dies_loses_one_answer() -> None:
+    grader = MathGrader(workers=1)
     assert asyncio.run(grader.grade("2", "2.0")).correct
     stopped = grader._workers[0]
     os.kill(stopped.pid, signal.SIGSTOP)
-    killer = threading.Timer(0.3, os.kill, (stopped.pid, signal.SIGKILL))
-    killer.start()
-    assert asyncio.run(grader.grade("2", "2.0")) == Verdict(False, "crash")
+    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)  # until then it can still read the next request
+
+    async def grade_while_the_worker_dies() -> Verdict:
+        grading = asyncio.create_task(grader.grade("2", "2.0"))
+        while not grading.done() and _unread_bytes(stopped) == 0:  # the stopped worker leaves the request in its pipe
+            await asyncio.sleep(0.01)
+        os.kill(stopped.pid, signal.SIGKILL)
+        return await grading
+
+    assert asyncio.run(grade_while_the_worker_dies()) == Verdict(False, "crash")
     assert asyncio.run(grader.grade("2", "2.0")) == Verdict(True)
     grader.close()
+
+
+def _unread_bytes(process: subprocess.Popen[str]) -> int:
+    assert process.stdin
+    return int.from_bytes(fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_grading_leaves_the_event_loop_free_and_needs_no_main_thread() -> None:
@@ -186,8 +204,8 @@ def test_grading_leaves_the_event_loop_free_and_needs_no_main_thread() -> None:
     grader.close()
 
 
-def test_closing_ends_the_processes_even_one_that_is_at_work() -> None:
-    grader = MathGrader(seconds=30)
+def test_close_ends_busy_processes() -> None:
+    grader = MathGrader(seconds=1000)
 
     async def run() -> None:
         await grader.grade("2", "2.0")
@@ -210,8 +228,8 @@ def test_memory_is_bounded() -> None:
     grader.close()
 
 
-def test_a_grader_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("environment_tools.math_grading.WORKER", Path("/nowhere.py"))
+def test_grader_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hendrycks_math.environment_tools.math_grading.WORKER", Path("/nowhere.py"))
     grader = MathGrader()
     with pytest.raises(GraderBroken, match="exit status"):
         asyncio.run(grader.grade("2", "3"))

@@ -64,7 +64,7 @@ def test_every_way_to_write_a_number_is_read(number: int, form: str) -> None:
     assert final_number(form.format(number)) == number
 
 
-def test_a_number_of_a_million_digits_equals_nothing_and_takes_no_time() -> None:
+def test_number_of_a_million_digits_is_unequal_and_fast() -> None:
     start = time.process_time()
     for text in ("9" * 10**6, "1," * 10**6, "-" * 10**6, r"\boxed{" + "9" * 10**6 + "}", "1,000" * 10**5, "$" * 10**6):
         assert final_number(text) != 9
@@ -81,7 +81,7 @@ def test_rows_of_a_file_become_questions_with_numbers() -> None:
     assert len(load_environment(data_path=ROWS, system_prompt="").get_dataset()[0]["prompt"]) == 1
 
 
-def test_only_the_right_number_is_rewarded() -> None:
+def test_only_the_correct_number_is_rewarded() -> None:
     env = vf.load_environment("gsm8k", data_path=ROWS)
     row = env.get_dataset()[0]
     right = [r"\boxed{3,000}", "3000", "She keeps 3,600 - 600 = 3,000 beads.", r"<think>1</think>\boxed{3000.0}"]
@@ -129,13 +129,13 @@ def test_shuffles_and_counts() -> None:
         ({"question": None, "answer": "#### 1"}, "no 'question'"),
     ],
 )
-def test_a_malformed_row_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_malformed_row_raises_with_its_number(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1?", "answer": "1"}\n' + json.dumps(row))
     with pytest.raises(ValueError, match=rf"rows\.jsonl, row 2: {message}"):
         load_environment(data_path=str(tmp_path / "rows.jsonl"))
 
 
-def test_a_missing_file_is_named() -> None:
+def test_missing_file_raises_with_its_name() -> None:
     with pytest.raises(ValueError, match=r"there is no file .*absent\.jsonl"):
         load_environment(data_path="absent.jsonl")
 

@@ -27,7 +27,7 @@ def test_rows_give_questions_and_boxed_or_plain_answers() -> None:
     ] == ["user"]
 
 
-def test_one_right_box_is_rewarded_and_nothing_else() -> None:
+def test_only_one_correct_box_is_rewarded() -> None:
     env = load_environment(data_path=ROWS, grading={"seconds": 1})
     row = env.get_dataset()[1]
     completions = {
@@ -52,7 +52,7 @@ def test_one_right_box_is_rewarded_and_nothing_else() -> None:
     assert scores(env, row, list(completions)) == list(completions.values())
 
 
-def test_metrics_tell_no_answer_from_one_that_could_not_be_graded() -> None:
+def test_metrics_distinguish_missing_from_ungradable_answers() -> None:
     env = load_environment(data_path=ROWS, grading={"seconds": 1, "max_chars": 50})
     row = env.get_dataset()[0]
     names = ("correct_answer", "has_answer", "grading_failed")
@@ -67,7 +67,7 @@ def test_metrics_tell_no_answer_from_one_that_could_not_be_graded() -> None:
     assert metrics(rf"\boxed{{{'1+' * 40}1}}") == [0, 1, 1]
 
 
-def test_difficulty_filters_leave_out_what_they_do_not_know() -> None:
+def test_difficulty_filters_skip_rows_without_difficulty() -> None:
     def levels(**bounds: float) -> list[str]:
         return load_environment(data_path=ROWS, **bounds).get_dataset()["answer"]  # type: ignore[arg-type]
 
@@ -104,7 +104,7 @@ def test_examples_are_picked_and_shuffled_by_seed() -> None:
         ({"question": [{"role": "user"}], "answer": "1"}, "'question' is not text"),
     ],
 )
-def test_a_malformed_row_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_malformed_row_raises_with_its_number(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "2?", "answer": 2}\n' + json.dumps(row))
     with pytest.raises(ValueError, match=rf"rows\.jsonl, row 2: {message}"):
@@ -113,7 +113,7 @@ def test_a_malformed_row_is_named(tmp_path: Path, row: dict[str, Any], message: 
         load_environment(data_path=ROWS, eval_data_path=str(path))
 
 
-def test_a_missing_file_is_named() -> None:
+def test_missing_file_raises_with_its_name() -> None:
     with pytest.raises(ValueError, match=r"there is no file .*absent\.jsonl"):
         load_environment(data_path="absent.jsonl")
 

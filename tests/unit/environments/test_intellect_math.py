@@ -38,14 +38,14 @@ def test_an_equal_answer_is_rewarded() -> None:
     assert scores(env, rows[1], [r"\boxed{\tfrac13}", r"\boxed{0.33}"]) == [1, 0]
 
 
-def test_evaluation_rows_may_come_from_a_file_of_their_own(tmp_path: Path) -> None:
+def test_evaluation_rows_are_read_from_a_separate_file(tmp_path: Path) -> None:
     (tmp_path / "eval.json").write_text('[{"prompt": "0?", "answer": 0}, {"prompt": "5?", "answer": 5}]')
     env = load_environment(data_path=ROWS, eval_data_path=str(tmp_path / "eval.json"), num_eval_examples=1)
     assert env.get_eval_dataset()["answer"] == ["0"]
     assert load_environment(data_path=ROWS).get_eval_dataset()["answer"] == answers()
 
 
-def test_the_hub_is_asked_for_the_mathematical_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_download_selects_the_mathematical_subset(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None, str]] = []
 
     def load_dataset(name: str, subset: str | None, split: str, cache_dir: None) -> Dataset:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import verifiers as vf
 from datasets import Dataset
-from nanochatAquaRat import load_environment
-from nanochatAquaRat.letters import stated_letter
+from nanochat_aqua_rat import load_environment
+from nanochat_aqua_rat.letters import stated_letter
 
 from .scripted import play, scores
 
@@ -74,11 +74,11 @@ def data_dir(tmp_path: Path) -> str:
         ("answers C", None),
     ],
 )
-def test_only_a_letter_stated_as_the_answer_counts(text: str, letter: str | None) -> None:
+def test_only_a_stated_letter_counts(text: str, letter: str | None) -> None:
     assert stated_letter(text) == letter
 
 
-def test_hostile_replies_take_no_time() -> None:
+def test_hostile_replies_take_linear_time() -> None:
     start = time.process_time()
     for text in (
         "answer" + " " * 10**6,
@@ -113,7 +113,7 @@ def test_raw_rows_and_conversations_become_questions(data_dir: str) -> None:
     assert {message["role"] for row in bare for message in row["prompt"]} == {"user"}
 
 
-def test_the_reward_is_the_letter_and_a_tenth_for_the_form(data_dir: str) -> None:
+def test_reward_is_the_letter_plus_a_tenth_for_the_format(data_dir: str) -> None:
     env = load_environment(data_dir=data_dir, eval_split="validation")
     row = env.get_eval_dataset()[0]
     completions = {
@@ -140,7 +140,7 @@ def test_accuracy_is_measured_by_letter(data_dir: str) -> None:
     assert wrong["format_reward"] == 1
 
 
-def test_a_reward_of_the_users_own_can_be_added(data_dir: str) -> None:
+def test_custom_reward_can_be_added(data_dir: str) -> None:
     env = load_environment(data_dir=data_dir)
 
     def reward(completion: Any, parser: Any, **_: Any) -> float:
@@ -150,7 +150,7 @@ def test_a_reward_of_the_users_own_can_be_added(data_dir: str) -> None:
     assert play(env, env.get_eval_dataset()[0], ["because\nAnswer: C"])["reward"] == pytest.approx(1.3)
 
 
-def test_the_seed_shuffles_training_examples_alone(data_dir: str) -> None:
+def test_seed_shuffles_only_training_examples(data_dir: str) -> None:
     def answers(**args: Any) -> list[str]:
         rows = load_environment(data_dir=data_dir, **args).get_dataset()
         return [row["metadata"]["question"] for row in rows]
@@ -181,14 +181,14 @@ def test_the_seed_shuffles_training_examples_alone(data_dir: str) -> None:
         ({"messages": [{"role": "system", "content": "?"}], "answer": "A"}, "no question of the user"),
     ],
 )
-def test_a_malformed_row_is_named(data_dir: str, row: dict[str, Any], message: str) -> None:
+def test_malformed_row_raises_with_its_number(data_dir: str, row: dict[str, Any], message: str) -> None:
     with Path(data_dir, "train.jsonl").open("a") as file:
         file.write(json.dumps(row))
     with pytest.raises(ValueError, match=rf"train\.jsonl, row 5: .*{message}"):
         load_environment(data_dir=data_dir)
 
 
-def test_a_missing_split_is_named(data_dir: str) -> None:
+def test_missing_split_raises_with_its_name(data_dir: str) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*/dev\.jsonl, nor dev\.json"):
         load_environment(data_dir=data_dir, train_split="dev")
 
@@ -214,12 +214,14 @@ def test_the_hub_is_read_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked[1:] == [("deepmind/aqua_rat", "raw", "validation", "/cache")]
 
 
-@pytest.mark.parametrize("name", ["harleycooper/nanochatAquaRat", "nanochatAquaRat", "aqua_rat", "aqua-rat"])
-def test_it_has_its_hub_id_and_an_alias(name: str, data_dir: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["nanochat-aqua-rat", "harleycooper/nanochatAquaRat", "nanochatAquaRat", "aqua_rat", "aqua-rat"]
+)
+def test_environment_loads_by_each_of_its_ids(name: str, data_dir: str) -> None:
     assert len(vf.load_environment(name, data_dir=data_dir, num_train_examples=1).get_dataset()) == 1
 
 
-def test_it_is_imported_by_its_path_too(data_dir: str) -> None:
+def test_environment_is_importable_by_its_path(data_dir: str) -> None:
     program = (
         "from environments.nanochatAquaRat.nanochatAquaRat import load_environment; "
         f"print(len(load_environment(data_dir={data_dir!r}).get_dataset()))"

@@ -37,7 +37,7 @@ def test_lcs_length_is_that_of_the_definition(a: str, b: str) -> None:
     assert scores.lcs_length(a, b) == scores.lcs_length(b, a) == lcs_by_enumeration(a, b)
 
 
-def test_scores_tell_order_letters_and_length_apart() -> None:
+def test_scores_distinguish_order_letters_and_length() -> None:
     def table(answer: str, completion: str) -> list[float]:
         functions = (scores.lcs_ratio, scores.exact_match, scores.letter_overlap, scores.length_match)
         return [f(answer, completion) for f in functions]
@@ -50,7 +50,7 @@ def test_scores_tell_order_letters_and_length_apart() -> None:
     assert table("", "") == [1, 1, 1, 1]
 
 
-def test_words_depend_on_the_seed_alone_and_have_every_length() -> None:
+def test_words_depend_only_on_the_seed_and_have_every_length() -> None:
     words = list(islice(make_words("a", 3, 5), 3000))
     assert words == list(islice(make_words("a", 3, 5), 3000))
     assert words[:50] != list(islice(make_words("b", 3, 5), 50))
@@ -69,7 +69,7 @@ def test_words_are_the_same_in_another_process() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 3), (4, 3)])
-def test_impossible_lengths_are_refused(low: int, high: int) -> None:
+def test_impossible_lengths_raise(low: int, high: int) -> None:
     with pytest.raises(ValueError, match="min_letters"):
         load_environment(words=4, min_letters=low, max_letters=high)
 
@@ -103,7 +103,7 @@ def test_the_hub_data_set_asks_for_a_tag_and_keeps_its_last_rows_apart(monkeypat
     assert env.get_eval_dataset()["answer"] == [f"{i} txet" for i in range(7, 10)]
 
 
-def test_a_data_set_without_prompts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_set_without_prompts_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: Dataset.from_dict({"text": ["a"]}))
     with pytest.raises(ValueError, match="no column `prompt`, only text"):
         load_environment()
@@ -132,7 +132,7 @@ def test_only_the_subsequence_ratio_is_rewarded(completion: str, reward: float) 
     assert {"letter_overlap", "length_match"} <= state["metrics"].keys()
 
 
-def test_with_a_tag_only_what_is_inside_counts() -> None:
+def test_only_text_inside_the_tag_counts() -> None:
     env = load_environment(words=1, tag="answer")
     assert score(env, "cba", "<answer>cba</answer>")["reward"] == 1.0
     assert score(env, "cba", "cba")["reward"] == 0.0

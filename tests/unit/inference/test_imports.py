@@ -1,14 +1,16 @@
-"""What decides about policies needs neither torch nor vllm."""
+"""The HTTP process decides about policies without torch and vllm."""
 
 import subprocess
 import sys
 
 
-def test_pure_modules_import_neither_torch_nor_vllm() -> None:
+def test_modules_of_the_server_import_neither_torch_nor_vllm() -> None:
     modules = (
-        "adapters, arguments, canary, engine, lease, link, model, named_adapters, nodes, policy, requests, routes, "
-        "salt, server, version_header, weights"
+        "model_path, request_layer, routes, self_test, server, multinode.node_registry, policy.adapter_checks, "
+        "policy.named_adapters, policy.policy_manager, policy.run_lease, policy.version_pins, policy.weight_checks, "
+        "vllm.engine_arguments, vllm.engine_group"
     )
-    code = f"import sys; from prime_rl.inference import {modules}; print({{'torch', 'vllm'}} & set(sys.modules))"
+    names = [f"prime_rl.inference.{name}" for name in modules.split(", ")]
+    code = f"import sys; import {', '.join(names)}; print({{'torch', 'vllm'}} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""Plays an orchestrator's side of the ledger: random draws, ends and ships, over real files.
+"""Simulates an orchestrator that writes a ledger: random draws, ends and ships, with real files.
 
 As a program (`python -m tests.unit.orchestrator.ledger_player ROOT SEED`) it resumes what it finds, prints a line after
 each ship and goes on until it is killed.
@@ -12,18 +12,22 @@ from pathlib import Path
 import numpy as np
 
 from prime_rl.configs.buffer import DifficultyPoolBufferConfig
-from prime_rl.orchestrator.ledger import Ledger, read_ledger
-from prime_rl.orchestrator.stream import Source, Stream
-from prime_rl.run.artifact import publish
-from prime_rl.run.paths import RunPaths
-from prime_rl.types import Group, Rollout, Sample
+from prime_rl.core.types import Group, Rollout, Sample
+from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
+from prime_rl.orchestrator.ledger.ledger import Ledger, read_ledger
+from prime_rl.orchestrator.ledger.ledger_records import Dropped, Shipped
+from prime_rl.storage.artifact import publish_artifact
+from prime_rl.storage.paths import RunPaths
 
 BATCH, LOOKAHEAD, IN_FLIGHT, LEVEL = 3, 4, 6, 1
 
 
 def make_stream(seed=0):
     pools = DifficultyPoolBufferConfig(easy_fraction=0.3, hard_fraction=0.3)
-    return Stream([Source("a", 7, 1.0, pools), Source("b", 5, 2.0), Source("c", 3, 0.5, pools)], seed)
+    return ExampleStream(
+        [StreamEnvironment("a", 7, 1.0, pools), StreamEnvironment("b", 5, 2.0), StreamEnvironment("c", 3, 0.5, pools)],
+        seed,
+    )
 
 
 def make_group(group_id, rewards=(0.5, 1.0), version=0, length=3, text="x"):
@@ -39,7 +43,7 @@ def make_group(group_id, rewards=(0.5, 1.0), version=0, length=3, text="x"):
 
 
 class LedgerPlayer:
-    """The bookkeeping of an orchestrator without the rollouts."""
+    """The ledger calls of an orchestrator, without rollouts."""
 
     def __init__(self, root, rng):
         self.paths, self.rng = RunPaths(Path(root)), rng
@@ -51,8 +55,8 @@ class LedgerPlayer:
             self.waiting, self.running, self.finished = [], [], []
         else:
             self.ledger = Ledger.resume(self.paths, stream, state)
-            self.waiting = [draw.group_id for draw in state.waiting]
-            self.running = [draw.group_id for draw in state.unfinished]
+            self.waiting = [draw.group_id for draw in state.positions.waiting]
+            self.running = [draw.group_id for draw in state.positions.unfinished]
             self.finished = list(state.finished)
             for group_id in self.running:
                 self._issue(group_id)
@@ -62,7 +66,7 @@ class LedgerPlayer:
         return self.ledger.positions.next_step
 
     def move(self):
-        """Draw, dispatch, finish or drop something."""
+        """Draw, dispatch, finish or drop a position."""
         while len(self.waiting) < LOOKAHEAD:
             self.waiting.append(self.ledger.draw().group_id)
         while len(self.running) + len(self.finished) < IN_FLIGHT:
@@ -86,13 +90,14 @@ class LedgerPlayer:
         step, group_ids = self.step, sorted(self.finished[:BATCH])
         await self.ledger.flush()
         self.flushed_sizes.append(self.paths.ledger(0).stat().st_size)
-        await asyncio.to_thread(publish, self.paths.rollouts(step), lambda _: {"branch": 0, "group_ids": group_ids})
+        await asyncio.to_thread(
+            publish_artifact, self.paths.rollouts(step), lambda _: {"branch": 0, "group_ids": group_ids}
+        )
         self.ledger.shipped(step, group_ids)
         self.finished = self.finished[BATCH:]
-        self.ledger.delete_spool(group_ids)
 
     async def play(self, ships):
-        """Go on until so many more batches were shipped."""
+        """Continue until this many more batches are shipped."""
         last = self.step + ships
         while self.step < last:
             while len(self.finished) < BATCH or self.rng.random() < 0.3:
@@ -105,14 +110,19 @@ class LedgerPlayer:
         self.ledger.issued(group_id, self.step, self.step + LEVEL)
 
 
+def shipped(state):
+    """Step -> group_ids in the records."""
+    return {record.step: record.group_ids for record in state.records if isinstance(record, Shipped)}
+
+
 def fates(state):
-    """Position -> what became of it, for each of the five answers that a ledger can give."""
+    """Pairs of position and its fate: shipped, dropped, finished, unfinished or waiting."""
     return [
-        *((group_id, "shipped") for group_ids in state.shipped.values() for group_id in group_ids),
-        *((group_id, "dropped") for group_id in state.dropped),
+        *((group_id, "shipped") for group_ids in shipped(state).values() for group_id in group_ids),
+        *((record.group_id, "dropped") for record in state.records if isinstance(record, Dropped)),
         *((group_id, "finished") for group_id in state.finished),
-        *((draw.group_id, "unfinished") for draw in state.unfinished),
-        *((draw.group_id, "waiting") for draw in state.waiting),
+        *((draw.group_id, "unfinished") for draw in state.positions.unfinished),
+        *((draw.group_id, "waiting") for draw in state.positions.waiting),
     ]
 
 

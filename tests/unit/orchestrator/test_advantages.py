@@ -1,4 +1,4 @@
-"""Every algorithm against a plain-loop version written from its formula; I10 for whatever the rewards are."""
+"""Advantages: every algorithm against plain loops written from its formula, and finite values (I10)."""
 
 import math
 import sys
@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.configs import OrchestratorConfig
 from prime_rl.configs.advantage import (
     AdvantageConfig,
     CustomAdvantageConfig,
@@ -22,9 +21,10 @@ from prime_rl.configs.advantage import (
     ReinforcePPBaselineAdvantageConfig,
     RLOOAdvantageConfig,
 )
-from prime_rl.errors import ConfigError
-from prime_rl.orchestrator.advantages import Scores, advantage_function, degenerate
-from prime_rl.types import Group, Rollout, Sample
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.types import Group, Rollout, Sample
+from prime_rl.orchestrator.algorithms.advantages import Scores, advantage_function, has_zero_advantages
 
 CONFIGS: list[AdvantageConfig] = [
     GRPOAdvantageConfig(),
@@ -38,7 +38,7 @@ CONFIGS: list[AdvantageConfig] = [
     ReinforcePPAdvantageConfig(),
     ReinforcePPBaselineAdvantageConfig(),
 ]
-CLIPPED = [config.model_copy(update={"neg_clipped": True}) for config in CONFIGS]
+CLIPPED = [config.model_copy(update={"clip_negative": True}) for config in CONFIGS]
 
 
 def scores(rewards, lengths=None):
@@ -123,8 +123,8 @@ def loop_none(batch):
     ],
 )
 @pytest.mark.parametrize("clipped", [False, True])
-def test_against_the_formula(config, golden, clipped):
-    values = advantage_function(config.model_copy(update={"neg_clipped": clipped}))(BATCH)
+def test_advantages_any_scores_match_the_formula(config, golden, clipped):
+    values = advantage_function(config.model_copy(update={"clip_negative": clipped}))(BATCH)
     expected = golden(BATCH)
     assert len(values) == len(BATCH)
     for one, other in zip(values, expected, strict=True):
@@ -132,8 +132,8 @@ def test_against_the_formula(config, golden, clipped):
         np.testing.assert_allclose(one, want, rtol=1e-12, atol=1e-12)
 
 
-def test_the_formulas_differ_on_this_batch():
-    """Else the golden test could not tell two algorithms apart."""
+def test_advantages_algorithms_give_different_values():
+    """Otherwise the golden test could not distinguish two algorithms."""
     found = {config.type: np.concatenate(advantage_function(config)(BATCH)).round(9).tobytes() for config in CONFIGS}
     assert found.pop("dr_grpo") == np.concatenate(advantage_function(GRPOAdvantageConfig())(BATCH)).round(9).tobytes()
     found["grpo"] = np.concatenate(advantage_function(GRPOAdvantageConfig())(BATCH)).round(9).tobytes()
@@ -148,7 +148,7 @@ groups = st.lists(st.tuples(extreme, st.sampled_from([0, 1, 7, 10**9])), min_siz
 
 @settings(deadline=None)
 @given(st.lists(groups, min_size=1, max_size=4), st.sampled_from(CONFIGS + CLIPPED))
-def test_i10_advantages_are_finite_in_float32_too(batch, config):
+def test_advantages_any_rewards_are_finite_in_float32(batch, config):
     values = advantage_function(config)(batch)
     for one, group in zip(values, batch, strict=True):
         assert one.shape == group.rewards.shape
@@ -157,37 +157,37 @@ def test_i10_advantages_are_finite_in_float32_too(batch, config):
 
 @settings(deadline=None)
 @given(extreme, st.integers(1, 9), st.lists(groups, max_size=3), st.sampled_from(CONFIGS))
-def test_equal_rewards_give_exact_zeros_beside_any_batch(reward, count, others, config):
+def test_advantages_equal_rewards_are_exactly_zero(reward, count, others, config):
     """Rounding must not turn ten times 0.1 into a gradient."""
     if config.type in ("none", "reinforce_pp"):
         return
     group = scores([reward] * count)
     assert not advantage_function(config)([*others, group])[-1].any()
-    assert degenerate(config, group)
+    assert has_zero_advantages(config, group)
 
 
 @settings(deadline=None)
 @given(groups, st.lists(groups, max_size=3), st.sampled_from(CONFIGS + CLIPPED))
-def test_degenerate_groups_are_those_that_teach_nothing_in_any_batch(group, others, config):
-    if degenerate(config, group):
+def test_has_zero_advantages_true_means_zero_in_any_batch(group, others, config):
+    if has_zero_advantages(config, group):
         assert not advantage_function(config)([*others, group])[-1].any()
     elif config.type != "reinforce_pp":
         assert advantage_function(config)([group])[0].any()
 
 
-def test_degenerate_by_algorithm():
+def test_has_zero_advantages_depends_on_the_algorithm():
     equal, failed, mixed = scores([0.5, 0.5]), scores([0.0, 0.0]), scores([1.0, 0.0])
     for config in CONFIGS:
-        assert degenerate(config, equal) == (config.type not in ("none", "reinforce_pp"))
-        assert degenerate(config, failed) == (config.type != "reinforce_pp")
-        assert not degenerate(config, mixed)
+        assert has_zero_advantages(config, equal) == (config.type not in ("none", "reinforce_pp"))
+        assert has_zero_advantages(config, failed) == (config.type != "reinforce_pp")
+        assert not has_zero_advantages(config, mixed)
     worse, better = advantage_function(ReinforcePPAdvantageConfig())([failed, equal])
     assert (worse < 0).all() and (better > 0).all()
-    assert degenerate(MaxRLAdvantageConfig(), scores([-1.0, 0.5]))
-    assert degenerate(NoAdvantageConfig(neg_clipped=True), scores([-1.0, -2.0]))
+    assert has_zero_advantages(MaxRLAdvantageConfig(), scores([-1.0, 0.5]))
+    assert has_zero_advantages(NoAdvantageConfig(clip_negative=True), scores([-1.0, -2.0]))
 
 
-def test_scores_are_read_off_a_group():
+def test_scores_of_group_reads_lengths_and_turns():
     def sample(mask):
         n = len(mask)
         return Sample(np.zeros(n, np.int32), np.array(mask, bool), np.zeros(n, np.float32), np.zeros(n, np.int32))
@@ -206,11 +206,11 @@ def test_scores_are_read_off_a_group():
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
-def test_the_type_selects_the_variant(config, workdir):
+def test_advantage_function_type_selects_the_variant(config, workdir):
     assert type(OrchestratorConfig.load(["--advantage.type", config.type]).advantage) is type(config)
 
 
-def test_the_default_is_grpo_and_takes_the_older_spelling_of_opo(workdir):
+def test_advantage_config_default_is_grpo_and_accepts_old_opo_spelling(workdir):
     assert OrchestratorConfig.load([]).advantage == GRPOAdvantageConfig()
     assert OrchestratorConfig.load(["--advantage.length-weighted-mean"]).advantage.length_weighted_mean
 
@@ -227,7 +227,7 @@ def workdir(tmp_path, monkeypatch):
 
 @pytest.fixture
 def own(workdir):
-    """Writes a module of the user's, under a name of its own, and gives the configuration that names its function."""
+    """Writes a user's module with a unique name, and returns the configuration of its function."""
     name = f"own_{workdir.name}"
 
     def make(source, **changes):
@@ -237,7 +237,7 @@ def own(workdir):
     return make
 
 
-def test_a_function_of_ones_own_gets_the_batch_and_its_arguments(own):
+def test_custom_advantage_receives_the_batch_and_its_arguments(own):
     config = own(
         """
         def advantage(batch, scale):
@@ -250,17 +250,17 @@ def test_a_function_of_ones_own_gets_the_batch_and_its_arguments(own):
         np.testing.assert_array_equal(one, 2 * (group.rewards - group.lengths))
 
 
-def test_whether_ones_own_function_makes_a_group_degenerate(own):
+def test_custom_advantage_decides_has_zero_advantages(own):
     config = own("def advantage(batch):\n    return [s.rewards - s.rewards.mean() for s in batch]")
-    assert degenerate(config, scores([1.0, 1.0])) and not degenerate(config, scores([1.0, 0.0]))
-    assert not degenerate(config.model_copy(update={"over_batch": True}), scores([1.0, 1.0]))
+    assert has_zero_advantages(config, scores([1.0, 1.0])) and not has_zero_advantages(config, scores([1.0, 0.0]))
+    assert not has_zero_advantages(config.model_copy(update={"batch_level": True}), scores([1.0, 1.0]))
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("advantage = 3", "holds int, not a function"),
-        ("", "has no such name"),
+        ("advantage = 3", "is int, not a function"),
+        ("", "has no 'advantage'"),
         ("def advantage(batch:\n    pass", "cannot import .* SyntaxError"),
         ("raise OSError('no disk')", "cannot import .* OSError: no disk .*py:1"),
         ("def advantage(batch):\n    raise KeyError('x')", "raised KeyError: 'x' .*py:2"),
@@ -268,24 +268,24 @@ def test_whether_ones_own_function_makes_a_group_degenerate(own):
         ("def advantage(batch):\n    return [0.0]", "each of the 4 groups, not 1 of them"),
         ("def advantage(batch):\n    return [0.0 for _ in batch]", r"shape \(\) for group 0, not \(4,\)"),
         ("def advantage(batch):\n    return [s.rewards[:3] for s in batch]", r"shape \(3,\) for group 0, not \(4,\)"),
-        ("def advantage(batch):\n    return ['a' for s in batch]", "no numbers"),
+        ("def advantage(batch):\n    return ['a' for s in batch]", "not numbers"),
         ("def advantage(batch):\n    return [s.rewards / 0 for s in batch]", "not finite"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-def test_a_broken_function_of_ones_own_is_one_clear_line(own, source, message):
+def test_custom_advantage_broken_function_raises_one_line(own, source, message):
     config = own(source)
     with pytest.raises(ConfigError, match=message) as caught:
         advantage_function(config)(BATCH)
     assert "\n" not in str(caught.value) and "orchestrator.advantage.import_path" in str(caught.value)
 
 
-def test_a_module_that_is_not_there(own):
+def test_custom_advantage_missing_module_raises(own):
     with pytest.raises(ConfigError, match="cannot import no_such_module: ModuleNotFoundError"):
         advantage_function(own("", import_path="no_such_module.advantage"))
 
 
 @pytest.mark.parametrize("path", ["", "advantage", "a:b:c", "a b:c"])
-def test_what_is_no_import_path(workdir, path):
+def test_custom_advantage_invalid_import_path_raises(workdir, path):
     with pytest.raises(ConfigError, match=r"package\.module:function"):
         OrchestratorConfig.load(["--advantage.type", "custom", "--advantage.import-path", path])

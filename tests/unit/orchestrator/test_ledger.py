@@ -1,4 +1,4 @@
-"""I3 exactly once: whatever is cut off, killed or lost, each position has one fate, and the stream is the same."""
+"""The ledger keeps every position exactly once (I3) after truncation, process kills and lost files."""
 
 import asyncio
 import dataclasses
@@ -16,16 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.errors import ConfigError, RunError
-from prime_rl.orchestrator import journal as journal_module
-from prime_rl.orchestrator.ledger import Ledger, read_ledger, replay
-from prime_rl.orchestrator.positions import Done, Drawn, Dropped, Issued, Positions, Shipped
-from prime_rl.orchestrator.spool import decode_group, encode_group
-from prime_rl.orchestrator.stream import Source, Stream
-from prime_rl.run.paths import RunPaths
-from tests.unit.orchestrator.ledger_player import LedgerPlayer, fates, make_group, make_stream, manifests
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
+from prime_rl.orchestrator.ledger import append_log
+from prime_rl.orchestrator.ledger import ledger as ledger_module
+from prime_rl.orchestrator.ledger.ledger import Ledger, read_ledger, replay
+from prime_rl.orchestrator.ledger.ledger_records import Done, Drawn, Dropped, Issued, Positions, Shipped
+from prime_rl.orchestrator.ledger.pending_groups import decode_group, encode_group
+from prime_rl.storage.paths import RunPaths
+from tests.unit.orchestrator.ledger_player import LedgerPlayer, fates, make_group, make_stream, manifests, shipped
 
 REPOSITORY = Path(__file__).parents[3]
+PATH = Path("group_1.msgpack")
 
 
 def same_group(one, two):
@@ -45,43 +47,44 @@ def same_group(one, two):
 
 
 def check_partition(paths, state):
-    """Every position below the cursor has exactly one fate, and what is shipped is what the manifests say."""
+    """Check that every position below the cursor has one fate, and that ships equal the manifests."""
     known = fates(state)
     assert sorted(group_id for group_id, _ in known) == list(range(state.positions.cursor))
-    assert state.shipped == manifests(paths)
+    assert shipped(state) == manifests(paths)
     for group_id, finished in state.finished.items():
-        assert finished.group.group_id == group_id
-        assert finished.deadline == finished.version + 1
+        position = state.positions.open[group_id]
+        assert finished.group_id == group_id
+        assert position.deadline == position.version + 1
 
 
 # --- the spool --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [0, 1, 50])
-def test_a_group_comes_back_from_the_spool_as_it_was(length):
+def test_pending_group_encoded_decodes_to_the_same_group(length):
     group = make_group(
         5, (0.25, 1e30, -1.0), version=4, length=length, text="ünï\ud83d".encode("utf-8", "replace").decode()
     )
-    assert same_group(decode_group(encode_group(group)), group)
+    assert same_group(decode_group(encode_group(group), PATH), group)
 
 
-def test_numbers_of_numpy_come_back_as_pythons():
+def test_pending_group_numpy_numbers_decode_as_python():
     group = make_group(1)
     rollout = dataclasses.replace(group.rollouts[0], reward=np.float64(0.5), metrics={"exact": np.float32(0.5)})
-    again = decode_group(encode_group(dataclasses.replace(group, rollouts=(rollout,))))
+    again = decode_group(encode_group(dataclasses.replace(group, rollouts=(rollout,))), PATH)
     assert (again.rollouts[0].reward, again.rollouts[0].metrics) == (0.5, {"exact": 0.5})
 
 
-def test_text_that_is_no_unicode_is_kept_as_far_as_it_can_be_written():
-    again = decode_group(encode_group(make_group(1, text="half \ud83d of a pair")))
+def test_pending_group_lone_surrogates_are_replaced():
+    again = decode_group(encode_group(make_group(1, text="half \ud83d of a pair")), PATH)
     assert again.rollouts[0].text[0] == ("user", "half ? of a pair")
 
 
-def test_what_is_no_group_is_refused():
+def test_decode_group_invalid_bytes_raise():
     data = encode_group(make_group(1))
     for damaged in (data[:-1], b"", b"\x00" * 20, data.replace(b"prime_rl.spool/1", b"prime_rl.spool/2")):
         with pytest.raises(ValueError):
-            decode_group(damaged)
+            decode_group(damaged, PATH)
 
 
 # --- rules ------------------------------------------------------------------------------------------------------
@@ -100,7 +103,7 @@ def test_what_is_no_group_is_refused():
         (Shipped(1, [0]), "group 0 is shipped, but has ended before"),
     ],
 )
-def test_what_does_not_follow_is_refused(record, message):
+def test_positions_contradicting_record_raises(record, message):
     positions = Positions()
     history = [Drawn(0, 0, 0), Drawn(1, 0, 1), Drawn(2, 0, 2), Issued(0, 0, 1), Issued(1, 0, 1)]
     for earlier in [*history, Done(0, 0.5, "f"), Shipped(0, [0])]:
@@ -109,7 +112,7 @@ def test_what_does_not_follow_is_refused(record, message):
         positions.apply(record)
 
 
-def test_a_ship_tells_all_that_ended_since_the_last_in_order():
+def test_positions_ship_returns_ended_positions_in_order():
     positions = Positions()
     for group_id in range(4):
         positions.apply(Drawn(group_id, 0, group_id))
@@ -127,8 +130,8 @@ def test_a_ship_tells_all_that_ended_since_the_last_in_order():
     ]
 
 
-def test_a_group_that_was_lost_from_the_spool_leaves_no_reward_behind():
-    """Its ledger still tells the first reward; whoever reads it must do as the process did that lost the group."""
+def test_positions_reopened_group_keeps_no_reward():
+    """The ledger still holds the first reward; a reader must apply the same rule as the writer."""
     lived, read = Positions(), Positions()
     first = [Drawn(0, 0, 0), Drawn(1, 0, 1), Issued(0, 0, 1), Issued(1, 0, 1), Done(0, 1.0, "f"), Done(1, 1.0, "f")]
     for record in first:
@@ -146,10 +149,10 @@ def test_a_group_that_was_lost_from_the_spool_leaves_no_reward_behind():
 # --- crashes ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(history=st.integers(0, 10**6), ships=st.integers(1, 5), data=st.data())
-def test_exactly_once_wherever_the_ledger_is_cut(history, ships, data):
-    """I3: any byte, any spool files missing or torn; then the run goes on, and nothing is repeated or lost."""
+def test_ledger_truncated_anywhere_keeps_exactly_once(history, ships, data):
+    """Truncated at any byte, with any pending groups missing or damaged, nothing is repeated or lost (I3)."""
     with tempfile.TemporaryDirectory() as root, patch("os.fsync"):  # the cuts are made by hand
         asyncio.run(play_cut_and_resume(Path(root), history, ships, data))
 
@@ -180,11 +183,11 @@ async def play_cut_and_resume(root, history, ships, data):
     resumed.ledger.close()
     final = read_ledger(paths, 0)
     check_partition(paths, final)
-    assert sorted(final.shipped) == list(range(len(final.shipped)))
+    assert sorted(shipped(final)) == list(range(len(shipped(final))))
     replay(make_stream(), final)
 
 
-async def test_the_stream_comes_out_of_the_ledger_as_it_was(tmp_path):
+async def test_replay_restores_the_stream(tmp_path):
     player = LedgerPlayer(tmp_path, np.random.default_rng(1))
     await player.play(20)
     for _ in range(3):
@@ -195,13 +198,13 @@ async def test_the_stream_comes_out_of_the_ledger_as_it_was(tmp_path):
     assert stream.state() == player.ledger.stream.state()
     assert state.positions.state() == player.ledger.positions.state()
     assert sorted(state.finished) == sorted(player.finished)
-    assert [draw.group_id for draw in state.unfinished] == sorted(player.running)
-    assert [draw.group_id for draw in state.waiting] == sorted(player.waiting)
+    assert [draw.group_id for draw in state.positions.unfinished] == sorted(player.running)
+    assert [draw.group_id for draw in state.positions.waiting] == sorted(player.waiting)
     assert state.damaged == {}
     assert state.unrecorded == []
 
 
-async def test_a_ship_that_only_the_manifest_tells_of_counts(tmp_path):
+async def test_read_ledger_ship_only_in_the_manifest_counts(tmp_path):
     player = LedgerPlayer(tmp_path, np.random.default_rng(2))
     await player.play(3)
     player.ledger.close()
@@ -213,11 +216,11 @@ async def test_a_ship_that_only_the_manifest_tells_of_counts(tmp_path):
     check_partition(player.paths, state)
     Ledger.resume(player.paths, stream, state).close()
     again = read_ledger(player.paths, 0)
-    assert (again.unrecorded, again.shipped) == ([], state.shipped)
+    assert (again.unrecorded, shipped(again)) == ([], shipped(state))
     assert stream.state() == player.ledger.stream.state()
 
 
-async def test_batches_that_the_ledger_cannot_account_for_are_an_error(tmp_path):
+async def test_read_ledger_unaccounted_batches_raise(tmp_path):
     player = LedgerPlayer(tmp_path, np.random.default_rng(2))
     await player.play(3)
     player.ledger.close()
@@ -233,7 +236,7 @@ async def test_batches_that_the_ledger_cannot_account_for_are_an_error(tmp_path)
         read_ledger(player.paths, 0)
 
 
-async def test_another_configuration_or_seed_is_one_clear_error(tmp_path):
+async def test_replay_other_configuration_or_seed_raises(tmp_path):
     player = LedgerPlayer(tmp_path, np.random.default_rng(2))
     await player.play(3)
     player.ledger.close()
@@ -245,8 +248,8 @@ async def test_another_configuration_or_seed_is_one_clear_error(tmp_path):
         replay(make_stream(), dataclasses.replace(state, records=[Drawn(i, 0, 6) for i in range(6)][5:]))
 
 
-def test_killed_at_any_moment(tmp_path):
-    """SIGKILL, resume, six times over: no position is shipped twice, dropped and shipped, or forgotten."""
+def test_ledger_process_killed_at_any_time_keeps_exactly_once(tmp_path):
+    """Six times SIGKILL and resume: no position is shipped twice, dropped and shipped, or lost."""
     for life in range(6):
         command = [sys.executable, "-m", "tests.unit.orchestrator.ledger_player", str(tmp_path), str(life)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
@@ -263,7 +266,7 @@ def test_killed_at_any_moment(tmp_path):
     assert len({group_id for group_id, fate in fates(state) if fate in ("shipped", "dropped")}) > 150
 
 
-async def test_a_spool_file_of_another_life_is_not_taken_for_this_ones(tmp_path):
+async def test_read_ledger_pending_group_of_another_process_is_damaged(tmp_path):
     player = LedgerPlayer(tmp_path, np.random.default_rng(5))
     while len(player.finished) < 2:
         player.move()
@@ -272,20 +275,20 @@ async def test_a_spool_file_of_another_life_is_not_taken_for_this_ones(tmp_path)
     player.paths.spool(first).write_bytes(encode_group(make_group(first, (0.0, 0.0), version=99)))
     state = read_ledger(player.paths, 0)
     assert f"group_{first}.msgpack has hash" in state.damaged[first]
-    assert first in [draw.group_id for draw in state.unfinished]
+    assert first in [draw.group_id for draw in state.positions.unfinished]
     assert second in state.finished
 
 
 # --- a checkpoint -----------------------------------------------------------------------------------------------
 
 
-async def test_a_branch_begins_with_the_state_after_a_ship(tmp_path):
+async def test_start_branch_continues_after_the_checkpoint(tmp_path):
     player = LedgerPlayer(tmp_path / "run", np.random.default_rng(5))
     await player.play(6)
     while len(player.finished) < 3:
         player.move()
     chosen = sorted(player.finished[:3])
-    base = json.loads(json.dumps(player.ledger.state_after(6, chosen)))
+    base = json.loads(json.dumps(player.ledger.snapshot().state_after(6, chosen)))
     await player.ship()
     draws = [player.ledger.draw() for _ in range(20)]
     player.ledger.close()
@@ -310,7 +313,7 @@ async def test_a_branch_begins_with_the_state_after_a_ship(tmp_path):
         Ledger.start(paths, 1, make_stream(), base)
 
 
-def test_spool_of_groups_that_have_ended_is_deleted(tmp_path):
+def test_resume_ended_groups_deletes_their_files(tmp_path):
     async def play():
         player = LedgerPlayer(tmp_path, np.random.default_rng(0))
         await player.play(4)
@@ -332,21 +335,21 @@ def test_spool_of_groups_that_have_ended_is_deleted(tmp_path):
 
 
 def one_example(tmp_path):
-    return RunPaths(tmp_path), Stream([Source("a", 3)], 0)
+    return RunPaths(tmp_path), ExampleStream([StreamEnvironment("a", 3)], 0)
 
 
-async def test_the_event_loop_never_waits_for_the_disk(tmp_path, monkeypatch):
-    """With a disk that hangs, records are taken at once and `flush` waits; then all are written in their order."""
+async def test_append_log_hanging_disk_does_not_block_the_event_loop(tmp_path, monkeypatch):
+    """With a hanging disk, records are accepted and `flush` waits; later all are written in order."""
     paths, stream = one_example(tmp_path)
     ledger = Ledger.start(paths, 0, stream)
     await ledger.flush()
-    disk, fsync = threading.Event(), journal_module.os.fsync
+    disk, fsync = threading.Event(), append_log.os.fsync
 
     def hang(file):
         disk.wait()
         fsync(file)
 
-    monkeypatch.setattr(journal_module.os, "fsync", hang)
+    monkeypatch.setattr(append_log.os, "fsync", hang)
     for group_id in range(50):
         ledger.draw()
         ledger.issued(group_id, 0, 1)
@@ -363,7 +366,7 @@ async def test_the_event_loop_never_waits_for_the_disk(tmp_path, monkeypatch):
     ledger.close()
 
 
-async def test_a_cancelled_flush_does_not_end_the_writer(tmp_path):
+async def test_flush_cancelled_does_not_end_the_writer(tmp_path):
     paths, stream = one_example(tmp_path)
     ledger = Ledger.start(paths, 0, stream)
     task = asyncio.create_task(ledger.flush())
@@ -377,7 +380,7 @@ async def test_a_cancelled_flush_does_not_end_the_writer(tmp_path):
     assert read_ledger(paths, 0).positions.cursor == 1
 
 
-async def test_a_full_disk_is_one_clear_error_at_flush_and_at_the_next_call(tmp_path, monkeypatch):
+async def test_append_log_full_disk_raises_at_flush_and_later_calls(tmp_path, monkeypatch):
     paths, stream = one_example(tmp_path)
     ledger = Ledger.start(paths, 0, stream)
     ledger.draw()
@@ -387,22 +390,100 @@ async def test_a_full_disk_is_one_clear_error_at_flush_and_at_the_next_call(tmp_
     def full(files):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(journal_module, "write_groups", full)
+    monkeypatch.setattr(append_log, "write_groups", full)
     ledger.done(make_group(0))
-    message = r"branch_0.jsonl and the spool beside it cannot be written: .*No space left on device"
+    message = r"branch_0.jsonl or its pending groups cannot be written: .*No space left on device"
     with pytest.raises(RunError, match=message):
         await ledger.flush()
-    for call in (ledger.draw, lambda: ledger.delete_spool([0]), ledger.close):
+    for call in (ledger.draw, ledger.close):
         with pytest.raises(RunError, match=message):
             call()
     with pytest.raises(RunError, match=message):
         await ledger.flush()
     state = read_ledger(paths, 0)
-    assert [draw.group_id for draw in state.unfinished] == [0], "a record never precedes its spool file"
+    assert [draw.group_id for draw in state.positions.unfinished] == [0], "a record never precedes its spool file"
 
 
-async def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+async def test_append_log_unopenable_file_is_named(tmp_path):
     paths, stream = one_example(tmp_path)
     paths.ledger(0).mkdir(parents=True)
     with pytest.raises((RunError, IsADirectoryError), match=r"branch_0\.jsonl"):
         Ledger.start(paths, 0, stream)
+
+
+# --- the file stays small ---------------------------------------------------------------------------------------
+
+
+async def run_in_parts(root, limit, monkeypatch, parts=(5, 4, 6)):
+    """Simulate a run of several processes whose ledger is replaced after `limit` records; return the last state."""
+    monkeypatch.setattr(ledger_module, "_MOST_RECORDS", limit)
+    sizes = []
+    for number, ships in enumerate(parts):
+        player = LedgerPlayer(root, np.random.default_rng(number))
+        await player.play(ships)
+        player.ledger.close()
+        sizes.append(len(player.paths.ledger(0).read_bytes().splitlines()))
+    return player.paths, read_ledger(player.paths, 0), sizes
+
+
+async def test_compaction_restores_the_same_stream_and_positions(tmp_path, monkeypatch):
+    whole, expected, grown = await run_in_parts(tmp_path / "whole", 10**9, monkeypatch)
+    paths, state, sizes = await run_in_parts(tmp_path / "replaced", 25, monkeypatch)
+    assert manifests(paths) == manifests(whole), "the same positions in the same batches"
+    assert state.positions.state() == expected.positions.state()
+    assert state.finished.keys() == expected.finished.keys() and not state.damaged
+    assert [state.positions.unfinished, state.positions.waiting] == [
+        expected.positions.unfinished,
+        expected.positions.waiting,
+    ]
+    streams = make_stream(), make_stream()
+    replay(streams[0], expected)
+    replay(streams[1], state)
+    assert streams[0].state() == streams[1].state()
+    assert max(sizes) < 60 < grown[-1]
+    first = json.loads(paths.ledger(0).read_bytes().splitlines()[0])
+    assert first["base"]["positions"]["next_step"] > 9, "it was replaced in the last process, too"
+    left = {f"group_{group_id}.msgpack" for group_id in state.finished}
+    assert {file.name for file in paths.spool_dir.iterdir()} == left
+    assert [file.name for file in paths.ledger_dir.iterdir()] == ["branch_0.jsonl"]
+
+
+async def test_compaction_interrupted_changes_nothing(tmp_path, monkeypatch):
+    """The process was killed before the rename: the old file is complete, and the next replacement succeeds."""
+    paths, before, _ = await run_in_parts(tmp_path, 10**9, monkeypatch, parts=(5,))
+    (paths.ledger_dir / ".tmp-branch_0.jsonl").write_bytes(b'{"record":"started","for')
+    assert read_ledger(paths, 0).positions.state() == before.positions.state()
+    monkeypatch.setattr(ledger_module, "_MOST_RECORDS", 25)
+    player = LedgerPlayer(tmp_path, np.random.default_rng(7))
+    await player.play(2)
+    player.ledger.close()
+    assert [file.name for file in paths.ledger_dir.iterdir()] == ["branch_0.jsonl"]
+    check_positions(paths, read_ledger(paths, 0))
+
+
+def check_positions(paths, state):
+    """Check that no position has two fates; positions dropped before the file's base have none."""
+    known = [group_id for group_id, _ in fates(state)]
+    recorded = shipped(state)
+    earlier = [group_id for step, groups in manifests(paths).items() if step not in recorded for group_id in groups]
+    assert len(known) == len(set(known)) and not set(known) & set(earlier)
+
+
+async def test_compaction_unwritable_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger_module, "_MOST_RECORDS", 25)
+    player = LedgerPlayer(tmp_path, np.random.default_rng(0))
+    (player.paths.ledger_dir / ".tmp-branch_0.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"cannot be written: .*Is a directory"):
+        await player.play(5)
+    with pytest.raises(RunError, match="cannot be written"):
+        player.ledger.close()
+    assert read_ledger(player.paths, 0).base is None, "the old file is there"
+
+
+async def test_snapshot_later_records_do_not_change_it(tmp_path):
+    player = LedgerPlayer(tmp_path, np.random.default_rng(3))
+    await player.play(3)
+    snapshot, state = player.ledger.snapshot(), player.ledger.snapshot().state()
+    await player.play(3)
+    player.ledger.close()
+    assert snapshot.state() == state != player.ledger.snapshot().state()

@@ -1,26 +1,43 @@
-"""The whole orchestrator over the real HTTP contract, with a fake engine and a trainer without a model."""
+"""The complete orchestrator over HTTP, with a fake engine and a trainer without a model."""
 
 import asyncio
 import json
 from collections import Counter
 from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from aiohttp import web
 
+from prime_rl.configs.eval_common import EvalEnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import ClientConfig, EnvConfig
-from prime_rl.errors import ConfigError, RunError
-from prime_rl.monitor import Monitor
-from prime_rl.orchestrator.beginning import find_beginning
+from prime_rl.configs.shared import CkptConfig, ClientConfig, EnvConfig, SamplingConfig
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.evaluation.eval_plan import EvalTask
+from prime_rl.monitors import Monitor
+from prime_rl.orchestrator import orchestrator as orchestrator_module
+from prime_rl.orchestrator.data.example_stream import ExampleStream
+from prime_rl.orchestrator.inference import inference_server as server
+from prime_rl.orchestrator.inference import weight_versions
+from prime_rl.orchestrator.inference.inference_pool import InferencePool
+from prime_rl.orchestrator.ledger import ledger as ledger_module
+from prime_rl.orchestrator.ledger.ledger import read_ledger, replay
+from prime_rl.orchestrator.length_aware_admission import LengthHistory
+from prime_rl.orchestrator.online_eval.online_evaluation import EvalSchedule
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from prime_rl.orchestrator.policy import Policy
-from prime_rl.orchestrator.setup import connect, model_access, start_environments
-from prime_rl.run.batch import read_batch
-from prime_rl.run.paths import RunPaths
-from prime_rl.run.wait import changes
+from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
+from prime_rl.orchestrator.resume import find_start_point
+from prime_rl.orchestrator.sample_files import SampleFiles
+from prime_rl.storage.batch import read_batch
+from prime_rl.storage.paths import RunPaths, steps_in
+from prime_rl.storage.wait_for import watch_directory
 from tests.support.fake_engine import fake_engine, play_trainer, publish_version
+from tests.support.loop_turns import needs_loop
+from tests.unit.evaluation.fakes import FakePool, make_rollout
+from tests.unit.orchestrator.ledger_player import make_group
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -38,13 +55,14 @@ def make_config(tmp_path, tokenizer_dir, env_args=None, **values):
         "max_steps": STEPS,
         "output_dir": tmp_path / "run",
         "wait_timeout_seconds": 20,
+        "failing_env_seconds": 0,
     }
     return OrchestratorConfig(**(given | values))
 
 
 @pytest.fixture
 def run_orchestrator(host):
-    async def run(config, engines, trainer_delay_s=0.0, trainer=play_trainer):
+    async def run(config, engines, trainer_delay_s=0.0, trainer=play_trainer, schedules=()):
         paths = RunPaths(config.output_dir)
         stop = asyncio.Event()
         training = asyncio.create_task(trainer(paths, config.max_steps, stop, trainer_delay_s))
@@ -53,10 +71,12 @@ def run_orchestrator(host):
             async with AsyncExitStack() as stack:
                 environments = await start_environments(config, host, model_access(config), paths, stack)
                 servers = [await connect(config, url, stack) for url in config.client.urls]
-                beginning = await asyncio.to_thread(find_beginning, config)
+                start_point = await asyncio.to_thread(find_start_point, config)
                 monitor = Monitor(paths, "orchestrator", None)
                 stack.callback(monitor.close)
-                await Orchestrator(config, environments, servers, monitor, beginning=beginning).run()
+                await Orchestrator(
+                    config, environments, servers, monitor, start_point=start_point, schedules=schedules
+                ).run()
             await training
         finally:
             stop.set()
@@ -71,8 +91,8 @@ def batches(paths):
 
 
 @pytest.mark.parametrize("async_level", [0, 1, 2])
-async def test_bound(tmp_path, tokenizer_dir, async_level, run_orchestrator):
-    """I1, I2, I3 in the batches as the trainer reads them, with completions in random order and switches in between."""
+async def test_run_any_async_level_keeps_the_staleness_bound(tmp_path, tokenizer_dir, async_level, run_orchestrator):
+    """The batches keep I1, I2 and I3 with random completions and switches."""
     config = make_config(tmp_path, tokenizer_dir, async_level=async_level)
     rng = np.random.default_rng(0)
     async with fake_engine() as engine:
@@ -98,7 +118,7 @@ async def test_bound(tmp_path, tokenizer_dir, async_level, run_orchestrator):
     assert all(row["tokens/wasted"] == 0 for row in rows)
 
 
-async def test_bound_with_two_servers(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_run_two_servers_keeps_the_staleness_bound(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, async_level=1)
     async with fake_engine() as one, fake_engine() as two:
         paths = await run_orchestrator(config, [one, two])
@@ -108,8 +128,20 @@ async def test_bound_with_two_servers(tmp_path, tokenizer_dir, run_orchestrator)
         assert step - batch.versions[batch.versions >= 0].min() <= 1
 
 
-async def test_a_server_dies_and_comes_back(tmp_path, tokenizer_dir, monkeypatch, run_orchestrator):
-    """Its rollouts are played again elsewhere, within the bound; nothing is lost or shipped twice."""
+async def test_batch_0_contains_the_base_canaries(tmp_path, tokenizer_dir, run_orchestrator):
+    """The trainer compares the base model with its own before it trains (`check_base_canaries`)."""
+    said = {"token_ids": [1, 2, 3], "logprobs": [-1.5, -0.25], "dtype": "float32"}
+    async with fake_engine() as one, fake_engine() as two:
+        one.base_canary = said
+        paths = await run_orchestrator(make_config(tmp_path, tokenizer_dir), [one, two])
+        urls = [one.url]
+    first, *others = [manifest for _, manifest in batches(paths)]
+    assert first["base_canaries"] == [{**said, "url": url} for url in urls]
+    assert not any("base_canaries" in manifest for manifest in others)
+
+
+async def test_run_lost_server_returns(tmp_path, tokenizer_dir, monkeypatch, run_orchestrator):
+    """Its rollouts are sampled again on another server within the bound; none is lost or shipped twice."""
     config = make_config(tmp_path, tokenizer_dir, async_level=1)
     async with fake_engine() as one, fake_engine() as two:
         port = int(two.url.rsplit(":", 1)[1])
@@ -124,12 +156,12 @@ async def test_a_server_dies_and_comes_back(tmp_path, tokenizer_dir, monkeypatch
             await noticed.wait()
             await two.start(port)
 
-        def suspect(policy, server, *why):
+        def take_out(policy, server, *why):
             noticed.set()
             return original(policy, server)
 
-        reborn, noticed, original = [], asyncio.Event(), Policy.suspect
-        monkeypatch.setattr(Policy, "suspect", suspect)
+        reborn, noticed, original = [], asyncio.Event(), InferencePool.take_out
+        monkeypatch.setattr(InferencePool, "take_out", take_out)
         two.gate = die
         paths = await run_orchestrator(config, [one, two], trainer_delay_s=0.4)
         await reborn[0]
@@ -142,7 +174,7 @@ async def test_a_server_dies_and_comes_back(tmp_path, tokenizer_dir, monkeypatch
     assert rows[-1]["groups/retried"] >= 1
 
 
-async def test_advantages_rows_and_samples_say_the_same(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_batch_rows_and_samples_hold_the_same_advantages(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, async_level=0, rollouts_per_example=3)
     async with fake_engine() as engine:
         paths = await run_orchestrator(config, [engine])
@@ -155,8 +187,8 @@ async def test_advantages_rows_and_samples_say_the_same(tmp_path, tokenizer_dir,
     assert rows[0]["messages"][0]["content"].startswith("say it")
 
 
-async def test_multi_turn_rollout_keeps_the_engines_ids(tmp_path, tokenizer_dir, run_orchestrator):
-    """Three turns become one sample whose masked-in ids are exactly the sampled ones."""
+async def test_multi_turn_rollout_keeps_the_engine_token_ids(tmp_path, tokenizer_dir, run_orchestrator):
+    """Three turns become one sample whose unmasked ids are the sampled ones."""
     config = make_config(tmp_path, tokenizer_dir, {"turns": 3}, async_level=0, seq_len=256)
     async with fake_engine() as engine:
         paths = await run_orchestrator(config, [engine])
@@ -170,7 +202,7 @@ async def test_multi_turn_rollout_keeps_the_engines_ids(tmp_path, tokenizer_dir,
         start += length
 
 
-async def test_a_failing_environment_ends_the_run_with_its_exception(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_run_failing_environment_ends_with_its_exception(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, {"fail": "setup"}, async_level=0)
     async with fake_engine() as engine:
         with pytest.raises(RunError, match=r"error/toy_environment; the last: .*KeyError.*broken environment"):
@@ -178,7 +210,7 @@ async def test_a_failing_environment_ends_the_run_with_its_exception(tmp_path, t
         assert engine.holder is None, "the lease is given back after a failure too"
 
 
-async def test_a_reward_that_is_no_number_is_an_error_and_never_trained_on(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_run_non_finite_reward_is_an_error(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, {"fail": "nan"}, async_level=0)
     async with fake_engine() as engine:
         with pytest.raises(RunError, match="error/toy_environment"):
@@ -186,30 +218,28 @@ async def test_a_reward_that_is_no_number_is_an_error_and_never_trained_on(tmp_p
     assert not RunPaths(config.output_dir).rollouts(0).exists()
 
 
-async def test_a_server_that_only_fails_ends_the_run(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
-    monkeypatch.setattr("prime_rl.orchestrator.server._LONGEST_BAR_S", 0.001)
+async def test_run_server_that_only_fails_ends_it(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
+    monkeypatch.setattr("prime_rl.orchestrator.inference.inference_server._LONGEST_BACKOFF_S", 0.001)
     config = make_config(tmp_path, tokenizer_dir, async_level=1, batch_size=2)
     async with fake_engine() as engine:
         engine.fault = lambda body: web.json_response({"error": {"message": "engine is dead"}}, status=500)
-        with pytest.raises(RunError, match=r"in a row were dropped as error/engine; .*answered 500: engine is dead"):
+        with pytest.raises(RunError, match=r"in a row were dropped as error/engine; .*returned 500: engine is dead"):
             await run_orchestrator(config, [engine])
 
 
-async def test_a_server_that_fails_is_left_alone_and_another_plays_its_groups(
-    tmp_path, tokenizer_dir, run_orchestrator
-):
-    """It answers at once, so the least loaded server would always be this one."""
+async def test_run_failing_server_backs_off_and_another_takes_its_groups(tmp_path, tokenizer_dir, run_orchestrator):
+    """It answers immediately, so it would always be the least loaded server."""
     config = make_config(tmp_path, tokenizer_dir)
     async with fake_engine() as good, fake_engine() as bad:
         bad.fault = lambda body: web.Response(text='{"choices": [', content_type="application/json")
         paths = await run_orchestrator(config, [good, bad])
     assert [len(batch.seq_lens) for batch, _ in batches(paths)] == [6] * STEPS
     lines = [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
-    assert sum(line.get("error/engine", 0) for line in lines) == 0
+    assert sum(line.get("dropped/error/engine", 0) for line in lines) == 0
     assert len(bad.requests) < len(good.requests)
 
 
-async def test_another_runs_lease_is_named(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_run_lease_of_another_run_is_named(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir)
     async with fake_engine() as engine:
         engine.holder = "somebody-else"
@@ -218,7 +248,7 @@ async def test_another_runs_lease_is_named(tmp_path, tokenizer_dir, run_orchestr
         assert engine.requests == [], "a run that lives is not waited for"
 
 
-async def test_the_lease_of_a_run_that_was_killed_is_waited_for(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_run_lease_of_a_killed_run_is_waited_for(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir)
     async with fake_engine() as engine:
         engine.holder, engine.lease_left = "killed", iter([0.03, 0.02, 0.01, 0.0]).__next__
@@ -226,28 +256,31 @@ async def test_the_lease_of_a_run_that_was_killed_is_waited_for(tmp_path, tokeni
         assert (engine.step, engine.holder) == (STEPS, None)
 
 
-async def test_a_trainer_that_never_publishes_is_named_at_the_deadline(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_run_trainer_that_never_publishes_is_named(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, async_level=0, wait_timeout_seconds=0.5)
     async with fake_engine() as engine:
-        with pytest.raises(RunError, match=r"waiting for the trainer to publish version 1 \(.*trainer.log\)"):
+        with pytest.raises(RunError, match=r"waiting for the trainer to publish version 1") as caught:
             await run_orchestrator(config, [engine], trainer_delay_s=60)
+        assert "trainer.log" not in str(caught.value), "no such file: nothing redirects its output"
 
 
-async def test_prompt_longer_than_seq_len_is_bad_input(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_prompt_longer_than_seq_len_raises(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, {"prompt": "a long prompt " * 10})
     async with fake_engine() as engine:
         with pytest.raises(ConfigError, match=r"prompt of example 0 of environment 'toy_environment' has \d+ tokens"):
             await run_orchestrator(config, [engine])
 
 
-async def test_environment_that_is_not_installed_names_the_command(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_missing_environment_error_names_the_install_command(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, env=[EnvConfig(id="no-such-env")])
     async with fake_engine() as engine:
-        with pytest.raises(ConfigError, match=r"'no-such-env' .*uv pip install -e environments/no_such_env"):
+        with pytest.raises(
+            ConfigError, match=r"no-such-env is not installed; .*uv pip install -e environments/no_such_env"
+        ):
             await run_orchestrator(config, [engine])
 
 
-async def test_seeded_requests_differ_by_rollout_and_repeat_by_run(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_seeded_requests_differ_by_rollout_and_repeat_in_another_run(tmp_path, tokenizer_dir, run_orchestrator):
     seen = []
     for run in ("one", "two"):
         values = {"sampling": {"max_tokens": 6, "seed": 7}, "output_dir": tmp_path / run}
@@ -263,8 +296,8 @@ def toy(name, **args):
     return EnvConfig(id="toy_environment", name=name, args=args)
 
 
-async def test_a_mixture_keeps_its_ratio_over_what_is_trained_on(tmp_path, tokenizer_dir, run_orchestrator):
-    """Every other group of `flat` teaches nothing and is dropped; its share of the batches stays a third."""
+async def test_mixture_keeps_its_ratio_of_trained_groups(tmp_path, tokenizer_dir, run_orchestrator):
+    """Every other group of `flat` has zero advantages and is dropped; its share of the batches stays a third."""
     envs = [toy("flat"), toy("spread", spread=True).model_copy(update={"weight": 2.0, "sampling": {"max_tokens": 3}})]
     config = make_config(tmp_path, tokenizer_dir, env=envs)
     async with fake_engine() as engine:
@@ -274,11 +307,11 @@ async def test_a_mixture_keeps_its_ratio_over_what_is_trained_on(tmp_path, token
     assert counts == {"flat": STEPS * 2, "spread": STEPS * 4}
     assert {request["sampling_params"]["max_tokens"] for request in engine.requests} == {6, 3}
     rows = metrics(paths)
-    assert all(row["error/flat"] == row["error/spread"] == 0 for row in rows)
+    assert all(row["dropped/error/flat"] == row["dropped/error/spread"] == 0 for row in rows)
     assert {"reward/flat/mean", "reward/spread/mean"} <= set().union(*rows), "each where a batch holds it"
 
 
-async def test_groups_that_teach_nothing_are_refilled(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_zero_advantage_groups_are_replaced(tmp_path, tokenizer_dir, run_orchestrator):
     envs = [toy("flat"), toy("spread", spread=True)]
     config = make_config(
         tmp_path, tokenizer_dir, env=envs, filter_zero_advantage=True, oversampling_factor=2.0, max_off_policy_steps=3
@@ -290,20 +323,20 @@ async def test_groups_that_teach_nothing_are_refilled(tmp_path, tokenizer_dir, r
     assert last["dropped/zero_advantage"] > 0
     assert last["tokens/wasted"] == 0
     assert last["tokens/dropped"] > 0
-    assert sum(row["batch/filled_degenerate"] for row in metrics(paths)) == 0
+    assert sum(row["batch/zero_advantage_filler"] for row in metrics(paths)) == 0
 
 
-async def test_where_nothing_teaches_batches_are_filled_and_the_run_ends(tmp_path, tokenizer_dir, run_orchestrator):
+async def test_only_zero_advantage_groups_fill_the_batches(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, env=[toy("flat")], filter_zero_advantage=True, max_steps=2)
     async with fake_engine() as engine:
         paths = await run_orchestrator(config, [engine])
     rows = metrics(paths)
-    assert [row["batch/filled_degenerate"] for row in rows] == [3, 3]
+    assert [row["batch/zero_advantage_filler"] for row in rows] == [3, 3]
     assert rows[0]["dropped/zero_advantage"] >= 30
 
 
-async def test_a_restart_ships_every_position_once(tmp_path, tokenizer_dir, run_orchestrator):
-    """The orchestrator alone ends in the middle; what was finished and not shipped is shipped by the next one."""
+async def test_restart_ships_every_position_once(tmp_path, tokenizer_dir, run_orchestrator):
+    """The orchestrator ends in the middle; the next one ships its finished groups."""
     config = make_config(tmp_path, tokenizer_dir, async_level=2)
     paths = RunPaths(config.output_dir)
     let_through, never = set(), asyncio.Event()
@@ -330,6 +363,242 @@ async def test_a_restart_ships_every_position_once(tmp_path, tokenizer_dir, run_
     assert sorted(groups) == list(range(STEPS * 3))
     assert again == (STEPS * 3 - 4) * 2, "what was finished is not played again"
     assert [row["step"] for row in metrics(paths)] == list(range(STEPS))
+    check_progress(paths)
+
+
+def check_progress(paths):
+    """The totals of the metrics are those of all batches so far, after any restart or rollback."""
+    totals = np.cumsum([(len(b.tokens), len(b.seq_lens), len(m["group_ids"])) for b, m in batches(paths)], axis=0)
+    for step, (row, total) in enumerate(zip(metrics(paths), totals.tolist(), strict=True)):
+        assert row["progress/step"] == step + 1
+        assert [row[f"progress/{name}"] for name in ("tokens", "samples", "problems")] == total
+
+
+@pytest.fixture
+def stopped(tmp_path, tokenizer_dir, run_orchestrator):
+    """Coroutine: run with `async_level = 2` until five groups of version 0 are finished, and one batch is shipped."""
+
+    async def run(engine):
+        config = make_config(tmp_path, tokenizer_dir, async_level=2)
+        paths, let_through = RunPaths(config.output_dir), set()
+
+        async def only_five_examples(body):
+            if len(let_through) < 5:
+                let_through.add(tuple(body["token_ids"]))
+            if tuple(body["token_ids"]) not in let_through:
+                await asyncio.Event().wait()
+
+        engine.gate = only_five_examples
+        first = asyncio.create_task(run_orchestrator(config, [engine], trainer=no_trainer))
+        async with asyncio.timeout(60):
+            while len(done_groups(paths)) < 5 or not paths.samples(0).exists() or not metrics(paths):
+                await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        engine.gate = None
+        engine.requests.clear()
+        return config.model_copy(update={"restart": True}), paths
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"async_level": 3}, 2),
+        ({"async_level": 1}, 2),
+        ({"async_level": 0}, 0),
+        ({"async_level": 0, "max_off_policy_steps": 1}, 2),
+        ({"batch_size": 2}, 2),
+        ({"batch_size": 2, "async_level": 1}, 1),  # batch 1 is the last one for groups of version 0, and takes one
+        ({"batch_size": 24}, 2),
+        ({"rollouts_per_example": 3}, 0),
+        ({"seq_len": 20}, 0),
+        ({"max_steps": 2}, 2),
+        ({"max_steps": 1}, 0),
+    ],
+    ids=str,
+)
+async def test_restart_other_settings_ships_every_position_once(stopped, run_orchestrator, changes, kept):
+    """Only finished groups that do not fit are sampled again."""
+    async with fake_engine() as engine:
+        config, paths = await stopped(engine)
+        config = config.model_copy(update=changes)
+        finished = {json.loads(line)["group_id"] for line in done_groups(paths)}
+        first = json.loads((paths.rollouts(0) / "manifest.json").read_text())["group_ids"]
+        await run_orchestrator(config, [engine])
+        sampled = len(engine.requests) // config.rollouts_per_example
+    groups, count = list(first), config.rollouts_per_example
+    for step in range(1, config.max_steps):
+        batch, manifest = read_batch(paths.rollouts(step), step)
+        groups += manifest["group_ids"]
+        assert step - batch.versions[batch.loss_mask == 1].min() <= config.max_staleness
+        assert batch.seq_lens.max() <= config.seq_len
+        assert len(set(zip(batch.sample_group, batch.sample_rollout, strict=True))) == config.batch_size
+    assert len(groups) == len(set(groups)) == 3 + (config.max_steps - 1) * config.batch_size // count
+    assert sampled == len(groups) - 3 - kept, "what fits is not sampled again, and nothing is sampled in vain"
+    if config.max_steps == STEPS:
+        assert finished <= set(groups)
+        last = metrics(paths)[-1]
+        assert last["tokens/wasted"] == 0
+        assert last.get("dropped/resampled", 0) == 2 - kept
+        assert last["tokens/dropped"] == (2 - kept) * 2 * 6
+
+
+async def test_restart_reading_the_ledger_does_not_block_the_event_loop(stopped, run_orchestrator, monkeypatch):
+    loop = asyncio.get_running_loop()
+    async with fake_engine() as engine:
+        config, paths = await stopped(engine)
+        monkeypatch.setattr(orchestrator_module, "read_ledger", needs_loop(read_ledger, loop))
+        monkeypatch.setattr(ledger_module, "replay", needs_loop(replay, loop))
+        await run_orchestrator(config, [engine])
+    assert steps_in(paths.rollouts_dir) == list(range(STEPS))
+
+
+async def test_checkpoint_does_not_block_the_event_loop(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(ExampleStream, "state", needs_loop(ExampleStream.state, loop))
+    monkeypatch.setattr(LengthHistory, "state", needs_loop(LengthHistory.state, loop))
+    config = make_config(tmp_path, tokenizer_dir, ckpt=CkptConfig(interval=2))
+    async with fake_engine() as engine:
+        paths = await run_orchestrator(config, [engine])
+    assert steps_in(paths.checkpoints_dir) == [2, 4, 6]
+
+
+async def test_reading_directories_does_not_block_the_event_loop(
+    tmp_path, tokenizer_dir, run_orchestrator, monkeypatch
+):
+    """Also with an invalid version, and behind a symbolic link."""
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(weight_versions, "steps_in", needs_loop(weight_versions.steps_in, loop))
+    monkeypatch.setattr(orchestrator_module, "find_rollback", needs_loop(orchestrator_module.find_rollback, loop))
+    monkeypatch.setattr(server, "read_manifest", needs_loop(server.read_manifest, loop))
+    resolve = Path.resolve
+    watched = needs_loop(resolve, loop)
+    monkeypatch.setattr(Path, "resolve", lambda path: (watched if path.name.startswith("step_") else resolve)(path))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    config = make_config(
+        tmp_path, tokenizer_dir, output_dir=tmp_path / "link/run", on_invalid_weights="keep_previous", async_level=3
+    )
+    async with fake_engine() as engine:
+        engine.refused = {3}
+        paths = await run_orchestrator(config, [engine])
+        assert engine.step == STEPS
+    assert steps_in(paths.rollouts_dir) == list(range(STEPS))
+
+
+async def test_groups_start_while_a_batch_is_written(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
+    """One group at a time: each group that ends makes capacity for the next."""
+    config = make_config(tmp_path, tokenizer_dir, async_level=3, max_concurrent=2)
+    whole, loop = Orchestrator._write, asyncio.get_running_loop()
+
+    async def until_three_more_groups_are_started():
+        allowed = (1 + 3) * 3 * 2  # by the bound, until the next version
+        last = min(len(engine.requests) + 6, allowed)
+        async with asyncio.timeout(60):
+            while len(engine.requests) < last:
+                await asyncio.sleep(0.01)
+
+    def slow(self, step, *rest):
+        if step == 0:
+            asyncio.run_coroutine_threadsafe(until_three_more_groups_are_started(), loop).result()
+        return whole(self, step, *rest)
+
+    monkeypatch.setattr(Orchestrator, "_write", slow)
+    async with fake_engine() as engine:
+        paths = await run_orchestrator(config, [engine])
+    groups = [group for _, manifest in batches(paths) for group in manifest["group_ids"]]
+    assert sorted(groups) == list(range(STEPS * 3))
+
+
+async def test_batch_report_is_written_in_a_thread(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
+    loop = asyncio.get_running_loop()
+    for name in ("log", "log_samples", "log_distributions"):
+        monkeypatch.setattr(Monitor, name, needs_loop(getattr(Monitor, name), loop))
+    async with fake_engine() as engine:
+        paths = await run_orchestrator(make_config(tmp_path, tokenizer_dir), [engine])
+    assert [row["step"] for row in metrics(paths)] == list(range(STEPS))
+
+
+async def test_sample_files_limits_rollouts_and_files(tmp_path, tokenizer_dir, run_orchestrator):
+    config = make_config(tmp_path, tokenizer_dir, num_samples_per_batch=5, num_kept_sample_files=2)
+    async with fake_engine() as engine:
+        paths = await run_orchestrator(config, [engine])
+    assert sorted(file.name for file in paths.samples_dir.iterdir()) == ["step_4.jsonl", "step_5.jsonl"]
+    rows = samples(paths, STEPS - 1)
+    assert len(rows) == 4, "whole groups of 2, at most 5 rollouts"
+    batch, _ = read_batch(paths.rollouts(STEPS - 1))
+    assert {row["group_id"] for row in rows} < set(batch.sample_group.tolist())
+
+
+@pytest.mark.parametrize(("num", "chosen"), [(None, [0, 1, 2, 3, 4]), (1, [0]), (4, [0, 2]), (100, [0, 1, 2, 3, 4])])
+async def test_sample_files_choose_evenly_from_the_batch(tmp_path, num, chosen):
+    groups = [make_group(group_id) for group_id in range(5)]
+    written = SampleFiles(RunPaths(tmp_path), num).write(0, groups, [np.zeros(2)] * 5)
+    assert [row["group_id"] for row in written] == [group for group in chosen for _ in range(2)]
+
+
+async def test_restart_max_steps_below_shipped_raises(stopped, run_orchestrator):
+    async with fake_engine() as engine:
+        config, paths = await stopped(engine)
+        await run_orchestrator(config, [engine])
+        with pytest.raises(
+            ConfigError, match=f"max_steps = 5, but 6 batches were shipped before in {paths.rollouts_dir}"
+        ):
+            await run_orchestrator(config.model_copy(update={"max_steps": 5}), [engine])
+        assert engine.holder is None
+
+
+async def test_restart_other_seed_raises_with_both_values(stopped, run_orchestrator):
+    async with fake_engine() as engine:
+        config, _ = await stopped(engine)
+        with pytest.raises(ConfigError, match="seed of toy_environment was 42 when the run began and is 43 now"):
+            await run_orchestrator(config.model_copy(update={"seed": 43}), [engine])
+
+
+async def test_restart_evaluates_each_version_once(tmp_path, tokenizer_dir, run_orchestrator):
+    """A restart resets the servers, but their version is never reported as 0."""
+    config = make_config(tmp_path, tokenizer_dir, async_level=1)
+    paths, hold = RunPaths(config.output_dir), asyncio.Event()
+    held = asyncio.Event()
+
+    def validation(example, url):
+        return [make_rollout(1.0, (engine.step, engine.step))]
+
+    def schedule():
+        tasks = [(EvalTask(EvalEnvConfig(id="fake"), SamplingConfig(), -1, 1), FakePool(2, behave=validation))]
+        return [EvalSchedule("val", tasks, interval=4, base=True)]
+
+    async def stop_after_two_batches(body):
+        if paths.rollouts(1).exists():
+            held.set()
+            await hold.wait()
+
+    async with fake_engine() as engine:
+        engine.gate = stop_after_two_batches
+        first = asyncio.create_task(run_orchestrator(config, [engine], trainer=two_steps, schedules=schedule()))
+        async with asyncio.timeout(60):
+            await held.wait()
+            while engine.step < 2 or not any("val/time_s" in line for line in metrics(paths)):
+                await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        engine.gate, before = None, (paths.evals_dir / "val_fake/step_0.jsonl").read_bytes()
+        engine.calls.clear()
+        restarted = config.model_copy(update={"restart": True})
+        await run_orchestrator(restarted, [engine], trainer=partial(play_trainer, done=2), schedules=schedule())
+        first, second = engine.calls[:2]
+        assert first == "reset" and second in ("update 2", "update 3"), "the newest version, from the start"
+    lines = [line for line in metrics(paths) if "val/time_s" in line]
+    assert [line["step"] for line in lines] == [0, 4, STEPS]
+    assert all(line["val/fake/version/min"] >= line["step"] for line in lines)
+    assert (paths.evals_dir / "val_fake/step_0.jsonl").read_bytes() == before
+
+
+async def two_steps(paths, steps, stop, delay_s):
+    await play_trainer(paths, 2, asyncio.Event())
+    await stop.wait()
 
 
 def done_groups(paths):
@@ -349,9 +618,7 @@ def metrics(paths):
     return [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
 
 
-async def test_two_runs_of_one_seed_sample_the_same_examples_in_the_same_order(
-    tmp_path, tokenizer_dir, run_orchestrator
-):
+async def test_same_seed_samples_the_same_examples_in_order(tmp_path, tokenizer_dir, run_orchestrator):
     seen = []
     for run, delay_s in (("one", 0.0), ("two", 0.01)):
         config = make_config(
@@ -370,10 +637,8 @@ async def test_two_runs_of_one_seed_sample_the_same_examples_in_the_same_order(
     assert seen[0] == seen[1]
 
 
-async def test_a_refused_version_is_done_without_where_a_newer_one_comes_in_time(
-    tmp_path, tokenizer_dir, run_orchestrator
-):
-    config = make_config(tmp_path, tokenizer_dir, async_level=2, on_refused_weights="keep")
+async def test_invalid_version_with_newer_one_in_time_is_skipped(tmp_path, tokenizer_dir, run_orchestrator):
+    config = make_config(tmp_path, tokenizer_dir, async_level=2, on_invalid_weights="keep_previous")
     async with fake_engine() as engine:
 
         async def staging(step):
@@ -388,12 +653,10 @@ async def test_a_refused_version_is_done_without_where_a_newer_one_comes_in_time
     assert metrics(paths)[-1]["tokens/wasted"] == 0
 
 
-@pytest.mark.parametrize(("choice", "words"), [("end", ""), ("keep", "; without version 3")])
-async def test_refused_versions_end_the_run_in_the_servers_words(
-    tmp_path, tokenizer_dir, run_orchestrator, choice, words
-):
-    """At once, or as soon as nothing more can be sampled without one; never by a deadline."""
-    config = make_config(tmp_path, tokenizer_dir, async_level=1, on_refused_weights=choice, wait_timeout_seconds=300)
+@pytest.mark.parametrize(("choice", "words"), [("fail", ""), ("keep_previous", "; without version 3")])
+async def test_invalid_version_without_newer_one_ends_the_run(tmp_path, tokenizer_dir, run_orchestrator, choice, words):
+    """Immediately, or as soon as nothing more can be sampled; never after a timeout."""
+    config = make_config(tmp_path, tokenizer_dir, async_level=1, on_invalid_weights=choice, wait_timeout_seconds=300)
     async with fake_engine() as engine:
 
         async def staging(step):
@@ -401,23 +664,21 @@ async def test_refused_versions_end_the_run_in_the_servers_words(
 
         engine.staging = staging
         async with asyncio.timeout(120):
-            with pytest.raises(RunError, match=f"/stage_weights answered 400: tensor a has another hash{words}"):
+            with pytest.raises(RunError, match=f"/stage_weights returned 400: tensor a has another hash{words}"):
                 await run_orchestrator(config, [engine])
         assert engine.step <= 1
     rows = metrics(RunPaths(config.output_dir))
     assert len(rows) == 3 if choice == "keep" else len(rows) <= 3
 
 
-async def test_nothing_counts_that_was_sampled_before_the_canary_has_answered(
-    tmp_path, tokenizer_dir, run_orchestrator
-):
-    """Version 2 is sampled from for a while, then its canary is wrong: no batch holds a token of it."""
-    config = make_config(tmp_path, tokenizer_dir, async_level=2, on_refused_weights="keep")
+async def test_rollouts_sampled_before_a_wrong_canary_are_discarded(tmp_path, tokenizer_dir, run_orchestrator):
+    """Servers sample from version 2 until its canary is wrong: no batch holds a token of it."""
+    config = make_config(tmp_path, tokenizer_dir, async_level=2, on_invalid_weights="keep_previous")
     in_flight, switched, sampled = asyncio.Event(), asyncio.Event(), []
 
     async def trainer(paths, steps, stop, delay_s):
         done = 0
-        async for _ in changes(paths.rollouts_dir, stop):
+        async for _ in watch_directory(paths.rollouts_dir, stop):
             while done < steps and paths.rollouts(done).exists():
                 if done == 1:
                     await in_flight.wait()
@@ -447,3 +708,29 @@ async def test_nothing_counts_that_was_sampled_before_the_canary_has_answered(
     assert 2 in sampled
     assert not any(2 in batch.versions for batch, _ in batches(paths))
     assert metrics(paths)[-1]["groups/retried"] > 0
+
+
+async def test_ship_all_of_batches_that_are_ready_together_starts_evaluations_between_them():
+    waiting, evaluated = [[0], [1], [2]], []
+    inference = SimpleNamespace(version=0)
+
+    class Scheduler:
+        finished = property(lambda self: not waiting)
+
+        def ready(self):
+            return waiting[0]
+
+    async def ship(group_ids):
+        waiting.remove(group_ids)
+        inference.version += 1  # the weights switch while the batch is written
+
+    orchestrator = SimpleNamespace(
+        _wake=asyncio.Event(),
+        _inference=inference,
+        _scheduler=Scheduler(),
+        _ship=ship,
+        _evaluator=SimpleNamespace(on_switch=lambda version, tasks: evaluated.append(version)),
+        _dispatcher=SimpleNamespace(admit=lambda tasks: None),
+    )
+    await Orchestrator._ship_all(orchestrator, None)
+    assert evaluated == [0, 1, 2]

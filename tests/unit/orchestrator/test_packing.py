@@ -1,14 +1,14 @@
-"""No token lost, repeated, or padded; rows within their length; as few of them as there can be, and even in cost."""
+"""Packing keeps every token once, without padding, in few rows of similar cost."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.packing import best_fit_decreasing, even_rows, pack
-from prime_rl.orchestrator.row_cost import TOKENS, RowCost
-from prime_rl.run.assign import PADDING_ROW, assign_rows
-from prime_rl.types import Group, Rollout, Sample
+from prime_rl.core.types import Group, Rollout, Sample
+from prime_rl.orchestrator.batching.packing import best_fit_decreasing, even_rows, pack
+from prime_rl.orchestrator.batching.row_flops import TOKENS, RowCost
+from prime_rl.trainer.data.row_assignment import PADDING_ROW, assign_rows
 
 QUADRATIC = RowCost(body=1.0, head=0.5, attention=0.25)  # sums are exact
 
@@ -25,7 +25,7 @@ def sample(prompt, completion, token):
 
 
 def group(group_id, rollouts, temperature=1.0, **truncation):
-    """Rollouts as lists of samples (prompt, completion); every token of a rollout tells which one it is."""
+    """Rollouts as lists of samples (prompt, completion); every token encodes its rollout."""
     played = [
         Rollout(
             tuple(sample(p, c, token=100 * group_id + i) for p, c in shapes),
@@ -52,7 +52,7 @@ def contents(tokens, mask, logprobs, versions, advantages, temperature):
 
 @settings(deadline=None)
 @given(batches, st.integers(18, 40), st.sampled_from([TOKENS, QUADRATIC]))
-def test_every_token_is_in_the_batch_once_with_all_that_belongs_to_it(groups, seq_len, cost):
+def test_pack_every_token_is_in_the_batch_once(groups, seq_len, cost):
     advantages = [np.arange(len(g.rollouts)) + g.group_id + 0.5 for g in groups]
     batch = pack(groups, advantages, seq_len, cost)
     batch.validate()
@@ -84,7 +84,7 @@ def test_every_token_is_in_the_batch_once_with_all_that_belongs_to_it(groups, se
 
 @settings(deadline=None)
 @given(batches, st.integers(18, 40), st.integers(1, 9))
-def test_ranks_together_train_every_token_once_and_nothing_else(groups, seq_len, world):
+def test_pack_ranks_train_every_token_once(groups, seq_len, world):
     batch = pack(groups, [np.ones(len(g.rollouts)) for g in groups], seq_len, QUADRATIC)
     dealt = assign_rows(batch.row_cost, world)
     assert len({len(rows) for rows in dealt}) == 1
@@ -95,7 +95,7 @@ def test_ranks_together_train_every_token_once_and_nothing_else(groups, seq_len,
 
 @settings(deadline=None)
 @given(batches, st.integers(18, 40))
-def test_segments_are_numbered_by_row_and_rows_come_by_cost(groups, seq_len):
+def test_pack_segments_are_numbered_and_rows_sorted_by_cost(groups, seq_len):
     batch = pack(groups, [np.ones(len(g.rollouts)) for g in groups], seq_len, QUADRATIC)
     ends = np.cumsum(batch.seq_lens)
     costs = []
@@ -110,7 +110,7 @@ def test_segments_are_numbered_by_row_and_rows_come_by_cost(groups, seq_len):
     assert costs == sorted(costs, reverse=True)
 
 
-def test_truncated_rollouts_can_be_left_out_of_the_loss():
+def test_pack_mask_truncated_masks_truncated_rollouts():
     groups = [group(1, [[(2, 5)], [(3, 4)]])]
     batch = pack(groups, [np.array([1.0, 2.0])], 20, mask_truncated=True)
     trained = batch.tokens[batch.loss_mask == 1]
@@ -119,7 +119,7 @@ def test_truncated_rollouts_can_be_left_out_of_the_loss():
     assert pack(groups, [np.array([1.0, 2.0])], 20).loss_tokens == 9
 
 
-def test_a_sample_that_does_not_fit_is_refused():
+def test_pack_sample_longer_than_a_row_raises():
     with pytest.raises(ValueError, match="21 tokens does not fit into a row of 20"):
         pack([group(0, [[(1, 20)]])], [np.ones(1)], 20)
 
@@ -129,7 +129,7 @@ def test_a_sample_that_does_not_fit_is_refused():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
-def test_best_fit_loses_and_repeats_nothing(lengths, capacity):
+def test_best_fit_decreasing_keeps_each_item_once(lengths, capacity):
     rows = best_fit_decreasing(lengths, capacity)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in row) <= capacity for row in rows)
@@ -137,7 +137,7 @@ def test_best_fit_loses_and_repeats_nothing(lengths, capacity):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
-def test_best_fit_is_the_rule_in_plain_loops(lengths, capacity):
+def test_best_fit_decreasing_matches_plain_loops(lengths, capacity):
     rows = []
     for length in sorted(lengths, reverse=True):
         fits = [row for row in rows if sum(row) + length <= capacity]
@@ -150,7 +150,7 @@ def test_best_fit_is_the_rule_in_plain_loops(lengths, capacity):
 
 
 @pytest.mark.parametrize("median", [0.03, 0.06, 0.12])
-def test_lengths_as_completions_have_them_fill_the_fewest_rows(median):
+def test_best_fit_decreasing_realistic_lengths_fill_the_minimum_rows(median):
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(np.log(median * 8192), 0.8, 512), 2, 8192).astype(int).tolist()
     assert len(best_fit_decreasing(lengths, 8192)) == -(-sum(lengths) // 8192)
@@ -161,7 +161,7 @@ def test_lengths_as_completions_have_them_fill_the_fewest_rows(median):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=80), st.integers(50, 300))
-def test_even_rows_lose_and_repeat_nothing_and_their_number_is_round(lengths, capacity):
+def test_even_rows_keep_each_item_once_in_a_round_number_of_rows(lengths, capacity):
     costs = [length + length**2 / 64 for length in lengths]
     rows = even_rows(lengths, costs, capacity)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
@@ -177,8 +177,8 @@ def draw(median, count, capacity=8192, seed=0):
 
 
 @pytest.mark.parametrize(("median", "count"), [(60, 128), (300, 512), (1500, 128), (1500, 512), (1500, 2048)])
-def test_any_usual_number_of_ranks_gets_equal_work_at_every_place(median, count):
-    """The busiest rank within 2 % of the mean, and hardly a wait where ranks meet at every row."""
+def test_even_rows_any_common_number_of_ranks_gets_equal_cost(median, count):
+    """The busiest rank is within 2 % of the mean, also if ranks synchronise after every row."""
     lengths = draw(median, count)
     costs = [3.6e9 * n + 3.4e5 * n * n for n in lengths]
     rows = even_rows(lengths, costs, 8192)
@@ -194,19 +194,19 @@ def test_any_usual_number_of_ranks_gets_equal_work_at_every_place(median, count)
 
 
 @pytest.mark.parametrize(("needed", "rows"), [(1, 16), (16, 16), (17, 24), (84, 88), (139, 144), (1011, 1024)])
-def test_how_many_rows(needed, rows):
+def test_even_rows_number_of_rows(needed, rows):
     items = needed * 100
     assert len(even_rows([10] * items, [1.0] * items, 1000)) == rows
 
 
-def test_rows_that_are_full_stay_as_they_are():
-    """Sixteen rows without a token to spare: an even cost is impossible, and another row would be waste."""
+def test_even_rows_full_rows_are_not_split():
+    """Sixteen full rows: equal cost is impossible, and another row would be waste."""
     lengths = [60, 40, 70, 30, 99, 1, 50, 50, 97, 3, 96, 2, 2, 80, 10, 10, 55, 45] * 2
     rows = even_rows(lengths, [n * n for n in lengths], 100)
     assert len(rows) == 16 and {sum(lengths[i] for i in row) for row in rows} == {100}
 
 
-def test_how_a_distribution_was_cut_travels_with_its_tokens():
+def test_pack_sampler_truncation_is_per_token():
     groups = [group(0, [[(2, 3)], [(1, 4)]]), group(1, [[(2, 5)]], top_k=50), group(2, [[(3, 3)]], top_p=0.9)]
     batch = pack(groups, [np.ones(len(g.rollouts)) for g in groups], 40)
     batch.validate()
@@ -216,6 +216,6 @@ def test_how_a_distribution_was_cut_travels_with_its_tokens():
     np.testing.assert_array_equal(batch.top_p, np.where(owner == 2, np.float32(0.9), 1))
 
 
-def test_whole_distributions_need_no_streams():
+def test_pack_without_sampler_truncation_omits_it():
     batch = pack([group(0, [[(2, 3)]])], [np.ones(1)], 40)
     assert not {"top_k", "top_p", "min_p"} & batch.arrays.keys()

@@ -1,12 +1,12 @@
-"""Bonus and penalty against plain-loop versions; I10 for whatever the rewards and lengths are."""
+"""Reward shaping against plain loops, and finite values (I10)."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.configs.advantage import LengthBonusConfig, LengthPenaltyConfig, RewardShapingConfig
-from prime_rl.orchestrator.advantages import Scores
-from prime_rl.orchestrator.reward_shaping import shape_rewards
+from prime_rl.orchestrator.algorithms.advantages import Scores
+from prime_rl.orchestrator.algorithms.reward_shaping import shape_rewards
 
 NOTHING = RewardShapingConfig()
 PENALTY = RewardShapingConfig(length_penalty=LengthPenaltyConfig())
@@ -54,38 +54,38 @@ def loop_bonus(group, weight):
     ]
 
 
-def test_nothing_is_changed_by_default():
+def test_shape_rewards_default_changes_nothing():
     np.testing.assert_array_equal(shape_rewards(NOTHING, GROUP), GROUP.rewards)
 
 
-def test_length_penalty_against_the_formula():
+def test_length_penalty_matches_the_formula():
     np.testing.assert_allclose(shape_rewards(PENALTY, GROUP), loop_penalty(GROUP, 0.25, 0.1, 0.1))
     weights = {"output_weight": 0.5, "input_weight": 0.0, "turns_weight": 1.0}
     config = RewardShapingConfig(length_penalty=LengthPenaltyConfig(**weights))
     np.testing.assert_allclose(shape_rewards(config, GROUP), loop_penalty(GROUP, *weights.values()))
 
 
-def test_length_bonus_against_the_formula():
+def test_length_bonus_matches_the_formula():
     np.testing.assert_allclose(shape_rewards(BONUS, GROUP), loop_bonus(GROUP, 1.0))
     assert shape_rewards(BONUS, GROUP).tolist() == [1.5, 0.0, 1.0, 0.5]  # 30 and 90 tokens: half as long as the mean
     config = RewardShapingConfig(length_bonus=LengthBonusConfig(weight=0.5))
     np.testing.assert_allclose(shape_rewards(config, GROUP), loop_bonus(GROUP, 0.5))
 
 
-def test_groups_that_never_succeed_are_left_alone():
+def test_shape_rewards_groups_without_success_are_unchanged():
     for rewards in ([0.0, 0.0], [-1.0, -1.0], [-3.0, 0.0]):
         group = scores(rewards, [1, 9])
         assert shape_rewards(BOTH, group).tolist() == rewards
 
 
-def test_truncated_completions_get_nothing_before_anything_else_is_computed():
+def test_shape_rewards_truncation_applies_first():
     assert shape_rewards(NOTHING, GROUP, zero_truncated=True).tolist() == [1.0, 0.0, 1.0, 0.0]
     zeroed = scores([1.0, 0.0, 1.0, 0.0], GROUP.lengths, GROUP.inputs, GROUP.turns)
     np.testing.assert_array_equal(shape_rewards(BOTH, GROUP, zero_truncated=True), shape_rewards(BOTH, zeroed))
     assert shape_rewards(NOTHING, scores([2.0], [1]), zero_truncated=True).tolist() == [2.0]
 
 
-def test_what_is_not_known_costs_nothing():
+def test_length_penalty_unknown_amounts_cost_nothing():
     known = scores([1.0, 0.5], [10, 20], [0, 0], [0, 0])
     np.testing.assert_array_equal(shape_rewards(PENALTY, scores([1.0, 0.5], [10, 20])), shape_rewards(PENALTY, known))
 
@@ -100,7 +100,7 @@ amount = st.sampled_from([0, 1, 7, 10**9])
     st.sampled_from([NOTHING, PENALTY, BONUS, BOTH]),
     st.booleans(),
 )
-def test_i10_shaped_rewards_are_finite(rollouts, config, zero_truncated):
+def test_shape_rewards_any_rewards_are_finite(rollouts, config, zero_truncated):
     rewards, lengths, inputs, turns, truncated = zip(*rollouts, strict=True)
     shaped = shape_rewards(config, scores(rewards, lengths, inputs, turns, truncated), zero_truncated)
     assert shaped.shape == (len(rollouts),)

@@ -1,6 +1,6 @@
-"""`rl` with small scripts in place of the three processes: python -m ...driver OUTPUT_DIR ROLES_JSON GRACE_S [KEYS].
+"""`rl` over small scripts: python -m ...driver OUTPUT_DIR ROLES_JSON STOP_SECONDS [KEYS].
 
-Once started again, a role has "again" as its argument.
+A role is a script, or {"script": ..., "after": another role}. A restarted script has the argument "again".
 """
 
 import json
@@ -9,45 +9,54 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from prime_rl.configs import RLConfig
-from prime_rl.errors import ERROR_FILE, run_main
-from prime_rl.run.paths import RunPaths
-from prime_rl.supervisor import run as module
-from prime_rl.supervisor.children import Role
-from prime_rl.supervisor.supervise import Limits, supervise
+from prime_rl.configs.rl import RLConfig
+from prime_rl.core.entry_point import ERROR_FILE, run_main
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor import launch as module
+from prime_rl.supervisor.child_processes import ProcessSpec
+from prime_rl.supervisor.launch_specs import is_serving
+from prime_rl.supervisor.supervisor import SupervisorTimeouts, supervise
 
 
 def main():
     output_dir, roles = Path(sys.argv[1]), json.loads(sys.argv[2])
     paths = RunPaths(output_dir)
 
-    def make_roles(config, paths):
+    def make_specs(config, paths):
         return [make_role(config, paths, name, script) for name, script in roles.items()]
 
-    def make_role(config, paths, name, script):
+    def make_role(config, paths, name, role):
+        script, after = (role["script"], role["after"]) if isinstance(role, dict) else (role, None)
         env = {ERROR_FILE: str(paths.error(name)), "METRICS": str(paths.metrics(name)), "RUN": str(paths.root)}
-        role = Role(
+        role = ProcessSpec(
             name=name,
             argv=[sys.executable, "-c", script],
             env={**os.environ, **env},
             log=paths.log(name),
             error=paths.error(name),
-            finishes=name != "inference",
-            last=name == "trainer",
-            restarts=config.max_restarts,
-            restarted=lambda: len(list(paths.root.glob(f"{name}.attempt_*"))),
-            recalled=lambda: name == "orchestrator" and (paths.root / "undone").exists(),
+            must_finish=name != "inference",
+            is_last=name == "trainer",
+            start_after=after,
+            is_ready=lambda pid: is_serving(paths, pid),
+            max_restarts=config.max_restarts,
+            num_launcher_restarts=lambda: len(list(paths.root.glob(f"{name}.attempt_*"))),
+            needs_rerun=lambda: name == "orchestrator" and (paths.root / "undone").exists(),
         )
-        return replace(role, again=lambda left: replace(role, argv=[*role.argv, "again", str(left)]))
+        return replace(role, restart_spec=lambda left: replace(role, argv=[*role.argv, "again", str(left)]))
 
-    def supervise_sooner(roles, limits, events, lookout):
-        return supervise(roles, Limits(limits.grace, kill=3, spread=0.5, straggle=2), events, lookout)
+    def supervise_sooner(specs, timeouts, events, health):
+        return supervise(
+            specs,
+            SupervisorTimeouts(timeouts.stop_seconds, kill_seconds=3, culprit_seconds=0.5, exit_seconds=2),
+            events,
+            health,
+        )
 
-    module.make_roles = make_roles
+    module.make_process_specs = make_specs
     module.check_before_start = lambda config: None
     module.unreachable_servers = lambda config: []
     module.supervise = supervise_sooner
-    keys = ["--output-dir", str(paths.root), "--max-steps", "3", "--grace-seconds", sys.argv[3], *sys.argv[4:]]
+    keys = ["--output-dir", str(paths.root), "--max-steps", "3", "--grace-timeout-seconds", sys.argv[3], *sys.argv[4:]]
     run_main(lambda: sys.exit(module.run(RLConfig.load(keys))))
 
 

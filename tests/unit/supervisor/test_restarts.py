@@ -1,4 +1,4 @@
-"""`max_restarts`: what dies, hangs or is stopped is started again, as often as it may, and nothing of it is left."""
+"""`max_restarts`: a process that dies, hangs or is stopped is restarted, and its orphans are killed."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from tests.unit.supervisor.test_supervise import FOREVER, STUBBORN, Run, assert_gone
+from tests.unit.supervisor.test_supervisor import FOREVER, IMPORTS, STUBBORN, Run, assert_gone
 
 pytestmark = pytest.mark.extended
 
@@ -27,9 +27,9 @@ print("orphan", child.pid, flush=True)
 """
 BEATING = """
 import os, pathlib, sys, time
-from prime_rl.run.heart import Heartbeat
-from prime_rl.run.paths import RunPaths
-with Heartbeat(RunPaths(pathlib.Path(os.environ["RUN"])), "trainer_0", "trainer", interval_s=0.2) as heart:
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.storage.paths import RunPaths
+with HeartbeatWriter(RunPaths(pathlib.Path(os.environ["RUN"])), "trainer_0", "trainer", interval_seconds=0.2) as heart:
     if "again" not in sys.argv:
         heart.enter("step 3", deadline_s=0.5)
         time.sleep(600)
@@ -65,7 +65,7 @@ def wait_until(holds, what, within=30.0):
         time.sleep(0.02)
 
 
-def test_each_is_started_again_and_the_run_completes(start):
+def test_rl_each_killed_process_is_restarted_and_the_run_completes(start):
     run = start({"inference": WITH_ORPHAN, "orchestrator": UNTIL_DONE, "trainer": UNTIL_DONE}, "--max-restarts", "2")
     orphan = int(run.wait_for_log("inference", "up").split()[1])
     for victim in ("inference", "orchestrator", "trainer"):
@@ -86,17 +86,17 @@ def test_each_is_started_again_and_the_run_completes(start):
     assert [e["event"] for e in events(run)][-1] == "finished"
 
 
-def test_restarts_are_used_up(start):
+def test_rl_without_restarts_left_fails(start):
     failing = "import sys; print('up'); raise SystemExit(3)"
     run = start({"orchestrator": failing, "trainer": FOREVER}, "--max-restarts", "2")
     code, output = run.end()
     assert code == 1
     assert len(happened(run, "restarted", "orchestrator")) == 2
-    assert "error: orchestrator ended with exit code 3" in output
+    assert "error: orchestrator exited with code 3" in output
 
 
-def test_restarts_of_its_launcher_count(start):
-    """The launcher tries again once, as torchrun does, and then fails: of two restarts one is left."""
+def test_rl_restarts_by_a_launcher_count(start):
+    """The launcher retries once, as torchrun does, and then fails: one of two restarts is left."""
     script = "import os, pathlib, time; p = pathlib.Path(os.environ['RUN'])\n"
     script += "if (p / 'trainer.attempt_1').exists(): raise SystemExit(1)\n"
     script += "(p / 'trainer.attempt_1').touch(); time.sleep(2.2); raise SystemExit(1)"
@@ -105,24 +105,24 @@ def test_restarts_of_its_launcher_count(start):
     assert code == 1
     assert [e["detail"] for e in happened(run, "restarted", "trainer")] == [
         "restart 1 of 2, by its launcher",
-        "trainer ended with exit code 1; restart 2 of 2",
+        "trainer exited with code 1; restart 2 of 2",
     ]
 
 
 @pytest.mark.parametrize("then", ["raise", "time.sleep(600)"])
-def test_bad_input_is_not_tried_again(start, then):
-    """Also where a launcher that would try again has not given up yet."""
-    script = "import time\nfrom prime_rl.errors import *\ndef main(): raise ConfigError('mend this')\n"
+def test_rl_bad_input_is_not_retried(start, then):
+    """Also below a launcher that has not given up yet."""
+    script = f"import time\n{IMPORTS}def main(): raise ConfigError('fix this')\n"
     script += f"try: run_main(main)\nexcept SystemExit: {then}"
     run = start({"orchestrator": FOREVER, "trainer": script}, "--max-restarts", "3")
     code, output = run.end()
     assert code == 2
-    assert "error: trainer: mend this (log " in output
+    assert "error: trainer: fix this (log " in output
     assert not happened(run, "restarted", "trainer")
 
 
-def test_a_stopped_descendant_is_named_killed_and_its_role_started_again(start):
-    """SIGSTOP of a process that has no heartbeat; its parent ends with it."""
+def test_rl_stopped_descendant_is_killed_and_its_process_restarted(start):
+    """The process has no heartbeat, and its parent exits with it."""
     child = "import time; time.sleep(600)"
     parent = f"""
 import subprocess, sys
@@ -131,7 +131,7 @@ print("up", child.pid, flush=True)
 sys.exit(bool(child.wait()))
 """
     roles = {"inference": parent, "orchestrator": UNTIL_DONE, "trainer": UNTIL_DONE}
-    run = start(roles, "--max-restarts", "1", "--heartbeat.silence", "2")
+    run = start(roles, "--max-restarts", "1", "--heartbeat.warn-after-seconds", "2")
     stopped = int(run.wait_for_log("inference", "up").split()[1])
     began = time.time()
     os.kill(stopped, signal.SIGSTOP)
@@ -145,26 +145,26 @@ sys.exit(bool(child.wait()))
     os.kill(second, signal.SIGSTOP)
     code, output = run.end()
     assert code == 1
-    assert f"error: inference ended with exit code 1: inference/{second} (pid {second}, " in output
+    assert f"error: inference exited with code 1: inference/{second} (pid {second}, " in output
     assert "was stopped (SIGSTOP?) for " in output
 
 
-def test_a_stop_that_ends_in_time_harms_nobody(start):
-    run = start({"orchestrator": UNTIL_DONE, "trainer": UNTIL_DONE}, "--heartbeat.silence", "20")
+def test_rl_short_stop_is_reported_and_kills_nothing(start):
+    run = start({"orchestrator": UNTIL_DONE, "trainer": UNTIL_DONE}, "--heartbeat.warn-after-seconds", "20")
     pid = int(run.wait_for_log("orchestrator", "up").split()[1])
     os.kill(pid, signal.SIGSTOP)
     file = run.output_dir / "events.jsonl"
-    wait_until(lambda: '"stopped"' in file.read_text(), "it is not reported")
+    wait_until(lambda: '"stopped"' in file.read_text(), "the stop is not reported")
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: '"resumed"' in file.read_text(), "nor that it goes on")
+    wait_until(lambda: '"resumed"' in file.read_text(), "the end of the stop is not reported")
     (run.output_dir / "done").touch()
     assert run.end()[0] == 0
     assert not happened(run, "killed", "orchestrator")
 
 
-def test_a_stuck_process_is_started_again(start):
-    """It beats, and does nothing for longer than its phase may last."""
-    run = start({"orchestrator": "", "trainer": BEATING}, "--max-restarts", "1", "--heartbeat.silence", "1")
+def test_rl_stuck_process_is_restarted(start):
+    """It writes heartbeats without progress for longer than the limit of its phase."""
+    run = start({"orchestrator": "", "trainer": BEATING}, "--max-restarts", "1", "--heartbeat.warn-after-seconds", "1")
     code, output = run.end(within=30)
     assert code == 0, output
     [stuck] = happened(run, "stuck", "trainer_0")
@@ -173,8 +173,8 @@ def test_a_stuck_process_is_started_again(start):
     assert "killed: trainer_0 (pid" in output
 
 
-def test_finished_work_that_is_undone_is_done_again(start):
-    """The orchestrator has ended when the trainer goes back."""
+def test_rl_undone_work_restarts_the_finished_process(start):
+    """The orchestrator has exited when the trainer rolls back."""
     again = "import os, pathlib, sys; p = pathlib.Path(os.environ['RUN'])\n"
     again += "if 'again' in sys.argv: (p / 'undone').unlink(); (p / 'done').touch()"
     run = start({"orchestrator": again, "trainer": UNTIL_DONE})
@@ -182,12 +182,12 @@ def test_finished_work_that_is_undone_is_done_again(start):
     (run.output_dir / "undone").touch()
     code, output = run.end()
     assert code == 0, output
-    assert "orchestrator is called back" in output
+    assert "orchestrator is restarted: its finished work was undone" in output
     assert [e["code"] for e in happened(run, "ended", "orchestrator")] == [0, 0]
 
 
-def test_who_needs_time_to_end_gets_it(start):
-    """A scheduler's SIGTERM, and a process that saves before it ends."""
+def test_rl_process_that_saves_after_sigterm_can_finish(start):
+    """As after the SIGTERM of a cluster scheduler."""
     saving = "import signal, sys, time\ndef save(*_): time.sleep(1.5); print('saved', flush=True); sys.exit()\n"
     saving += "signal.signal(signal.SIGTERM, save); print('up', flush=True); time.sleep(600)"
     run = start({"orchestrator": FOREVER, "trainer": saving}, grace=6.0)

@@ -1,13 +1,27 @@
-"""One thread for torch: on shared cores, threads that spin for each other make a test fifty times slower."""
+"""Fixtures of several tests: a tiny model, a world of one rank, a folder for weights."""
 
 import pytest
 
+from tests.support.tiny_model import make_tiny_model
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def world():
     import torch
+    import torch.distributed as dist
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    from prime_rl.trainer.parallel.process_group import World
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(rank=0, size=1, device=torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def weights(tmp_path):
+    return tmp_path / "run" / "weights"

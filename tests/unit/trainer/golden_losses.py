@@ -1,4 +1,4 @@
-"""The losses once more, from their formulas: NumPy, double precision, one token after the other.
+"""The losses in NumPy, double precision, token by token, written from their formulas.
 
 Each function answers with the losses of all tokens and the gradient of their sum by the trainer's log-probabilities.
 """

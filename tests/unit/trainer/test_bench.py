@@ -1,4 +1,4 @@
-"""`--bench` of trainer and sft: a table's figures in bench.json, again and again, beside an untouched run; profiles."""
+"""`--bench` of trainer and sft, and profiles."""
 
 import json
 
@@ -14,7 +14,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", ["trainer", "sft"])
-def test_figures_of_the_steps_after_the_first(command, model, tmp_path):
+def test_bench_reports_steps_after_the_first(command, model, tmp_path):
     (tmp_path / "weights").mkdir()  # of a run that goes on
     data = ["--data.fake.seq-len", "24"] if command == "trainer" else ["--data.type", "fake", "--data.batch-size", "3"]
     arguments = ["--model.name", model, "--output-dir", tmp_path, "--device", "cpu", "--bench", *data]
@@ -27,12 +27,29 @@ def test_figures_of_the_steps_after_the_first(command, model, tmp_path):
         speeds = [line["perf/tokens_per_second"] for line in lines[1:]]
         assert figures["perf/tokens_per_second"]["mean"] == pytest.approx(sum(speeds) / len(speeds))
         assert figures["perf/tokens_per_second"]["max"] == max(speeds)
-        assert {"time/step", "time/train", "perf/mfu", "perf/mfu_upstream", "perf/peak_memory_gib"} <= figures.keys()
+        assert {"time/step", "time/train", "perf/mfu", "perf/mfu_simple", "perf/peak_memory_gib"} <= figures.keys()
     assert {path.name for path in tmp_path.iterdir()} >= {"weights", "bench"}
     assert not list((tmp_path / "weights").iterdir())
 
 
-def test_a_trace_shows_the_steps(model, tmp_path):
+@pytest.mark.parametrize("command", ["trainer", "sft"])
+def test_bench_with_wandb_writes_distributions_and_figures(command, model, tmp_path):
+    data = ["--data.fake.seq-len", "24"] if command == "trainer" else ["--data.type", "fake", "--data.batch-size", "3"]
+    arguments = ["--model.name", model, "--output-dir", tmp_path, "--device", "cpu", "--bench", "--bench-steps", 3]
+    wandb = ["--wandb.offline", "--wandb.log-extras.interval", 2]
+    code, error = run_command(command, [*arguments, *data, *wandb])
+    assert code == 0, error[-3000:]
+    tables = [json.loads(path.read_text()) for path in tmp_path.rglob("distributions*.table.json")]
+    names = ["logprob", "entropy"]
+    names += ["importance_ratio", "mismatch_kl", "advantage"] if command == "trainer" else []
+    assert sorted([(row[0], row[1]) for table in tables for row in table["data"]]) == sorted(
+        (step, name) for step in (0, 2) for name in names
+    )
+    (written,) = tmp_path.rglob("*.wandb")
+    assert b"bench/perf/tokens_per_second/mean" in written.read_bytes()
+
+
+def test_trace_contains_steps(model, tmp_path):
     arguments = ["--model.name", model, "--output-dir", tmp_path, "--device", "cpu", "--data.fake.seq-len", "16"]
     code, error = run_command("trainer", [*arguments, "--bench", "--trace-path", tmp_path / "trace"])
     assert code == 0, error[-3000:]
@@ -41,7 +58,7 @@ def test_a_trace_shows_the_steps(model, tmp_path):
     assert {"aten::mm", "ProfilerStep#2", "ProfilerStep#3"} <= names
 
 
-def test_a_memory_snapshot_needs_a_gpu(model, tmp_path):
+def test_memory_snapshot_without_gpu_exits(model, tmp_path):
     arguments = ["--model.name", model, "--output-dir", tmp_path, "--device", "cpu", "--bench"]
     code, error = run_command("trainer", [*arguments, "--memory-profiler-path", tmp_path / "memory"])
     assert code == 2

@@ -1,17 +1,20 @@
-"""What a checkpoint exports is what its run has published, and loads in transformers (and in peft's layout)."""
+"""An exported checkpoint equals the published version, and loads in transformers and peft."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.errors import ConfigError, RunError
-from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
-from prime_rl.run.checkpoints import COMMITTED
-from prime_rl.run.paths import RunPaths
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.checkpoint_artifacts import COMMITTED
+from prime_rl.storage.paths import RunPaths
 from prime_rl.trainer.export import export, model_config
+from prime_rl.trainer.model.policy_model import build_policy
 from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.test_policy_model import SMALL, save
+from tests.unit.trainer.test_rope import HEAD_DIM, LONGEST, ROPES
 from tests.unit.trainer.world import run_command, run_world
 
 LORA = ["--model.lora.rank", "4", "--model.lora.target-modules", "q_proj,down_proj"]
@@ -54,7 +57,7 @@ def checkpoint_of(runs, name):
 
 
 @pytest.mark.parametrize("name", ["full", "lora"])
-def test_it_is_what_was_published(runs, name, tmp_path):
+def test_export_equals_published_version(runs, name, tmp_path):
     run_world(1, in_process, (str(checkpoint_of(runs, name)), str(tmp_path / "out"), "float32"), tmp_path)
     published = read_manifest(RunPaths(runs / name).weights(2), WEIGHTS_FORMAT)
     assert read_manifest(tmp_path / "out", WEIGHTS_FORMAT)["tensors"] == published["tensors"]
@@ -64,7 +67,7 @@ def test_it_is_what_was_published(runs, name, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
 
 
-def test_another_dtype_and_adapters_alone(runs, tmp_path):
+def test_export_of_other_dtype_and_adapters(runs, tmp_path):
     run_world(1, in_process, (str(checkpoint_of(runs, "full")), str(tmp_path / "half"), "bfloat16"), tmp_path)
     tensors = load_file(tmp_path / "half" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -72,11 +75,11 @@ def test_another_dtype_and_adapters_alone(runs, tmp_path):
     assert all("lora_" in name for name in load_file(tmp_path / "peft" / "adapter_model.safetensors"))
 
 
-def test_what_cannot_be_exported_is_refused(runs, tmp_path):
+def test_export_of_invalid_checkpoint_raises(runs, tmp_path):
     good = checkpoint_of(runs, "full")
     with pytest.raises(ConfigError, match="exists already"):
         export(good, tmp_path, "float32")
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
+    with pytest.raises(ConfigError, match="not a complete checkpoint"):
         export(tmp_path / "step_3", tmp_path / "out", "float32")
     manifest = read_manifest(good / "trainer", "prime_rl.checkpoint/1")
     with pytest.raises(ConfigError, match="--adapter"):
@@ -97,10 +100,22 @@ def test_what_cannot_be_exported_is_refused(runs, tmp_path):
         (good / "gone").rename(good / COMMITTED)
 
 
-def test_how_the_run_computed_does_not_matter(runs, tmp_path):
+def test_export_ignores_compute_settings(runs, tmp_path):
     """A run on many GPUs is exported by one process on a CPU, which could not compute as it did."""
     manifest = read_manifest(checkpoint_of(runs, "full") / "trainer", "prime_rl.checkpoint/1")
     model = manifest["config"]["model"]
     elsewhere = {"impl": "liger_kernel", "reshard_ranks": 4, "tp": 4, "ep": 2, "cp": {"degree": 2}, "dp_replicate": 2}
     manifest["config"]["model"] = {**model, **elsewhere, "fsdp_cpu_offload": True, "a_key_of_later": 1}
-    assert model_config(manifest, None, adapter=False) == TrainerModelConfig(name=model["name"])
+    lengths = {"seq_len": 1, "max_model_len": 1}
+    assert model_config(manifest, None, adapter=False) == TrainerModelConfig(name=model["name"], **lengths)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_export_of_a_model_whose_frequencies_depend_on_lengths_needs_none(kind, tmp_path):
+    """A run of short sequences: the defaults of `model.seq_len` and `max_model_len` would be refused."""
+    keys = {**SMALL, "hidden_size": 4 * HEAD_DIM, "max_position_embeddings": LONGEST}
+    save(LlamaConfig(**keys, rope_parameters=dict(ROPES[kind])), tmp_path)
+    settings = TrainerModelConfig(name=str(tmp_path)).model_dump()
+    with pytest.raises(ConfigError, match=r"^model\.max_model_len"):
+        build_policy(TrainerModelConfig(name=str(tmp_path)))
+    build_policy(model_config({"config": {"model": settings}, "device": "cpu"}, None, adapter=False))

@@ -1,4 +1,4 @@
-"""Which settings make a resumed run another one."""
+"""Settings that change a resumed run, and the timeout of a save."""
 
 import threading
 
@@ -6,10 +6,10 @@ import pytest
 
 from prime_rl.configs.shared import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.run.threads import start
-from prime_rl.run.wait import DeadlineError
-from prime_rl.trainer.checkpoints import Checkpointer
-from prime_rl.trainer.checkpoints.settings import changes
+from prime_rl.core.daemon_futures import start_daemon_future
+from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.trainer.checkpoints.checkpointer import Checkpointer
+from prime_rl.trainer.checkpoints.resume_settings import changed_settings
 
 KL = {"loss": {"type": "grpo", "kl": {"coef": 0.1}}}
 
@@ -31,22 +31,24 @@ def dump(**keys):
         ({}, {"model": {"ac": {}, "compile": {}, "tp": 2}, "wandb": {}, "ckpt": {}}, []),
     ],
 )
-def test_what_decides_is_named_blocks_that_are_switched_on_too(before, now, lines):
-    assert changes(dump(**before), dump(**now)) == lines
+def test_changed_settings_include_blocks_that_were_none(before, now, lines):
+    assert changed_settings(dump(**before), dump(**now)) == lines
 
 
-def test_keys_that_one_version_does_not_know_are_equal():
+def test_changed_settings_ignore_unknown_keys():
     older = dump()
     del older["optim"]["weight_decay"]
-    assert changes(older, dump(optim={"type": "adamw", "weight_decay": 0.5})) == []
+    assert changed_settings(older, dump(optim={"type": "adamw", "weight_decay": 0.5})) == []
 
 
-def test_a_save_in_the_background_that_a_hanging_disk_does_not_end_is_told_at_its_deadline(tmp_path):
+def test_close_with_hanging_disk_raises_at_deadline(tmp_path):
     saver = Checkpointer.__new__(Checkpointer)
     stuck = threading.Event()
-    saver._options, saver._directory = CkptConfig(timeout=0.2), tmp_path
-    saver._pending = start(stuck.wait, "checkpoint", stay_s=0.2)
-    with pytest.raises(DeadlineError, match=r"waited 0 s for a checkpoint to be written to .*\(ckpt\.timeout\)"):
+    saver._options, saver._directory = CkptConfig(timeout_seconds=0.2), tmp_path
+    saver._pending = start_daemon_future(stuck.wait, "checkpoint", exit_wait_seconds=0.2)
+    with pytest.raises(
+        DeadlineError, match=r"waited 0 s for a checkpoint to be written to .*\(ckpt\.timeout_seconds\)"
+    ):
         saver.close()
     for thread in threading.enumerate():
         if thread.name == "checkpoint-end":  # this alone would keep the process from its end

@@ -1,4 +1,4 @@
-"""Where a trainer begins, also when it has died and is started again: without torch's processes, by files alone."""
+"""The start point of a new, resumed or restarted trainer, tested with files only."""
 
 import json
 import os
@@ -9,14 +9,14 @@ import pytest
 
 from prime_rl.configs.shared import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.errors import ConfigError, RunError
-from prime_rl.run import checkpoints as files
-from prime_rl.run.checkpoints import ORCHESTRATOR, TRAINER, Resume, read_resume
-from prime_rl.run.paths import RunPaths, steps_in
-from prime_rl.run.rewind import RESTART_VARIABLE, START_VARIABLE
-from prime_rl.run.wait import DeadlineError
-from prime_rl.trainer.checkpoints.start import Chooser, Start
-from prime_rl.trainer.rl.train import batch_source
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.storage import checkpoint_artifacts as files
+from prime_rl.storage.checkpoint_artifacts import ORCHESTRATOR, TRAINER, ResumeRecord, read_resume
+from prime_rl.storage.paths import RunPaths, steps_in
+from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
+from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.trainer.checkpoints.resume_point import ResumeDecision, ResumePoint
+from prime_rl.trainer.rl.batch_source import BatchSource
 
 VARIABLES = (RESTART_VARIABLE, START_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 
@@ -24,7 +24,7 @@ VARIABLES = (RESTART_VARIABLE, START_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "TO
 class OneRank:
     """An `Agreement` of a world of one."""
 
-    def on_lead(self, work):
+    def on_main(self, work):
         return work()
 
     def gather(self, work):
@@ -60,16 +60,16 @@ def start_again(monkeypatch):
     return set_variables
 
 
-def choose(paths, ckpt=None, serves=True, max_steps=20):
+def choose(paths, ckpt=None, publishes_versions=True, max_steps=20):
     config = TrainerConfig(ckpt=ckpt, output_dir=paths.root, max_steps=max_steps)
-    world = SimpleNamespace(leads=True, rank=0, size=1)
+    world = SimpleNamespace(is_main=True, rank=0, size=1)
     directory = paths.root / (ckpt or CkptConfig()).path
-    return Chooser(config, paths, directory, world, OneRank(), serves).choose()
+    return ResumeDecision(config, paths, directory, world, OneRank(), publishes_versions).choose()
 
 
 def write_checkpoint(paths, step, branch=0, parts=(TRAINER, ORCHESTRATOR)):
     for part in parts:
-        temporary = files.clear_unfinished(paths.checkpoint(step), part)
+        temporary = files.prepare_part(paths.checkpoint(step), part)
         (temporary / "shard").write_bytes(b"weights")
         hashes = {"shard": files.hash_file(temporary / "shard")}
         files.seal_part(temporary, paths.checkpoint(step) / part, {}, hashes)
@@ -82,36 +82,36 @@ def ship(paths, steps, branch=0):
         (paths.rollouts(step) / "manifest.json").write_text(json.dumps({"branch": branch, "step": step}))
 
 
-def test_an_unattended_start_leaves_no_record(paths):
-    assert choose(paths) == Start()
-    assert choose(paths, CkptConfig()) == Start()
+def test_start_without_supervisor_is_not_recorded(paths):
+    assert choose(paths) == ResumePoint()
+    assert choose(paths, CkptConfig()) == ResumePoint()
     assert read_resume(paths.checkpoints_dir) is None
 
 
 @pytest.mark.parametrize("ckpt", [None, CkptConfig()])
-def test_a_start_is_put_on_record_and_started_again_it_goes_back(paths, start_again, ckpt):
+def test_restart_of_recorded_start_rolls_back(paths, start_again, ckpt):
     start_again(again=False)
-    assert choose(paths, ckpt) == Start()
-    assert read_resume(paths.checkpoints_dir) == Resume(0, 0, "ours")
+    assert choose(paths, ckpt) == ResumePoint()
+    assert read_resume(paths.checkpoints_dir) == ResumeRecord(0, 0, "ours")
     ship(paths, range(3))
     paths.weights(2).mkdir(parents=True)
     start_again()
     for branch in (1, 2):  # again before there is any checkpoint
-        assert choose(paths, ckpt) == Start(0, branch, None, branch)
-        assert read_resume(paths.checkpoints_dir) == Resume(0, branch, "ours")
+        assert choose(paths, ckpt) == ResumePoint(0, branch, None, branch)
+        assert read_resume(paths.checkpoints_dir) == ResumeRecord(0, branch, "ours")
         assert steps_in(paths.rollouts_dir) == steps_in(paths.weights_dir) == []
     if ckpt is None:
         return
     commit = write_checkpoint(paths, 5, branch=2)
     ship(paths, range(8), branch=2)
-    assert choose(paths, ckpt) == Start(5, 3, commit, 3)
+    assert choose(paths, ckpt) == ResumePoint(5, 3, commit, 3)
     assert steps_in(paths.rollouts_dir) == [0, 1, 2, 3, 4]
 
 
-def test_what_the_first_attempt_refused_the_second_does_not_take_for_its_own(paths, start_again):
+def test_restart_after_refused_start_is_refused_too(paths, start_again):
     """torchrun starts again whatever ended its ranks, bad input too."""
     write_checkpoint(paths, 5)
-    files.write_resume(paths.checkpoints_dir, Resume(0, 1, "theirs"))
+    files.write_resume(paths.checkpoints_dir, ResumeRecord(0, 1, "theirs"))
     start_again()
     for _ in range(2):
         with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
@@ -119,17 +119,17 @@ def test_what_the_first_attempt_refused_the_second_does_not_take_for_its_own(pat
     assert files.find_checkpoints(paths.checkpoints_dir).steps == [5]
 
 
-def test_a_resume_that_is_started_again_goes_on_from_its_own_newest(paths, start_again):
+def test_restart_of_resume_continues_from_newest_checkpoint(paths, start_again):
     for step in (5, 10):
         write_checkpoint(paths, step)
     start_again()  # the first attempt died before it had chosen
     assert choose(paths, CkptConfig(resume_step=5)).step == 5
     assert files.find_checkpoints(paths.checkpoints_dir).steps == [5], "10 is of the line that ended"
     commit = write_checkpoint(paths, 8, branch=1)
-    assert choose(paths, CkptConfig(resume_step=5)) == Start(8, 2, commit, 2)
+    assert choose(paths, CkptConfig(resume_step=5)) == ResumePoint(8, 2, commit, 2)
 
 
-def test_torchruns_own_restarts_need_no_rl(paths, monkeypatch):
+def test_restart_by_torchrun_resumes_without_rl(paths, monkeypatch):
     """A trainer with an orchestrator, by hand: a ledger tells that there is one."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     assert choose(paths).step == 0
@@ -139,38 +139,38 @@ def test_torchruns_own_restarts_need_no_rl(paths, monkeypatch):
     paths.ledger(0).touch()
     ship(paths, range(2))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert choose(paths) == Start(0, 1, None, 1)
+    assert choose(paths) == ResumePoint(0, 1, None, 1)
     assert steps_in(paths.rollouts_dir) == [] and not paths.ledger(0).exists()
 
 
-def test_a_trainer_alone_keeps_its_recorded_batches(paths, monkeypatch):
+def test_resume_without_orchestrator_keeps_batches(paths, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     ship(paths, range(9))
     choose(paths, CkptConfig())
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert choose(paths, CkptConfig()) == Start(0, 1, None, None)
+    assert choose(paths, CkptConfig()) == ResumePoint(0, 1, None, None)
     commit = write_checkpoint(paths, 5, branch=1, parts=(TRAINER,))
-    assert choose(paths, CkptConfig()) == Start(5, 2, commit, None)
+    assert choose(paths, CkptConfig()) == ResumePoint(5, 2, commit, None)
     assert steps_in(paths.rollouts_dir) == list(range(9))
 
 
-def test_supervised_fine_tuning_has_no_batches_to_wait_for(paths, start_again):
+def test_sft_requires_no_branch(paths, start_again):
     start_again(again=False)
-    choose(paths, CkptConfig(), serves=False)
+    choose(paths, CkptConfig(), publishes_versions=False)
     commit = write_checkpoint(paths, 5, parts=(TRAINER,))
     paths.weights(5).mkdir(parents=True)
     paths.weights(7).mkdir()
     start_again()
-    assert choose(paths, CkptConfig(), serves=False) == Start(5, 1, commit, None)
+    assert choose(paths, CkptConfig(), publishes_versions=False) == ResumePoint(5, 1, commit, None)
     assert steps_in(paths.weights_dir) == [5]
 
 
-def test_with_all_steps_published_and_no_checkpoint_there_is_nothing_to_do_again(paths, start_again):
+def test_restart_of_completed_run_without_checkpoints_does_nothing(paths, start_again):
     start_again(again=False)
     choose(paths, max_steps=3)
     paths.weights(3).mkdir(parents=True)
     start_again()
-    assert choose(paths, max_steps=3) == Start(step=3)
+    assert choose(paths, max_steps=3) == ResumePoint(step=3)
     assert steps_in(paths.weights_dir) == [3]
 
 
@@ -193,7 +193,7 @@ def empty_commit(part):
 
 @pytest.mark.parametrize("part", [TRAINER, ORCHESTRATOR])
 @pytest.mark.parametrize("damage", [damage_shard, empty_shard, empty_part, empty_commit])
-def test_the_newest_whose_parts_are_all_whole_is_chosen_and_the_others_are_named(paths, damage, part):
+def test_newest_complete_checkpoint_is_chosen_and_others_are_logged(paths, damage, part):
     for step in (5, 10):
         write_checkpoint(paths, step)
     damage(paths.checkpoint(10) / part)
@@ -216,23 +216,22 @@ def files_warnings(lines):
     return lambda: logger.remove(number)
 
 
-def test_a_batch_of_another_branch_is_not_taken_for_the_one_that_is_waited_for(paths, monkeypatch):
+def test_read_ignores_batches_of_other_branches(paths, monkeypatch):
     """An orchestrator that has not seen the rewind yet wrote it; its own takes its place later."""
     config = TrainerConfig(output_dir=paths.root, wait_timeout_seconds=0.1)
-    publisher = SimpleNamespace(check=lambda: None)
-    heart = SimpleNamespace(enter=lambda *_: None)
+    heartbeat = SimpleNamespace(enter=lambda *_, **__: None)
     read = []
 
     def read_batch(path, step):
         read.append(json.loads((path / "manifest.json").read_text())["branch"])
         return "batch", {"async_level": config.async_level}
 
-    monkeypatch.setattr("prime_rl.trainer.rl.train.read_batch", read_batch)
+    monkeypatch.setattr("prime_rl.trainer.rl.batch_source.read_batch", read_batch)
     ship(paths, [4], branch=1)
     with pytest.raises(DeadlineError, match="step_4"):
-        batch_source(config, paths, None, publisher, heart, branch=2)(4)
-    assert batch_source(config, paths, None, publisher, heart)(4) == "batch", "a trainer alone takes any"
+        BatchSource(config, paths, 0, lambda: None, heartbeat, branch=2).read(4)
+    assert BatchSource(config, paths, 0, lambda: None, heartbeat).read(4) == "batch", "a trainer alone takes any"
     shutil.rmtree(paths.rollouts(4))
     ship(paths, [4], branch=2)
-    assert batch_source(config, paths, None, publisher, heart, branch=2)(4) == "batch"
+    assert BatchSource(config, paths, 0, lambda: None, heartbeat, branch=2).read(4) == "batch"
     assert read == [1, 2]

@@ -1,22 +1,22 @@
-"""The commands start without torch, and say in one line how to get it."""
+"""The commands start without torch, and explain in one line how to install it."""
 
 import subprocess
 import sys
 
 import pytest
 
-from prime_rl.entrypoints import needs
-from prime_rl.errors import ConfigError
+from prime_rl.core import import_utils
+from prime_rl.core.errors import ConfigError
 
 
-def test_missing_torch_is_one_line_that_names_the_command(monkeypatch):
-    monkeypatch.setattr(needs, "find_spec", lambda name: None)
+def test_missing_torch_exits_with_one_line_that_names_the_command(monkeypatch):
+    monkeypatch.setattr(import_utils, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="uv sync --extra cpu") as caught:
-        needs.need_torch()
+        import_utils.require_packages("torch")
     assert "\n" not in str(caught.value)
 
 
-def test_bad_keys_are_told_before_torch_is_loaded():
+def test_invalid_keys_exit_before_torch_is_imported():
     code = (
         "import sys; sys.argv = ['trainer', '--no-such-key', '1']\n"
         "from prime_rl.entrypoints import sft, trainer\n"

@@ -1,4 +1,4 @@
-"""I9: experts on several ranks give the outputs and gradients of experts on one, also where a rank gets no token."""
+"""Experts on two ranks give the outputs and gradients of experts on one rank, also if a rank gets no token (I9)."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from prime_rl.trainer.expert_parallel import share_experts
+from prime_rl.trainer.parallel.expert_parallel import apply_expert_parallel
 from tests.unit.trainer.world import run_world
 
 CONFIG = {
@@ -34,7 +34,7 @@ def run_experts(world, argument):
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG))
     model.set_experts_implementation(implementation)
     alone = copy.deepcopy(model.model.layers[0].mlp.experts)
-    (shared,) = share_experts(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("ep",)))
+    (shared,) = apply_expert_parallel(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("ep",)))
     states = torch.randn(world.size, TOKENS, 8, requires_grad=True)
     chosen = torch.tensor(experts)[torch.randint(len(experts), (world.size, TOKENS, 1))]
     chosen = torch.cat([chosen, torch.tensor(experts).roll(1)[chosen % len(experts)]], -1)
@@ -55,6 +55,6 @@ def run_experts(world, argument):
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_experts_on_two_ranks_are_those_on_one(route, implementation, tmp_path):
+def test_experts_on_two_ranks_give_the_results_of_one_rank(route, implementation, tmp_path):
     tokens = run_world(2, run_experts, (implementation, ROUTES[route]), tmp_path)
     assert (tokens[1] == 0) == (route == "first")

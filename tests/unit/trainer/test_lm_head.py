@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from prime_rl.trainer import lm_head
-from prime_rl.trainer.lm_head import token_logprobs
+from prime_rl.trainer.model import lm_head
+from prime_rl.trainer.model.lm_head import token_logprobs
 
 
 def full(hidden, weight, targets, temperature):
@@ -23,7 +23,7 @@ def make(n=37, width=16, vocabulary=101, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1024])
-def test_equals_autograd_over_full_logits(chunk):
+def test_chunked_logprobs_equal_autograd_over_full_logits(chunk):
     hidden, weight, targets, temperature = make()
     gradient = torch.linspace(-2, 2, len(hidden))
     expected, entropy = full(hidden, weight, targets, temperature)
@@ -42,7 +42,7 @@ def test_entropy_has_no_gradient():
 
 
 @pytest.mark.parametrize("chunk", [8, 64])
-def test_half_precision_weights_give_exact_logprobs(chunk):
+def test_half_precision_weights_give_float32_logprobs(chunk):
     """The logits are never rounded to half precision, which would cost up to 0.03 here."""
     hidden, weight, targets, temperature = make(dtype=torch.bfloat16)
     logprobs, entropy, _ = token_logprobs(hidden, weight, targets, temperature, chunk)
@@ -57,28 +57,17 @@ def test_half_precision_weights_give_exact_logprobs(chunk):
     torch.testing.assert_close(weight.grad.double(), doubles[1].grad, rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_what_is_compiled_is_what_runs_eagerly(cut):
-    """CUDA compiles its own version of the arithmetic; uncompiled it is the same on a CPU."""
-    *_, targets, temperature = make()
-    logits, scale = torch.randn(37, 101), torch.randn(37)
-    lowest = torch.randn(37) if cut else None
-    normaliser = logits.logsumexp(-1)
-    for a, b in zip(
-        lm_head._score_functional(logits, logits, targets),
-        lm_head._score(logits.clone(), torch.empty_like(logits), targets),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
-    slope = lm_head._slope_functional(logits, temperature, normaliser, lowest, scale)
-    torch.testing.assert_close(slope, lm_head._slope(logits.clone(), temperature, normaliser, lowest, scale))
+@pytest.mark.parametrize(("vocabulary", "tokens"), [(151_936, 1664), (32_000, 8320), (5_000_000, 128)])
+def test_default_chunk_on_cuda_is_a_multiple_of_the_tile(vocabulary, tokens):
+    assert lm_head.default_chunk(vocabulary, cuda=True) == tokens
+    assert tokens % 128 == 0 and (tokens == 128 or tokens * vocabulary * 4 <= 2**30)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [8, 64])
-def test_cuda_equals_double_precision(dtype, chunk):
+def test_cuda_logprobs_equal_double_precision(dtype, chunk):
     hidden, weight, targets, temperature = make(dtype=dtype)
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     expected, entropy = full(*doubles, targets, temperature)
@@ -92,7 +81,7 @@ def test_cuda_equals_double_precision(dtype, chunk):
         torch.testing.assert_close(leaf.grad.cpu().double(), double.grad, rtol=0.02, atol=0.05)
 
 
-def test_no_tokens_keep_the_graph_connected():
+def test_logprobs_of_no_tokens_have_a_gradient():
     hidden, weight, targets, temperature = make(n=0)
     logprobs, *_ = token_logprobs(hidden, weight, targets, temperature)
     logprobs.sum().backward()

@@ -1,4 +1,4 @@
-"""Adapters: what is trained and what stays, the same on any number of ranks (I9), and what is published of them."""
+"""LoRA: training on any number of ranks (I9), published adapters and merged weights."""
 
 import json
 import shutil
@@ -12,33 +12,34 @@ from safetensors.numpy import load_file
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.lora import LoRAConfig
+from prime_rl.configs.memory import ActivationCheckpointConfig
 from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer import ActivationCheckpointConfig, AIPOLossConfig, TrainerConfig, TrainerModelConfig
-from prime_rl.errors import ConfigError
-from prime_rl.run.tensors import hash_tensors
-from prime_rl.trainer.adapter_files import merge_adapter
-from prime_rl.trainer.engine import Engine
-from prime_rl.trainer.loading import make_policy
-from prime_rl.trainer.lora import adapted_layers, add_adapters
+from prime_rl.configs.trainer import AIPOLossConfig, TrainerConfig
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.types import PolicyVersion
+from prime_rl.storage.tensor_hashes import hash_tensors
 from prime_rl.trainer.losses import build_loss
-from prime_rl.trainer.model import load_policy, load_tokenizer
+from prime_rl.trainer.model.lora import adapted_layers, add_adapters
+from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.parallel import World
-from prime_rl.trainer.publication import Publisher
-from prime_rl.trainer.rl.batches import split_batch
-from prime_rl.trainer.rl.objective import rl_objective
-from prime_rl.types import PolicyVersion
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.rl.batch_source import split_batch
+from prime_rl.trainer.rl.rl_objective import rl_objective
+from prime_rl.trainer.train_step import TrainStep
+from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weights.adapter_files import merge_adapter
+from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.support.tiny_model import make_tiny_model
-from tests.unit.trainer.test_engine import ROOM, make_batch
-from tests.unit.trainer.test_model import ARCHITECTURES, pack, segments
-from tests.unit.trainer.test_publish import lone_world  # noqa: F401  a fixture
+from tests.unit.trainer.test_policy_model import ARCHITECTURES, pack, segments
+from tests.unit.trainer.test_train_step import ROOM, make_batch
 from tests.unit.trainer.world import run_world
 
 LORA = LoRAConfig(rank=4, alpha=12)
 ATTENTION = LORA.model_copy(update={"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]})
-SIZES = (1, 2, 4)
+SIZES = (1, 4)
 
 
 def make_moe(path):
@@ -49,27 +50,27 @@ def make_moe(path):
 
 
 def train(world, path, lora=LORA, steps=3, **options):
-    """Return the trained policy and what the engine said."""
+    """Return the trained policy and the results of the steps."""
     config = TrainerModelConfig(name=str(path), lora=lora, **options)
     policy = make_policy(config, 0, world)
-    engine = Engine(policy, build_optimizer(AdamWConfig(lr=1e-2), policy), world, max_norm=1.0)
+    engine = TrainStep(policy, build_optimizer(AdamWConfig(lr=1e-2), policy), world, max_norm=1.0)
     objective = rl_objective(build_loss(AIPOLossConfig()))
     return policy, [engine.step(split_batch(make_batch(n), n, 1, world, ROOM), objective, 1.0) for n in range(steps)]
 
 
 def publish(world, policy, tokenizer, target, kind):
-    """Publish the policy both ways from the same layers."""
+    """Publish the policy as `kind`."""
     for layer in adapted_layers(policy).values():
         layer.config = layer.config.model_copy(update={"publish": kind})
     Publisher(policy, tokenizer, torch.float32, world).publish(target, PolicyVersion(0, 3))
 
 
 def train_adapters(world: World, argument: str):
-    """Runs on every rank: three steps of a dense model and of one with experts, published both ways."""
+    """Train a dense model and one with experts, and publish both ways; runs on every rank."""
     root, results = Path(argument), {}
     tokenizer = load_tokenizer(TokenizerConfig(name=str(root / "dense")), TrainerModelConfig(name=str(root / "dense")))
     for name in ("dense", "moe"):
-        # The dense one recomputes activations, and on four ranks is two copies over two ranks each.
+        # The dense model recomputes activations; on four ranks it has two replicas of two shards.
         options = {"ac": ActivationCheckpointConfig(), "dp_replicate": max(1, world.size // 2)}
         policy, steps = train(world, root / name, **(options if name == "dense" else {"lora": ATTENTION}))
         results[name] = [[step.loss, step.grad_norm] for step in steps]
@@ -88,7 +89,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_world_size_is_invisible(trained, size, name):
+def test_adapters_do_not_depend_on_the_world_size(trained, size, name):
     root, results = trained
     np.testing.assert_allclose(results[size][name], results[1][name], rtol=1e-5)
     for kind, file in (("merged", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
@@ -98,11 +99,11 @@ def test_world_size_is_invisible(trained, size, name):
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_merged_weights_are_base_plus_adapters_and_the_rest_is_untouched(trained, name):
+def test_merged_publication_changes_adapted_weights_only(trained, name):
     root, _ = trained
     base = load_file(root / name / "model.safetensors")
-    merged = load_file(root / f"{name}_merged_2" / "model.safetensors")
-    adapters = load_file(root / f"{name}_adapter_2" / "adapter_model.safetensors")
+    merged = load_file(root / f"{name}_merged_4" / "model.safetensors")
+    adapters = load_file(root / f"{name}_adapter_4" / "adapter_model.safetensors")
     layers = {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in adapters}
     assert merged.keys() == base.keys()
     changed = {key for key in base if not np.array_equal(base[key], merged[key])}
@@ -114,37 +115,37 @@ def test_merged_weights_are_base_plus_adapters_and_the_rest_is_untouched(trained
         np.testing.assert_allclose(merged[f"{layer}.weight"], base[f"{layer}.weight"] + 3.0 * b @ a, atol=1e-6)
 
 
-def test_merging_the_files_gives_what_merged_publication_gives(trained, tmp_path):
+def test_merge_adapter_equals_merged_publication(trained, tmp_path):
     root, _ = trained
-    merge_adapter(root / "dense_adapter_2", root / "dense", tmp_path / "out")
-    assert hash_tensors(tmp_path / "out") == hash_tensors(root / "dense_merged_2")
+    merge_adapter(root / "dense_adapter_4", root / "dense", tmp_path / "out")
+    assert hash_tensors(tmp_path / "out") == hash_tensors(root / "dense_merged_4")
     transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    with pytest.raises(ConfigError, match="exists already"):
-        merge_adapter(root / "dense_adapter_2", root / "dense", tmp_path / "out")
-    with pytest.raises(ConfigError, match="is of another model"):
-        merge_adapter(root / "dense_adapter_2", root / "moe", tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"holds no adapter_config\.json"):
+    with pytest.raises(ConfigError, match="already exists"):
+        merge_adapter(root / "dense_adapter_4", root / "dense", tmp_path / "out")
+    with pytest.raises(ConfigError, match="does not match"):
+        merge_adapter(root / "dense_adapter_4", root / "moe", tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"contains no adapter_config\.json"):
         merge_adapter(root / "dense", root / "dense", tmp_path / "other")
     for name, changed, said in (
         ("scales", {"alpha_pattern": {"q_proj": 1}}, "alpha_pattern"),
         ("dora", {"use_dora": True}, "use_dora"),
-        ("without_rank", {"r": None}, "is not an adapter"),
+        ("without_rank", {"r": None}, "is not a valid peft adapter"),
     ):
-        shutil.copytree(root / "dense_adapter_2", tmp_path / name)
+        shutil.copytree(root / "dense_adapter_4", tmp_path / name)
         values = json.loads((tmp_path / name / "adapter_config.json").read_text()) | changed
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(values))
         with pytest.raises(ConfigError, match=said):
             merge_adapter(tmp_path / name, root / "dense", tmp_path / "other")
     (tmp_path / "scales" / "adapter_model.safetensors").write_bytes(b"x" * 99)
-    with pytest.raises(ConfigError, match="is not an adapter"):
+    with pytest.raises(ConfigError, match="is not a valid peft adapter"):
         merge_adapter(tmp_path / "scales", root / "dense", tmp_path / "other")
 
 
-def test_the_adapted_policy_scores_as_the_merged_model(lone_world, trained, tmp_path):  # noqa: F811
+def test_adapted_policy_has_the_logprobs_of_the_merged_model(world, trained, tmp_path):
     root, _ = trained
-    policy, _ = train(lone_world, root / "dense")
+    policy, _ = train(world, root / "dense")
     tokenizer = load_tokenizer(TokenizerConfig(), TrainerModelConfig(name=str(root / "dense")))
-    publish(lone_world, policy, tokenizer, tmp_path / "merged", "merged")
+    publish(world, policy, tokenizer, tmp_path / "merged", "merged")
     plain = load_policy(TrainerModelConfig(name=str(tmp_path / "merged")), seed=0)
     base = load_policy(TrainerModelConfig(name=str(root / "dense")), seed=0)
     row = pack(segments(100))
@@ -154,29 +155,29 @@ def test_the_adapted_policy_scores_as_the_merged_model(lone_world, trained, tmp_
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_peft_reads_the_adapter(trained, name):
+def test_peft_loads_the_published_adapter(trained, name):
     peft = pytest.importorskip("peft")
     root, _ = trained
     tokens = torch.arange(3, 40)[None]
     base = transformers.AutoModelForCausalLM.from_pretrained(root / name)
-    adapted = peft.PeftModel.from_pretrained(base, root / f"{name}_adapter_2").eval()
-    merged = transformers.AutoModelForCausalLM.from_pretrained(root / f"{name}_merged_2").eval()
+    adapted = peft.PeftModel.from_pretrained(base, root / f"{name}_adapter_4").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(root / f"{name}_merged_4").eval()
     with torch.no_grad():
         torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, atol=1e-4, rtol=0)
 
 
-def test_peft_is_told_what_was_adapted(trained):
+def test_adapter_config_lists_the_adapted_layers(trained):
     root, _ = trained
-    config = json.loads((root / "dense_adapter_2" / "adapter_config.json").read_text())
+    config = json.loads((root / "dense_adapter_4" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 12)
     assert config["target_modules"] == sorted(LORA.target_modules)
     assert config["base_model_name_or_path"] == str(root / "dense")
 
 
-def test_starts_as_the_base_model_and_trains_adapters_alone(lone_world, trained):  # noqa: F811
+def test_adapted_policy_starts_as_the_base_model_and_trains_adapters_only(world, trained):
     root, _ = trained
     config = TrainerModelConfig(name=str(root / "dense"), lora=LORA)
-    policy, row = make_policy(config, 0, lone_world), pack(segments(100))
+    policy, row = make_policy(config, 0, world), pack(segments(100))
     assert torch.equal(policy(row)[0], load_policy(config, seed=0)(row)[0])
     trained_names = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert trained_names == {name for name, _ in policy.named_parameters() if ".lora_" in name}
@@ -186,27 +187,27 @@ def test_starts_as_the_base_model_and_trains_adapters_alone(lone_world, trained)
     assert all((p.grad is None) == (name not in trained_names) for name, p in policy.named_parameters())
 
 
-def test_the_frozen_weights_may_have_half_precision(lone_world, trained, tmp_path):  # noqa: F811
+def test_base_dtype_bfloat16_stores_frozen_weights_in_bfloat16(world, trained, tmp_path):
     root, _ = trained
     lora = LORA.model_copy(update={"base_dtype": "bfloat16"})
-    policy, steps = train(lone_world, root / "dense", lora)
+    policy, steps = train(world, root / "dense", lora)
     kept = {p.requires_grad: p.dtype for p in policy.parameters()}
     assert kept == {True: torch.float32, False: torch.bfloat16}
-    _, exact = train(lone_world, root / "dense")
+    _, exact = train(world, root / "dense")
     assert [step.loss for step in steps] == pytest.approx([step.loss for step in exact], abs=0.05)
 
 
-def test_half_precision_is_what_forward_computes_in(lone_world, trained):  # noqa: F811
+def test_base_dtype_does_not_change_a_bfloat16_forward(world, trained):
     """Stored or cast, the base has the same bfloat16 values where forward runs in bfloat16."""
     root, _ = trained
     results = [
-        train(lone_world, root / "dense", LORA.model_copy(update={"base_dtype": dtype}), dtype="bfloat16")[1]
+        train(world, root / "dense", LORA.model_copy(update={"base_dtype": dtype}), dtype="bfloat16")[1]
         for dtype in ("auto", "float32")
     ]
     assert [step.loss for step in results[0]] == [step.loss for step in results[1]]
 
 
-def test_dropout_acts_where_gradients_are_computed(trained):
+def test_dropout_is_active_with_gradients_only(trained):
     root, _ = trained
     config = TrainerModelConfig(name=str(root / "dense"))
     policy, row = load_policy(config, seed=0), pack(segments(100))
@@ -239,7 +240,7 @@ def adapt(name, tmp_path, targets):
         ("gpt_neox", "all-linear", 12),
     ],
 )
-def test_targets(name, targets, layers, tmp_path):
+def test_target_modules_select_layers(name, targets, layers, tmp_path):
     names = adapt(name, tmp_path, targets)
     assert len(names) == layers
     assert not any("lm_head" in name or "embed_out" in name for name in names)
@@ -248,20 +249,20 @@ def test_targets(name, targets, layers, tmp_path):
 @pytest.mark.parametrize(
     ("name", "targets", "message"),
     [
-        ("llama", ["q_proj", "query"], "no linear layer is called 'query'; there are down_proj, gate_proj, k_proj"),
-        ("llama", ["lm_head"], "no linear layer is called 'lm_head'"),
-        ("gpt_neox", None, "the model has none of the default; there are dense, dense_4h_to_h"),
+        ("llama", ["q_proj", "query"], "no linear layer matches 'query'; available: down_proj, gate_proj, k_proj"),
+        ("llama", ["lm_head"], "no linear layer matches 'lm_head'"),
+        ("gpt_neox", None, "the model has none of the default targets; available: dense, dense_4h_to_h"),
     ],
 )
-def test_unknown_targets_are_one_error(name, targets, message, tmp_path):
+def test_unknown_target_modules_raise_one_error(name, targets, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         adapt(name, tmp_path, targets)
 
 
-def test_configurations_that_cannot_work_are_refused():
+def test_lora_options_that_conflict_are_refused():
     with pytest.raises(ValueError, match="neither a name nor a regular expression"):
         LoRAConfig(target_modules=["(q_proj"])
-    with pytest.raises(ValueError, match=r"lora does not go with tp = 2: .*model\.tp=1"):
+    with pytest.raises(ValueError, match=r"lora does not support tp = 2: .*model\.tp=1"):
         TrainerModelConfig(lora=LORA, tp=2)
     adapter = TrainerModelConfig(lora=LoRAConfig(publish="adapter"))
     with pytest.raises(ValueError, match=r"trainer\.model\.lora\.publish = 'adapter' needs inference\.enable_lora"):

@@ -1,4 +1,4 @@
-"""Every loss against an independent NumPy version written from its formula; I10 on extreme inputs."""
+"""Every loss against an independent NumPy version, and on extreme inputs (I10)."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,10 @@ import torch
 from pydantic import TypeAdapter
 
 from prime_rl.configs.loss import LossConfig
-from prime_rl.errors import ConfigError
-from prime_rl.trainer.losses import LOSSES, LossInputs, LossOutput, build_loss, cross_entropy, distillation, kl_penalty
+from prime_rl.core.errors import ConfigError
+from prime_rl.trainer.losses import LOSSES, build_loss
+from prime_rl.trainer.losses.auxiliary_losses import cross_entropy, distillation, kl_penalty
+from prime_rl.trainer.losses.loss_inputs import LossInputs, LossOutput
 from tests.unit.trainer import golden_losses as golden
 
 INF = float("inf")
@@ -83,13 +85,13 @@ def check(name, variant, row):
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
-def test_a_loss_is_its_formula(name, variant):
+def test_loss_equals_golden_version(name, variant):
     outputs = [check(name, variant, draw(seed)) for seed in range(4)]
     touched = sum(int((o.low | o.high).sum()) for o in outputs)
     assert (touched > 0) == (name != "reinforce")  # what is clipped or masked was among it
 
 
-def test_there_is_a_golden_version_of_every_loss():
+def test_every_loss_has_a_golden_version():
     assert set(VARIANTS) == set(LOSSES) == set(golden.GOLDEN)
 
 
@@ -107,7 +109,7 @@ EXTREMES = {
 
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize(("name", "variant"), CASES)
-def test_finite_for_extreme_inputs(name, variant, extreme):
+def test_loss_of_extreme_inputs_is_finite(name, variant, extreme):
     """I10: for log-ratios of +-90 and log-probabilities of minus infinity, loss and gradient are finite, and right."""
     for advantage in (1.5, -1.5, 0.0):
         values = EXTREMES[extreme]
@@ -123,7 +125,7 @@ def test_finite_for_extreme_inputs(name, variant, extreme):
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
-def test_one_token_and_none(name, variant):
+def test_loss_of_one_or_no_token_is_finite(name, variant):
     one = {key: values[:1] for key, values in draw(0).items()}
     check(name, variant, one | {"mask": np.array([True])})
     output = check(name, variant, draw(1) | {"mask": np.zeros(48, bool)})
@@ -132,7 +134,7 @@ def test_one_token_and_none(name, variant):
 
 @pytest.mark.parametrize("field", ["sampler", "advantages", "logprobs", "proximal", "reference"])
 @pytest.mark.parametrize(("name", "variant"), CASES)
-def test_what_is_masked_cannot_poison_the_gradient(name, variant, field):
+def test_masked_tokens_do_not_affect_the_gradient(name, variant, field):
     row, answers = draw(2), []
     for poison in (-1.0, float("nan"), INF, -INF):
         inputs = tensors(row | {field: np.where(row["mask"], row[field], poison)})
@@ -144,7 +146,7 @@ def test_what_is_masked_cannot_poison_the_gradient(name, variant, field):
 
 @pytest.mark.parametrize("straight_through", [False, True])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimators_are_their_formulas(estimator, straight_through):
+def test_kl_penalty_equals_formula(estimator, straight_through):
     for row in (draw(0), EXTREMES["all e^90"] | {"reference": [-95.0, -INF], "mask": [True] * 2, "segments": [0, 0]}):
         inputs = tensors({"advantages": [0.0] * 2, **row})
         value = kl_penalty(inputs.logprobs, inputs.ref_logprobs, inputs.mask, estimator, straight_through)
@@ -156,7 +158,7 @@ def test_kl_estimators_are_their_formulas(estimator, straight_through):
         np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
 
 
-def test_kl_estimators_estimate_the_kl_and_k2_its_gradient():
+def test_kl_penalty_estimates_kl_and_k2_its_gradient():
     """Expectations over a whole distribution: k1 and k3 give the KL, k2 (or straight_through) its gradient."""
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     policy = torch.log_softmax(logits, 0)
@@ -180,7 +182,7 @@ def test_kl_estimators_estimate_the_kl_and_k2_its_gradient():
 
 
 @pytest.mark.parametrize("extreme", [None, *EXTREMES])
-def test_distillation_is_its_formula(extreme):
+def test_distillation_equals_formula(extreme):
     row = draw(3)
     if extreme:
         row = EXTREMES[extreme] | {"reference": [-3.0, -INF], "advantages": [0, 0], "mask": [1, 1], "segments": [0, 0]}
@@ -193,7 +195,7 @@ def test_distillation_is_its_formula(extreme):
     np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
 
 
-def test_cross_entropy_is_the_negative_logprob():
+def test_cross_entropy_is_negative_logprob():
     logprobs = torch.tensor([-1.0, -2.0, -INF, float("nan")], requires_grad=True)
     loss = cross_entropy(logprobs, torch.tensor([True, False, True, False]))
     assert loss.tolist() == [1.0, 0.0, 1e4, 0.0]
@@ -230,7 +232,7 @@ def custom(function, proximal=False, **kwargs):
     return config_of("custom", {"import_path": where, "kwargs": kwargs, "proximal": proximal})
 
 
-def test_a_loss_of_ones_own_that_asks_for_proximal_logprobs_always_has_them():
+def test_custom_loss_with_proximal_always_gets_proximal_logprobs():
     """Before the first update they are the trainer's own, as constants."""
     loss = build_loss(custom("since_the_step_began", proximal=True))
     row = draw(0)
@@ -243,14 +245,14 @@ def test_a_loss_of_ones_own_that_asks_for_proximal_logprobs_always_has_them():
     assert (torch.autograd.grad(output.sum(), first.logprobs)[0] == 1).all()
 
 
-def test_a_loss_of_ones_own():
+def test_custom_loss_is_called_with_kwargs():
     inputs = tensors(draw(0))
     halves, doubles = (build_loss(custom("half_advantage", **keys))(inputs) for keys in ({}, {"scale": 2.0}))
     torch.testing.assert_close(4 * halves.loss, doubles.loss)
     assert not halves.masked.any()
 
 
-def test_a_loss_of_ones_own_may_give_a_row_without_trained_tokens_no_gradient():
+def test_custom_loss_without_trained_tokens_needs_no_gradient():
     """The backward pass of such a row runs all the same: the other ranks wait for it."""
     inputs = tensors(draw(0) | {"mask": np.zeros(48, bool), "logprobs": np.full(48, -INF)})
     loss = build_loss(custom("without_gradient"))(inputs).loss.sum()
@@ -265,10 +267,10 @@ def test_a_loss_of_ones_own_may_give_a_row_without_trained_tokens_no_gradient():
         ("broken", "failed: KeyError"),
         ("without_gradient", "returned losses without a gradient"),
         ("half_an_output", "returned NoneType; return one loss per token"),
-        ("x", "no such"),
+        ("x", "has no 'x'"),
     ],
 )
-def test_a_loss_of_ones_own_that_is_wrong_is_one_line(function, said):
+def test_invalid_custom_loss_raises_one_line(function, said):
     with pytest.raises(ConfigError, match=said) as raised:
         build_loss(custom(function))(tensors(draw(0)))
     assert "\n" not in str(raised.value)

@@ -1,21 +1,24 @@
-"""Muon against NumPy, and the same weights however its matrices are sharded (I9)."""
+"""Muon against NumPy, and equal weights for any sharding (I9)."""
+
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
 from prime_rl.configs.optim import MuonConfig
-from prime_rl.configs.trainer import AIPOLossConfig, TrainerModelConfig
-from prime_rl.trainer.engine import Engine
-from prime_rl.trainer.loading import make_policy
+from prime_rl.configs.trainer import AIPOLossConfig
+from prime_rl.configs.trainer_model import TrainerModelConfig
 from prime_rl.trainer.losses import build_loss
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim import build_optimizer, muon
 from prime_rl.trainer.optim.muon import Muon, orthogonalise
-from prime_rl.trainer.parallel import World
-from prime_rl.trainer.rl.batches import split_batch
-from prime_rl.trainer.rl.objective import rl_objective
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.rl.batch_source import split_batch
+from prime_rl.trainer.rl.rl_objective import rl_objective
+from prime_rl.trainer.train_step import TrainStep
+from prime_rl.trainer.weights.policy_loading import make_policy
 from tests.support.tiny_model import make_tiny_model
-from tests.unit.trainer.test_engine import ROOM, make_batch
+from tests.unit.trainer.test_train_step import ROOM, make_batch
 from tests.unit.trainer.world import run_world
 
 STEPS = 3
@@ -83,7 +86,7 @@ def train(parameters, gradients, place=lambda i, tensor: tensor, **options):
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
-def test_equals_numpy(nesterov, adjust_lr):
+def test_muon_equals_numpy(nesterov, adjust_lr):
     weights, gradients = draw()
     parameters = [torch.nn.Parameter(torch.tensor(w, dtype=torch.float32)) for w in weights]
     train(parameters, gradients, nesterov=nesterov, adjust_lr=adjust_lr)
@@ -96,20 +99,20 @@ def test_equals_numpy(nesterov, adjust_lr):
         np.testing.assert_allclose(parameter.detach(), wanted, atol=2e-6, err_msg=str(SHAPES[i]))
 
 
-def test_singular_values_come_near_one_and_zeros_stay():
+def test_orthogonalise_brings_singular_values_near_one():
     matrix = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalise(matrix))
     assert values.min() > 0.3 and values.max() < 1.3
     assert torch.equal(orthogonalise(torch.zeros(4, 3)), torch.zeros(4, 3)), "an adapter's B begins with no gradient"
 
 
-def test_update_has_the_size_that_adamw_would_give():
+def test_muon_update_has_rms_of_adamw():
     matrix = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     update = 0.2 * 256**0.5 * orthogonalise(matrix)
     assert update.square().mean().sqrt() == pytest.approx(0.2, rel=0.2)
 
 
-def test_agrees_with_torch_in_half_precision():
+def test_muon_agrees_with_torch_in_half_precision():
     weights, gradients = draw([(7, 5), (4, 9)])
     ours, theirs = ([torch.nn.Parameter(torch.tensor(w, dtype=torch.float32)) for w in weights] for _ in range(2))
     train(ours, gradients)
@@ -152,7 +155,7 @@ def train_sharded(world: World, argument: str):
     return results
 
 
-def test_world_size_and_layout_are_invisible(tmp_path):
+def test_muon_does_not_depend_on_world_size_and_layout(tmp_path):
     weights, gradients = draw()
     alone = [torch.nn.Parameter(torch.tensor(w, dtype=torch.float32)) for w in weights]
     train(alone, gradients)
@@ -162,24 +165,56 @@ def test_world_size_and_layout_are_invisible(tmp_path):
                 np.testing.assert_allclose(whole, mine.detach(), atol=1e-6, err_msg=layout)
 
 
-def train_policy(world: World, argument: str):
-    """Runs on every rank: three steps of the engine; returns the learning rates and the whole weights."""
-    replicas, path = argument.split(" ")
-    config = TrainerModelConfig(name=path, dp_replicate=int(replicas))
-    policy = make_policy(config, 0, world)
-    optim = MuonConfig(lr=1e-3, embedding_lr=2e-3, matrix_lr=5e-3, weight_decay=0.1)
-    engine = Engine(policy, build_optimizer(optim, policy), world, max_norm=1.0)
-    objective = rl_objective(build_loss(AIPOLossConfig()))
-    rates = [engine.step(split_batch(make_batch(n), n, 1, world, ROOM), objective, 0.5).rates for n in range(STEPS)]
-    whole = {name: p.detach().full_tensor() for name, p in policy.named_parameters()}
-    return {"rates": rates[-1], "weights": {name: tensor.flatten().tolist() for name, tensor in whole.items()}}
+def train_policy(world: World, argument: tuple[str, list[int]]):
+    """Runs on every rank: three steps of the engine per layout; returns the learning rates and the whole weights."""
+    path, replicas = argument
+    results = []
+    for copies in replicas:
+        policy = make_policy(TrainerModelConfig(name=path, dp_replicate=copies), 0, world)
+        optim = MuonConfig(lr=1e-3, embedding_lr=2e-3, matrix_lr=5e-3, weight_decay=0.1)
+        engine = TrainStep(policy, build_optimizer(optim, policy), world, max_norm=1.0)
+        objective = rl_objective(build_loss(AIPOLossConfig()))
+        rates = [engine.step(split_batch(make_batch(n), n, 1, world, ROOM), objective, 0.5).rates for n in range(STEPS)]
+        whole = {name: p.detach().full_tensor().flatten().tolist() for name, p in policy.named_parameters()}
+        results.append({"rates": rates[-1], "weights": whole})
+    return results
 
 
-def test_a_policy_trains_to_the_same_weights_on_any_number_of_ranks(tmp_path):
+def test_muon_training_does_not_depend_on_world_size(tmp_path):
     path = make_tiny_model(tmp_path / "tiny")
-    layouts = [(1, 1), (2, 1), (4, 1), (4, 2)]  # ranks, of which copies of the sharded model
-    alone, *others = [run_world(size, train_policy, f"{copies} {path}", tmp_path)[0] for size, copies in layouts]
+    layouts = {1: [1], 2: [1], 4: [1, 2]}  # ranks -> copies of the sharded model
+    results = {
+        size: run_world(size, train_policy, (str(path), copies), tmp_path)[0] for size, copies in layouts.items()
+    }
+    [alone] = results.pop(1)
     assert alone["rates"] == {"lr": 5e-4, "lr/embedding": 1e-3, "lr/matrix": 2.5e-3}
-    for layout, answer in zip(layouts[1:], others, strict=True):
-        for name, values in answer["weights"].items():
-            np.testing.assert_allclose(values, alone["weights"][name], atol=2e-5, err_msg=f"{layout} {name}")
+    assert [len(answers) for answers in results.values()] == [1, 2]
+    for size, answers in results.items():
+        for copies, answer in zip(layouts[size], answers, strict=True):
+            assert answer["weights"].keys() == alone["weights"].keys()
+            for name, values in answer["weights"].items():
+                np.testing.assert_allclose(values, alone["weights"][name], atol=2e-5, err_msg=f"{size} {copies} {name}")
+
+
+def test_updates_are_formed_one_exchange_at_a_time(monkeypatch):
+    """All of them would be 6 bytes for every parameter of the rank's shards, on CUDA."""
+    formed, alive = [], []
+    lerp, iterate = torch.Tensor.lerp, muon.orthogonalise
+
+    def forming(*args):
+        update = lerp(*args)
+        formed.append(weakref.ref(update))
+        return update
+
+    def iterating(*args):
+        alive.append(sum(update() is not None for update in formed))
+        return iterate(*args)
+
+    monkeypatch.setattr(torch.Tensor, "lerp", forming)
+    monkeypatch.setattr(muon, "orthogonalise", iterating)
+    parameters = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(6)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(4, 4)
+    Muon([{"params": parameters, "role": "matrix", "lr": 0.1, "weight_decay": 0.0}], lr=0.1).step()
+    assert len(alive) == 6
+    assert max(alive) <= 2  # the one that is computed, and the one before, which the loop still names

@@ -1,4 +1,4 @@
-"""Groups, schedules and the optimizers over them."""
+"""Parameter groups, schedules and optimizers."""
 
 import math
 
@@ -17,10 +17,12 @@ from prime_rl.configs.optim import (
     SGDConfig,
 )
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.trainer import TrainerConfig, TrainerModelConfig
-from prime_rl.errors import ConfigError
-from prime_rl.trainer.model import load_policy
-from prime_rl.trainer.optim import LearningRates, build_optimizer, schedule_factor, warn_of_short_run
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.lr_schedule import LearningRates, schedule_factor, warn_if_warmup_exceeds_run
+from prime_rl.trainer.weights.policy_loading import load_policy
 from tests.support.tiny_model import make_tiny_model
 
 
@@ -28,45 +30,45 @@ def factors(config, steps, peak=1.0):
     return [schedule_factor(config, peak, step, steps) for step in range(steps)]
 
 
-def test_constant():
+def test_schedule_constant_is_one():
     assert factors(ConstantSchedulerConfig(), 4) == [1.0] * 4
     assert schedule_factor(ConstantSchedulerConfig(), 0.5, 10**6, None) == 1.0
 
 
-def test_warm_up_rises_evenly_to_the_peak():
+def test_schedule_warm_up_is_linear():
     assert factors(ConstantSchedulerConfig(warmup_steps=3), 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(("warmup", "steps", "warns"), [(5, 4, True), (5, 5, False), (5, None, False)])
-def test_a_warm_up_that_the_run_does_not_outlast_is_told(warmup, steps, warns):
+def test_schedule_warm_up_longer_than_run_logs_warning(warmup, steps, warns):
     told = []
     sink = logger.add(told.append, level="WARNING")
-    warn_of_short_run(ConstantSchedulerConfig(warmup_steps=warmup), steps)
+    warn_if_warmup_exceeds_run(ConstantSchedulerConfig(warmup_steps=warmup), steps)
     logger.remove(sink)
     assert ["scheduler.warmup_steps = 5 is more than max_steps = 4" in line for line in told] == [True] * warns
 
 
-def test_linear_decays_over_the_last_steps():
+def test_schedule_linear_decays_over_last_steps():
     config = LinearSchedulerConfig(warmup_steps=1, decay_steps=4, min_lr=0.2)
     assert factors(config, 8) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4])
     assert schedule_factor(config, 1.0, 8, 8) == pytest.approx(0.2)
     assert schedule_factor(config, 1.0, 80, 8) == pytest.approx(0.2)
 
 
-def test_the_floor_is_a_rate_not_a_share():
+def test_schedule_floor_is_a_rate():
     config = LinearSchedulerConfig(min_lr=0.2)
     assert schedule_factor(config, 2.0, 8, 8) * 2.0 == pytest.approx(0.2)
     assert schedule_factor(LinearSchedulerConfig(), 0.0, 4, 8) == 0.5, "a peak of zero divides nothing"
 
 
-def test_decay_fills_all_after_the_warm_up_by_default():
+def test_schedule_decay_defaults_to_all_steps_after_warm_up():
     wanted = [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]
     assert factors(LinearSchedulerConfig(warmup_steps=2), 6) == pytest.approx(wanted)
     longer = LinearSchedulerConfig(warmup_steps=2, decay_steps=100)
     assert factors(longer, 6) == pytest.approx(wanted), "the peak is reached all the same"
 
 
-def test_cosine_is_half_way_in_the_middle():
+def test_schedule_cosine_is_half_in_the_middle():
     config = CosineSchedulerConfig(min_lr=0.1)
     values = factors(config, 10)
     assert values[0] == 1.0
@@ -82,7 +84,7 @@ def test_cosine_is_half_way_in_the_middle():
     steps=st.integers(1, 60),
     floor=st.floats(0, 1),
 )
-def test_any_schedule_rises_stays_and_falls_to_its_floor(kind, warmup, decay, steps, floor):
+def test_schedule_rises_stays_and_decays_to_floor(kind, warmup, decay, steps, floor):
     config = kind(warmup_steps=warmup, decay_steps=decay, min_lr=floor)
     values = [schedule_factor(config, 1.0, step, steps) for step in range(max(steps, warmup) + 2)]
     rising, falling = values[:warmup], values[warmup:]
@@ -93,7 +95,7 @@ def test_any_schedule_rises_stays_and_falls_to_its_floor(kind, warmup, decay, st
     assert steps <= warmup or values[steps] == pytest.approx(floor)
 
 
-def test_decay_needs_an_end():
+def test_schedule_decay_without_max_steps_raises():
     with pytest.raises(ConfigError, match="max_steps"):
         schedule_factor(LinearSchedulerConfig(), 1.0, 0, None)
     with pytest.raises(ValueError, match="max_steps"):
@@ -102,7 +104,7 @@ def test_decay_needs_an_end():
 
 
 @pytest.mark.parametrize("root", [TrainerConfig, SFTConfig])
-def test_a_floor_above_the_peak_is_refused(root):
+def test_schedule_floor_above_peak_is_refused(root):
     with pytest.raises(ValueError, match=r"scheduler\.min_lr = 0\.1 is above optim\.lr = 0\.01"):
         root(max_steps=5, scheduler=LinearSchedulerConfig(min_lr=0.1), optim=AdamWConfig(lr=0.01))
 
@@ -118,7 +120,7 @@ def load(path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_has_the_rate_of_its_role(models, tied):
+def test_parameter_groups_have_rates_of_their_roles(models, tied):
     policy = load(models[tied])
     config = AdamWConfig(lr=1.0, embedding_lr=2.0, unembedding_lr=3.0, matrix_lr=4.0, weight_decay=0.1)
     optimizer = build_optimizer(config, policy)
@@ -135,7 +137,7 @@ def test_every_parameter_has_the_rate_of_its_role(models, tied):
     assert decay == {role: 0.1 if role == "matrix" else 0.0 for role in members}
 
 
-def test_the_schedule_is_a_factor_on_every_peak(models):
+def test_learning_rates_multiply_peaks_by_factor(models):
     optimizer = build_optimizer(AdamWConfig(lr=1.0, embedding_lr=2.0), load(models[True]))
     rates = LearningRates(optimizer)
     optimizer.param_groups[0]["lr"] = 77.0  # as a checkpoint of another configuration would
@@ -147,7 +149,7 @@ def test_the_schedule_is_a_factor_on_every_peak(models):
     }
 
 
-def test_rates_without_effect_are_told(models):
+def test_parameter_groups_without_effect_log_warning(models):
     said = list[str]()
     handler = logger.add(said.append, format="{message}", level="WARNING")
     build_optimizer(AdamWConfig(embedding_lr=2.0, unembedding_lr=3.0), load(models[True]))
@@ -155,16 +157,16 @@ def test_rates_without_effect_are_told(models):
     assert said == ["optim.unembedding_lr has no effect: the output head is tied to the embedding\n"]
 
 
-def test_frozen_parameters_are_in_no_group(models):
+def test_parameter_groups_omit_frozen_parameters(models):
     policy = load(models[True]).requires_grad_(False)
     policy.blocks[0].mlp.up_proj.weight.requires_grad_(True)
     (group,) = build_optimizer(MuonConfig(), policy).param_groups
     assert (group["role"], len(group["params"])) == ("matrix", 1)
 
 
-def test_kinds(models):
+def test_build_optimizer_selects_type(models):
     policy = load(models[True])
     assert isinstance(build_optimizer(SGDConfig(), policy), torch.optim.SGD)
     assert isinstance(build_optimizer(SGDConfig(momentum=0), policy), torch.optim.SGD)
-    adamw = build_optimizer(AdamWConfig(betas2=0.9), policy)
+    adamw = build_optimizer(AdamWConfig(beta2=0.9), policy)
     assert isinstance(adamw, torch.optim.AdamW) and adamw.defaults["betas"] == (0.9, 0.9)

@@ -1,12 +1,14 @@
-"""I9: however the ranks divide the work, loss, gradients and published weights are those of one rank (gloo, fp32)."""
+"""Loss, gradients and published weights do not depend on the layout of the ranks (I9; gloo, float32)."""
 
 import dataclasses
+import itertools
 import os
 import re
 import signal
 import socket
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,21 +16,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.configs.optim import AdamWConfig
-from prime_rl.configs.trainer import TrainerModelConfig
-from prime_rl.errors import ConfigError, RunError
-from prime_rl.run.assign import PADDING_ROW, assign_rows
-from prime_rl.trainer.engine import Counts, Engine, Minibatch, Objective
-from prime_rl.trainer.layout import Layout
-from prime_rl.trainer.loading import make_policy
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.types import PolicyVersion
+from prime_rl.trainer.data.row_assignment import PADDING_ROW, assign_rows
 from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
-from prime_rl.trainer.model import load_tokenizer
+from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.parallel import World, lost_ranks_told, meeting_told
-from prime_rl.trainer.publication import Publisher
-from prime_rl.types import PolicyVersion
+from prime_rl.trainer.packing_check import check_packing
+from prime_rl.trainer.parallel.device_mesh import Layout
+from prime_rl.trainer.parallel.process_group import World, wrap_rank_errors
+from prime_rl.trainer.train_step import Counts, Minibatch, Objective, TrainStep
+from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weights.policy_loading import make_policy
 from tests.support.tiny_model import VOCAB_SIZE, make_tiny_model
 from tests.unit.trainer.world import run_world
 
@@ -39,22 +43,38 @@ LAYOUTS = {
     "cp": (2, ("dense", "sliding"), {"cp": {"degree": 2}}),
     "tp": (2, ("dense", "experts"), {"tp": 2}),
     "ep": (2, ("experts",), {"ep": 2}),
-    "replicate_shard": (4, ("dense",), {"dp_replicate": 2}),
+}
+# Combinations of what the layouts above cover, on four ranks.
+EXTENDED_LAYOUTS = {
     "reshard_pairs": (4, ("dense",), {"reshard_ranks": 2}),
     "replicate_cp": (4, ("dense",), {"dp_replicate": 2, "cp": {"degree": 2}, "fsdp_cpu_offload": True}),
+    "tp_cp": (4, ("dense",), {"tp": 2, "cp": {"degree": 2}, "ac": {"freq": 1}}),
+    "ep_cp": (4, ("experts",), {"ep": 4, "cp": {"degree": 2}, "ac": {"freq": 1}}),
+    "inside_experts": (4, ("few",), {}),  # more ranks than experts
+    "ep_inside_experts": (4, ("few",), {"ep": 2}),  # one expert for two ranks
+    "replicate_shard": (4, ("dense",), {"dp_replicate": 2}),
     "cp_shard": (4, ("dense",), {"cp": {"degree": 2}}),
     "cp_all": (4, ("dense", "sliding"), {"cp": {"degree": 4}}),  # more ranks than key-value heads
     "tp_shard": (4, ("dense",), {"tp": 2}),
-    "tp_cp": (4, ("dense",), {"tp": 2, "cp": {"degree": 2}, "ac": {"freq": 1}}),
     "ep_shard": (4, ("experts",), {"ep": 2}),
-    "ep_cp": (4, ("experts",), {"ep": 4, "cp": {"degree": 2}, "ac": {"freq": 1}}),
     "ep_tp": (4, ("experts",), {"ep": 2, "tp": 2}),
     "ep_replicate": (4, ("experts",), {"ep": 2, "dp_replicate": 2}),
 }
-MODELS = ("dense", "sliding", "experts")
-CASES = [f"{model}-{name}" for name, (_, models, _) in LAYOUTS.items() for model in models]
+MODELS = ("dense", "sliding", "experts", "few")
+
+
+def layout_cases(layouts):
+    """Return model-layout -> (ranks, model, model keys)."""
+    return {
+        f"{model}-{name}": (ranks, model, keys) for name, (ranks, models, keys) in layouts.items() for model in models
+    }
+
+
+CASES = layout_cases(LAYOUTS) | layout_cases(EXTENDED_LAYOUTS)
+CASE_PARAMETERS = [*layout_cases(LAYOUTS)]
+CASE_PARAMETERS += [pytest.param(name, marks=pytest.mark.extended) for name in layout_cases(EXTENDED_LAYOUTS)]
 STEPS = 3
-LENGTHS = [(23, 9, 2), (31,), (5, 4, 3, 17), (2,), (11, 13)]  # rows of odd lengths, one with nothing but two tokens
+LENGTHS = [(23, 9, 2), (31,), (5, 4, 3, 17), (2,), (11, 13)]  # rows of odd lengths, one with two tokens only
 
 
 def make_rows(step):
@@ -76,19 +96,19 @@ def make_rows(step):
     return rows
 
 
-def poison(rows):
-    """One rank's gradient of one row is not finite."""
+def add_nan(rows):
+    """Make the gradient of one row not finite."""
     rows[0].advantages[int(rows[0].scored[3])] = np.nan
 
 
-def share(rows, world):
-    dealt = assign_rows([float(len(row.tokens)) for row in rows], world.data_size)[world.data_rank]
+def minibatch_of(rows, world):
+    assigned = assign_rows([float(len(row.tokens)) for row in rows], world.data_size)[world.data_rank]
     tokens = int(sum(row.loss_mask.sum() for row in rows))
-    return Minibatch([masked_row() if i == PADDING_ROW else rows[i] for i in dealt], Counts(tokens))
+    return Minibatch([masked_row() if i == PADDING_ROW else rows[i] for i in assigned], Counts(tokens))
 
 
 def sequence_objective(scored):
-    """A loss that is not a sum over tokens: it must see whole sequences."""
+    """A sequence-level loss, which is not a sum over tokens."""
     row = scored.row
     zeros = torch.zeros(int(row.segment_ids[-1]) + 1)
     count = zeros.index_add(0, row.segment_ids, row.loss_mask.float()).clamp(min=1)
@@ -100,20 +120,21 @@ def sequence_objective(scored):
 
 
 def run_layouts(world, argument):
-    """Runs on every rank: three steps under every layout of so many ranks."""
+    """Train three steps in every layout; runs on every rank."""
     root, results = Path(argument["root"]), {}
     for name, (source, keys) in argument["layouts"].items():
         config = TrainerModelConfig(name=str(root / source), **keys)
-        world = dataclasses.replace(world, sharers=Layout.of(config, world.size).sharers)
+        world = dataclasses.replace(world, model_parallel_size=Layout.of(config, world.size).model_parallel_size)
         policy = make_policy(config, 0, world)
+        check_packing(policy, world, source, torch.float32, config.seq_len)
         optimizer = build_optimizer(AdamWConfig(lr=1e-3), policy)
         gradients = record_gradients(optimizer, policy)
-        engine = Engine(policy, optimizer, world, max_norm=1.0)
+        engine = TrainStep(policy, optimizer, world, max_norm=1.0)
         batches = [make_rows(n) for n in range(STEPS)]
-        poison(batches[-1])
-        steps = [engine.step([share(rows, world)], sequence_objective, 1.0) for rows in batches]
+        add_nan(batches[-1])
+        steps = [engine.step([minibatch_of(rows, world)], sequence_objective, 1.0) for rows in batches]
         results[name] = [dataclasses.asdict(step) for step in steps]
-        if world.leads:
+        if world.is_main:
             save_file(gradients, root / f"gradients_{name}.safetensors")
         tokenizer = load_tokenizer(_no_tokenizer(), config)
         Publisher(policy, tokenizer, torch.float32, world).publish(root / f"out_{name}", PolicyVersion(0, 3))
@@ -121,7 +142,7 @@ def run_layouts(world, argument):
 
 
 def record_gradients(optimizer, policy):
-    """Return what the first step fills with its gradients, whole."""
+    """Return a dict that the first step fills with its whole gradients."""
     kept = {}
 
     def record(*_):
@@ -139,18 +160,22 @@ def _no_tokenizer():
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
+def worlds(tmp_path_factory, request):
+    """Train in the layouts of the selected tests; return the models' directory and the steps of each case."""
     root = tmp_path_factory.mktemp("layouts")
     make_models(root)
+    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    selected = {item.callspec.params.get("case") for item in mine}
     results = {}
     for size in (1, 2, 4):
         chosen = {f"{source}-alone": (source, {}) for source in MODELS} if size == 1 else {}
-        for name, (ranks, models, keys) in LAYOUTS.items():
-            if ranks == size:
-                chosen |= {f"{model}-{name}": (model, keys) for model in models}
-        answers = run_world(size, run_layouts, {"root": str(root), "layouts": chosen}, root)
-        assert all(answer == answers[0] for answer in answers), "the ranks disagree"
-        results |= answers[0]
+        for name, (ranks, model, keys) in CASES.items():
+            if ranks == size and name in selected:
+                chosen[name] = (model, keys)
+        if chosen:
+            answers = run_world(size, run_layouts, {"root": str(root), "layouts": chosen}, root)
+            assert all(answer == answers[0] for answer in answers), "the ranks disagree"
+            results |= answers[0]
     return root, results
 
 
@@ -158,10 +183,11 @@ def make_models(root):
     make_tiny_model(root / "dense")
     make_variant(root / "sliding", Qwen3Config, use_sliding_window=True, sliding_window=5, max_window_layers=1)
     make_variant(root / "experts", Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+    make_variant(root / "few", Qwen3MoeConfig, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=48)
 
 
 def make_variant(path, kind, **changes):
-    """A tiny model of another kind, untied, beside the tokenizer of the first."""
+    """Write a tiny untied model of another kind, with the tokenizer of `make_tiny_model`."""
     make_tiny_model(path)
     keys = AutoConfig.from_pretrained(path).to_dict()
     for key in ("model_type", "architectures", "layer_types"):
@@ -171,9 +197,9 @@ def make_variant(path, kind, **changes):
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_layout_is_invisible(worlds, case):
-    """I9: loss, gradient norm and every gradient of the first step, loss and norm of three, and what is published."""
+@pytest.mark.parametrize("case", CASE_PARAMETERS)
+def test_layout_gives_the_gradients_and_weights_of_one_rank(worlds, case):
+    """Loss, norm, gradients and published weights do not depend on the layout (I9)."""
     root, results = worlds
     alone = f"{case.split('-')[0]}-alone"
     assert len(results[case]) == STEPS
@@ -182,7 +208,7 @@ def test_layout_is_invisible(worlds, case):
             assert got[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-5)
         assert got["means"] == pytest.approx(wanted["means"], rel=1e-5)
         assert got["skipped"] == 0
-    # I10: what is not finite on one rank is skipped on all, and what is published is as if it had not been.
+    # A gradient that is not finite on one rank is skipped on all ranks and does not change the weights (I10).
     assert (results[case][-1]["skipped"], results[case][-1]["grad_norm"]) == (1, None)
     wanted, got = (load_file(root / f"gradients_{name}.safetensors") for name in (alone, case))
     for name, gradient in wanted.items():
@@ -193,7 +219,7 @@ def test_layout_is_invisible(worlds, case):
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=2e-4)
 
 
-def test_the_sliding_model_slides(worlds):
+def test_sliding_model_has_a_sliding_window(worlds):
     config = AutoConfig.from_pretrained(worlds[0] / "sliding")
     assert config.layer_types == ["full_attention", "sliding_attention"] and config.sliding_window == 5
 
@@ -208,7 +234,7 @@ def test_the_sliding_model_slides(worlds):
         (4, {"dp_replicate": 2, "reshard_ranks": 4}, "model.reshard_ranks 4 does not divide the 2 ranks"),
     ],
 )
-def test_sizes_are_checked(size, keys, message):
+def test_layout_that_does_not_divide_the_ranks_is_refused(size, keys, message):
     with pytest.raises(ConfigError, match=message):
         Layout.of(TrainerModelConfig(**keys), size)
 
@@ -217,13 +243,13 @@ def test_sizes_are_checked(size, keys, message):
     ("keys", "message"),
     [({"cp": {}, "attn": "sdpa"}, "model.attn='varlen'"), ({"lora": {}, "tp": 2}, "set model.tp=1")],
 )
-def test_combinations_are_refused_at_once(keys, message):
+def test_conflicting_parallelism_options_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         TrainerModelConfig(**keys)
 
 
-def test_ranks_that_share_rows_are_dealt_the_same():
-    ranks = [World(rank, 8, torch.device("cpu"), sharers=4) for rank in range(8)]
+def test_ranks_of_one_model_parallel_group_have_the_same_data_rank():
+    ranks = [World(rank, 8, torch.device("cpu"), model_parallel_size=4) for rank in range(8)]
     assert [(w.data_rank, w.data_size) for w in ranks] == [(0, 2)] * 4 + [(1, 2)] * 4
 
 
@@ -241,12 +267,16 @@ def refuse(world, argument):
     for model, keys in argument:
         config = TrainerModelConfig(name=model, **keys)
         with pytest.raises(ConfigError) as caught:
-            make_policy(config, 0, dataclasses.replace(world, sharers=Layout.of(config, world.size).sharers))
+            make_policy(
+                config,
+                0,
+                dataclasses.replace(world, model_parallel_size=Layout.of(config, world.size).model_parallel_size),
+            )
         messages.append(str(caught.value))
     return messages
 
 
-def test_what_the_model_cannot_is_refused(worlds):
+def test_layout_that_does_not_fit_the_model_is_refused(worlds):
     cases = [(str(worlds[0] / model), keys) for model, keys in REFUSED.values()]
     for messages in run_world(3, refuse, cases, worlds[0]):
         for pattern, message in zip(REFUSED, messages, strict=True):
@@ -254,20 +284,42 @@ def test_what_the_model_cannot_is_refused(worlds):
 
 
 def count_collectives(world, path):
-    """Runs on every rank: how often a step with one row, and one with five, sums gradients."""
-    counts = {}
-    for name, keys in {"shard": {}, "replicate": {"dp_replicate": 2}}.items():
-        policy = make_policy(TrainerModelConfig(name=path, **keys), 0, world)
-        engine = Engine(policy, build_optimizer(AdamWConfig(), policy), world, max_norm=None)
+    """Count the collectives of a step with one row and of one with five rows; runs on every rank."""
+    answers = {}
+    layouts = {"shard": {}, "replicate": {"dp_replicate": 2}}
+    for name, once in itertools.product(layouts, (False, True)):
+        policy = make_policy(TrainerModelConfig(name=path, **layouts[name]), 0, world)
+        held = []
+        on_row = partial(lambda policy, held: held.append(gradient_bytes(policy)), policy, held)
+        engine = TrainStep(policy, build_optimizer(AdamWConfig(), policy), world, None, on_row, reduce_once=once)
         rows = make_rows(0)
         minibatches = [Minibatch(part, Counts(10)) for part in (rows[:1], rows)]
-        engine.step(minibatches, sequence_objective, 1.0)  # the first pass of a fresh policy may do more
-        counts[name] = [collectives_in(lambda m=m, e=engine: e.step([m], sequence_objective, 1.0)) for m in minibatches]
-    return counts
+        steps = [engine.step(minibatches, sequence_objective, 1.0)]  # the first step may call more
+        del held[:]
+        step = partial(
+            lambda engine, steps, part: steps.append(engine.step([part], sequence_objective, 1.0)), engine, steps
+        )
+        counts = [collectives_in(partial(step, part)) for part in minibatches]
+        answers[f"{name} {'once' if once else 'every row'}"] = {
+            "counts": counts,
+            "steps": [(step.loss, step.grad_norm) for step in steps],
+            "held": max(held),
+        }
+    return answers
+
+
+def gradient_bytes(policy):
+    """Return the bytes of all gradients of this rank, sharded or not."""
+    units = {module._get_fsdp_state() for module in policy.modules() if isinstance(module, FSDPModule)}
+    parameters = [p for unit in units for group in unit._fsdp_param_groups for p in group.fsdp_params]
+    whole = [p.unsharded_accumulated_grad for p in parameters]
+    whole += [getattr(p, "_unsharded_param", None) is not None and p._unsharded_param.grad for p in parameters]
+    shards = [p.grad.to_local() for p in policy.parameters() if p.grad is not None]
+    return sum(gradient.nbytes for gradient in [*whole, *shards] if isinstance(gradient, torch.Tensor))
 
 
 def collectives_in(action):
-    """Count what `action` calls; torch 2.13 has other names for it than 2.11."""
+    """Count the collectives that `action` calls, under the names of torch 2.11 and 2.13."""
     names = (
         "reduce_scatter_tensor",
         "reduce_scatter_single",
@@ -289,41 +341,63 @@ def collectives_in(action):
     return counts
 
 
-def test_accumulation_sums_once(worlds):
-    """Gradients of five rows travel as often as those of one, however the model is sharded."""
-    for counts in run_world(2, count_collectives, str(worlds[0] / "dense"), worlds[0]):
-        sharded, replicated = counts["shard"], counts["replicate"]
-        assert sharded[0]["reduce_scatter"] == sharded[1]["reduce_scatter"] == 3, "two blocks and the root"
-        assert sharded[0]["all_gather"] < sharded[1]["all_gather"]
-        assert replicated[0]["all_reduce"] == replicated[1]["all_reduce"] > 3
+@pytest.fixture(scope="module")
+def accumulations(tmp_path_factory):
+    root = tmp_path_factory.mktemp("accumulations")
+    make_tiny_model(root / "dense")
+    return run_world(2, count_collectives, str(root / "dense"), root)
+
+
+def test_gradients_by_default_are_reduced_for_every_row_and_stay_sharded(accumulations):
+    for answers in accumulations:
+        every, once = answers["shard every row"], answers["shard once"]
+        assert [counts["reduce_scatter"] for counts in every["counts"]] == [3, 15], "two blocks and the root"
+        assert every["held"] < 0.6 * once["held"]
+
+
+def test_gradients_with_reduce_once_are_reduced_in_the_last_row_only(accumulations):
+    for answers in accumulations:
+        assert [counts["reduce_scatter"] for counts in answers["shard once"]["counts"]] == [3, 3]
+        for name in ("replicate once", "replicate every row"):  # copies sum over each other with the last row alone
+            one, five = answers[name]["counts"]
+            assert one["all_reduce"] == five["all_reduce"] > 3
+
+
+def test_gradients_reduced_once_or_for_every_row_have_equal_norms(accumulations):
+    for answers in accumulations:
+        for name in ("shard", "replicate"):
+            every, once = answers[f"{name} every row"]["steps"], answers[f"{name} once"]["steps"]
+            assert len(every) == 3
+            for got, wanted in zip(every, once, strict=True):
+                assert got == pytest.approx(wanted, rel=1e-6)
 
 
 def lose_a_rank(world, argument):
     """Runs on two ranks: the second ends, or stops answering, between two steps."""
     path, how = argument
-    world = dataclasses.replace(world, sharers=2, timeout_s=2.0)
+    world = dataclasses.replace(world, model_parallel_size=2, timeout_s=2.0)
     policy = make_policy(TrainerModelConfig(name=path, cp={"degree": 2}), 0, world)
-    engine = Engine(policy, build_optimizer(AdamWConfig(), policy), world, max_norm=None)
-    engine.step([share(make_rows(0), world)], sequence_objective, 1.0)
+    engine = TrainStep(policy, build_optimizer(AdamWConfig(), policy), world, max_norm=None)
+    engine.step([minibatch_of(make_rows(0), world)], sequence_objective, 1.0)
     if world.rank == 1:
         os._exit(1) if how == "dies" else signal.pause()
     begin = time.monotonic()
     try:
-        with lost_ranks_told(world.timeout_s):
-            engine.step([share(make_rows(1), world)], sequence_objective, 1.0)
+        with wrap_rank_errors(world.timeout_s):
+            engine.step([minibatch_of(make_rows(1), world)], sequence_objective, 1.0)
     except RunError as error:
         return [str(error), time.monotonic() - begin]
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_lost_rank_ends_the_others(worlds, how):
-    """I7: at once where its connections close, else after the world's time limit, which holds in every group."""
+def test_collective_with_a_lost_rank_raises_on_the_others(worlds, how):
+    """The other ranks raise at once if connections close, else after the world's time limit (I7)."""
     ((message, seconds),) = run_world(2, lose_a_rank, (str(worlds[0] / "dense"), how), worlds[0], lost=(1,))
     assert "rank 0 lost another rank" in message and "\n" not in message
     assert seconds < 20
 
 
-def test_a_port_that_somebody_has_is_named_and_not_told_as_a_lost_rank(monkeypatch):
+def test_rendezvous_on_a_port_in_use_raises_config_error(monkeypatch):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -331,16 +405,19 @@ def test_a_port_that_somebody_has_is_named_and_not_told_as_a_lost_rank(monkeypat
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         with (
-            pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} \(MASTER_PORT\): somebody listens"),
-            meeting_told(5),
+            pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} \(MASTER_PORT\): another process listens"),
+            wrap_rank_errors(5, joining=True),
         ):
             dist.TCPStore("127.0.0.1", port, 1, is_master=True)
 
 
-def test_a_rank_zero_that_is_not_there_is_waited_for_with_a_deadline(monkeypatch):
+def test_rendezvous_without_rank_zero_times_out(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_PORT", str(port))
-    with pytest.raises(RunError, match=rf"has not met the 1 ranks at .*:{port} within 1 s"), meeting_told(1):
+    with (
+        pytest.raises(RunError, match=rf"did not join the 1 ranks at .*:{port} within 1 s"),
+        wrap_rank_errors(1, joining=True),
+    ):
         dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=1))

@@ -1,5 +1,6 @@
-"""The RL trainer as a process: alone, on two ranks under torchrun, and on bad input."""
+"""The RL trainer as a process: one rank, two ranks, torchrun, and invalid input."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,24 +8,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
-from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
-from prime_rl.run.batch import ROWS_FILE, write_batch
-from prime_rl.run.heart import Heartbeat
-from prime_rl.run.heartbeat import read_beats
-from prime_rl.run.paths import RunPaths
-from prime_rl.run.peers import PeerLost
-from prime_rl.run.tensors import hash_tensors
-from prime_rl.run.wait import DeadlineError, wait_for
-from prime_rl.supervisor.process import SUPERVISED
-from prime_rl.trainer.rl.batches import fake_batch
-from prime_rl.trainer.rl.train import batch_source
+from prime_rl.liveness.heartbeat_monitor import read_heartbeats
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.parent_process import SUPERVISED
+from prime_rl.liveness.peer_monitor import PeerLost
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.batch import ROWS_FILE, write_batch
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.tensor_hashes import hash_tensors
+from prime_rl.storage.wait_for import DeadlineError, wait_for
+from prime_rl.trainer.rl.batch_source import BatchSource, fake_batch
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_command
 
@@ -34,7 +33,9 @@ STEPS = 3
 METRICS = {
     "step", "loss", "grad_norm", "entropy", "mismatch_kl", "mismatch_kl/on_policy", "importance_ratio/mean",
     "importance_ratio/clipped", "lr", "time/step", "time/wait_for_batch", "time/train", "time/publish",
-    "perf/tokens_per_second", "perf/mfu", "optim/skipped", "tokens",
+    "perf/tokens_per_second", "perf/mfu", "optim/skipped", "tokens", "time", "world_size", "logprob/mean",
+    "entropy/q50", "progress/step", "progress/tokens", "progress/samples", "progress/problems", "time/synchronize",
+    "time/step/rank_mean", "time/step/rank_max", "time/wait_for_batch/rank_max", "perf/peak_memory_gib/rank_max",
 }  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def model(tmp_path_factory):
 
 def ship(root, steps=STEPS):
     """Write batches as the orchestrator would."""
-    config = FakeDataConfig(batch_size=10, seq_len=40, micro_batch_size=2, generate_samples=True)
+    config = FakeDataConfig(batch_size=10, seq_len=40, micro_batch_size=2, variable_length=True)
     for step in range(steps):
         batch = fake_batch(config, 103, row_length=80, seed=5, step=step)
         write_batch(RunPaths(root).rollouts(step), batch, {"branch": 0, "step": step, "async_level": 2})
@@ -59,14 +60,7 @@ def start_torchrun(ranks, arguments):
 
 
 def run(arguments, ranks=1):
-    if ranks == 1:
-        return run_command("trainer", arguments)
-    with start_torchrun(ranks, arguments) as process:
-        try:
-            error = process.communicate(timeout=120)[1]
-        finally:
-            process.kill()
-    return process.returncode, error
+    return run_command("trainer", arguments, ranks=ranks)
 
 
 def base_arguments(model, root, *more):
@@ -80,20 +74,24 @@ def metrics_of(root):
 
 @pytest.fixture(scope="module")
 def runs(model, tmp_path_factory):
-    """The same batches trained by one rank and by two under torchrun."""
+    """Train the same batches on one rank and on two."""
     roots = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     for ranks, root in roots.items():
         ship(root)
-        code, error = run(base_arguments(model, root, "--minibatches", "2"), ranks)
+        code, error = run(base_arguments(model, root, "--num-minibatches", "2"), ranks)
         assert code == 0, error
     return roots
 
 
-def test_every_step_is_reported_and_published(runs):
+def test_train_reports_and_publishes_every_step(runs):
     for root in runs.values():
         lines = metrics_of(root)
         assert [line["step"] for line in lines] == list(range(STEPS))
         assert all(line.keys() >= METRICS for line in lines)
+        assert [line["progress/step"] for line in lines] == list(range(1, STEPS + 1))
+        assert [line["progress/tokens"] for line in lines] == np.cumsum([line["tokens"] for line in lines]).tolist()
+        assert ["grad_norm/layer_0" in line for line in lines] == [True] + [False] * (STEPS - 1), "every tenth step"
+        assert lines[0]["grad_norm/layer_0"] < lines[0]["grad_norm"]
         assert all(line["mismatch_kl/on_policy"] == line["mismatch_kl"] > 0 for line in lines)
         for step in range(1, STEPS + 1):
             manifest = read_manifest(RunPaths(root).weights(step), WEIGHTS_FORMAT)
@@ -101,37 +99,65 @@ def test_every_step_is_reported_and_published(runs):
         assert len({read_manifest(RunPaths(root).weights(s), WEIGHTS_FORMAT)["hash"] for s in (1, 2, 3)}) == 3
 
 
-def test_every_rank_has_a_heartbeat_that_ends_in_order(runs):
+def test_train_ends_heartbeat_of_every_rank(runs):
     """I7"""
     for ranks, root in runs.items():
-        beats = read_beats(RunPaths(root))
+        beats = read_heartbeats(RunPaths(root))
         assert list(beats) == [f"trainer_{rank}" for rank in range(ranks)]
         assert {(beat.role, beat.phase) for beat in beats.values()} == {("trainer", "ended")}
         assert all(beat.progress > 6 * STEPS for beat in beats.values())
 
 
-def test_two_ranks_train_like_one(runs):
-    """I9, through torchrun and files."""
+def test_train_writes_a_timeline_for_every_rank(runs):
+    for ranks, root in runs.items():
+        paths = RunPaths(root)
+        lanes = {f"trainer_{rank}" for rank in range(ranks)} | {"trainer_0_publication"}
+        assert {file.stem for file in paths.timeline_dir.iterdir()} == lanes
+        lines = [json.loads(line) for line in paths.timeline("trainer_0_publication").read_text().splitlines()]
+        assert [(line["name"], line["version"]) for line in lines] == [
+            ("write version", step + 1) for step in range(STEPS)
+        ]
+        for rank in range(ranks):
+            lines = [json.loads(line) for line in paths.timeline(f"trainer_{rank}").read_text().splitlines()]
+            phases = {(line["name"], line["step"], line["version"]) for line in lines}
+            steps = range(STEPS)
+            assert phases >= {("step", step, None) for step in steps}
+            assert phases >= {("publish version", step, step + 1) for step in steps}
+            assert all(after["start"] > before["start"] for before, after in itertools.pairwise(lines))
+
+
+def test_train_on_two_ranks_equals_one(runs):
+    """The world size does not change the metrics (I9)."""
     for one, two in zip(metrics_of(runs[1]), metrics_of(runs[2]), strict=True):
         assert two["tokens"] == one["tokens"]
+        assert (one["world_size"], two["world_size"]) == (1, 2)
+        assert two["time/step/rank_max"] >= two["time/step/rank_mean"] > 0
         for name in ("loss", "grad_norm", "entropy", "mismatch_kl", "importance_ratio/mean"):
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
 
 
-def test_rows_are_deleted_below_the_current_step_and_manifests_stay(runs):
+def test_train_deletes_rows_of_earlier_steps_and_keeps_manifests(runs):
     for root in runs.values():
         paths = RunPaths(root)
         assert [(paths.rollouts(n) / ROWS_FILE).exists() for n in range(STEPS)] == [False, False, True]
         assert all((paths.rollouts(n) / "manifest.json").exists() for n in range(STEPS))
 
 
-def test_an_earlier_runs_weights_are_refused(runs, model):
+def test_train_where_no_timeline_can_be_written_trains(model, tmp_path):
+    (tmp_path / "timeline").touch()
+    code, error = run(base_arguments(model, tmp_path, "--data.fake", "--data.fake.seq-len", "16"))
+    assert code == 0, error
+    assert error.count("timeline: phases are not recorded: File exists") == 2, "the rank's and its publications', once"
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(STEPS))
+
+
+def test_train_with_weights_of_earlier_run_exits(runs, model):
     code, error = run(base_arguments(model, runs[1]))
     assert code == 2
     assert error.splitlines()[-1].startswith("error: output_dir:") and "Traceback" not in error
 
 
-def test_fake_data_runs_alone_and_again(model, tmp_path):
+def test_train_with_fake_data_runs_twice(model, tmp_path):
     arguments = base_arguments(model, tmp_path, "--data.fake", "{'batch_size': 4, 'seq_len': 16}")
     for _ in range(2):
         code, error = run(arguments)
@@ -140,38 +166,37 @@ def test_fake_data_runs_alone_and_again(model, tmp_path):
     assert not any(RunPaths(tmp_path).weights_dir.iterdir())
 
 
-def test_a_missing_batch_ends_the_wait_and_names_the_orchestrator(model, tmp_path):
+def test_train_without_batch_times_out_and_names_orchestrator(model, tmp_path):
     ship(tmp_path, steps=1)
     code, error = run(base_arguments(model, tmp_path, "--wait-timeout-seconds", "2"))
     last = error.splitlines()[-1]
     assert code == 1
     assert last.startswith("error: waited 2 s") and "step_1" in last and "orchestrator" in last
     assert "has no heartbeat of orchestrator" in last
-    assert [beat.phase for beat in read_beats(RunPaths(tmp_path)).values()] == ["failed"]
+    assert [beat.phase for beat in read_heartbeats(RunPaths(tmp_path)).values()] == ["failed"]
     assert "Traceback" not in error
 
 
-def test_the_wait_for_a_batch_ends_when_the_orchestrator_has_died(tmp_path, monkeypatch):
+def test_read_with_dead_orchestrator_raises(tmp_path, monkeypatch):
     """I7, by hand; under `rl` the supervisor alone judges."""
     paths = RunPaths(tmp_path)
-    config = TrainerConfig.load(["--heartbeat.timeout", "0.4", "--wait-timeout-seconds", "2"])
-    mine, its = Heartbeat(paths, "trainer_0", "trainer"), Heartbeat(paths, "orchestrator", "orchestrator")
+    config = TrainerConfig.load(["--heartbeat.dead-after-seconds", "0.4", "--wait-timeout-seconds", "2"])
+    mine, its = HeartbeatWriter(paths, "trainer_0", "trainer"), HeartbeatWriter(paths, "orchestrator", "orchestrator")
     its.start()
     its.close("failed")
-    publisher = SimpleNamespace(check=lambda: None)
     with pytest.raises(PeerLost, match=rf"orchestrator \(pid {os.getpid()} on .*\) has failed"):
-        batch_source(config, paths, None, publisher, mine)(7)
+        BatchSource(config, paths, 0, lambda: None, mine).read(7)
     assert mine._phase[:3] == ("wait for batch 7", 2, "orchestrator")
     monkeypatch.setenv(SUPERVISED, "1")
     with pytest.raises(DeadlineError, match=r"waited 2 s for .*; orchestrator \(pid .* has failed"):
-        batch_source(config, paths, None, publisher, mine)(7)
+        BatchSource(config, paths, 0, lambda: None, mine).read(7)
 
 
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [(["--model.name", "/no/such/model"], "model.name"), (["--device", "cuda"], "device"), (["--lr", "1"], "lr")],
 )
-def test_bad_input_is_one_line(model, tmp_path, arguments, key):
+def test_train_with_invalid_input_exits_with_one_line(model, tmp_path, arguments, key):
     import torch
 
     if key == "device" and torch.cuda.is_available():
@@ -181,7 +206,7 @@ def test_bad_input_is_one_line(model, tmp_path, arguments, key):
     assert error.splitlines()[-1].startswith("error: ") and key in error and "Traceback" not in error
 
 
-def test_an_orchestrator_with_another_bound_is_refused(model, tmp_path):
+def test_train_with_another_async_level_exits(model, tmp_path):
     ship(tmp_path, steps=1)
     code, error = run(base_arguments(model, tmp_path, "--async-level", "1"))
     assert code == 2
@@ -190,11 +215,12 @@ def test_an_orchestrator_with_another_bound_is_refused(model, tmp_path):
     assert not RunPaths(tmp_path).weights_dir.exists()
 
 
-def test_the_death_of_a_rank_ends_the_other(model, tmp_path):
+@pytest.mark.extended  # by default: tests/unit/trainer/test_parallel.py without torchrun, test_whole_run.py with `rl`
+def test_death_of_a_rank_ends_the_other(model, tmp_path):
     ship(tmp_path, steps=1)
     with start_torchrun(2, base_arguments(model, tmp_path, "--wait-timeout-seconds", "100")) as p:
         try:
-            wait_for(RunPaths(tmp_path).weights(1), 60, "the trainer")
+            wait_for(RunPaths(tmp_path).weights(1), 120, "the trainer")
             ranks = [c for c in psutil.Process(p.pid).children() if "train.py" in " ".join(c.cmdline())]
             assert len(ranks) == 2
             ranks[1].send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a process: it learns, it repeats itself to the byte, ranks do not show."""
+"""Supervised fine-tuning as a process: falling loss, determinism, world size."""
 
 import json
 import os
@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.run.artifact import WEIGHTS_FORMAT, read_manifest
-from prime_rl.run.paths import RunPaths
-from prime_rl.trainer.sft import data
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.paths import RunPaths
+from prime_rl.trainer.data import sft_dataset
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_command
 
@@ -33,38 +33,22 @@ def inputs(tmp_path_factory):
     return root
 
 
-def sft(inputs, root, *more, ranks=1):
+def sft_arguments(inputs, root, *more):
     arguments = ["--model.name", inputs / "model", "--data.name", inputs / "words.jsonl", "--output-dir", root]
     arguments += ["--data.seq-len", "64", "--data.batch-size", "5", "--optim.lr", "1e-2", "--device", "cpu", *more]
-    code, error = run_command("sft", arguments) if ranks == 1 else torchrun(ranks, arguments)
+    return list(map(str, arguments))
+
+
+def sft(inputs, root, *more):
+    code, error = run_command("sft", sft_arguments(inputs, root, *more))
     assert code == 0, error[-3000:]
+    return metrics_of(root)
+
+
+def metrics_of(root):
+    """Return the lines of training steps and those of validations."""
     lines = [json.loads(line) for line in RunPaths(root).metrics("trainer").read_text().splitlines()]
     return [line for line in lines if "loss" in line], [line for line in lines if "val/loss" in line]
-
-
-def torchrun(ranks, arguments):
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    command = [*launcher, str(ROOT / "src/prime_rl/trainer/sft/train.py"), *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stderr
-
-
-def test_the_output_of_each_rank_goes_to_files_and_rank_0_to_the_console(inputs, tmp_path):
-    """torchrun's own flags, on the file that the README names."""
-    logs, ranks = tmp_path / "logs", 2
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    command += ["--local-ranks-filter", "0", "--log-dir", str(logs), "--redirects", "3", "--tee", "3"]
-    command += [str(ROOT / "src/prime_rl/trainer/sft/train.py"), "--model.name", str(inputs / "model")]
-    command += ["--data.type", "fake", "--data.batch-size", "2", "--max-steps", "2", "--device", "cpu"]
-    command += ["--output-dir", str(tmp_path / "out")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    console = (done.stdout + done.stderr).splitlines()
-    assert any("[default0]" in line or "default0" in line for line in console)
-    assert not any("default1" in line for line in console), "rank 1 is filtered out"
-    assert {path.parent.name for path in logs.rglob("stderr.log")} == {"0", "1"}
 
 
 @pytest.fixture(scope="module")
@@ -73,27 +57,27 @@ def first(inputs, tmp_path_factory):
     return root, sft(inputs, root, "--max-steps", STEPS, "--weights-interval", "4", *VALIDATE)
 
 
-def test_it_learns_and_reports(first):
+def test_sft_reduces_and_reports_the_loss(first):
     _, (lines, _) = first
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
     assert {"grad_norm", "entropy", "lr", "perf/mfu", "time/train", "tokens"} <= lines[0].keys()
 
 
-def test_validation_is_at_the_start_in_between_and_at_the_end(first):
+def test_sft_validates_at_start_interval_and_end(first):
     _, (_, validations) = first
     assert [line["step"] for line in validations] == [0, 4, STEPS]
     losses = [line["val/loss"] for line in validations]
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_validation_loss_is_the_mean_over_all_held_out_tokens(first, inputs):
+def test_validation_loss_is_mean_over_held_out_tokens(first, inputs):
     """Computed anew with transformers alone, example by example, from the published weights."""
     root, (_, validations) = first
     model = AutoModelForCausalLM.from_pretrained(RunPaths(root).weights(STEPS), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     options = {"data": {"type": "sft", "name": str(inputs / "words.jsonl"), "seq_len": 64}, "val": {"fraction": 0.2}}
-    held_out = data.open_data(SFTConfig(**options), tokenizer).held_out
+    held_out = sft_dataset.open_data(SFTConfig(**options), tokenizer).held_out
     total = count = 0
     for sequence in (sequence for row in held_out for sequence in row):
         tokens = torch.from_numpy(sequence.tokens)
@@ -110,11 +94,11 @@ def test_validation_loss_is_the_mean_over_all_held_out_tokens(first, inputs):
         (["--data.name", "gone.jsonl"], "error: data.name: gone.jsonl does not exist"),
         (["--data.prompt-column", "q", "--data.completion-column", "a"], "words.jsonl:1: there is no column 'q', only"),
         (["--val.name", "gone.jsonl"], "error: val.name: gone.jsonl does not exist"),
-        (["--data.streaming"], "max_steps: how many steps a pass is"),
+        (["--data.streaming"], "max_steps: the number of steps of a streaming dataset is unknown"),
         (["--data.seq-len", "4"], "no example has anything to learn"),
     ],
 )
-def test_bad_input_is_one_line(inputs, tmp_path, arguments, message):
+def test_sft_with_invalid_input_exits_with_one_line(inputs, tmp_path, arguments, message):
     common = ["--model.name", inputs / "model", "--data.name", inputs / "words.jsonl", "--output-dir", tmp_path]
     code, error = run_command("sft", [*common, "--device", "cpu", *arguments])
     assert code == 2
@@ -122,7 +106,7 @@ def test_bad_input_is_one_line(inputs, tmp_path, arguments, message):
     assert len([line for line in error.splitlines() if " WARNING " not in line]) == 1
 
 
-def test_weights_are_published_at_the_interval_and_at_the_end(first):
+def test_sft_publishes_weights_at_interval_and_end(first):
     root, (lines, _) = first
     published = sorted(p.name for p in RunPaths(root).weights_dir.iterdir())
     assert published == ["step_4", "step_6"]
@@ -130,7 +114,7 @@ def test_weights_are_published_at_the_interval_and_at_the_end(first):
     assert "time/publish" in lines[3] and "time/publish" not in lines[4]
 
 
-def test_the_same_command_gives_the_same_bytes(first, inputs, tmp_path):
+def test_sft_repeated_gives_equal_bytes(first, inputs, tmp_path):
     root, (lines, validations) = first
     again, validated = sft(inputs, tmp_path, "--max-steps", STEPS, "--weights-interval", "4", *VALIDATE)
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
@@ -140,10 +124,36 @@ def test_the_same_command_gives_the_same_bytes(first, inputs, tmp_path):
         assert one.read_bytes() == two.read_bytes()
 
 
-def test_two_ranks_learn_like_one(first, inputs, tmp_path):
-    """I9 for supervised fine-tuning, with several rows to a micro-batch on the two ranks."""
+@pytest.fixture(scope="module")
+def two_ranks(inputs, tmp_path_factory):
+    root = tmp_path_factory.mktemp("two")
+    # Several rows form a micro-batch on the two ranks.
+    more = ["--max-steps", STEPS, "--data.micro-batch-size", "2", *VALIDATE]
+    code, error = run_command("sft", sft_arguments(inputs, root, *more), ranks=2)
+    assert code == 0, error[-3000:]
+    return metrics_of(root)
+
+
+@pytest.mark.extended
+def test_sft_with_torchrun_writes_output_of_ranks_to_files_and_rank_0_to_console(inputs, tmp_path):
+    """The file that the README names, with torchrun's flags for the output of the ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += ["--local-ranks-filter", "0", "--log-dir", str(tmp_path / "logs"), "--redirects", "3", "--tee", "3"]
+    command += [str(ROOT / "src/prime_rl/trainer/sft/train.py")]
+    command += sft_arguments(inputs, tmp_path / "run", "--max-steps", "2")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    console = done.stdout + done.stderr
+    assert done.returncode == 0, console[-3000:]
+    assert "default0" in console
+    assert "default1" not in console, "rank 1 is filtered out"
+    assert {path.parent.name for path in (tmp_path / "logs").rglob("stderr.log")} == {"0", "1"}
+
+
+def test_sft_on_two_ranks_equals_one(first, two_ranks):
+    """The world size does not change supervised fine-tuning (I9)."""
     _, (ones, validations) = first
-    lines, validated = sft(inputs, tmp_path, "--max-steps", STEPS, "--data.micro-batch-size", "2", *VALIDATE, ranks=2)
+    lines, validated = two_ranks
     for one, two in zip(ones, lines, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
@@ -151,7 +161,7 @@ def test_two_ranks_learn_like_one(first, inputs, tmp_path):
         assert two["val/loss"] == pytest.approx(one["val/loss"], rel=1e-4)
 
 
-def test_without_max_steps_it_goes_once_through_the_data(inputs, tmp_path):
+def test_sft_without_max_steps_makes_one_pass(inputs, tmp_path):
     lines, _ = sft(inputs, tmp_path, "--scheduler.type", "linear", "--data.batch-size", "4")
     assert 1 < len(lines) < 20
     assert RunPaths(tmp_path).weights(len(lines)).exists()

@@ -1,34 +1,47 @@
-"""Real processes without their imports: forked from a server that has imported torch and transformers once.
+"""Starts real processes without the cost of their imports: a fork server has imported torch and transformers.
 
-`run_world` runs a function on several gloo ranks, described to each in its environment as torchrun does;
-`run_command` runs an entry point.
+`run_world` runs a function on several gloo ranks with torchrun's environment, `run_command` runs an entry point,
+`run_script` a Python file.
 """
 
 import importlib
 import json
 import multiprocessing
 import os
-import socket
+import runpy
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 
+import torch.distributed as dist
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["prime_rl.trainer.rl.train", "prime_rl.trainer.sft.train", "datasets"])
+_context.set_forkserver_preload(
+    [
+        "prime_rl.trainer.rl.train",
+        "prime_rl.trainer.sft.train",
+        "datasets",
+        "pytest",
+        "torch.utils.serialization.config",
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "tests.support.tiny_model",
+        "tests.support.frozen_imports",
+    ]
+)
 
 
-def run_world(size, function, argument, tmp_path, timeout=120, lost=()):
+def run_world(size, function, argument, tmp_path, timeout=200, lost=()):
     """Return, per rank, what `function(world, argument)` returned; fail with the traceback of a rank that raised.
 
     Ranks in `lost` are not expected to answer or to end; they are left out.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # As torchrun does, this process keeps the store: a port that is free now may be another process's a second later.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = [Path(tmp_path) / f"result{size}.{rank}" for rank in range(size)]
     processes = [
-        _context.Process(target=_run_rank, args=(rank, size, port, function, argument, str(result)))
+        _context.Process(target=_run_rank, args=(rank, size, store.port, function, argument, str(result)))
         for rank, result in enumerate(results)
     ]
     for process in processes:
@@ -49,36 +62,79 @@ def run_world(size, function, argument, tmp_path, timeout=120, lost=()):
     return [answer["value"] for answer in answers]
 
 
-def run_command(command, arguments, timeout=120, env=None):
-    """Run the entry point `command` ("trainer", "sft"); return its exit code and what it wrote to stderr."""
+def run_command(command, arguments, timeout=120, env=None, ranks=1):
+    """Run the entry point `command` ("trainer", "sft") on each rank; return rank 0's exit code and its stderr."""
+    arguments = list(map(str, arguments))
     with tempfile.NamedTemporaryFile("r") as error:
-        process = _context.Process(target=_run_main, args=(command, list(map(str, arguments)), error.name, env))
+        return _run_all(_run_main, [(command, arguments)] * ranks, error, timeout, env)
+
+
+def run_script(path, arguments, timeout=240):
+    """Run the Python file `path` as a program; fail with its stderr if its exit code is not 0."""
+    with tempfile.NamedTemporaryFile("r") as error:
+        code, text = _run_all(_run_file, [(str(path), list(map(str, arguments)))], error, timeout, None)
+    assert code == 0, text
+
+
+def _run_all(function, calls, error, timeout, env):
+    """Start a process for each call, as the ranks of one world if there are several."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if len(calls) > 1 else None
+    processes = []
+    for rank, call in enumerate(calls):
+        settings = {"OMP_NUM_THREADS": "1", **(_rank_environment(rank, len(calls), store.port) if store else {})}
+        stderr = error.name if rank == 0 else os.devnull
+        processes.append(_context.Process(target=function, args=(*call, stderr, settings | (env or {}))))
+    for process in processes:
         process.start()
+    for process in processes:
         process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            raise TimeoutError(f"{command} did not end within {timeout} s: {error.read()[-3000:]}")
-        return process.exitcode, error.read()
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.kill()
+    if alive:
+        raise TimeoutError(f"{calls[0][0]} did not end within {timeout} s: {error.read()[-3000:]}")
+    return processes[0].exitcode, error.read()
+
+
+def _rank_environment(rank, size, port):
+    """Return the variables that torchrun sets for a rank."""
+    return {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def _run_main(command, arguments, error, env):
+    _prepare_process([command, *arguments], error, env)
+    importlib.import_module(f"prime_rl.entrypoints.{command}").main()
+
+
+def _run_file(path, arguments, error, env):
+    _prepare_process([path, *arguments], error, env)
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def _prepare_process(arguments, error, env):
     with Path(error).open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.argv = [command, *arguments]
-    os.environ |= {"OMP_NUM_THREADS": "1", **(env or {})}
-    importlib.import_module(f"prime_rl.entrypoints.{command}").main()
+    sys.argv = arguments
+    os.environ |= env
 
 
 def _run_rank(rank, size, port, function, argument, result):
     import torch
 
-    from prime_rl.trainer.parallel import join_world
+    from prime_rl.trainer.parallel.process_group import join_world
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= _rank_environment(rank, size, port)
     try:
-        with join_world("cpu", 60) as world:
+        with join_world("cpu", 120) as world:
             answer = {"value": function(world, argument)}
     except Exception:  # noqa: BLE001  handed to the test
         answer = {"error": traceback.format_exc()}

@@ -1,17 +1,16 @@
-"""I3, I4: a resumed trainer is the one that wrote the checkpoint, on any number of ranks; saving never endangers it.
+"""Saves and resumes the state of a trainer, on any number of ranks (I3, I4).
 
-Checkpoint N is written after step N - 1 and before batch N. All ranks write their shards to a temporary folder; when
-all are on the disk rank 0 renames it, and commits if the other parts of the run's checkpoint are there too. All talk
-goes over a group of its own, so that a save in the background never mixes with the collectives of training.
+Checkpoint N is written after step N - 1 and before batch N. All ranks write their shards to a temporary folder. Rank 0
+renames it when all shards are on the disk, and commits the checkpoint if the orchestrator's part is complete too.
 """
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,128 +26,97 @@ from torch.optim import Optimizer
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.shared import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.errors import ConfigError, RunError
-from prime_rl.run import checkpoints as files
-from prime_rl.run.artifact import MANIFEST, ArtifactError
-from prime_rl.run.batch import delete_rows
-from prime_rl.run.paths import RunPaths, step_of
-from prime_rl.run.threads import start
-from prime_rl.run.wait import DeadlineError
-from prime_rl.trainer.checkpoints import state
-from prime_rl.trainer.checkpoints.agreement import Agreement
-from prime_rl.trainer.checkpoints.loading import load_model_and_optimizer, reason
-from prime_rl.trainer.checkpoints.reader import TensorReader
-from prime_rl.trainer.checkpoints.settings import changes, settings_of
-from prime_rl.trainer.checkpoints.start import Chooser, Start
-from prime_rl.trainer.parallel import World, lost_ranks_told
-from prime_rl.trainer.start import check_output_dir
+from prime_rl.core.daemon_futures import start_daemon_future
+from prime_rl.core.errors import RunError
+from prime_rl.storage import checkpoint_artifacts as files
+from prime_rl.storage.artifact import MANIFEST, ArtifactError
+from prime_rl.storage.batch import delete_rows
+from prime_rl.storage.paths import RunPaths, step_of
+from prime_rl.storage.progress import Progress
+from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.trainer.checkpoints import trainer_state as state
+from prime_rl.trainer.checkpoints.dcp_reader import TensorReader, load_model_and_optimizer, summarize_dcp_error
+from prime_rl.trainer.checkpoints.rank_consensus import RankConsensus
+from prime_rl.trainer.checkpoints.resume_point import ResumeDecision, ResumePoint
+from prime_rl.trainer.checkpoints.resume_settings import check_settings, settings_of
+from prime_rl.trainer.parallel.process_group import World, wrap_rank_errors
+from prime_rl.trainer.process_setup import check_output_dir
 
 PART = files.TRAINER
 
 
 class DataStream(Protocol):
-    """Data with a place to go on from, which does not depend on the number of ranks."""
+    """Training data with a position that does not depend on the number of ranks."""
 
     def state(self) -> dict[str, Any]:
-        """Return the place after what was trained on, as values that JSON can write."""
+        """Return the position after the trained batches, as JSON values."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from there. Raises ConfigError where the data is not the same."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        step: steps done.
-        tokens: of all batches, prompts included.
-        samples: sequences of all batches.
-        problems: groups of all batches; 0 for supervised fine-tuning.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    samples: int = 0
-    problems: int = 0
-
-    def count(self, tokens: int, samples: int, problems: int = 0) -> None:
-        """Add one step."""
-        self.step += 1
-        self.tokens += tokens
-        self.samples += samples
-        self.problems += problems
+        """Continue at a position. Raises ConfigError if the data changed."""
 
 
 class Checkpointer:
-    """Saves and resumes one trainer. A benchmark does neither; without a `ckpt` block a restart begins at step 0."""
+    """Saves and resumes one trainer. A benchmark does neither; without a `ckpt` block a restart starts at step 0."""
 
     def __init__(
         self,
         config: TrainerConfig | SFTConfig,
         paths: RunPaths,
         world: World,
-        serves: bool = False,
-        keeps_batches: bool = False,
+        publishes_versions: bool = False,
+        keeps_rows: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        """Look at the run directory, and go back to the checkpoint that the configuration asks for.
+        """Choose the start point, and roll the run directory back to it. All ranks call it together.
 
         Args:
             config: of the trainer.
             paths: the run.
-            world: the ranks; all call this together.
-            serves: versions are sampled from, so that version N is published again after a resume.
-            keeps_batches: rows of batches stay, although no checkpoint needs them.
+            world: the ranks.
+            publishes_versions: inference samples from the versions, so version N is published again after a resume.
+            keeps_rows: whether the rows of a batch are kept although no checkpoint needs them.
 
         Raises:
-            ConfigError: the directory holds another run, or not the checkpoint that is asked for.
+            ConfigError: the directory contains another run, or the requested checkpoint does not exist.
             RunError: the checkpoint is damaged, or the directory cannot be written.
         """
-        self._config, self._paths, self._world, self._keeps_batches = config, paths, world, keeps_batches
+        self._config, self._paths, self._world, self._keeps_rows = config, paths, world, keeps_rows
+        self.first_needed_batch = 0
+        """First batch whose rows a checkpoint needs, as far as is known; earlier ones are deleted."""
         self._options = None if config.bench else config.ckpt
         if config.bench:
             check_output_dir(paths, resuming=False)
-            self._start = Start()
+            self._start = ResumePoint()
             return
         self._directory = paths.root / (self._options or CkptConfig()).path
         timeout = timedelta(seconds=config.dist_timeout_seconds)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._ranks = Agreement(world, self._group)
+        self._ranks = RankConsensus(world, self._group)
         self._pending: Future[None] | None = None
-        self._start = Chooser(config, paths, self._directory, world, self._ranks, serves).choose()
+        self._start = ResumeDecision(config, paths, self._directory, world, self._ranks, publishes_versions).choose()
 
     @property
     def branch(self) -> int:
-        """Of this run: 0, or one more than that of the run that is resumed."""
+        """Branch of this run: 0, or one more than that of the resumed run."""
         return self._start.branch
 
     @property
-    def batches_of(self) -> int | None:
-        """The branch that batches must be of: an orchestrator that lives on after a rewind may still write others.
+    def required_branch(self) -> int | None:
+        """Branch that batches must have; None accepts any, for a trainer without an orchestrator.
 
-        None takes any, as a trainer alone does.
+        An orchestrator that has not noticed a rollback yet may still write batches of the old branch.
         """
-        return self._start.batches_of
+        return self._start.required_branch
 
     @property
     def resumes(self) -> bool:
-        """Whether a checkpoint is gone on from, so that version `start` has to be published again."""
+        """Whether the run resumes a checkpoint, so that its version must be published again."""
         return self._start.commit is not None
 
     def restore(self, policy: nn.Module, optimizer: Optimizer, stream: DataStream | None = None) -> Progress:
-        """Give model, optimizer, random generators and data the state of the checkpoint, if this run resumes one.
+        """Restore model, optimizer, random generators and data from the checkpoint, if this run resumes one.
 
-        A run that begins anew gets generators that depend on its seed alone.
-
-        Called last before the first step, so that nothing draws random numbers in between.
-
-        Args:
-            policy: sharded; later saves read it too.
-            optimizer: over its trained parameters.
-            stream: the data, where it has a place.
-
-        Returns:
-            The progress to go on from.
+        A new run seeds its generators. Call it last before the first step, so that nothing draws random numbers
+        between. Later saves read the same objects. Returns the progress at the start.
 
         Raises:
             ConfigError: the checkpoint is of another model, or of other data.
@@ -160,26 +128,25 @@ class Checkpointer:
             return Progress(self._start.step)
         part = self._checkpoint(self._start.step) / PART
         manifest = files.read_manifest(part, files.PART_FORMAT)
-        self._compare(manifest)
-        load_model_and_optimizer(part, policy, optimizer, self._group, _hint(manifest, self._config))
+        config = self._config.model_dump(mode="json")
+        changes = check_settings(manifest["command"], manifest["config"], self._config.command, config)
+        for line in changes if self._world.is_main else ():
+            logger.warning(f"settings changed since the checkpoint; results will not be bit-identical: {line}")
+        changed = [line for line in changes if line.startswith("model")]
+        load_model_and_optimizer(part, policy, optimizer, self._group, f"; {changed[0]}" if changed else "")
         self._restore_generators(part, manifest)
         if stream is not None:
             stream.restore(manifest["data"])
-        if self._world.leads:
+        if self._world.is_main:
             logger.info(f"resumed from {part.parent}, branch {self.branch}")
-            if self.batches_of is not None:
-                logger.info("the orchestrator samples the batches from {} on again", self._start.step)
+            if self.required_branch is not None:
+                logger.info("the orchestrator samples the batches from step {} again", self._start.step)
         return Progress(**manifest["progress"])
 
     def step_done(self, progress: Progress, last: bool) -> None:
-        """Save if it is time, after step `progress.step - 1`. All ranks call it after every step.
+        """Save after step `progress.step - 1` if the interval is reached or it is the `last`. All ranks call it.
 
-        Args:
-            progress: with that step counted.
-            last: no step follows, so this one is saved in any case.
-
-        Raises:
-            RunError: this save, or an earlier one in the background, failed.
+        Raises RunError if this save, or an earlier one in the background, failed.
         """
         if self._options is None:
             return
@@ -202,71 +169,65 @@ class Checkpointer:
             "progress": asdict(progress),
             "data": self._stream.state() if self._stream is not None else None,
             "config": config,
-            "digest": files.digest_of(settings_of(config)),
+            "digest": files.settings_digest(settings_of(config)),
         }
         if not self._options.save_async:
             self._save(progress.step, tensors, fields)
         else:
-            save = partial(self._save, progress.step, state.staged(tensors), fields)
-            self._pending = start(save, "checkpoint", stay_s=self._options.timeout)
+            on_host = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            save = partial(self._save, progress.step, on_host, fields)
+            self._pending = start_daemon_future(save, "checkpoint", exit_wait_seconds=self._options.timeout_seconds)
 
     def close(self) -> None:
-        """Wait for a save in the background.
-
-        Raises:
-            RunError: it failed.
-            DeadlineError: it was not done in time.
-        """
+        """Wait for a save in the background. Raises RunError if it failed, DeadlineError after the timeout."""
         if self._options is not None:
             self._wait()
 
     def _save(self, step: int, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
-        """Write and commit; all errors that a disk or a lost rank can cause become one line."""
+        """Write and commit; errors of the disk and of lost ranks become one line."""
         begin = time.perf_counter()
         checkpoint = self._checkpoint(step)
         try:
-            with lost_ranks_told(self._config.dist_timeout_seconds):
+            with wrap_rank_errors(self._config.dist_timeout_seconds):
                 self._write(checkpoint, tensors, fields)
         except (OSError, RunError, dcp.CheckpointException) as error:
-            if self._world.leads:
-                shutil.rmtree(checkpoint / _temporary(PART), ignore_errors=True)
+            if self._world.is_main:
+                shutil.rmtree(files.temporary_part(checkpoint, PART), ignore_errors=True)
                 with suppress(OSError):  # another part is in it
                     checkpoint.rmdir()
             raise RunError(
-                f"cannot save {checkpoint}: {reason(error)} ({_free(self._directory)}); earlier checkpoints are whole"
+                f"cannot save {checkpoint}: {summarize_dcp_error(error)} ({_free(self._directory)}); "
+                "earlier checkpoints are complete"
             ) from error
-        if self._world.leads:
+        if self._world.is_main:
             size = sum(file.stat().st_size for file in (checkpoint / PART).iterdir()) / 1024**2
             logger.info(f"saved {checkpoint}: {size:,.1f} MiB in {time.perf_counter() - begin:.1f} s")
 
     def _write(self, checkpoint: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
-        temporary = checkpoint / _temporary(PART)
-        self._ranks.on_lead(lambda: files.clear_unfinished(checkpoint, PART))
+        temporary = self._ranks.on_main(lambda: files.prepare_part(checkpoint, PART))
         writer = dcp.FileSystemWriter(temporary, sync_files=True)
         dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
         hashes = self._ranks.gather(lambda: self._hash_own(temporary))
 
-        options = self._options
-        assert options is not None
+        together = {name: digest for some in hashes for name, digest in some.items()}
+        self._ranks.on_main(lambda: self._commit(checkpoint, fields, together))
 
-        def seal() -> None:
-            together = {name: digest for some in hashes for name, digest in some.items()}
-            files.seal_part(temporary, checkpoint / PART, fields, together)
-            parts = (PART, *self._orchestrators(checkpoint))
-            files.commit_checkpoint(checkpoint, self.branch, parts, fields["digest"])
-            kept = files.prune(self._directory, options.keep_last, options.keep_interval)
-            if not self._keeps_batches:
-                delete_rows(self._paths, below=kept[0])
-
-        self._ranks.on_lead(seal)
+    def _commit(self, checkpoint: Path, fields: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
+        assert self._options is not None
+        files.seal_part(files.temporary_part(checkpoint, PART), checkpoint / PART, fields, hashes)
+        parts = (PART, *self._orchestrators(checkpoint))
+        files.commit_checkpoint(checkpoint, self.branch, parts, fields["digest"])
+        kept = files.remove_old_checkpoints(self._directory, self._options.keep_last, self._options.keep_interval)
+        first, self.first_needed_batch = self.first_needed_batch, kept[0]
+        delete_rows(self._paths, below=kept[0], first=first, keeps=self._keeps_rows)
 
     def _hash_own(self, temporary: Path) -> dict[str, str]:
-        """Hash the files that this rank wrote, each on the node where they are still in memory."""
-        names = [f"__{self._world.rank}_*.distcp", *([".metadata"] if self._world.leads else [])]
+        """Hash the files that this rank wrote, while its node still caches them."""
+        names = [f"__{self._world.rank}_*.distcp", *([".metadata"] if self._world.is_main else [])]
         return {file.name: files.hash_file(file) for name in names for file in temporary.glob(name)}
 
     def _poll(self) -> None:
-        """Raise on all ranks where a save in the background has failed on one; forget one that all have finished."""
+        """Raise on all ranks if a background save failed on one; drop a save that is complete on all."""
         if self._pending is None:
             return
         done = self._pending.done()
@@ -285,20 +246,16 @@ class Checkpointer:
     def _wait(self) -> None:
         if self._pending is None or self._options is None:
             return
-        if not futures.wait([self._pending], self._options.timeout).done:
+        if not futures.wait([self._pending], self._options.timeout_seconds).done:
             raise DeadlineError(
-                f"waited {self._options.timeout:.0f} s for a checkpoint to be written to {self._directory} "
-                "(ckpt.timeout): the disk, or another rank, does not answer"
+                f"waited {self._options.timeout_seconds:.0f} s for a checkpoint to be written to {self._directory} "
+                "(ckpt.timeout_seconds): the disk or another rank does not respond"
             )
         self._pending.result()
         self._pending = None
 
     def _orchestrators(self, checkpoint: Path) -> tuple[str, ...]:
-        """Name the orchestrator's part if it wrote one, before the last batch, and see that it is of that batch.
-
-        Raises:
-            ArtifactError: it is not.
-        """
+        """Return the orchestrator's part, if there is one. Raises ArtifactError if it belongs to another batch."""
         part = checkpoint / files.ORCHESTRATOR
         if not part.exists():
             return ()
@@ -307,26 +264,11 @@ class Checkpointer:
         manifest = files.read_manifest(part, files.PART_FORMAT)
         batch = self._paths.rollouts(step - 1) / MANIFEST
         if (manifest["branch"], manifest["batch"]) != (self.branch, files.hash_file(batch)):
-            raise ArtifactError(f"{part} is of branch {manifest['branch']}, and not of the batch {batch.parent}")
+            raise ArtifactError(f"{part} is of branch {manifest['branch']} and does not belong to {batch.parent}")
         return (files.ORCHESTRATOR,)
 
-    def _compare(self, manifest: Mapping[str, Any]) -> None:
-        if manifest["command"] != self._config.command:
-            raise ConfigError(
-                f"the checkpoint was written by {manifest['command']}, not by {self._config.command}; to start from "
-                "its weights, export them (prime_rl.trainer.export) and give the folder as model.name"
-            )
-        before, now = manifest["config"]["optim"]["type"], self._config.optim.type
-        if before != now:
-            raise ConfigError(
-                f"optim.type = {now}, but the checkpoint has the state of {before}; resume with that, or export its "
-                "weights (prime_rl.trainer.export) and begin a new run with them"
-            )
-        for line in changes(manifest["config"], self._config.model_dump(mode="json")) if self._world.leads else ():
-            logger.warning(f"this resume is not a continuation to the bit: {line}")
-
     def _restore_generators(self, part: Path, manifest: Mapping[str, Any]) -> None:
-        """A rank's generators have a meaning only among as many ranks; with another number they start from the seed."""
+        """Restore this rank's generators; with another number of ranks they are seeded instead."""
         if manifest["world"] != self._world.size:
             return
         reader = TensorReader(part)
@@ -338,17 +280,6 @@ class Checkpointer:
         return self._directory / f"step_{step}"
 
 
-def _temporary(part: str) -> str:
-    return f".tmp-{part}"
-
-
-def _hint(manifest: Mapping[str, Any], config: TrainerConfig | SFTConfig) -> str:
-    found = changes(manifest["config"], config.model_dump(mode="json"), only="model")
-    return f"; {found[0]}" if found else ""
-
-
 def _free(directory: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(directory).free / 1024**3:.1f} GiB free"
-    except OSError as error:
-        return f"free space unknown: {error.strerror}"
+    place = next(place for place in (directory, *directory.parents) if place.exists())
+    return f"{shutil.disk_usage(place).free / 1024**3:.1f} GiB free"

@@ -1,12 +1,12 @@
-"""Muon for matrices, AdamW for the rest, over parameters that are sharded in any way (I9 world size is invisible).
+"""Muon for matrices and AdamW for other parameters, for any sharding (I9).
 
-An update needs its matrix whole. Matrices that FSDP cut by rows travel in one exchange for as many matrices as there
-are ranks: each rank gets one of them whole, orthogonalises it, and sends the rows back. So each matrix is computed
-once, from the same numbers, however many ranks there are.
+An update needs the full matrix. Matrices that FSDP sharded by rows are exchanged in groups of as many matrices as
+ranks: each rank receives one full matrix, orthogonalises it, and sends the rows back. Each matrix is computed once.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+
+from prime_rl.trainer.parallel.dtensor_slices import local_tensor
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7
@@ -25,10 +27,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
     The quintic Newton-Schulz iteration of Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural
     networks": X <- a X + b (X X^T) X + c (X X^T)^2 X with a, b, c = 3.4445, -4.7750, 2.0315, from X / |X|_F.
-
-    Args:
-        matrices: [..., m, n], one or a stack of them; computed in their own dtype.
-        steps: iterations.
+    The result is computed in the dtype of the `matrices` [..., m, n], one or a stack of them.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -63,7 +62,7 @@ class Muon(Optimizer):
         adjust_lr: str = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
-        """Take groups of `prime_rl.trainer.optim.groups`."""
+        """`params` are groups of `parameter_groups`."""
         defaults = {"lr": lr, "mu": mu, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr": adjust_lr}
         super().__init__(params, {**defaults, "betas": betas, "weight_decay": 0.0})
 
@@ -79,84 +78,87 @@ class Muon(Optimizer):
             self._adamw(group, [p for p in trained if id(p) not in known])
 
     def _muon(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        updates = []
-        for parameter in parameters:
-            state, gradient = self.state[parameter], parameter.grad
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(gradient)
-            momentum, local = _local(state["momentum_buffer"]), _local(gradient)
-            momentum.lerp_(local, 1 - group["mu"])
-            updates.append(local.lerp(momentum, group["mu"]) if group["nesterov"] else momentum)
-        for parameter, update in _orthogonalised(parameters, updates, group["ns_steps"]):
-            scale = _scale(group["adjust_lr"], *parameter.shape[-2:])
-            weight = _local(parameter)
+        update_of = partial(self._update_of, group)
+        for parameter, update in _orthogonalised(parameters, update_of, group["ns_steps"]):
+            m, n = parameter.shape[-2:]
+            like_adamw = group["adjust_lr"] == "match_rms_adamw"
+            scale = 0.2 * math.sqrt(max(m, n)) if like_adamw else math.sqrt(max(1, m / n))
+            weight = local_tensor(parameter)
             weight.mul_(1 - group["lr"] * group["weight_decay"])
             weight.add_(update.to(weight.device), alpha=-group["lr"] * scale)
+
+    def _update_of(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
+        """Advance the momentum of one matrix; return this rank's shard of U, ready to orthogonalise."""
+        state, gradient = self.state[parameter], parameter.grad
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum, local = local_tensor(state["momentum_buffer"]), local_tensor(gradient)
+        momentum.lerp_(local, 1 - group["mu"])
+        update = local.lerp(momentum, group["mu"]) if group["nesterov"] else momentum
+        # The accelerator, even if FSDP keeps the shards in host memory. Half precision is precise enough for the
+        # iteration, but faster only on CUDA.
+        on_host = isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type
+        device = torch.device(parameter.device_mesh.device_type) if on_host else parameter.device
+        return update.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
     def _adamw(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
             if not (state := self.state[parameter]):
                 state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         states = [self.state[p] for p in parameters]
         adamw(
-            [_local(p) for p in parameters],
-            [_local(p.grad) for p in parameters],
-            [_local(s["exp_avg"]) for s in states],
-            [_local(s["exp_avg_sq"]) for s in states],
+            [local_tensor(p) for p in parameters],
+            [local_tensor(p.grad) for p in parameters],
+            [local_tensor(s["exp_avg"]) for s in states],
+            [local_tensor(s["exp_avg_sq"]) for s in states],
             [],
             [s["step"] for s in states],
             fused=True,
             amsgrad=False,
+            maximize=False,
+            eps=1e-8,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            eps=1e-8,
-            maximize=False,
         )
 
 
-def _scale(adjust_lr: str, m: int, n: int) -> float:
-    return 0.2 * math.sqrt(max(m, n)) if adjust_lr == "match_rms_adamw" else math.sqrt(max(1, m / n))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard, sharing its storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _orthogonalised(
-    parameters: list[nn.Parameter], updates: list[Tensor], steps: int
+    parameters: list[nn.Parameter], update_of: Callable[[nn.Parameter], Tensor], steps: int
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each parameter with this rank's shard of its orthogonalised update."""
-    updates = [update.to(_device(p), _dtype(p)) for p, update in zip(parameters, updates, strict=True)]
-    by_rows: dict[Any, list[int]] = {}
-    for i, (parameter, update) in enumerate(zip(parameters, updates, strict=True)):
-        axis = _cut_by_rows(parameter)
+    """Yield each parameter with this rank's shard of its orthogonalised update.
+
+    Updates are computed lazily, so that at most those of one exchange exist at the same time.
+    """
+    by_rows: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        axis = _row_shard_axis(parameter)
         if axis is not None:
-            by_rows.setdefault((parameter.shape, parameter.device_mesh, axis), []).append(i)
-        elif _whole_matrices(parameter):
+            by_rows.setdefault((parameter.shape, parameter.device_mesh, axis), []).append(parameter)
+        elif _holds_full_matrices(parameter):
+            update = update_of(parameter)
             yield parameter, orthogonalise(update, steps) if update.numel() else update
         else:
-            yield parameter, _by_gathering(parameter, update, steps)
+            yield parameter, _by_gathering(parameter, update_of(parameter), steps)
     for (shape, mesh, axis), members in by_rows.items():
         ranks = mesh.size(axis)
         for some in (members[i : i + ranks] for i in range(0, len(members), ranks)):
-            done = _by_exchange([updates[i] for i in some], shape, mesh.get_group(axis), steps)
-            yield from zip([parameters[i] for i in some], done, strict=True)
+            done = _by_exchange([update_of(p) for p in some], shape, mesh.get_group(axis), steps)
+            yield from zip(some, done, strict=True)
 
 
-def _cut_by_rows(parameter: nn.Parameter) -> int | None:
-    """Mesh dimension along which the rows of a single matrix are dealt, if that is all that is done to it."""
+def _row_shard_axis(parameter: nn.Parameter) -> int | None:
+    """Return the mesh dimension that shards the rows of a single matrix, None for any other sharding."""
     if not isinstance(parameter, DTensor) or parameter.ndim != 2:
         return None
     cut = [i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     return cut[0] if len(cut) == 1 and parameter.placements[cut[0]].is_shard(0) else None
 
 
-def _whole_matrices(parameter: nn.Parameter) -> bool:
-    """Whether a rank holds whole matrices: nothing is sharded, or a stack along its first dimension."""
+def _holds_full_matrices(parameter: nn.Parameter) -> bool:
+    """Whether each rank holds full matrices: nothing is sharded, or a stack is sharded along its first dimension."""
     if not isinstance(parameter, DTensor):
         return True
     cut = [placement for placement in parameter.placements if not placement.is_replicate()]
@@ -167,8 +169,8 @@ def _by_exchange(shards: list[Tensor], shape: torch.Size, group: dist.ProcessGro
     """Orthogonalise at most as many matrices as there are ranks, matrix i on rank i, and yield this rank's rows."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     rows, columns = shape
-    share = -(-rows // ranks)  # as torch.chunk deals them
-    sizes = [max(0, min(share, rows - r * share)) * columns for r in range(ranks)]
+    rows_per_rank = -(-rows // ranks)  # as torch.chunk splits them
+    sizes = [max(0, min(rows_per_rank, rows - r * rows_per_rank)) * columns for r in range(ranks)]
     mine = rank < len(shards)
     sent = [sizes[rank]] * len(shards) + [0] * (ranks - len(shards))
     received = sizes if mine else [0] * ranks
@@ -181,20 +183,9 @@ def _by_exchange(shards: list[Tensor], shape: torch.Size, group: dist.ProcessGro
 
 
 def _by_gathering(parameter: DTensor, update: Tensor, steps: int) -> Tensor:
-    """Orthogonalise on every rank alike: for layouts other than rows, such as those of tensor parallelism."""
+    """Orthogonalise the full matrix on every rank: for other layouts than rows, such as tensor parallelism."""
     mesh, placements = parameter.device_mesh, parameter.placements
     layout = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
     whole = DTensor.from_local(update, mesh, placements, **layout).full_tensor()
     same = DTensor.from_local(orthogonalise(whole, steps), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return same.redistribute(placements=placements).to_local()
-
-
-def _device(parameter: nn.Parameter) -> torch.device:
-    """Where to compute: the accelerator, even where FSDP keeps the shards in host memory."""
-    on_host = isinstance(parameter, DTensor) and parameter.device_mesh.device_type != parameter.device.type
-    return torch.device(parameter.device_mesh.device_type) if on_host else parameter.device
-
-
-def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Half precision is enough for the iteration, and faster on CUDA only."""
-    return torch.bfloat16 if _device(parameter).type == "cuda" else torch.float32

@@ -1,95 +1,141 @@
-"""The RL trainer: wait for batch n, train v_n on it, publish v_{n+1}.
+"""The RL trainer: train v_n on batch n and publish v_{n+1}, for n = 0, 1, 2, ...
 
-Run by `trainer`, or on several ranks by `torchrun --nproc-per-node N src/prime_rl/trainer/rl/train.py @ config.toml`.
+    rollouts/step_n --> BatchSource.read --> split_batch --> References.score --> TrainStep.step
+          ^                   (1)                                                  (2)    |
+          |                                                                               v
+    orchestrator <-- inference <-- weights/step_{n+1} <-- writer thread <-- Publisher.start   Checkpointer.step_done
+                                                                               (3)                  (4)
+
+Back-pressure:
+
+1. `read` waits for the orchestrator, which ships batch n only when each of its tokens is from v_{n-k} or later (I1).
+2. The update waits until the writer thread has copied the weights of v_n to host memory.
+3. `start` waits until v_n is written; v_{n+1} is then written while the next step runs.
+4. A checkpoint waits until the previous one is written.
+
+Started by `trainer`, or on several ranks by `torchrun --nproc-per-node N -m prime_rl.trainer.rl.train @ config.toml`.
 """
 
-import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
+from typing import Any
 
-import numpy as np
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.errors import ConfigError
-from prime_rl.monitor import Monitor
-from prime_rl.run.artifact import remove
-from prime_rl.run.batch import ROWS_FILE, Batch, read_batch
-from prime_rl.run.heart import Heartbeat
-from prime_rl.run.paths import RunPaths
-from prime_rl.run.peers import Peers
-from prime_rl.run.rewind import branch_of_batch
-from prime_rl.run.visibility import patience, settled
-from prime_rl.run.wait import DeadlineError, wait_for
-from prime_rl.supervisor.process import is_supervised
-from prime_rl.trainer.checkpoints import Checkpointer
-from prime_rl.trainer.engine import Engine
-from prime_rl.trainer.loading import make_policy
-from prime_rl.trainer.memory import prepare_optimizer
-from prime_rl.trainer.model import PolicyModel, load_tokenizer
-from prime_rl.trainer.optim import build_optimizer, schedule_factor
-from prime_rl.trainer.parallel import World, compute_dtype, join_world
-from prime_rl.trainer.publication import Publisher, choose_way, plain_twin
-from prime_rl.trainer.report import Reporter, Stopwatch
-from prime_rl.trainer.rl.batches import fake_batch, split_batch
-from prime_rl.trainer.rl.objective import build_objective
-from prime_rl.trainer.rl.reference import References
-from prime_rl.trainer.start import rank_heartbeat
-from prime_rl.types import PolicyVersion
+from prime_rl.configs.trainer_model import DebugModelConfig
+from prime_rl.core.entry_point import run_main
+from prime_rl.core.types import PolicyVersion
+from prime_rl.liveness.timeline_writer import TimelineWriter
+from prime_rl.monitors import Monitor
+from prime_rl.monitors.bench_report import report_benchmark
+from prime_rl.storage.artifact import remove_artifact
+from prime_rl.storage.batch import ROWS_FILE
+from prime_rl.storage.paths import RunPaths
+from prime_rl.trainer.checkpoints.checkpointer import Checkpointer
+from prime_rl.trainer.fsdp import compute_dtype
+from prime_rl.trainer.losses.token_distributions import TokenDistributions, rl_token_values
+from prime_rl.trainer.memory.activation_checkpointing import prepare_optimizer
+from prime_rl.trainer.memory.garbage_collection import GarbageCollection
+from prime_rl.trainer.model.policy_model import PolicyModel, load_tokenizer
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.lr_schedule import schedule_factor
+from prime_rl.trainer.packing_check import check_packing
+from prime_rl.trainer.parallel.process_group import World, join_world
+from prime_rl.trainer.policy_canary import check_base_canaries, unsharded_copy
+from prime_rl.trainer.process_setup import rank_heartbeat, start_process
+from prime_rl.trainer.rl.batch_source import BatchSource, split_batch
+from prime_rl.trainer.rl.reference_logprobs import References
+from prime_rl.trainer.rl.rl_objective import build_objective
+from prime_rl.trainer.rl.token_export import TokenExporter
+from prime_rl.trainer.train_step import TrainStep
+from prime_rl.trainer.trainer_metrics import StepReporter, StepTimer
+from prime_rl.trainer.weight_sync.memory import check_transport
+from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weights.policy_loading import make_policy
+
+
+def run(config: TrainerConfig) -> None:
+    """Prepare this process, train, and report the benchmark with `--bench`. Raises what `train` raises."""
+    start_process(config.log)
+    with report_benchmark(config.bench, config.run_paths, "trainer"):
+        train(config)
 
 
 def train(config: TrainerConfig) -> None:
-    """Train until `config.max_steps`.
-
-    Raises:
-        ConfigError: bad input.
-        RunError: a batch did not come in time, or the run cannot go on.
-    """
+    """Train until `config.max_steps`. Raises ConfigError for invalid input, and RunError if the run cannot continue."""
     paths, timeout_s = config.run_paths, config.dist_timeout_seconds
-    with rank_heartbeat(paths, timeout_s) as heart, join_world(config.device, timeout_s, config.model) as world:
-        heart.enter("load the model")
-        checkpoints = Checkpointer(config, paths, world, serves=True, keeps_batches=config.keep_batches)
+    with rank_heartbeat(paths, timeout_s) as heartbeat, join_world(config.device, timeout_s, config.model) as world:
+        heartbeat.enter("load the model")
+        exporter = make_exporter(config, paths, world, lambda: checkpoints.first_needed_batch)
+        checkpoints = Checkpointer(
+            config, paths, world, publishes_versions=True,
+            keeps_rows=lambda step: config.keep_batches or exporter.keeps_rows(step),
+        )  # fmt: skip
         policy = make_policy(config.model, config.seed, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
-        engine = Engine(policy, optimizer, world, config.optim.max_norm, heart.advance)
-        publisher = make_publisher(config, policy, tokenizer, optimizer, world)
-        objective = build_objective(config.loss, config.model.seq_len)
+        reduce_once = config.model.reduce_gradients_once
+        train_step = TrainStep(policy, optimizer, world, config.optim.max_norm, heartbeat.advance, reduce_once)
+        publications = TimelineWriter(paths, "trainer_0_publication")  # they overlap the phases of the rank
+        timeline = publications if world.is_main else None
+        publisher = make_publisher(config, policy, tokenizer, optimizer, world, timeline)
+        objective = build_objective(config.loss, config.model.seq_len, exporter.add)
         references = References(config, policy, world)
-        next_batch = batch_source(config, paths, policy, publisher, heart, checkpoints.batches_of)
-        monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
-        reporter = Reporter(policy, config, world, monitor)
+        check_first = partial(check_version_0, config, policy, world)
+        branch = checkpoints.required_branch
+        batches = BatchSource(config, paths, policy.vocabulary, publisher.check, heartbeat, branch, check_first)
+        monitor = Monitor(paths, "trainer", config.metric_loggers, config) if world.is_main else None
+        reporter = StepReporter(policy, config, world, monitor, train_step)
+        distributions = TokenDistributions(rl_token_values, world, config.logs_distributions)
 
-        heart.enter("restore")
+        heartbeat.enter("restore")
         progress = checkpoints.restore(policy, optimizer)
+        heartbeat.enter("check the model", timeout_s if world.size > 1 else None)
+        dtype = compute_dtype(config.model.dtype, world.device)
+        check_packing(policy, world, config.model.name, dtype, config.model.seq_len)
         if checkpoints.resumes and config.data.fake is None:
             publisher.start(paths.weights(progress.step), PolicyVersion(checkpoints.branch, progress.step))
+        garbage = GarbageCollection(config.gc_interval)
         for step in range(progress.step, config.max_steps) if config.max_steps else count(progress.step):
-            clock = Stopwatch()
-            batch = next_batch(step)
-            clock.lap("wait_for_batch")
-            heart.enter(f"step {step}", timeout_s if world.size > 1 else None)
+            timer = StepTimer()
+            batch = batches.read(step)
+            timer.lap("wait_for_batch")
+            heartbeat.enter(f"step {step}", timeout_s if world.size > 1 else None, step=step)
             factor = schedule_factor(config.scheduler, config.optim.lr, step, config.max_steps)
-            minibatches = split_batch(batch, step, config.minibatches, world, room=config.model.seq_len)
-            result = engine.step(references.score(minibatches), objective, factor)
-            clock.lap("train")
+            minibatches = split_batch(batch, step, config.num_minibatches, world, max_tokens=config.model.seq_len)
+            exporter.start_step(step)
+            recording = distributions.record(step, minibatches, objective)
+            result = train_step.step(references.score(minibatches), recording, factor, config.records_layers(step))
+            timer.lap("train")
             last = step + 1 == config.max_steps
-            heart.enter(f"publish version {step + 1}", config.weight_broadcast.timeout)
+            heartbeat.enter(
+                f"publish version {step + 1}", config.weight_broadcast.timeout_seconds, step=step, version=step + 1
+            )
             publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1), last)
-            clock.lap("publish")
-            if world.leads:
-                clean_up(config, paths, step)
-            reporter.report(step, result, clock, batch.seq_lens, batch.loss_tokens, publisher.metrics())
-            progress.count(len(batch.tokens), len(batch.seq_lens), len(np.unique(batch.sample_group)))
-            heart.enter(f"checkpoint {progress.step}", config.ckpt.timeout if config.ckpt else None)
+            timer.lap("publish")
+            exporter.finish_step(step, len(batch.tokens))
+            if world.is_main:
+                delete_obsolete_files(config, paths, step, exporter.keeps_rows)
+            tokens = distributions.gather()
+            progress.count_batch(batch)
+            scored, published = batch.loss_tokens, publisher.metrics()
+            reporter.report(step, result, timer, batch.seq_lens, scored, progress, published, tokens)
+            limit_s = config.ckpt.timeout_seconds if config.ckpt else None
+            heartbeat.enter(f"checkpoint {progress.step}", limit_s, step=step, version=progress.step)
             checkpoints.step_done(progress, last)
-        heart.enter("write what is left")
+            garbage.step_done(step)
+        garbage.close()
+        heartbeat.enter("finish writing")
         checkpoints.close()
         publisher.close()
-        if world.leads and config.data.fake is not None:
-            remove(paths.weights(progress.step))
+        publications.close()
+        exporter.close()
+        if world.is_main and config.data.fake is not None:
+            remove_artifact(paths.weights(progress.step))
         reporter.close()
 
 
@@ -99,91 +145,60 @@ def make_publisher(
     tokenizer: PreTrainedTokenizerBase,
     optimizer: Optimizer,
     world: World,
+    timeline: TimelineWriter | None = None,
 ) -> Publisher:
-    """Make what publishes each version while the next step already runs."""
+    """Create the publisher, which writes each version while the next step runs."""
     options = config.weight_broadcast
-    files, transfer = choose_way(options, world)
+    check_transport(options, world)
     dtype = compute_dtype(config.model.dtype, world.device)
     publisher = Publisher(
         policy,
         tokenizer,
         compute_dtype(options.dtype, world.device),
         world,
-        directory=files.directory,
+        options,
         canary=dtype if options.canary else None,
-        full_interval=files.delta.full_interval if files.delta else None,
-        transfer=transfer,
-        timeout_s=options.timeout,
-        twin=partial(plain_twin, policy, config.model, world, dtype),
+        canary_model=partial(unsharded_copy, policy, config.model, world, dtype),
+        timeline=timeline,
     )
     publisher.guard(optimizer)
     return publisher
 
 
-def batch_source(
-    config: TrainerConfig,
-    paths: RunPaths,
-    policy: PolicyModel,
-    publisher: Publisher,
-    heart: Heartbeat,
-    branch: int | None = None,
-) -> Callable[[int], Batch]:
-    """Return what gives the batch of a step: the run directory, where every rank waits by itself, or a generator.
+def check_version_0(config: TrainerConfig, policy: PolicyModel, world: World, manifest: Mapping[str, Any]) -> None:
+    """Compare the policy with the base model that sampled batch 0 (I6), unless the canary is disabled.
 
-    Where a `branch` is given only its batches count: an orchestrator that has not seen yet that the trainer went back
-    may still write others, which it puts aside then.
-
-    The source raises ConfigError where the orchestrator was given another bound, and while it waits what goes wrong
-    with the publication: the batch may never come without the version. It looks whether the orchestrator lives.
+    `model.debug` changes the trainer's model on purpose, so it disables the check.
     """
-    fake = config.data.fake
-    if fake is not None:
-        return lambda step: fake_batch(fake, policy.vocabulary, config.model.seq_len, config.seed, step)
-
-    orchestrator = Peers(paths, "orchestrator", config.heartbeat.limits, judges=not is_supervised())
-
-    looks = not int(os.environ.get("LOCAL_RANK", 0))  # one rank of each node; torchrun ends the others with it
-
-    def check() -> None:
-        publisher.check()
-        if looks:
-            orchestrator.check()
-
-    def read(step: int) -> Batch:
-        path = paths.rollouts(step)
-        heart.enter(f"wait for batch {step}", config.wait_timeout_seconds, "orchestrator")
-        owner = f"the orchestrator (log {paths.log('orchestrator')})"
-        if looks:
-            orchestrator.look()  # also where the batch is there and nobody waits
-        try:
-            wait_for(path, config.wait_timeout_seconds, owner, check, lambda: branch in (None, branch_of_batch(path)))
-        except DeadlineError as error:
-            raise DeadlineError(f"{error}; {orchestrator.told()}") from None
-        batch, manifest = settled(partial(read_batch, path, step), patience(path, paths.visibility_s), publisher.check)
-        if manifest["async_level"] != config.async_level:
-            raise ConfigError(
-                f"async_level = {config.async_level} here and {manifest['async_level']} at the orchestrator that wrote "
-                f"{path}; give both the same with --async-level"
-            )
-        return batch
-
-    return read
+    if config.weight_broadcast.canary and config.model.debug == DebugModelConfig():
+        dtype = compute_dtype(config.model.dtype, world.device)
+        check_base_canaries(policy, world, manifest, config.model.name, dtype)
 
 
-def clean_up(config: TrainerConfig, paths: RunPaths, step: int) -> None:
-    """Delete what step `step` has made useless.
+def make_exporter(
+    config: TrainerConfig, paths: RunPaths, world: World, first_needed_batch: Callable[[], int]
+) -> TokenExporter:
+    """Create the exporter of per-token values; fake batches are not on disk, so nothing is exported with them.
 
-    The rows of the batch before, unless they are kept or a checkpoint may need them; its manifest stays and tells what
-    was shipped.
-    Versions made from fake data, which nobody reads; that of this step is still being written.
+    `first_needed_batch` is that of the checkpoints. Without checkpoints, each batch is needed until it is trained on.
+    """
+    first_needed: Callable[[], int] | None = first_needed_batch if config.ckpt is not None else lambda: sys.maxsize
+    if config.keep_batches:
+        first_needed = None
+    return TokenExporter(config.token_export if config.data.fake is None else None, paths, world, first_needed)
+
+
+def delete_obsolete_files(config: TrainerConfig, paths: RunPaths, step: int, keeps_rows: Callable[[int], bool]) -> None:
+    """Delete the files that step `step` made obsolete.
+
+    These are the rows of the previous batch, unless they are kept (`keeps_rows`) or a checkpoint may need them; the
+    manifest stays as a record. With fake data they are the previous version of the weights, since nothing reads it.
     """
     if config.data.fake is not None:
-        remove(paths.weights(step))
-    elif config.ckpt is None and not config.keep_batches:
+        remove_artifact(paths.weights(step))
+    elif config.ckpt is None and not config.keep_batches and not keeps_rows(step - 1):
         (paths.rollouts(step - 1) / ROWS_FILE).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    from prime_rl.entrypoints.trainer import main
-
-    main()
+    run_main(lambda: run(TrainerConfig.load()))

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning on the same step engine."""
+"""Supervised fine-tuning."""

@@ -1,76 +1,99 @@
-"""Supervised fine-tuning: the step engine of the RL trainer on the assistant's tokens of a data set.
+"""Supervised fine-tuning on the assistant's tokens of a data set, with the training step of the RL trainer.
 
-Run by `sft`, or on several ranks by `torchrun --nproc-per-node N src/prime_rl/trainer/sft/train.py @ config.toml`.
+Started by `sft`, or on several ranks by `torchrun --nproc-per-node N -m prime_rl.trainer.sft.train @ config.toml`.
 """
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.monitor import Monitor
-from prime_rl.trainer.checkpoints import Checkpointer
-from prime_rl.trainer.engine import Engine
-from prime_rl.trainer.loading import make_policy
-from prime_rl.trainer.memory import prepare_optimizer
-from prime_rl.trainer.model import load_tokenizer
-from prime_rl.trainer.optim import build_optimizer, schedule_factor
-from prime_rl.trainer.parallel import compute_dtype, join_world
-from prime_rl.trainer.publication import Publisher
-from prime_rl.trainer.report import Reporter, Stopwatch
-from prime_rl.trainer.sft import data
-from prime_rl.trainer.sft.objective import lengths_of, sft_objective, share_rows
-from prime_rl.trainer.sft.validation import Validator
-from prime_rl.trainer.start import rank_heartbeat
-from prime_rl.types import PolicyVersion
+from prime_rl.core.entry_point import run_main
+from prime_rl.core.types import PolicyVersion
+from prime_rl.monitors import Monitor
+from prime_rl.monitors.bench_report import report_benchmark
+from prime_rl.trainer.checkpoints.checkpointer import Checkpointer
+from prime_rl.trainer.data import sft_dataset
+from prime_rl.trainer.fsdp import compute_dtype
+from prime_rl.trainer.losses.token_distributions import TokenDistributions, sft_token_values
+from prime_rl.trainer.memory.activation_checkpointing import prepare_optimizer
+from prime_rl.trainer.memory.garbage_collection import GarbageCollection
+from prime_rl.trainer.model.policy_model import load_tokenizer
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.lr_schedule import schedule_factor
+from prime_rl.trainer.packing_check import check_packing
+from prime_rl.trainer.parallel.process_group import join_world
+from prime_rl.trainer.process_setup import rank_heartbeat, start_process
+from prime_rl.trainer.sft.sft_objective import Validator, lengths_of, sft_objective, share_rows
+from prime_rl.trainer.train_step import TrainStep
+from prime_rl.trainer.trainer_metrics import StepReporter, StepTimer
+from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weights.policy_loading import make_policy
+
+
+def run(config: SFTConfig) -> None:
+    """Prepare this process, train, and report the benchmark with `--bench`. Raises what `train` raises."""
+    start_process(config.log)
+    with report_benchmark(config.bench, config.run_paths, "trainer"):
+        train(config)
 
 
 def train(config: SFTConfig) -> None:
     """Train for `config.max_steps`, or once through the data, and publish `weights/step_N` after the last of N steps.
 
-    Raises:
-        ConfigError: bad input.
-        RunError: the run cannot go on.
+    Raises ConfigError for invalid input, and RunError if the run cannot continue.
     """
     paths, timeout_s = config.run_paths, config.dist_timeout_seconds
-    with rank_heartbeat(paths, timeout_s) as heart, join_world(config.device, timeout_s, config.model) as world:
-        heart.enter("load data and model")
+    with rank_heartbeat(paths, timeout_s) as heartbeat, join_world(config.device, timeout_s, config.model) as world:
+        heartbeat.enter("load data and model")
         checkpoints = Checkpointer(config, paths, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
-        examples = data.open_data(config, tokenizer)
+        examples = sft_dataset.open_data(config, tokenizer, world)
         batches, steps = examples.batches, examples.batches.steps
-        policy = make_policy(config.model, config.seed, world)
+        limits = {"seq_len": config.data.seq_len, "max_model_len": config.model.max_model_len or config.data.seq_len}
+        model = config.model.model_copy(update=limits)
+        policy = make_policy(model, config.seed, world)
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
-        engine = Engine(policy, optimizer, world, config.optim.max_norm, heart.advance)
+        reduce_once = config.model.reduce_gradients_once
+        train_step = TrainStep(policy, optimizer, world, config.optim.max_norm, heartbeat.advance, reduce_once)
         publisher = Publisher(policy, tokenizer, compute_dtype(config.weights_dtype, world.device), world)
         publisher.guard(optimizer)
-        monitor = Monitor(paths, "trainer", config.wandb, config) if world.leads else None
-        reporter = Reporter(policy, config, world, monitor)
-        validate = Validator(config, examples.held_out, engine, world, monitor)
+        monitor = Monitor(paths, "trainer", config.metric_loggers, config) if world.is_main else None
+        reporter = StepReporter(policy, config, world, monitor, train_step)
+        distributions = TokenDistributions(sft_token_values, world, config.logs_distributions)
+        validate = Validator(config, examples.held_out, train_step, world, monitor)
 
-        heart.enter("restore")
+        heartbeat.enter("restore")
         progress = checkpoints.restore(policy, optimizer, batches)
+        heartbeat.enter("check the model", timeout_s if world.size > 1 else None)
+        max_tokens = config.data.seq_len * config.data.micro_batch_size
+        check_packing(policy, world, model.name, compute_dtype(model.dtype, world.device), max_tokens)
         validate(progress.step)
+        garbage = GarbageCollection(config.gc_interval)
         for step, rows in enumerate(batches, progress.step):
-            clock = Stopwatch()
+            timer = StepTimer()
             factor = schedule_factor(config.scheduler, config.optim.lr, step, steps)
             minibatch = share_rows(rows, config.data.micro_batch_size, world)
-            clock.lap("load_data")
-            heart.enter(f"step {step}", timeout_s if world.size > 1 else None)
-            result = engine.step([minibatch], sft_objective, factor)
-            clock.lap("train")
-            heart.enter(f"finish step {step}")
+            timer.lap("load_data")
+            heartbeat.enter(f"step {step}", timeout_s if world.size > 1 else None, step=step)
+            recording = distributions.record(step, [minibatch], sft_objective)
+            result = train_step.step([minibatch], recording, factor, config.records_layers(step))
+            timer.lap("train")
+            heartbeat.enter(f"finish step {step}", step=step)
             if step + 1 == steps or (config.weights_interval and (step + 1) % config.weights_interval == 0):
                 publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1))
-                clock.lap("publish")
-            reporter.report(step, result, clock, lengths_of(rows), minibatch.counts.tokens, publisher.metrics())
+                timer.lap("publish")
+            tokens = distributions.gather()
+            lengths, scored, published = lengths_of(rows), minibatch.counts.tokens, publisher.metrics()
+            progress.count(int(lengths.sum()), len(lengths))
+            reporter.report(step, result, timer, lengths, scored, progress, published, tokens)
             validate(step + 1, last=step + 1 == steps)
-            progress.count(int(lengths_of(rows).sum()), len(lengths_of(rows)))
-            heart.enter(f"checkpoint {progress.step}", config.ckpt.timeout if config.ckpt else None)
+            limit_s = config.ckpt.timeout_seconds if config.ckpt else None
+            heartbeat.enter(f"checkpoint {progress.step}", limit_s, step=step, version=progress.step)
             checkpoints.step_done(progress, last=progress.step == steps)
-        heart.enter("write what is left")
+            garbage.step_done(step)
+        garbage.close()
+        heartbeat.enter("finish writing")
         checkpoints.close()
         publisher.close()
         reporter.close()
 
 
 if __name__ == "__main__":
-    from prime_rl.entrypoints.sft import main
-
-    main()
+    run_main(lambda: run(SFTConfig.load()))

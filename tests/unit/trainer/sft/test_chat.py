@@ -1,12 +1,12 @@
-"""The learned tokens are exactly those asked for, after the very tokens that the model would be prompted with."""
+"""Rendering learns exactly the tokens that the model would generate after its prompt."""
 
 import numpy as np
 import pytest
 
 from prime_rl.configs.sft_data import SFTDataConfig
-from prime_rl.errors import ConfigError
-from prime_rl.trainer.sft.chat import encode_example
-from prime_rl.trainer.sft.examples import RowError
+from prime_rl.core.errors import ConfigError
+from prime_rl.trainer.data.chat_rendering import encode_example
+from prime_rl.trainer.data.example_schema import RowError
 from tests.support.tiny_model import make_tokenizer
 
 
@@ -38,13 +38,13 @@ CHAT = [
 ]
 
 
-def test_loss_is_on_the_assistant_tokens_and_their_end_only(tokenizer):
+def test_loss_mask_covers_assistant_tokens_and_end_only(tokenizer):
     (sequence,) = encode({"messages": CHAT}, tokenizer)
     assert learned(sequence, tokenizer) == ["hello<|im_end|>", "bye <|im_end|>"]
     assert tokenizer.decode(sequence.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
 
 
-def test_prompt_tokens_are_those_of_sampling(tokenizer):
+def test_prompt_tokens_equal_those_of_sampling(tokenizer):
     (sequence,) = encode({"messages": CHAT}, tokenizer)
     prompt = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=False)
     assert sequence.tokens[: len(prompt)].tolist() == prompt
@@ -62,7 +62,7 @@ def test_prompt_tokens_are_those_of_sampling(tokenizer):
         ({"tool": True}, ["hello<|im_end|>", "bye <|im_end|>"]),
     ],
 )  # fmt: skip
-def test_other_roles_are_learned_where_asked(tokenizer, mask, stretches):
+def test_loss_mask_can_include_other_roles(tokenizer, mask, stretches):
     (sequence,) = encode({"messages": CHAT}, tokenizer, loss_mask=mask)
     assert learned(sequence, tokenizer) == stretches
     (plain,) = encode({"messages": CHAT}, tokenizer)
@@ -70,14 +70,14 @@ def test_other_roles_are_learned_where_asked(tokenizer, mask, stretches):
     assert (sequence.tokens[:length] == plain.tokens[:length]).all(), "what is learned changes no token"
 
 
-def test_last_turn_only(tokenizer):
+def test_assistant_turns_last_learns_last_turn_only(tokenizer):
     (sequence,) = encode({"messages": CHAT}, tokenizer, assistant_turns="last")
     assert learned(sequence, tokenizer) == ["bye <|im_end|>"]
     (sequence,) = encode({"messages": CHAT}, tokenizer, assistant_turns="last", loss_mask={"user": True})
     assert learned(sequence, tokenizer) == ["hi<|im_end|>", "and?<|im_end|>", "bye <|im_end|>"]
 
 
-def test_a_message_that_nobody_answers_is_learned_too(tokenizer):
+def test_loss_mask_includes_unanswered_message(tokenizer):
     (sequence,) = encode({"messages": CHAT[:4]}, tokenizer, loss_mask={"user": True})
     assert learned(sequence, tokenizer) == ["hi<|im_end|>", "hello<|im_end|>", "and?<|im_end|>"]
     assert encode({"messages": CHAT[:2]}, tokenizer) == []
@@ -87,7 +87,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
-def test_tool_results_are_learned_where_asked(tokenizer):
+def test_loss_mask_can_include_tool_results(tokenizer):
     chat = [
         message("user", "1+1"),
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -120,7 +120,7 @@ def bpe_tokenizer():
     return tokenizer
 
 
-def test_user_tokens_are_those_of_the_prompt_even_where_they_merge_with_the_header():
+def test_user_tokens_equal_prompt_tokens_if_merged_with_header():
     tokenizer = bpe_tokenizer()
     chat = [message("user", "hi there é"), message("assistant", "hello you")]
     (sequence,) = encode({"messages": chat}, tokenizer, loss_mask={"user": True})
@@ -131,7 +131,7 @@ def test_user_tokens_are_those_of_the_prompt_even_where_they_merge_with_the_head
     assert "hi there é<|im_end|>".endswith(user) and user.endswith("é<|im_end|>")
 
 
-def test_of_prompt_and_completion_only_the_completion_is_learned(tokenizer):
+def test_prompt_completion_learns_completion_only(tokenizer):
     (chat,) = encode({"prompt": CHAT[:4], "completion": CHAT[4:]}, tokenizer)
     assert learned(chat, tokenizer) == ["bye <|im_end|>"]
     (text,) = encode({"prompt": "ab", "completion": "cd"}, tokenizer)
@@ -141,7 +141,7 @@ def test_of_prompt_and_completion_only_the_completion_is_learned(tokenizer):
     assert learned(both, tokenizer) == ["bcd<|im_end|>"], "the first token has nothing before it"
 
 
-def test_columns_of_other_names(tokenizer):
+def test_columns_can_be_renamed(tokenizer):
     row = {"question": "1+1", "answer": "2", "extra": 3}
     (auto,) = encode(row, tokenizer)
     assert learned(auto, tokenizer) == ["2<|im_end|>"]
@@ -163,7 +163,7 @@ THINKING_STRIPPED = (
 )
 
 
-def test_template_that_rewrites_history_gives_a_sequence_per_turn():
+def test_template_rewriting_history_gives_a_sequence_per_turn():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = THINKING_STRIPPED
     chat = [message("user", "q"), message("assistant", "think=a"), message("user", "r"), message("assistant", "so=b")]
@@ -185,14 +185,14 @@ def test_template_that_rewrites_history_gives_a_sequence_per_turn():
         (None, {}, "no chat template"),
     ],
 )
-def test_templates_that_cannot_be_learned_exactly_are_refused(template, mask, match):
+def test_template_with_ambiguous_tokens_raises(template, mask, match):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=match):
         encode({"messages": CHAT}, tokenizer, loss_mask=mask)
 
 
-def test_what_a_template_raises_is_told():
+def test_error_of_template_is_reported():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RowError, match="roles must alternate"):
@@ -213,18 +213,18 @@ def test_what_a_template_raises_is_told():
             r"messages\[1\].content must be text, not nothing",
         ),
         ({"prompt": "x", "completion": None}, "both be text"),
-        ({"messages": CHAT, "tools": "x"}, "the chat template refuses the messages: Tools should"),
-        ({"messages": CHAT, "tools": [1]}, "the chat template refuses the messages: Tools should"),
+        ({"messages": CHAT, "tools": "x"}, "the chat template rejects the messages: Tools should"),
+        ({"messages": CHAT, "tools": [1]}, "the chat template rejects the messages: Tools should"),
         ({"prompt": "x", "completion": "\ud800"}, "half of a surrogate pair"),
         ({"messages": [message("user", "\udfff"), message("assistant", "x")]}, "half of a surrogate pair"),
     ],
 )
-def test_other_columns_are_one_line(tokenizer, example, match):
+def test_invalid_columns_raise_one_line(tokenizer, example, match):
     with pytest.raises(RowError, match=match):
         encode(example, tokenizer)
 
 
-def test_none_in_a_message_is_as_if_it_were_not_there(tokenizer):
+def test_none_in_a_message_is_ignored(tokenizer):
     padded = [{**m, "tool_calls": None, "name": None} for m in CHAT]
     (sequence,) = encode({"messages": padded, "tools": None}, tokenizer)
     (plain,) = encode({"messages": CHAT}, tokenizer)

@@ -1,4 +1,4 @@
-"""Rows are packed, in an order that the seed fixes; the stream can be left and entered anywhere."""
+"""Packing, the order by seed, and exact restore of the stream."""
 
 import csv
 import json
@@ -13,14 +13,13 @@ from datasets import Dataset
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.sft_data import SFTDataConfig, SFTFakeDataConfig
-from prime_rl.errors import ConfigError
-from prime_rl.run.wait import DeadlineError
-from prime_rl.trainer.sft import data
-from prime_rl.trainer.sft.chat import TokenSequence
-from prime_rl.trainer.sft.hub import StreamReader
-from prime_rl.trainer.sft.objective import to_micro_batch
-from prime_rl.trainer.sft.sources import InMemory, Interleaved, Streamed
-from prime_rl.trainer.sft.stream import Batches, pack_all
+from prime_rl.core.errors import ConfigError
+from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.trainer.data import sft_dataset
+from prime_rl.trainer.data.chat_rendering import RenderedSequence
+from prime_rl.trainer.data.example_sources import InMemorySource, InterleavedSource, RowStream, StreamedSource
+from prime_rl.trainer.data.packed_stream import PackedStream, pack_all
+from prime_rl.trainer.sft.sft_objective import to_micro_batch
 from tests.support.tiny_model import make_tokenizer
 from tests.unit.trainer.sft.test_chat import THINKING_STRIPPED
 
@@ -51,7 +50,7 @@ def files(tmp_path_factory):
 def open_batches(tokenizer, max_steps=None, val=None, **options):
     options = {"seq_len": 64, "batch_size": 2, **options}
     config = SFTConfig(data=SFTDataConfig(**options), max_steps=max_steps, val=val)
-    return data.open_data(config, tokenizer)
+    return sft_dataset.open_data(config, tokenizer)
 
 
 def words(batches, tokenizer):
@@ -61,10 +60,10 @@ def words(batches, tokenizer):
 
 
 def make_sequence(length, value=7):
-    return TokenSequence(np.full(length, value, np.int64), np.arange(length) > 0)
+    return RenderedSequence(np.full(length, value, np.int64), np.arange(length) > 0)
 
 
-def test_packing_keeps_every_sequence_once_and_fills_rows():
+def test_packer_keeps_every_sequence_once_and_fills_rows():
     random = np.random.default_rng(0)
     lengths = random.integers(20, 60, 2000)
     rows = pack_all([make_sequence(int(n), i) for i, n in enumerate(lengths)], 512)
@@ -73,12 +72,12 @@ def test_packing_keeps_every_sequence_once_and_fills_rows():
     assert len(rows) <= 1.03 * -(-lengths.sum() // 512)
 
 
-def test_a_sequence_goes_into_the_fullest_row_that_holds_it():
+def test_packer_uses_fullest_row_with_space():
     rows = pack_all([make_sequence(length) for length in (6, 7, 2, 4, 1)], 10)
     assert [[len(sequence) for sequence in row] for row in rows] == [[6, 4], [7, 2, 1]]
 
 
-def test_packing_does_not_sort_by_length():
+def test_packer_does_not_sort_by_length():
     lengths = np.random.default_rng(0).integers(20, 60, 4000)
     rows = pack_all([make_sequence(int(n)) for n in lengths], 512)
     means = [np.mean([len(s) for s in row]) for row in rows[:-40]]
@@ -86,20 +85,19 @@ def test_packing_does_not_sort_by_length():
     assert abs(early - late) < 1.0  # sorted, they would differ by 20
 
 
-def test_stacked_rows_hold_one_sequence_each(files, tokenizer):
+def test_packer_stack_gives_one_sequence_per_row(files, tokenizer):
     batches = open_batches(tokenizer, name=str(files / "a.jsonl"), pack_function="stack", shuffle=False).batches
     rows = [row for batch in batches for row in batch]
     assert [len(row) for row in rows] == [1] * 20
     assert words([rows], tokenizer) == [f"a{i:02}" + "x" * (i * 7 % 11) for i in range(20)]
 
 
-def drawn(seed, count, size=20, chosen=None):
-    rows = [(f"row {i}", {"i": i}) for i in range(size)]
-    source = InMemory(rows, np.arange(size) if chosen is None else chosen, seed)
+def drawn(seed, count, size=20):
+    source = InMemorySource([(f"row {i}", {"i": i}) for i in range(size)], seed)
     return [source.draw()[1]["i"] for _ in range(count)]
 
 
-def test_order_is_fixed_by_the_seed_and_new_in_each_pass():
+def test_order_depends_on_seed_and_pass():
     assert drawn([1], 40) == drawn([1], 40)
     assert drawn([1], 40) != drawn([2], 40)
     assert drawn([1], 40)[:20] != drawn([1], 40)[20:]
@@ -107,17 +105,17 @@ def test_order_is_fixed_by_the_seed_and_new_in_each_pass():
     assert drawn(None, 40) == [*range(20)] * 2
 
 
-def test_one_pass_has_each_example_of_all_sets_once(files, tokenizer):
+def test_one_pass_has_each_example_once(files, tokenizer):
     names = [str(files / name) for name in ("a.jsonl", "b.json", "c.parquet")]
     batches = open_batches(tokenizer, name=names).batches
     seen = words(batches, tokenizer)
     assert len(seen) == len(set(seen)) == 64
-    assert batches.given == batches.steps
+    assert batches.num_yielded == batches.steps
     early = [word[0] for word in seen[:32]]
     assert all(early.count(kind) >= 4 for kind in "abc"), "the sets are mixed"
 
 
-def test_shares_are_kept_at_any_time(files, tokenizer):
+def test_interleaved_shares_hold_at_any_time(files, tokenizer):
     names = [str(files / name) for name in ("a.jsonl", "b.json", "c.parquet")]
     batches = open_batches(tokenizer, max_steps=40, name=names, probabilities=[1, 2, 1], pack_function="stack").batches
     kinds = [word[0] for word in words(batches, tokenizer)]
@@ -126,7 +124,7 @@ def test_shares_are_kept_at_any_time(files, tokenizer):
 
 
 @pytest.mark.parametrize(("strategy", "count"), [("all_exhausted", 128), ("first_exhausted", 24)])
-def test_when_a_pass_with_shares_ends(files, tokenizer, strategy, count):
+def test_interleaved_pass_ends_by_strategy(files, tokenizer, strategy, count):
     """b (12 examples) is drawn from every second time, c (32) every fourth."""
     names = [str(files / name) for name in ("a.jsonl", "b.json", "c.parquet")]
     options = {"name": names, "probabilities": [0.25, 0.5, 0.25], "stopping_strategy": strategy}
@@ -149,7 +147,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS.keys())
-def test_the_stream_goes_on_where_it_was_left(files, tokenizer, options):
+def test_restored_stream_continues_exactly(files, tokenizer, options):
     """Left after each of the first batches, through several passes; the place travels as JSON."""
     options = {**options, "name": [str(files / name) for name in options["name"].split(",")]}
 
@@ -165,7 +163,7 @@ def test_the_stream_goes_on_where_it_was_left(files, tokenizer, options):
     for left in (0, 1, 2, 7, 20, 39):
         again = fresh(40)
         again.restore(json.loads(states[left]))
-        assert again.given == left
+        assert again.num_yielded == left
         rest = list(again)
         assert len(rest) == 40 - left
         for one, other in zip(batches[left:], rest, strict=True):
@@ -180,7 +178,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("pack_function", ["cat", "stack"])
-def test_a_batch_may_end_in_the_middle_of_an_example(tmp_path, pack_function):
+def test_restored_stream_continues_inside_an_example(tmp_path, pack_function):
     """The template rewrites history, so an example is three sequences, of which a batch takes some."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = THINKING_STRIPPED
@@ -201,7 +199,7 @@ def test_a_batch_may_end_in_the_middle_of_an_example(tmp_path, pack_function):
             assert_same(one, other)
 
 
-def test_one_pass_goes_on_to_its_end(files, tokenizer):
+def test_restored_pass_ends_like_the_original(files, tokenizer):
     """Also among the rows that are closed when nothing more comes."""
     whole = open_batches(tokenizer, name=str(files / "a.jsonl"), batch_size=1).batches
     batches, states = [], []
@@ -218,7 +216,7 @@ def test_one_pass_goes_on_to_its_end(files, tokenizer):
             assert_same(one, other)
 
 
-def test_other_data_are_refused_at_a_resume(files, tokenizer):
+def test_restore_with_changed_data_raises(files, tokenizer):
     def fresh(**options):
         return open_batches(tokenizer, max_steps=4, **{"name": str(files / "a.jsonl"), **options}).batches
 
@@ -229,7 +227,7 @@ def test_other_data_are_refused_at_a_resume(files, tokenizer):
             fresh(**options).restore(batches.state())
 
 
-def test_streaming_reads_each_example_once_a_pass(files, tokenizer):
+def test_streamed_pass_reads_each_example_once(files, tokenizer):
     options = {"streaming": True, "shuffle_buffer": 7, "pack_function": "stack", "batch_size": 1}
     batches = open_batches(tokenizer, max_steps=64, name=str(files / "c.parquet"), **options).batches
     seen = words(batches, tokenizer)
@@ -238,12 +236,13 @@ def test_streaming_reads_each_example_once_a_pass(files, tokenizer):
     assert {int(word[1:3]) for word in seen[:7]} == set(range(7)), "only within the buffer"
 
 
-def test_a_stream_of_the_datasets_library_goes_on_where_it_was_left():
+def test_restored_hub_stream_continues_exactly():
     """Also in the middle of what it reads at once, in another shard, in another pass."""
     rows = Dataset.from_list([{"i": i} for i in range(50)])
 
     def fresh():
-        return Streamed(lambda _: StreamReader(rows.to_iterable_dataset(num_shards=4), "numbers"), 7, [1])
+        stream = RowStream(rows.to_iterable_dataset(num_shards=4), lambda number, row: (f"row {number}", row))
+        return StreamedSource(stream, 7, [1])
 
     whole, seen, states = fresh(), [], []
     for _ in range(120):
@@ -256,7 +255,33 @@ def test_a_stream_of_the_datasets_library_goes_on_where_it_was_left():
         assert [again.draw()[1]["i"] for _ in range(120 - left)] == seen[left:]
 
 
-def test_held_out_examples_are_not_trained_on(files, tokenizer):
+def test_stream_position_of_version_0_1_0_continues_exactly():
+    """It is a file and a row instead of a position of `datasets`."""
+    rows = Dataset.from_list([{"i": i} for i in range(20)])
+
+    def fresh():
+        stream = RowStream(rows.to_iterable_dataset(), lambda number, row: (f"row {number}", row))
+        return StreamedSource(stream, 7, [1])
+
+    for left in (0, 1, 7, 15, 20, 33):
+        whole = fresh()
+        for _ in range(left):
+            whole.draw()
+        again = fresh()
+        again.restore({**whole.state(), "start": [0, 0]})
+        assert [again.draw() for _ in range(30)] == [whole.draw() for _ in range(30)]
+
+
+def test_mapped_data_set_is_divided_with_its_row_numbers():
+    dataset = Dataset.from_list([{"i": i} for i in range(8)])
+    rows = sft_dataset.MappedRows(dataset, lambda number, row: (f"row {number}", row))
+    train, held_out = sft_dataset._hold_out(rows, 0.25, [1])
+    both = [*(train[i] for i in range(6)), *(held_out[i] for i in range(2))]
+    assert sorted(row["i"] for _, row in both) == list(range(8))
+    assert all(where == f"row {row['i'] + 1}" for where, row in both)
+
+
+def test_held_out_examples_are_not_trained(files, tokenizer):
     both = open_batches(tokenizer, name=str(files / "c.parquet"), val={"fraction": 0.25})
     held, trained = words([both.held_out], tokenizer), words(both.batches, tokenizer)
     assert len(held) == 8 and len(trained) == 24
@@ -267,7 +292,7 @@ def test_held_out_examples_are_not_trained_on(files, tokenizer):
     assert words([few.held_out], tokenizer) == held[:3] or set(words([few.held_out], tokenizer)) <= set(held)
 
 
-def test_validation_on_data_of_its_own(files, tokenizer):
+def test_validation_on_separate_data(files, tokenizer):
     for streaming in (False, True):
         own = {"name": str(files / "b.json"), "examples": 5}
         both = open_batches(tokenizer, 1, own, name=str(files / "a.jsonl"), streaming=streaming)
@@ -275,7 +300,7 @@ def test_validation_on_data_of_its_own(files, tokenizer):
         assert len(held) == 5 and {word[0] for word in held} == {"b"}
 
 
-def test_long_examples_are_cut_and_those_without_anything_to_learn_left_out(tmp_path, tokenizer):
+def test_long_examples_are_truncated_and_empty_ones_skipped(tmp_path, tokenizer):
     rows = [{"prompt": "a", "completion": "b" * 50}, {"prompt": "a" * 50, "completion": "b"}]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     batches = open_batches(tokenizer, name=str(tmp_path / "x.jsonl"), seq_len=10).batches
@@ -286,7 +311,7 @@ def test_long_examples_are_cut_and_those_without_anything_to_learn_left_out(tmp_
             list(open_batches(tokenizer, max_steps, name=str(tmp_path / "x.jsonl"), seq_len=10).batches)
 
 
-def test_micro_batch_lays_rows_one_after_the_other():
+def test_micro_batch_concatenates_rows():
     batch = to_micro_batch([[make_sequence(3), make_sequence(2)], [make_sequence(4)]])
     assert batch.boundaries.tolist() == [0, 3, 5, 9]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
@@ -295,32 +320,32 @@ def test_micro_batch_lays_rows_one_after_the_other():
 
 
 def fake(**options):
-    return data.FakeSequences(SFTFakeDataConfig(seq_len=16, **options), 50)
+    return sft_dataset.FakeSequences(SFTFakeDataConfig(seq_len=16, **options), 50)
 
 
-def test_fake_sequences_follow_the_seed_and_the_position():
+def test_fake_sequences_depend_on_seed_and_position():
     fixed = [fake().draw()[0] for _ in range(3)]
     assert [len(s) for s in fixed] == [16] * 3
     variable = fake(length="variable")
     assert len({len(variable.draw()[0]) for _ in range(20)}) > 3
-    batches = Batches(fake(length="variable"), 16, 4)
+    batches = PackedStream(fake(length="variable"), 16, 4)
     first = list(islice(batches, 6))
-    again = Batches(fake(length="variable"), 16, 4)
+    again = PackedStream(fake(length="variable"), 16, 4)
     next(again)
-    resumed = Batches(fake(length="variable"), 16, 4)
+    resumed = PackedStream(fake(length="variable"), 16, 4)
     resumed.restore(json.loads(json.dumps(again.state())))
     for one, other in zip(first[1:], resumed, strict=False):
         assert_same(one, other)
 
 
-def test_a_source_without_a_share_is_left_alone():
-    one, other = (InMemory([(kind, {})], np.arange(1), None) for kind in "ab")
-    mixed = Interleaved([one, other], [0.0, 2.0], "all")
+def test_source_with_share_zero_is_not_read():
+    one, other = (InMemorySource([(kind, {})], None) for kind in "ab")
+    mixed = InterleavedSource([one, other], [0.0, 2.0], "all")
     assert mixed.draw()[0] == "b"
     assert mixed.draw() is None
 
 
-def test_data_that_stop_to_come_are_told_at_the_deadline():
+def test_stalled_data_raise_at_the_deadline():
     class Stuck:
         """A stream whose other end has gone silent after the first sequences."""
 
@@ -337,7 +362,7 @@ def test_data_that_stop_to_come_are_told_at_the_deadline():
             return {}
 
     stuck = Stuck()
-    batches = Batches(stuck, 16, 2, timeout_s=0.3)
+    batches = PackedStream(stuck, 16, 2, timeout_s=0.3)
     with pytest.raises(DeadlineError, match=r"waited 0 s for the data of batch \d \(wait_timeout_seconds\)"):
         for _ in range(4):
             next(batches)

@@ -1,0 +1,126 @@
+"""CPU time of an environment worker per rollout of reverse_text, with a model of no cost.
+
+    uv run python benchmarks/environment_worker.py --against ../other-checkout/src
+
+One worker process runs groups of 8 single-turn rollouts (5 prompt tokens, 4 sampled) against a server in another
+process with canned responses. With `--against`, the sources of this checkout and of the given directory run at the
+same time, because the load of a shared machine changes the CPU time of the same work. The pairs run three times; the
+table shows the median CPU milliseconds per rollout. About one minute per pair on two cores. `--json FILE` writes
+{worker_cpu_ms, other_worker_cpu_ms, ratio}; the latter two only with `--against`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+
+import psutil
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parent / "src"
+MODEL = HERE.parent / "configs/reverse_text/model"
+GROUP = 8
+CONCURRENT_GROUPS = 64
+WARM_UP_GROUPS = 128
+PROMPT_TOKENS, COMPLETION_TOKENS = 5, 4
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def run_groups(url: str, groups: int) -> float:
+    """Return the CPU milliseconds per rollout of the worker."""
+    from prime_rl.configs.shared import EnvConfig
+    from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
+    from prime_rl.rollouts.workers.protocol import ModelAccess
+    from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+
+    environment = EnvConfig(id="reverse_text", args={"words": 2000})
+    async with (
+        WorkerLauncher() as launcher,
+        EnvironmentPool(environment, launcher, ModelAccess("m", str(MODEL))) as pool,
+    ):
+
+        async def take(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                sampling = {"temperature": 1.0, "max_tokens": 8}
+                rollouts = await pool.run_group(number % len(pool), GROUP, url, sampling, 512, [0, number])
+                assert len(rollouts) == GROUP
+
+        async def run(numbers: range) -> None:
+            shared = iter(numbers)
+            await asyncio.gather(*(take(shared) for _ in range(CONCURRENT_GROUPS)))
+
+        children = psutil.Process().children(recursive=True)
+        await run(range(WARM_UP_GROUPS))
+        before = sum(map(cpu_s, children))
+        await run(range(WARM_UP_GROUPS, WARM_UP_GROUPS + groups))
+        return 1000 * (sum(map(cpu_s, children)) - before) / (groups * GROUP)
+
+
+def measure(sides: Mapping[str, Path], groups: int) -> dict[str, float]:
+    """Measure all sides at the same time, each in new processes; the last line of their output is the result."""
+    with ExitStack() as stack:
+        started = []
+        for side, sources in sides.items():
+            url = stack.enter_context(engine())
+            path = os.pathsep.join([str(sources), os.environ.get("PYTHONPATH", "")])
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, __file__, "--url", url, "--groups", str(groups)]
+            started.append((side, subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)))
+        results = {side: process.communicate()[0] for side, process in started}
+        if failed := [side for side, process in started if process.returncode != 0]:
+            sys.exit(f"{failed[0]} failed")
+    return {side: float(output.splitlines()[-1]) for side, output in results.items()}
+
+
+@contextmanager
+def engine() -> Iterator[str]:
+    """Start the server; yield its URL."""
+    command = [sys.executable, str(HERE / "overhead/engine.py"), str(MODEL), str(PROMPT_TOKENS), str(COMPLETION_TOKENS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="also measure the package in this directory")
+    parser.add_argument("--groups", type=int, default=1000, help="measured groups of each run")
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each side")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.url is not None:
+        print(uvloop.run(run_groups(args.url, args.groups)))
+        return
+    sides = {"worker_cpu_ms": SOURCES} | ({"other_worker_cpu_ms": args.against.resolve()} if args.against else {})
+    runs = [measure(sides, args.groups) for _ in range(args.pairs)]
+    times = {side: [run[side] for run in runs] for side in sides}
+    figures = {side: round(median(values), 4) for side, values in times.items()}
+    if args.against:
+        figures["ratio"] = round(median(run["worker_cpu_ms"] / run["other_worker_cpu_ms"] for run in runs), 3)
+    table = Table("sources", "CPU ms per rollout", "runs", title="environment worker, reverse_text")
+    for side, sources in sides.items():
+        table.add_row(str(sources), f"{figures[side]:.3f}", " ".join(f"{value:.3f}" for value in times[side]))
+    Console().print(table)
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Problems with their tests, from rows of HumanEval, MBPP, APPS and LiveCodeBench, or generated from a seed."""
+
+import ast
+import builtins
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from .environment_tools.rows import Row, text_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """A test of a program: text on stdin and stdout, or a call of a function and its value."""
+
+    input: str = ""
+    expected: Any = ""
+    function: str | None = None
+    args: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question and its tests.
+
+    Attributes:
+        cases: inputs with expected outputs.
+        asserts: blocks of assert statements.
+        functions: names of the functions that `asserts` call.
+        setup: definitions that the asserts need.
+        prefix: goes before the code of a reply.
+    """
+
+    question: str
+    cases: tuple[Case, ...] = ()
+    asserts: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    setup: str = ""
+    prefix: str = ""
+
+
+def read_problem(row: Row) -> Problem:
+    """Return the problem of a row of any of the known forms.
+
+    Raises:
+        ValueError: the form is unknown, or there are no tests.
+    """
+    if "entry_point" in row and "test" in row:
+        return _read_humaneval(row)
+    if "test_list" in row:
+        return _read_mbpp(row)
+    question = text_of(row, "question", "question_content", "prompt")
+    cases = _read_cases(row)
+    if not cases:
+        raise ValueError("no tests: need `tests`, `input_output`, `public_test_cases`, `test_list`, or `test`")
+    return Problem(question, tuple(cases))
+
+
+def make_problems(seed: int, part: str, count: int) -> Iterator[Problem]:
+    """Yield small problems, the same for the same seed: a linear function, or the same as a program."""
+    source = Random(f"code_tests {part} {seed}")
+    for _ in range(count):
+        factor, summand = source.randint(2, 9), source.randint(1, 99)
+        points = source.sample(range(-50, 50), 4)
+        rule = f"{factor} times its argument plus {summand}"
+        if source.random() < 0.5:
+            cases = [Case(function="f", args=[x], expected=factor * x + summand) for x in points]
+            yield Problem(f"Write a Python function f(x) that returns {rule}.", tuple(cases))
+        else:
+            cases = [Case(f"{x}\n", f"{factor * x + summand}\n") for x in points]
+            question = "Write a Python program that reads an integer from standard input and prints"
+            yield Problem(f"{question} {rule.replace('its argument', 'it')}.", tuple(cases))
+
+
+def _read_humaneval(row: Row) -> Problem:
+    prompt, name = text_of(row, "prompt"), text_of(row, "entry_point")
+    question = f"Complete this Python code. Repeat it in full.\n\n```python\n{prompt}```"
+    return Problem(question, (), (f"{text_of(row, 'test')}\ncheck({name})",), (name,), prompt, prompt + "\n\n\n")
+
+
+def _read_mbpp(row: Row) -> Problem:
+    tests = [str(test) for test in row["test_list"]]
+    functions = tuple(dict.fromkeys(name for test in tests for name in _called_names(test)))
+    if not functions:
+        raise ValueError("`test_list` calls no function")
+    setup = str(row.get("test_setup_code") or "\n".join(row.get("test_imports") or ()))
+    question = text_of(row, "text", "prompt")
+    return Problem(f"{question}\n\nThe code should pass:\n{tests[0]}", (), tuple(tests), functions, setup)
+
+
+def _called_names(test: str) -> list[str]:
+    """Return the functions that a test calls and that Python does not have."""
+    try:
+        nodes = [node.func for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Call)]
+    except SyntaxError:
+        raise ValueError(f"`test_list` is not Python: {test[:60]!r}") from None
+    names = [node.id for node in nodes if isinstance(node, ast.Name)]
+    return [name for name in names if not hasattr(builtins, name)]
+
+
+def _read_cases(row: Row) -> list[Case]:
+    for name in ("tests", "input_output", "public_test_cases"):
+        if row.get(name):
+            value = json.loads(row[name]) if isinstance(row[name], str) else row[name]
+            function = row.get("fn_name") or row.get("entry_point")
+            return _read_columns(value) if isinstance(value, dict) else [_read_case(case, function) for case in value]
+    return []
+
+
+def _read_columns(value: dict[str, Any]) -> list[Case]:
+    """Read the form of APPS: lists of inputs and outputs, with `fn_name` for calls."""
+    pairs = list(zip(value["inputs"], value["outputs"], strict=True))
+    if not (function := value.get("fn_name")):
+        return [Case(_as_text(given), _as_text(expected)) for given, expected in pairs]
+    # APPS wraps the values of functions in a list of one.
+    return [
+        Case(function=function, args=given, expected=out[0] if isinstance(out, list) and len(out) == 1 else out)
+        for given, out in pairs
+    ]
+
+
+def _read_case(case: dict[str, Any], function: str | None) -> Case:
+    if "args" in case:
+        name = case.get("function") or function
+        if not name:
+            raise ValueError("a test with `args` needs `function`")
+        return Case(function=name, args=case["args"], expected=case["expected"])
+    expected = case["output"] if "output" in case else case.get("expected")
+    if expected is None:
+        raise ValueError("a test needs `output` or `expected`")
+    return Case(_as_text(case.get("input", "")), _as_text(expected))
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(map(str, value))

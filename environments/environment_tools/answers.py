@@ -1,0 +1,39 @@
+"""Finds the answer in a reply in one pass, because replies are long, untrusted, and scored on the event loop."""
+
+import re
+
+# A final answer is within this many characters of the end.
+TAIL = 20_000
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\fbox\s*\{|\\.|[{}]", re.DOTALL)
+
+
+def final_part(text: str) -> str:
+    """Return the text of a reply after the last `</think>`, at most `TAIL` characters.
+
+    The result is "" if `<think>` is opened and not closed.
+    """
+    head, closed, tail = text.rpartition("</think>")
+    if not closed and "<think>" in head + tail:
+        return ""
+    return tail[-TAIL:]
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{...}` (or `\fbox`) whose braces close; None if there is none.
+
+    The last is the one that begins last, so of nested boxes the inner one. Escaped braces (`\{`) do not count.
+    """
+    open_boxes: list[tuple[bool, int]] = []
+    best: tuple[int, int] | None = None
+    for token in _BRACES.finditer(text):
+        brace = token.group()
+        if brace == "}":
+            if not open_boxes:
+                continue
+            is_box, start = open_boxes.pop()
+            if is_box and (best is None or start > best[0]):
+                best = (start, token.start())
+        elif brace == "{" or brace.startswith(("\\boxed", "\\fbox")):
+            open_boxes.append((len(brace) > 1, token.end()))
+    return text[best[0] : best[1]].strip() if best else None

@@ -1,0 +1,142 @@
+"""`trainer.model` and `sft.model`: the trained model, its parallelism and its memory options."""
+
+import math
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from prime_rl.configs.lora import LoRAConfig
+from prime_rl.configs.memory import ActivationCheckpointConfig, ActivationOffloadConfig, CompileConfig
+from prime_rl.configs.shared import NameConfig
+from prime_rl.loading.base_config import BaseConfig, common
+
+
+class ContextParallelConfig(BaseConfig):
+    """Split each sequence over several ranks."""
+
+    shorthand: ClassVar[str | None] = "degree"
+
+    degree: int = Field(2, ge=1)
+    """Ranks that share one sequence."""
+
+
+class DebugModelConfig(BaseConfig):
+    """Changes of the model for quick tests."""
+
+    num_layers: int | None = Field(None, ge=1)
+    """Keep only the first layers; None keeps all."""
+
+    random_init: bool = False
+    """Use random weights; only the config and the tokenizer are loaded."""
+
+
+class TrainerModelConfig(NameConfig):
+    """The trained model."""
+
+    deprecated: ClassVar[dict[str, str]] = {"download_timeout": "download_timeout_seconds"}
+
+    seq_len: int = Field(2048, ge=1, json_schema_extra=common("Model"))
+    """Maximum tokens of one forward pass, into which rows are concatenated. At least the orchestrator's seq_len."""
+
+    max_model_len: int | None = Field(None, ge=1)
+    """Maximum sequence length of inference, which selects the short or long frequencies of longrope models, as in vLLM.
+    Under `rl` it is inference's; None is vLLM's default (in `sft`, data.seq_len)."""
+
+    impl: Literal["auto", "hf", "liger_kernel"] = "auto"
+    """Implementation: transformers (hf and auto), or fused kernels for norms and MLPs (CUDA, liger-kernel)."""
+
+    attn: Literal["auto", "varlen", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention kernel; auto is varlen, with FlashAttention-3 on Hopper GPUs if it is installed."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of forward and backward; auto is bfloat16 on CUDA and float32 on CPU."""
+
+    reduce_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Precision of the gradient reduction over ranks."""
+
+    reduce_gradients_once: bool = False
+    """Reduce gradients once per minibatch instead of once per row: less communication, but every rank stores full
+    gradients until then, 4 bytes per parameter."""
+
+    compile: CompileConfig | None = Field(None, json_schema_extra=common("Memory and parallelism"))
+    """torch.compile; None runs eagerly. Recommended on GPUs (docs/scaling.md)."""
+
+    ac: ActivationCheckpointConfig | None = Field(None, json_schema_extra=common("Memory and parallelism"))
+    """Activation checkpointing; None stores all activations, which rarely fit on GPUs (docs/scaling.md)."""
+
+    ac_offloading: ActivationOffloadConfig | None = None
+    """Store the blocks' saved tensors in host memory until the backward pass; None stores them on the device."""
+
+    fsdp_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory, and update them there; not with Muon."""
+
+    optim_cpu_offload: bool = False
+    """Keep the optimizer state in host memory, and copy it to the device in parts for the update."""
+
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass: less memory, one more all-gather."""
+
+    reshard_ranks: int | None = Field(None, ge=2)
+    """Between the passes, shard over groups of this many ranks only, such as those of a node; None is all ranks."""
+
+    trust_remote_code: bool = False
+    """Run Python code from the model's repository."""
+
+    download_timeout_seconds: float = Field(3600, gt=0)
+    """Timeout for the download of the model, by this or another process of the node."""
+
+    logprob_chunk_size: int | None = Field(None, ge=1)
+    """Tokens of a row whose logits exist at the same time; less saves memory. None is what 1 GiB holds (64 MiB on a
+    CPU)."""
+
+    dp_replicate: int = Field(1, ge=1)
+    """Copies of the sharded model (hybrid sharding); weights are gathered within a copy."""
+
+    tp: int = Field(1, ge=1, json_schema_extra=common("Memory and parallelism"))
+    """Tensor parallelism: ranks that share each matrix of the blocks."""
+
+    ep: int = Field(1, ge=1)
+    """Expert parallelism: number of ranks that share the experts of each layer; divides the sharding ranks."""
+
+    cp: ContextParallelConfig | None = Field(None, json_schema_extra=common("Memory and parallelism"))
+    """Context parallelism: ranks that share each row, for rows that are too long for one; None uses whole rows."""
+
+    lora: LoRAConfig | None = Field(None, json_schema_extra=common("Memory and parallelism"))
+    """Train a LoRA adapter; None trains all weights."""
+
+    debug: DebugModelConfig = Field(default_factory=DebugModelConfig)
+    """Shrink or randomise the model for quick tests."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.cp is not None and self.attn not in ("auto", "varlen"):
+            raise ValueError(f"cp: attention {self.attn!r} would see one slice of a row; set model.attn='varlen'")
+        if self.lora is not None and self.tp > 1:
+            raise ValueError(f"lora does not support tp = {self.tp}: an adapter cannot be divided; set model.tp=1")
+        return self
+
+    def sharding_ranks(self, ranks: int) -> int:
+        """Return how many of `ranks` ranks shard one copy of the model and train on different rows.
+
+        Raises:
+            ValueError: the ranks cannot be divided by the configured degrees.
+        """
+        cp = self.cp.degree if self.cp else 1
+        factors = {"dp_replicate": self.dp_replicate, "cp": cp, "tp": self.tp}
+        product = math.prod(factors.values())
+        if ranks % product:
+            asked = [f"model.{name} {factor}" for name, factor in factors.items() if factor > 1]
+            what = " x ".join(asked) + (f" = {product}" if len(asked) > 1 else "")
+            raise ValueError(f"{what} does not divide the {ranks} ranks; start a multiple of {product}")
+        shard = ranks // product
+        if self.ep > 1 and (self.ep % cp or (shard * cp) % self.ep):
+            raise ValueError(
+                f"model.ep {self.ep} must be a multiple of model.cp {cp} and divide the {shard * cp} ranks that "
+                "shard one copy of the model"
+            )
+        if self.reshard_ranks is not None and (shard * cp) % self.reshard_ranks:
+            raise ValueError(
+                f"model.reshard_ranks {self.reshard_ranks} does not divide the {shard * cp} ranks that shard one copy "
+                "of the model"
+            )
+        return shard

@@ -1,0 +1,47 @@
+"""The two errors that users meet, and the one-line summary of any other exception."""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class ConfigError(Exception):
+    """Invalid input. The message is one line: the problem, its source and the fix. Exit code 2."""
+
+
+class RunError(Exception):
+    """A run cannot continue: a wait timed out, a peer died, a request was rejected. Exit code 1."""
+
+
+@contextmanager
+def translate_error(
+    kinds: type[Exception] | tuple[type[Exception], ...], make: Callable[[Any], Exception]
+) -> Iterator[None]:
+    """Raise `make(error)` instead of an exception of one of these types, without the original traceback."""
+    try:
+        yield
+    except kinds as error:
+        raise make(error) from None
+
+
+def summarize_exception(error: BaseException, *, full: bool = False, location: bool = False) -> str:
+    """Return the type and the message of an exception on one line.
+
+    Args:
+        error: the exception.
+        full: use the whole message, up to 300 characters, and add the exceptions in its `__cause__` chain. By default
+            only the first line is used, because libraries append stack traces and advice.
+        location: add the file and line that raised it.
+    """
+    lines = [stripped for line in str(error).splitlines() if (stripped := " ".join(line.split()))]
+    if full:
+        message = " ".join(lines)[:300]
+    else:
+        message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if full and error.__cause__ is not None:
+        summary = f"{summary} (from {summarize_exception(error.__cause__, full=True)})"[:1000]
+    if location and (frames := traceback.extract_tb(error.__traceback__)):
+        summary += f" ({frames[-1].filename}:{frames[-1].lineno})"
+    return summary

@@ -1,0 +1,21 @@
+"""Reservation of a TCP port among the servers of this project on one machine."""
+
+import socket
+
+
+def claim_port(port: int) -> socket.socket:
+    """Reserve `port` until the returned socket is closed or the process exits.
+
+    Raises:
+        OSError: EADDRINUSE, another process has reserved it.
+    """
+    # With SO_REUSEADDR, two sockets may bind one port as long as neither listens, and a server listens only after its
+    # model is loaded. Without it, the port of a server that just ended is blocked for a minute. An abstract Unix
+    # socket therefore represents the port in the meantime; the kernel frees it with the process.
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(f"\0prime_rl.port/{port}")
+    except OSError:
+        claim.close()
+        raise
+    return claim

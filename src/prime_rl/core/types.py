@@ -1,0 +1,135 @@
+"""Data types that the three processes share, as frozen dataclasses without torch or vllm."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Split = Literal["train", "eval"]
+
+EvalSplit = Literal["own", "train", "none"]
+"""Evaluation examples are a separate split, or the training examples; `none`: the environment has no splits."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class PolicyVersion:
+    """Version of the policy, ordered by (branch, step).
+
+    Version 0 is the base model; step n trains version n and produces version n + 1. Each rollback of a run starts a
+    new branch, so that its versions are newer than those that it abandons.
+    """
+
+    branch: int
+    step: int
+
+    def __str__(self) -> str:
+        """Return the form that is used as the engine's weight version, e.g. `0.12`."""
+        return f"{self.branch}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse `str(version)`. Raises ValueError if malformed."""
+        branch, _, step = text.partition(".")
+        return cls(int(branch), int(step))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One token sequence to train on; entry t of every array describes token t.
+
+    Attributes:
+        tokens: int32 [T], prompts and completions.
+        loss_mask: bool [T], True where the policy sampled the token.
+        logprobs: float32 [T], the sampler's log-probability of the token (0 if it was not sampled).
+        versions: int32 [T], step of the policy version that sampled the token (-1 if none did).
+    """
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished episode of one example.
+
+    Attributes:
+        samples: token sequences to train on; several if the turns branch.
+        reward: the environment's score.
+        metrics: the environment's named scores, unweighted.
+        is_truncated: a completion reached its token limit.
+        text: the conversation as (role, content) pairs, for display. Model output: untrusted.
+    """
+
+    samples: tuple[Sample, ...]
+    reward: float
+    metrics: dict[str, float]
+    is_truncated: bool
+    text: tuple[tuple[str, str], ...]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the policy sampled, over all samples."""
+        return sum(int(np.count_nonzero(sample.loss_mask)) for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation(Rollout):
+    """A rollout with its messages, for evaluation and synthesis. Model output: untrusted.
+
+    Attributes:
+        messages: in the normal form of `rendering.messages`, with tool calls and reasoning.
+        tools: definitions of the tools that the model was offered, in OpenAI's form.
+        completion_tokens: number of sampled tokens, also for a server that returns no tokens.
+        versions: oldest and newest policy version that may have sampled it, if it has no samples.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...]
+    completion_tokens: int
+    versions: tuple[int, int] | None = None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens the model sampled, as the server reports it."""
+        return self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The finished rollouts of one example, which are scored, dispatched and shipped together.
+
+    Attributes:
+        group_id: position in the stream of examples.
+        rollouts: the G rollouts.
+        env: name of the environment.
+        example: index of the example in the environment's data set.
+        temperature: sampling temperature.
+        top_k: number of most likely tokens that the sampler kept; 0 keeps all.
+        top_p: probability mass of the most likely tokens that it kept; 1 keeps all.
+        min_p: smallest probability, relative to the most likely token, that it kept; 0 keeps all.
+    """
+
+    group_id: int
+    rollouts: tuple[Rollout, ...]
+    env: str
+    example: int
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """Reward per rollout, float64 [G]."""
+        return np.array([rollout.reward for rollout in self.rollouts], np.float64)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of sampled tokens per rollout, int64 [G]."""
+        return np.array([rollout.sampled_tokens for rollout in self.rollouts], np.int64)

@@ -1,0 +1,49 @@
+"""`doctor --sandbox`: whether this machine can isolate model-written code."""
+
+import asyncio
+import os
+import statistics
+from dataclasses import dataclass
+
+from prime_rl.core.errors import ConfigError
+from prime_rl.sandbox.jail.bubblewrap import JAIL_UID, bubblewrap_version, find_bubblewrap, find_interpreter
+from prime_rl.sandbox.sandbox import Sandbox
+
+_NUM_EXECUTIONS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxReport:
+    """What the machine supports: `isolated` after a successful self-test, else the reason in `message`."""
+
+    isolated: bool
+    message: str
+
+    def lines(self) -> list[str]:
+        """Return the report as text."""
+        if self.isolated:
+            return [f"sandbox: bwrap, isolated: {self.message}"]
+        return [
+            f"sandbox: not available: {self.message}",
+            "sandbox: unsafe-subprocess would run model-written code with your rights and without any isolation",
+        ]
+
+
+def check_sandbox() -> SandboxReport:
+    """Start a sandbox, try to escape from it, and measure a few executions."""
+    try:
+        milliseconds = asyncio.run(_measure())
+        user = JAIL_UID if os.getuid() == 0 else None
+        interpreter = find_interpreter(user)
+        version = bubblewrap_version(find_bubblewrap())
+    except ConfigError as error:
+        return SandboxReport(False, str(error))
+    return SandboxReport(
+        True, f"{version}, {interpreter}, self-test passed, {milliseconds:.1f} ms for an execution (median)"
+    )
+
+
+async def _measure() -> float:
+    async with Sandbox(num_jails=1) as sandbox:
+        results = [await sandbox.run("print(1)") for _ in range(_NUM_EXECUTIONS)]
+    return statistics.median(result.milliseconds for result in results)

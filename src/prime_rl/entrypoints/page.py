@@ -1,0 +1,107 @@
+"""`page <output_dir>...`: show runs in a browser, or export one."""
+
+import argparse
+import json
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl.core.api_key import API_KEY_VAR
+from prime_rl.core.entry_point import command
+from prime_rl.core.errors import ConfigError, translate_error
+
+if TYPE_CHECKING:
+    from prime_rl.page.run_view import RunView
+
+_DEFAULT_PORT = 8420
+
+
+@command
+def main() -> None:
+    """Serve the page until Ctrl-C, or write a report or a trace."""
+    arguments = _parse(sys.argv[1:])
+    from prime_rl.page.run_view import find_runs  # not needed by `--help`
+
+    runs = find_runs([Path(directory) for directory in arguments.output_dir])
+    if arguments.report is not None:
+        _write_report(runs, Path(arguments.report))
+    elif arguments.trace is not None:
+        _write_trace(runs, Path(arguments.trace))
+    else:
+        _serve(runs, arguments.host, arguments.port, arguments.api_key_var)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    text = "Show live, finished and copied runs in a browser. Reads only their directories and changes nothing."
+    parser = argparse.ArgumentParser(prog="page", description=text)
+    parser.add_argument("output_dir", nargs="+", help="run directories, or directories that contain some")
+    parser.add_argument("--port", type=int, default=_DEFAULT_PORT, help=f"port (default {_DEFAULT_PORT}; 0: any)")
+    parser.add_argument("--host", default="127.0.0.1", help="address (default 127.0.0.1); another one needs a key")
+    parser.add_argument("--api-key-var", default=API_KEY_VAR, help=f"environment variable of the key ({API_KEY_VAR})")
+    parser.add_argument("--report", metavar="FILE", help="write one HTML file that opens without a server, and exit")
+    parser.add_argument("--trace", metavar="FILE", help="write the timeline as Chrome trace JSON, and exit")
+    return parser.parse_args(argv)
+
+
+def _serve(runs: "list[RunView]", host: str, port: int, key_variable: str) -> None:
+    import uvicorn
+
+    from prime_rl.page.page_access import PageAccess
+    from prime_rl.page.page_app import make_app
+
+    access = PageAccess.for_address(host, key_variable)
+    place = f"--port {port}: cannot listen on {host}:{port}"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with translate_error(OSError, lambda error: ConfigError(f"{place} ({error.strerror}); set another port")):
+            listener.bind((host, port))
+            listener.listen()  # a browser that opens the printed address at once has to wait, not to fail
+        bound = listener.getsockname()[1]
+        address = f"[{host}]" if ":" in host else host
+        threading.Thread(target=_read_runs, args=(runs,), daemon=True).start()
+        print(f"page: http://{address}:{bound} shows {len(runs)} run{'s' if len(runs) != 1 else ''}", flush=True)
+        config = uvicorn.Config(
+            make_app(runs, access), log_level="warning", access_log=False, timeout_graceful_shutdown=1
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _read_runs(runs: "list[RunView]") -> None:
+    """Read the metrics before the browser asks for them, which takes seconds for a large run."""
+    for run in runs:
+        run.refresh()
+
+
+def _write_report(runs: "list[RunView]", file: Path) -> None:
+    from prime_rl.page.page_report import make_report
+
+    run = _only(runs, "--report")
+    text = make_report(run)
+    with translate_error(OSError, lambda error: ConfigError(f"--report: {file} cannot be written: {error.strerror}")):
+        file.write_text(text)
+    print(f"report: {file}, {len(text.encode()) / 1e6:.1f} MB")
+
+
+def _write_trace(runs: "list[RunView]", file: Path) -> None:
+    from prime_rl.page.timeline_spans import chrome_trace
+
+    run = _only(runs, "--trace")
+    timeline = run.read_timeline()
+    if not timeline.num_spans:
+        raise ConfigError(f"--trace: {run.paths.root} contains no timeline/*.jsonl; its version did not write one")
+    with translate_error(OSError, lambda error: ConfigError(f"--trace: {file} cannot be written: {error.strerror}")):
+        file.write_text(json.dumps(list(chrome_trace(timeline))))
+    print(f"trace: {file} has {timeline.num_spans} phases; open it at https://ui.perfetto.dev")
+
+
+def _only(runs: "list[RunView]", option: str) -> "RunView":
+    if len(runs) != 1:
+        raise ConfigError(f"{option} takes one run, and {len(runs)} are given; pass one run directory")
+    return runs[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One server on several nodes."""

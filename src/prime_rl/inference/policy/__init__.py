@@ -1,0 +1,1 @@
+"""Which weights the server samples from: versions, adapters, leases."""

@@ -1,0 +1,234 @@
+"""Every request passes these steps, in this order:
+
+1. Authentication: 401 without the API key.
+2. Version pin: a request that cannot report the version of each token holds back weight updates (`VersionPins`).
+3. Version headers: the response names the policy versions between which it was sampled.
+4. vLLM's application, restricted to known routes (`keep_known_routes`), which creates the engine's request.
+   A token stream passes step 1 when it is opened, and its requests go on to step 5 (`generation_stream`).
+5. Hand-over to the engine: adapter and prefix-cache salt (`prepare_requests`).
+6. The scheduler corrects the salt if a weight update has overtaken the request (`vllm.salted_scheduler`).
+"""
+
+import ipaddress
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import JSONResponse
+from loguru import logger
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prime_rl.core.api_key import read_api_key
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.types import PolicyVersion
+from prime_rl.inference.policy.adapter_checks import POLICY_ADAPTER
+from prime_rl.inference.policy.named_adapters import NamedAdapters, lora_request
+from prime_rl.inference.policy.policy_manager import PolicyManager
+from prime_rl.inference.policy.version_pins import VersionPins
+from prime_rl.inference.vllm.cache_salts import CANARY_PREFIX, make_salt
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+START_HEADER = "x-policy-version"
+END_HEADER = "x-policy-version-end"
+PIN_HEADER = "x-policy-pin"
+
+PROBES = frozenset({"/health", "/ping"})
+"""Routes that need no key: load balancers probe them without one."""
+
+PINNED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+"""Routes that sample and cannot report the version of a token; each request is sampled by one version."""
+
+SPANS = frozenset({"/inference/v1/generate"})
+"""The route that samples and reports the version of each token."""
+
+SAMPLE_NOTHING = frozenset({
+    "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/responses/render",
+    "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/completions/render",
+    "/v1/completions/derender", "/v1/messages/render", "/v1/messages/count_tokens",
+    "/tokenize", "/detokenize", "/tokenizer_info", "/v1/models", "/health", "/ping", "/load", "/version", "/metrics",
+    "/kv_event_sources", "/start_profile", "/stop_profile", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc",
+})  # fmt: skip
+
+_SAMPLES = "samples, without versions"
+REMOVED = {
+    **dict.fromkeys(("/v1/chat/completions/batch", "/invocations", "/v1/systemone", "/generative_scoring"), _SAMPLES),
+    "/inference/v1/abort_requests": "a client could end the requests of another",
+    "/scale_elastic_ep": "the number of copies is fixed",
+    "/is_scaling_elastic_ep": "the number of copies is fixed",
+}
+"""Routes that vLLM has under our arguments and that this server removes, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRules:
+    """Who may use the server. With a key: clients that send it. Without: all clients may sample, and only clients on
+    this machine may use the admin routes.
+    """
+
+    api_key: str | None = field(repr=False)
+    is_remote: bool  # other machines can connect
+    variable: str  # environment variable of the key
+
+    @classmethod
+    def for_address(cls, variable: str, address: str) -> "AccessRules":
+        """Read the key, for a server that is bound to an IP address.
+
+        Raises ConfigError if it is invalid, or only vLLM's variable is set, which would protect half of the routes.
+        """
+        key = read_api_key(variable)
+        # vLLM does not get the key, so it cannot log it.
+        if os.environ.pop("VLLM_API_KEY", None) and key is None:
+            raise ConfigError(
+                f"VLLM_API_KEY is set and {variable} is not: rename it, or set --server.api-key-var VLLM_API_KEY"
+            )
+        return cls(key, not ipaddress.ip_address(address.partition("%")[0]).is_loopback, variable)
+
+    @property
+    def admin_refusal(self) -> str | None:
+        """Why the admin routes are disabled; None if they are enabled."""
+        if self.api_key is not None or not self.is_remote:
+            return None
+        return (
+            "admin requests are disabled: other machines can connect to this server, and it has no API key; set "
+            f"{self.variable} for the server and its clients, or bind the server to 127.0.0.1 (server.host)"
+        )
+
+    def allows(self, authorization: str) -> bool:
+        """Whether this value of the header `Authorization` contains the key."""
+        if self.api_key is None:
+            return True
+        scheme, _, key = authorization.partition(" ")
+        return scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self.api_key.encode())
+
+
+@dataclass
+class _RequestContext:
+    """State of one HTTP request, shared by all tasks that handle it."""
+
+    unpin: Callable[[], None]
+    adapter_versions: list[PolicyVersion] = field(default_factory=list)
+
+
+_context: ContextVar[_RequestContext | None] = ContextVar("request", default=None)
+
+
+def sample_from_adapter(version: PolicyVersion) -> None:
+    """Note that the current request samples from a named adapter: no update changes it, and its version is reported."""
+    if (context := _context.get()) is not None:
+        context.adapter_versions.append(version)
+        context.unpin()
+
+
+@dataclass(frozen=True)
+class RequestLayer:
+    """ASGI middleware for steps 1 to 3 around vLLM's application with our routes. Must be the outermost.
+
+    All tokens of a response were sampled by versions between those of its two headers, both included: a version becomes
+    the loaded one before its first token is sampled. A streamed response sends its headers with the first token, so its
+    second header does not cover the rest.
+    """
+
+    app: ASGIApp
+    access: AccessRules
+    pins: VersionPins
+    loaded_version: Callable[[], PolicyVersion]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] in ("http", "websocket") and not self._is_authorized(scope):
+            refusal = JSONResponse({"error": "this server needs its API key as a bearer token"}, 401)
+            await refusal(scope, receive, send)
+        elif scope["type"] != "http":
+            await self.app(scope, receive, send)
+        else:
+            pin = _header(scope, PIN_HEADER.encode())
+            is_pinned = scope["path"] in PINNED
+            async with self.pins.request(pin) if is_pinned else nullcontext(lambda: None) as unpin:
+                _context.set(context := _RequestContext(unpin))
+                await self._with_version_headers(scope, receive, send, context)
+
+    def _is_authorized(self, scope: Scope) -> bool:
+        # Every route that is not listed as open needs the key, also a route that a new version of vLLM adds. Browsers
+        # send a preflight request without the key.
+        is_open = scope.get("method") == "OPTIONS" or scope["path"] in PROBES
+        return is_open or self.access.allows(_header(scope, b"authorization"))
+
+    async def _with_version_headers(self, scope: Scope, receive: Receive, send: Send, context: _RequestContext) -> None:
+        start = self.loaded_version()
+
+        async def send_with_versions(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                sampled = context.adapter_versions
+                versions = (min(sampled), max(sampled)) if sampled else (start, self.loaded_version())
+                names = START_HEADER.encode(), END_HEADER.encode()
+                added = [(name, str(version).encode()) for name, version in zip(names, versions, strict=True)]
+                message["headers"] = [*message.get("headers", ()), *added]
+            await send(message)
+
+        await self.app(scope, receive, send_with_versions)
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+def keep_known_routes(app: "FastAPI") -> None:
+    """Remove the routes of vLLM that are not listed above; they answer 404.
+
+    A new version of vLLM, or a plugin, may add a route that samples without versions.
+    """
+    known = PINNED | SPANS | SAMPLE_NOTHING
+    removed = [route for route in app.router.routes if getattr(route, "path", None) not in known]
+    app.router.routes[:] = [route for route in app.router.routes if route not in removed]
+    paths = sorted({str(getattr(route, "path", route)) for route in removed} - REMOVED.keys())
+    if paths:
+        logger.warning("removed unknown routes, which may mix policy versions: {}", ", ".join(paths))
+
+
+def prepare_requests(
+    client: "AsyncLLM", policies: PolicyManager, adapters: NamedAdapters | None, canary_prefix: str
+) -> Callable[["EngineCoreRequest"], None]:
+    """Set salt and adapter of every request when vLLM hands it to the engine (step 5).
+
+    All requests of vLLM pass `add_request_async` last, also each child of n > 1. `canary_prefix` includes the secret; a
+    server that takes no adapters has no `adapters`. Returns the function for requests that do not pass vLLM; it raises
+    ValueError for one that must not be sent.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    core: Any = client.engine_core
+    add_request = core.add_request_async
+
+    async def add_prepared(request: "EngineCoreRequest") -> None:
+        try:
+            prepare(request)
+        except ValueError as error:
+            # vLLM has registered the request already, and answers any other exception with 500.
+            await client.abort(request.request_id, internal=True)
+            raise VLLMValidationError(str(error)) from None
+        await add_request(request)
+
+    def prepare(request: "EngineCoreRequest") -> None:
+        salt = policies.policy.salt
+        is_canary = request.request_id.startswith(canary_prefix)
+        if request.request_id.startswith(CANARY_PREFIX) and not is_canary:
+            raise ValueError(f"request_id: the prefix {CANARY_PREFIX!r} is reserved for the server")
+        if adapters is not None and request.lora_request is not None:
+            if not is_canary:
+                adapter = adapters.find(request.lora_request)
+                salt = adapter.policy.salt
+                sample_from_adapter(adapter.policy.version)
+        elif adapters is not None:
+            request.lora_request = lora_request(POLICY_ADAPTER)
+        request.cache_salt = make_salt(salt, request.cache_salt)
+
+    core.add_request_async = add_prepared
+    return prepare

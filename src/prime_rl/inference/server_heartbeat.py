@@ -1,0 +1,76 @@
+"""The server's heartbeat: it advances as long as the engines answer.
+
+A server without the run's directory writes no heartbeat; its clients notice its end by their connections.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import Any
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.core.types import PolicyVersion
+from prime_rl.liveness.heartbeat_monitor import SERVING
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.parent_process import is_supervised
+
+ROLE = "inference"
+_INTERVAL_S = 1.0
+
+
+@contextmanager
+def server_heartbeat(config: InferenceConfig) -> Iterator[HeartbeatWriter]:
+    """Write heartbeats while the server starts and runs, if `output_dir` is set.
+
+    Under `rl` there is one server, `inference`; the name of a standalone server includes node and port.
+    """
+    name = ROLE if is_supervised() else f"{ROLE}_{socket.gethostname()}_{config.server.port}"
+    writer = HeartbeatWriter(config.run_paths, name, ROLE)
+    writer.enter("start engines")
+    with writer if "output_dir" in config.model_fields_set else nullcontext():
+        yield writer
+
+
+def phase_recorder(writer: HeartbeatWriter) -> Callable[[str, float, PolicyVersion], None]:
+    """Return a function that adds a phase, which ends now, to the timeline: name, start in Unix seconds, version.
+
+    It does nothing for a server without the run's directory.
+    """
+
+    def record(name: str, start: float, version: PolicyVersion) -> None:
+        if writer.is_started:
+            writer.timeline.add(name, start, time.time(), version=version.step)
+
+    return record
+
+
+@asynccontextmanager
+async def serving(
+    writer: HeartbeatWriter, check: Callable[[], Awaitable[Any]], timeout_s: float
+) -> AsyncIterator[None]:
+    """Write heartbeats of phase "serve" for the length of the block, while the event loop runs.
+
+    They show progress only while `check` returns within `timeout_s` seconds: when all engines have answered and sample.
+    An exception ends the polling.
+    """
+
+    async def poll() -> None:
+        while True:
+            await check()
+            writer.advance()
+            await asyncio.sleep(_INTERVAL_S)
+
+    writer.watch_event_loop(asyncio.get_running_loop())
+    writer.enter(SERVING, timeout_s)
+    task = asyncio.create_task(poll())
+    try:
+        yield
+    finally:
+        writer.enter("end")
+        writer.watch_event_loop(None)
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # of a dead engine, which the server has reported

@@ -1,0 +1,166 @@
+"""vLLM's scheduler with a prefix cache that is separated by policy version.
+
+Guarantee: KV that is cached under a salt was computed completely by the weights of that salt, so the version tags of
+tokens are exact (I5).
+
+The HTTP server salts every request with the hash of the loaded weights. That is not enough across a switch: a request
+that waits in the queue would be prefilled by the new weights under the old salt, and would read blocks that the old
+weights computed. So the scheduler decides the salt at three moments:
+
+1. *Lookup.* A request is looked up in the prefix cache in the step that starts its prefill, and no switch happens
+   within a step. A request whose salt is not that of the loaded weights gets a new one there. This covers requests
+   that wait across a switch, arrive during the pause, or are preempted. Otherwise it costs one comparison.
+2. *Switch, requests in prefill.* They have no token yet, and the first one must be sampled by the new policy alone:
+   they return their blocks and are prefilled again.
+3. *Switch, requests in generation.* Under `kv_cache_on_weight_update = keep` they keep their blocks, and all further KV
+   depends on both policies. Their hash chain is broken: their later blocks are cached under unique hashes. Under
+   `recompute` they return their blocks, as in a preemption: prompt and sampled tokens are prefilled again by the new
+   weights, under the new salt.
+
+A named adapter has its own hash, which no switch changes; its requests are looked up by that hash.
+
+By induction over steps, an entry under salt h contains only KV of weights h, also when h is loaded again later.
+
+A canary is a request of the server, with 64 tokens and one step. It has priority over waiting requests; if there is no
+free seat or block, the youngest running request is preempted. Otherwise a check of the weights would take as long as
+the longest rollout.
+"""
+
+import secrets
+import time
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from prime_rl.inference.vllm import patches
+from prime_rl.inference.vllm.cache_salts import CANARY_PREFIX, replace_hash
+
+
+class SyncPolicyScheduler(Scheduler):
+    """vLLM's scheduler with a prefix cache that is separated by policy."""
+
+    content_hash = ""
+    last_pause_s = 0.0
+    _paused_at = 0.0
+    _canary: Request | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._named_hashes: dict[int, str] = {}
+
+    def switch_policy(self, content_hash: str, recompute: bool = False) -> None:
+        """Use the salt of the loaded policy. Must be called during a pause, after the last step was processed.
+
+        With `recompute`, requests in flight are prefilled again. Requests of named adapters continue unchanged.
+        """
+        if content_hash == self.content_hash:
+            return
+        self.content_hash = content_hash
+        running = [request for request in self.running if _adapter_of(request) not in self._named_hashes]
+        self._preempt([request for request in running if recompute or not request.num_output_tokens])
+        for request in self.requests.values():
+            if request.num_computed_tokens and _adapter_of(request) not in self._named_hashes:
+                self._break_chain(request)
+        # The workers dropped the old weights' image embeddings when they loaded; the scheduler's list must agree.
+        self.reset_encoder_cache()
+
+    def name_adapter(self, number: int, content_hash: str | None) -> None:
+        """Set the salt of a named adapter's requests; None removes it."""
+        if content_hash is None:
+            self._named_hashes.pop(number, None)
+        else:
+            self._named_hashes[number] = content_hash
+
+    def count_requests(self, number: int) -> int:
+        """Count the unfinished requests of an adapter."""
+        return sum(_adapter_of(request) == number for request in self.requests.values())
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or resume, and measure the pause."""
+        super().set_pause_state(pause_state)
+        if pause_state == PauseState.UNPAUSED:
+            self.last_pause_s = time.monotonic() - self._paused_at
+        else:
+            self._paused_at = time.monotonic()
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; a canary goes to the head of the queue."""
+        super().add_request(request)
+        if request.request_id.startswith(CANARY_PREFIX):
+            self._canary = request
+            self.waiting.remove_request(request)
+            self.waiting.prepend_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule the next step, with a waiting canary if its tokens fit."""
+        if self._canary is not None and self._pause_state == PauseState.UNPAUSED:
+            self._seat(self._canary)
+        scheduled = super().schedule(*args, **kwargs)
+        if self._canary is not None and self._canary.status != RequestStatus.WAITING:
+            self._canary = None
+        return scheduled
+
+    def _seat(self, canary: Request) -> None:
+        """Preempt the youngest running requests if there is no seat or block for a waiting canary."""
+        if canary.status != RequestStatus.WAITING:
+            return
+        blocks = (canary.num_tokens // self.block_size + 1) * len(self.kv_cache_config.kv_cache_groups)
+        pool = self.kv_cache_manager.block_pool
+        while self.running and (
+            len(self.running) >= self.max_num_active_reqs or pool.get_num_free_blocks() < len(self.running) + blocks
+        ):
+            self._preempt([self.running[-1]])
+        self.waiting.remove_request(canary)
+        self.waiting.prepend_request(canary)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        """Set the salt of the loaded weights, then look up the request."""
+        salt = replace_hash(self._named_hashes.get(_adapter_of(request), self.content_hash), request.cache_salt)
+        if salt != request.cache_salt:
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        return super()._get_local_prefix_cache_hit(request)
+
+    def _preempt(self, requests: list[Request]) -> None:
+        """Return running requests to the head of the queue, as vLLM does when it has no free blocks."""
+        for request in reversed(requests):
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic())
+            # If it resumes in the next step, the worker needs the complete request.
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _break_chain(self, request: Request) -> None:
+        """Make the hashes of all blocks that are not cached yet unique."""
+        unique = secrets.token_hex(16)
+        # Differs from every salt of the server, so the lookup after a preemption replaces it.
+        request.cache_salt = replace_hash(f"mixed-{unique}", request.cache_salt)
+        cached = request.num_computed_tokens // self.hash_block_size
+        del request.block_hashes[cached:]
+        if cached:
+            # Each hash includes its predecessor. This one is cached already and is not read again.
+            request.block_hashes[-1] = BlockHash(unique.encode())
+        request.update_block_hashes()
+
+
+def _adapter_of(request: Request) -> int:
+    return request.lora_request.lora_int_id if request.lora_request is not None else 0
+
+
+class AsyncPolicyScheduler(SyncPolicyScheduler, AsyncScheduler):
+    """The scheduler for asynchronous scheduling, which vLLM uses on GPUs."""
+
+
+def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> SyncPolicyScheduler:
+    """Make the engine's scheduler; vLLM calls this (`scheduler_cls`) at the start of each engine process."""
+    patches.die_with_parent()
+    patches.add_switch_utility()
+    scheduler = AsyncPolicyScheduler if vllm_config.scheduler_config.async_scheduling else SyncPolicyScheduler
+    return scheduler(vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,313 @@
+"""A vLLM worker's part of a switch: a thread reads, checks and prepares a version; the pause loads it.
+
+    stage ----> staging ----> staged ----> load
+                   |  \\
+                   |   `----> failed       the files are not the published ones; the model is unchanged
+                   `--------> (gone)       dropped, or overtaken by the next stage
+
+One version of the policy is staged at a time: the next one stops it at its next tensor and takes over its memory. A
+named adapter can be staged at the same time. If `shadow_weights` does not support the model (quantized, with adapters),
+the checkpoint is verified, and vLLM's layer-wise reload reads and verifies it again during the pause.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+
+from prime_rl.core.errors import translate_error
+from prime_rl.inference.policy.adapter_checks import POLICY_ADAPTER
+from prime_rl.inference.policy.delta_cache import DeltaCache
+from prime_rl.inference.vllm import patches
+from prime_rl.inference.worker.lora_slots import AdapterSlots
+from prime_rl.inference.worker.shadow_weights import HostBuffer, ShadowWeights, why_unsupported
+from prime_rl.inference.worker.weight_reader import read_verified
+from prime_rl.inference.worker.weight_receiver import WeightReceiver
+from prime_rl.storage.artifact import ArtifactError
+from prime_rl.storage.tensor_hashes import ITEM_BYTES
+from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor
+
+logger = logging.getLogger(__name__)
+
+State = Literal["staging", "staged", "failed", "gone"]
+
+
+class Cancelled(Exception):
+    """The version was dropped or overtaken."""
+
+
+class WeightUpdateExtension:
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`); the server calls them by collective RPC."""
+
+    def prepare_updates(self: Any, base: str, cache: str) -> None:
+        """Set up the worker, with the directories of the loaded weights and of the delta cache; called once, first."""
+        patches.die_with_parent()  # the engine, which may also be this process
+        self.weight_update = WorkerWeightUpdate(self, Path(base), DeltaCache(Path(cache)))
+        patches.score_prompts_by_their_own_adapter(self.model_runner)
+
+    def call_weight_update(self: Any, method: str, *args: Any) -> Any:
+        """Call a method of `WorkerWeightUpdate`."""
+        return getattr(self.weight_update, method)(*args)
+
+    def kv_cache_bytes(self: Any) -> int:
+        """Bytes of this worker's KV cache: configured, or free according to vLLM's measurement."""
+        return self.cache_config.kv_cache_memory_bytes or int(self.available_kv_cache_memory_bytes)
+
+
+@dataclass
+class StagedVersion:
+    """A version that is being staged."""
+
+    key: str
+    directory: Path
+    hashes: Mapping[str, str]
+    number: int = 0  # of the adapter; 0 for full weights
+    config: Mapping[str, Any] = field(default_factory=dict)  # peft's
+    request: Mapping[str, Any] | None = None  # how to fetch tensors that are not in files
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    state: State = "staging"
+    error: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+    shadow: ShadowWeights | None = None
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    adapter: LoRAModel | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is a named adapter."""
+        return self.number > POLICY_ADAPTER
+
+    def check(self) -> None:
+        """Raise Cancelled after `drop`."""
+        if self.cancelled.is_set():
+            raise Cancelled("the version was overtaken")
+
+
+class WorkerWeightUpdate:
+    """The staged versions of one of vLLM's workers, which has loaded the weights in the directory `base`."""
+
+    def __init__(self, worker: Any, base: Path, cache: DeltaCache) -> None:
+        self._worker, self._base, self._cache = worker, base, cache
+        self._receiver = WeightReceiver(worker)
+        self._versions: dict[str, StagedVersion] = {}  # at most one of the policy, and one of a named adapter
+        self._last_thread: threading.Thread | None = None  # newest one for the policy, also of a dropped version
+        self._slots = AdapterSlots(worker.model_runner) if worker.vllm_config.lora_config is not None else None
+        self._kept: frozenset[str] | None = None
+        self._unsupported: str | None = None
+        self._on_cuda = worker.device.type == "cuda"
+        self._host = HostBuffer() if self._on_cuda else None
+        if reason := why_unsupported(worker.vllm_config, worker.device):
+            self._use_reload(reason)
+
+    def stage(
+        self,
+        key: str,
+        directory: str,
+        hashes: Mapping[str, str],
+        request: Mapping[str, Any] | None = None,
+        number: int = 0,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start to read (or to fetch, if there is a `request`) and check a version; drops the policy's staged one.
+
+        An adapter has a `number` and peft's `config`. A named one leaves the policy's staged version alone.
+        """
+        version = StagedVersion(key, Path(directory), hashes, number, config or {}, request)
+        previous = None if version.is_named else self._last_thread
+        thread = threading.Thread(target=self._stage, args=(version, previous), name="stage", daemon=True)
+        if not version.is_named:
+            for other in self._policy_versions():
+                self.drop(other.key)
+            self._last_thread = thread
+        self._versions[key] = version
+        thread.start()
+
+    def disable_adapter(self) -> None:
+        """Remove the policy's adapter. Must be called during a pause."""
+        if self._slots is not None:
+            self._slots.empty_policy()
+
+    def remove_adapter(self, number: int) -> None:
+        """Remove a named adapter that no request uses."""
+        if self._slots is not None:
+            self._slots.remove(number)
+
+    def state(self, key: str) -> dict[str, Any]:
+        """Return state, seconds and size of a version."""
+        version = self._versions.get(key) or StagedVersion(key, Path(), {}, state="gone")
+        return {"state": version.state, "error": version.error, "stage_s": version.seconds, "bytes": version.bytes}
+
+    def drop(self, key: str) -> None:
+        """Drop a version, if it is there. Its thread ends at its next tensor."""
+        if (version := self._versions.pop(key, None)) is not None:
+            version.cancelled.set()
+
+    def load(self, key: str) -> None:
+        """Load a version into the model. Must be called during a pause; raises RuntimeError if it is not staged."""
+        version = self._versions.get(key)
+        if version is None or version.state != "staged":
+            raise RuntimeError(f"{key} is not staged")
+        del self._versions[key]
+        if version.adapter is not None and self._slots is not None:
+            self._slots.load(version.adapter)
+            return
+        if version.shadow is None:
+            tensors = version.tensors  # each is released as soon as it is loaded
+            held = (tensors.pop(0) for _ in range(len(tensors)))
+            self._reload(held if version.request is not None else self._weights(version))
+            return
+        version.shadow.load_into_model(self._kept or frozenset())
+        runner = self._worker.model_runner
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+        threading.Thread(target=version.shadow.free_replaced, name="free", daemon=True).start()
+
+    def measure(self) -> dict[str, Any]:
+        """Measure the shortest possible switch: copying the bytes, and vLLM's own processing.
+
+        Returns:
+            Size in `bytes`; seconds `copy_s` to copy the parameters once into allocated memory, and `process_s` for
+            `process_weights_after_loading` of all plain layers (not of experts; 0 on a GPU). Or `error`, if vLLM's
+            reload does both at once, or a version is staged, whose memory this would overwrite on a GPU.
+        """
+        reason = self._unsupported
+        if self._policy_versions() or (self._last_thread is not None and self._last_thread.is_alive()):
+            reason = "a version is staged; try again after the switch"
+        if reason:
+            return {"error": f"copying and processing cannot be measured: {reason}"}
+        shadow = self._make_shadow()
+        parameters = list(shadow.mirror.parameters())
+        for parameter in parameters:
+            parameter.data.normal_()
+        targets = [torch.zeros_like(parameter.data, device=self._worker.device) for parameter in parameters]
+        start = time.perf_counter()
+        for target, source in zip(targets, [parameter.data for parameter in parameters], strict=True):
+            target.copy_(source, non_blocking=True)
+        self._synchronize()
+        copy_s = time.perf_counter() - start
+        del targets, target, parameters, parameter, source  # processing frees what it packs, if nothing else holds it
+        start = time.perf_counter()
+        shadow.process(lambda: None)
+        self._synchronize()
+        return {"bytes": shadow.bytes, "copy_s": copy_s, "process_s": time.perf_counter() - start}
+
+    def _policy_versions(self) -> list[StagedVersion]:
+        return [version for version in self._versions.values() if not version.is_named]
+
+    def _stage(self, version: StagedVersion, previous: threading.Thread | None) -> None:
+        if previous is not None:
+            # Both write to the same memory, so this waits also for a dropped version. The caller has a deadline.
+            previous.join()
+            del previous  # it references the thread before it
+        start = time.perf_counter()
+        try:
+            if self._on_cuda:
+                torch.cuda.set_device(self._worker.device)  # a new thread uses the first device otherwise
+            with torch.inference_mode(False), torch.no_grad():
+                if version.number:
+                    factors = list(self._weights(version))
+                    version.bytes = sum(tensor.nbytes for _, tensor in factors)
+                    version.adapter = self._build(version, factors)
+                else:
+                    self._check_support(version)
+                    self._stage_weights(version)
+            version.seconds = time.perf_counter() - start
+            version.state = "staged"
+        except Exception as error:
+            if isinstance(error, Cancelled):
+                version.state = "gone"
+                return
+            version.error = str(error) or type(error).__name__
+            if version.request is not None:
+                version.error = f"{version.directory} could not be fetched: {version.error}"
+            version.state = "failed"
+            logger.warning("staging %s failed", version.directory, exc_info=error)
+
+    def _stage_weights(self, version: StagedVersion) -> None:
+        weights = self._weights(version)
+        if not self._unsupported:
+            version.shadow = self._make_shadow()
+            version.shadow.load(weights)
+            version.bytes = version.shadow.bytes
+            version.shadow.process(version.check)
+            return
+        # vLLM's reload needs the whole checkpoint. It reads files again, from the page cache, which all workers share;
+        # tensors that are not in files are held by each worker.
+        if version.request is not None:
+            self._check_memory(TransferDescriptor.parse(version.request))
+        for name, tensor in weights:
+            version.bytes += tensor.nbytes
+            if version.request is not None:
+                version.tensors.append((name, tensor))
+
+    def _check_memory(self, offer: TransferDescriptor) -> None:
+        parallel = self._worker.vllm_config.parallel_config
+        workers = parallel.world_size * max(parallel.data_parallel_size_local, 1)
+        size = sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in offer.tensors.values())
+        free = psutil.virtual_memory().available
+        if size * workers > free:
+            raise ArtifactError(
+                f"{workers} workers of this node would each hold {size / 2**30:.1f} GiB until the switch "
+                f"({self._unsupported}), and {free / 2**30:.1f} GiB of memory are free; "
+                "set weight_broadcast.type = filesystem"
+            )
+
+    def _weights(self, version: StagedVersion) -> Iterator[tuple[str, Tensor]]:
+        if version.request is not None:
+            return self._receiver.receive(version.request, version.hashes, version.check)
+        return read_verified(version.directory, version.hashes, version.check, self._cache)
+
+    def _build(self, version: StagedVersion, factors: list[tuple[str, Tensor]]) -> LoRAModel:
+        if self._slots is None:
+            raise ArtifactError("this server does not accept adapters; start it with enable_lora = true")
+        unsupported = f"{version.directory} contains an unsupported adapter"
+        kinds = (ValueError, KeyError, TypeError)  # of vLLM's parser
+        with translate_error(kinds, lambda error: ArtifactError(f"{unsupported}: {error}")):
+            return self._slots.build(version.number, version.config, factors)
+
+    def _check_support(self, version: StagedVersion) -> None:
+        """Once per model: check that a shadow copy receives every tensor of a checkpoint."""
+        if self._unsupported or self._kept is not None:
+            return
+        try:
+            self._kept = self._make_shadow().check_loading(read_verified(self._base, None, version.check))
+        except Exception as reason:  # a model's loader may raise anything on a shadow copy
+            if isinstance(reason, Cancelled | ArtifactError | OSError):
+                raise
+            self._use_reload(f"{type(reason).__name__}: {reason}")
+
+    def _use_reload(self, reason: str) -> None:
+        self._unsupported = reason
+        logger.warning("weights are switched by vLLM's reload, with a longer pause: %s", reason)
+
+    def _make_shadow(self) -> ShadowWeights:
+        model = self._worker.model_runner.get_model()
+        dtype = self._worker.model_config.dtype
+        if self._host is not None and self._host.buffer is None:
+            ShadowWeights(model, dtype, self._host)  # determines the size of the buffer
+            self._host.allocate()
+        return ShadowWeights(model, dtype, self._host)
+
+    def _synchronize(self) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize()
+
+    def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        # vLLM warns of every layer without a tensor (rotary tables, a tied head); the names were checked before.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        model = self._worker.model_runner.get_model()
+        if self._worker.device.type == "cpu":
+            patches.forget_packed_experts(model)
+        self._worker.reload_weights(weights_iterator=weights)
+        patches.repack_tied_head(model)
+        self.disable_adapter()  # the reload has emptied all slots

@@ -1,0 +1,91 @@
+"""File locks between processes (flock): waiting with a deadline, the holder's pid, and the lock of a run directory."""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.wait_for import DeadlineError
+
+_RETRY_SECONDS = 0.1
+
+
+def acquire_lock(file: IO[str], timeout_s: float, what: str, check: Callable[[], None] = lambda: None) -> None:
+    """Lock an open file exclusively; closing it releases the lock.
+
+    Args:
+        what: activity of the holder, for the error.
+        check: called between attempts; raises to abort the wait.
+
+    Raises:
+        DeadlineError: another process held the lock all the time; names it if possible.
+        OSError: the file system does not support locks.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not _try_to_lock(file):
+        if time.monotonic() >= deadline:
+            holder = describe_lock_holder(Path(file.name))
+            raise DeadlineError(f"waited {timeout_s:.0f} s for {holder}, which {what} (lock {file.name})")
+        check()
+        time.sleep(_RETRY_SECONDS)
+
+
+@contextmanager
+def hold_run_lock(paths: RunPaths) -> Iterator[None]:
+    """Hold the lock of a run directory, creating the directory if needed. The kernel releases it at any exit.
+
+    Raises:
+        ConfigError: another run holds the lock, or the directory is not writable.
+    """
+    problem = f"output_dir = {paths.root} cannot be written"
+    with translate_error(OSError, lambda error: ConfigError(f"{problem}: {error.strerror}; set --output-dir")):
+        paths.root.mkdir(parents=True, exist_ok=True)
+        file = paths.lock.open("a+")
+    with file:
+        if not _try_to_lock(file):
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            raise ConfigError(
+                f"output_dir = {paths.root} is in use by another run (process {owner}); "
+                "choose another with --exp-id or --output-dir"
+            )
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _try_to_lock(file: IO[str]) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def describe_lock_holder(path: Path) -> str:
+    """Return pid and command of the process on this machine that holds a lock on `path`, for an error message."""
+    pids = [pid for pid in find_lock_holders(path) if pid != os.getpid()]
+    if not pids:
+        return "another process"
+    with suppress(psutil.Error):
+        if command := psutil.Process(pids[0]).cmdline():
+            return f"process {pids[0]} ({' '.join(command)[:120]})"
+    return f"process {pids[0]}"
+
+
+def find_lock_holders(path: Path) -> list[int]:
+    """Return the ids of the processes on this machine that hold a lock on `path`, without touching the lock."""
+    with suppress(OSError):
+        status, table = path.stat(), Path("/proc/locks").read_text()
+        # The kernel identifies files by device (in hexadecimal) and inode. A waiting process has "->" as second field.
+        file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        rows = [line.split() for line in table.splitlines()]
+        return [int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5] == file]
+    return []

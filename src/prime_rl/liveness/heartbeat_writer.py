@@ -1,0 +1,147 @@
+"""Writes the heartbeat of this process, which `heartbeat_monitor` reads (I7), and its finished phases."""
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+from asyncio import AbstractEventLoop
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from prime_rl.core.terminal_escape import replace_surrogates
+from prime_rl.liveness.heartbeat_monitor import ENDED, FAILED, FORMAT, boot_id, read_process_stat, stderr_log
+from prime_rl.liveness.timeline_writer import TimelineWriter
+from prime_rl.storage.paths import RunPaths
+
+_NUMBER = re.compile(r" \d+$")
+
+
+class HeartbeatWriter:
+    """Writes the heartbeat file `name` once a second, in a background thread, from `start` to `close`.
+
+    As a context manager it calls `start`, and `close` with `failed` if an exception passes, otherwise with `ended`.
+    `enter` and `advance` may be called from any thread and do no I/O.
+
+    Attributes:
+        timeline: gets every phase when it ends, and may get other phases of this process.
+        is_started: `start` was called; without it, nothing is written.
+    """
+
+    def __init__(self, paths: RunPaths, name: str, role: str, interval_seconds: float = 1.0) -> None:
+        self._path = paths.heartbeat(name)
+        self._interval_seconds = interval_seconds
+        self._identity = {
+            "name": name, "role": role, "pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id(),
+            "started": read_process_stat(os.getpid())[1], "log": stderr_log(),
+        }  # fmt: skip
+        self.timeline = TimelineWriter(paths, name, interval_seconds)
+        self._phase: tuple[str, float | None, str | None, float] = ("start", None, None, time.time())
+        self._place: tuple[int | None, int | None] = (None, None)
+        """Step and version of the phase."""
+        self.is_started = False
+        self._progress = self._num_beats = 0
+        self._loop: AbstractEventLoop | None = None
+        self._loop_responded = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Write the first heartbeat and start the background thread. A failed write is not an error."""
+        self._write()
+        self.is_started = True
+        self._thread.start()
+
+    def enter(
+        self,
+        phase: str,
+        deadline_s: float | None = None,
+        waiting_for: str | None = None,
+        *,
+        step: int | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Set the phase of this process and count it as progress. Entering the same phase again has no effect.
+
+        Args:
+            phase: description such as "wait for batch 12"; the timeline omits the number at its end.
+            deadline_s: time without progress after which the process counts as stuck.
+            waiting_for: role that the process waits for.
+            step: of the phase, for the timeline.
+            version: policy version of the phase, for the timeline.
+        """
+        with self._lock:
+            if self._phase[:3] == (phase, deadline_s, waiting_for):
+                return
+            ended, place, now = self._phase, self._place, time.time()
+            self._phase, self._place = (phase, deadline_s, waiting_for, now), (step, version)
+            self._progress += 1
+        if self.is_started:
+            name, ended_waiting_for, since = _NUMBER.sub("", ended[0]), ended[2], ended[3]
+            self.timeline.add(name, since, now, waiting_for=ended_waiting_for, step=place[0], version=place[1])
+
+    def advance(self, units: int = 1) -> None:
+        """Count completed work."""
+        with self._lock:
+            self._progress += units
+
+    def watch_event_loop(self, loop: AbstractEventLoop | None) -> None:
+        """Pause the heartbeat while `loop` is blocked; None ends this."""
+        self._loop_responded.set()
+        self._loop = loop
+
+    def close(self, last_phase: str = ENDED) -> None:
+        """Write the final heartbeat, `ended` or `failed`. Later calls have no effect."""
+        if self._closed.is_set() or os.getpid() != self._identity["pid"]:  # a forked child must not close it
+            return
+        self._closed.set()
+        self.watch_event_loop(None)
+        if self._thread.is_alive():
+            self._thread.join(10 * self._interval_seconds)
+        self.enter(last_phase)
+        self._write()
+        self.timeline.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Write `failed` after an Exception; KeyboardInterrupt, SystemExit and cancellation count as `ended`."""
+        self.close(FAILED if isinstance(error, Exception) else ENDED)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval_seconds):
+            if self._check_event_loop():
+                self._write()
+
+    def _check_event_loop(self) -> bool:
+        """Return whether the loop has responded since the last call, and send it the next probe."""
+        loop, responded = self._loop, self._loop_responded.is_set()
+        if loop is not None and responded:
+            self._loop_responded.clear()
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._loop_responded.set)
+        return loop is None or responded
+
+    def _write(self) -> None:
+        with self._lock:
+            self._num_beats += 1
+            phase, deadline_s, waiting_for, since = self._phase
+            state = {
+                "beat": self._num_beats, "phase": phase, "progress": self._progress, "phase_deadline_s": deadline_s,
+                "phase_since": since, "waiting_for": waiting_for, "written": time.time(),
+            }  # fmt: skip
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(replace_surrogates({"format": FORMAT, **self._identity, **state})))
+            temporary.replace(self._path)
+        except OSError:  # on a full disk, touching the file still works and shows that this process is alive
+            with suppress(OSError):
+                os.utime(self._path)

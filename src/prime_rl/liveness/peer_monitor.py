@@ -1,0 +1,101 @@
+"""Checks that a peer is alive while this process waits for its work (I7)."""
+
+import time
+from collections.abc import Callable
+
+from loguru import logger
+
+from prime_rl.core.errors import RunError
+from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
+from prime_rl.liveness.heartbeat_monitor import HeartbeatMonitor, KernelState, LivenessReport, ProcessState
+from prime_rl.storage.paths import RunPaths
+
+_POLL_SECONDS = 0.5
+
+
+class PeerLost(RunError):
+    """The awaited process is dead, stopped, stuck, or has ended; the message gives the duration."""
+
+
+class PeerMonitor:
+    """Monitors the processes of one role during a wait.
+
+    A silent, dead or stopped process is logged after `warn_after_seconds`. It ends the wait after
+    `dead_after_seconds`, which leaves torchrun, Kubernetes or a user time to restart it. A stuck process ends the wait
+    immediately.
+
+    Args:
+        raises: whether a lost process ends the wait. False under `rl`, whose supervisor ends or restarts it.
+        answers_requests: the processes are servers: missing heartbeats are no evidence as long as they may answer
+            requests, and one server can replace another. A wait ends only when each of them is stuck, has failed or
+            ended, or is gone or stopped on this node.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        role: str,
+        limits: HeartbeatLimits,
+        raises: bool,
+        answers_requests: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._paths, self._role, self._limits, self._raises, self._clock = paths, role, limits, raises, clock
+        self._answers_requests = answers_requests
+        self._monitor = HeartbeatMonitor(paths, limits, (role,), clock)
+        self._last_poll = float("-inf")
+        self._reports: list[LivenessReport] = []
+        self._logged: dict[str, ProcessState] = {}
+
+    def check(self) -> None:
+        """Poll, at most twice a second. Call it repeatedly during a wait.
+
+        Raises:
+            PeerLost: a process of the role is lost. A file that is older than this process and has not changed since
+                is ignored, because it may belong to an earlier run.
+        """
+        if self._clock() - self._last_poll < _POLL_SECONDS:
+            return
+        if not self._raises:
+            self.poll()
+            return
+        seen = self.log_changes()
+        lost = [report for report in seen if self._is_lost(report)]
+        if lost and (len(lost) == len(seen) or not self._answers_requests):
+            raise PeerLost(f"{lost[0]}; this process was waiting for it")
+
+    def poll(self) -> None:
+        """Record which processes are alive, so that a later `check` can distinguish them from an earlier run's."""
+        self._reports, self._last_poll = self._monitor.poll(), self._clock()
+
+    def log_changes(self) -> list[LivenessReport]:
+        """Poll and log each process whose state has changed; return those that have been seen alive."""
+        self.poll()
+        seen = [report for report in self._reports if report.seen_alive]
+        ends = self._raises and not self._answers_requests
+        until = f"; waiting for it up to {self._limits.dead_after_seconds:g} s" if ends else ""
+        for report in seen:
+            before, self._logged[report.name] = self._logged.get(report.name, ProcessState.ALIVE), report.state
+            if report.state is before:
+                continue
+            if report.state is ProcessState.ALIVE:
+                logger.info("{} is alive again", report.heartbeat)
+            else:
+                logger.warning("{}{}", report, until)
+        return seen
+
+    def describe(self) -> str:
+        """Return the last known state of the role for an error message: process, state, phase, log."""
+        self._reports = self._reports or self._monitor.poll()
+        if not self._reports:
+            return f"{self._paths.heartbeats_dir} has no heartbeat of {self._role}"
+        worst = [report for report in self._reports if report.state is not ProcessState.ALIVE] or self._reports
+        return "; ".join(map(str, worst[:2]))
+
+    def _is_lost(self, report: LivenessReport) -> bool:
+        if report.state is ProcessState.STUCK:
+            return True
+        may_answer = report.kernel_state in (KernelState.RUNNING, KernelState.UNKNOWN) and not report.has_exited
+        if self._answers_requests and may_answer:
+            return False
+        return report.state is not ProcessState.ALIVE and report.duration_seconds > self._limits.dead_after_seconds

@@ -1,0 +1,1 @@
+"""The configuration mechanism: sources are merged, with the origin of every value, before models are constructed."""

@@ -1,0 +1,114 @@
+"""Warnings about keys without effect, rejected secrets, and one-line explanations of validation errors."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from prime_rl.core.errors import ConfigError
+from prime_rl.loading.base_config import NO_EFFECT, BaseConfig
+from prime_rl.loading.provenance import ConfigState
+from prime_rl.loading.schema import Path, dotted, nodes_of, resolve, tag_of
+
+_SECRET = re.compile(
+    r"(^|_)(api_?key|access_?key|access_token|auth_token|hf_token|secret|password|authorization)$", re.I
+)
+_ROLES = (("trainer",), ("orchestrator",), ("inference",))
+_CREDENTIALS = re.compile(r"\w://[^/?#@\s]+@")
+"""User and password in a URL."""
+
+
+def keys_without_effect(config: BaseConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys without effect that differ from their default, with the reason.
+
+    A shared value of `rl` is reported once, with its key at the top of `rl` if it has one.
+    """
+    root: Path = ()
+    found = [(root, config, *given) for given in config.without_effect_alone()]
+    for path, block in _blocks(config, root):
+        keys = nodes_of(type(block)).items()
+        unused = ((name, str(node.marks[NO_EFFECT])) for name, node in keys if NO_EFFECT in node.marks)
+        found += [(path, block, *given) for given in (*block.without_effect(), *unused)]
+    seen = set[tuple[str, str]]()
+    for path, block, key, reason in sorted(found, key=lambda item: item[0][:1] in _ROLES):
+        known = (dotted((*(path[1:] if path[:1] in _ROLES else path), key)), reason)
+        if known not in seen and not _is_default(block, key):
+            seen.add(known)
+            yield dotted((*path, key)), reason
+
+
+def _blocks(block: BaseConfig, path: Path) -> Iterator[tuple[Path, BaseConfig]]:
+    yield path, block
+    for name, value in block:
+        items = [((name, index), item) for index, item in enumerate(value)] if isinstance(value, list) else []
+        for end, item in (*items, ((name,), value)):
+            if isinstance(item, BaseConfig):
+                yield from _blocks(item, (*path, *end))
+
+
+def _is_default(block: Any, key: str) -> bool:
+    """Whether the value at a dotted key is the default of its block."""
+    *blocks, last = key.split(".")
+    for part in blocks:
+        block = getattr(block, part)
+        if block is None:
+            return True
+    default = type(block).model_fields[last].get_default(call_default_factory=True)
+    return bool(getattr(block, last) == default)
+
+
+def refuse_secrets(state: ConfigState) -> None:
+    """Reject keys and passwords, because the configuration is written to the run directory."""
+    for given, origin in state.origins.items():
+        for path, text in _texts(given, state.get(given)):
+            if isinstance(path[-1], str) and _SECRET.search(path[-1]) and text:
+                raise ConfigError(
+                    f"{dotted(path)} ({origin.label}) looks like a secret, and the configuration is written to disk; "
+                    "put it into an environment variable and set the name of the variable"
+                )
+            if _CREDENTIALS.search(text):
+                raise ConfigError(
+                    f"{dotted(path)} ({origin.label}) contains a URL with a user or password, and the configuration is "
+                    "written to disk; a server's key comes from the environment (client.api_key_var)"
+                )
+
+
+def _texts(path: Path, value: object) -> Iterator[tuple[Path, str]]:
+    """Yield every text in a value with its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts((*path, key), inner)
+
+
+def explain(error: ValidationError, state: ConfigState) -> str:
+    """Describe the first problem in one line: the key, its value, its source, the problem."""
+    first, *others = error.errors()
+    path = _known_part(first["loc"], state)
+    if first["type"].startswith("union_tag"):
+        path = (*path, "type")
+        first["input"] = state.get(path)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        block = resolve(state.root, path[:-1])[1]
+        tags = [tag_of(variant) for variant in block.variants if block.is_union and path[-1] in variant.model_fields]
+        message = f"needs type = {' or '.join(tags)}" if tags else message
+    if first["type"] == "value_error":
+        where = dotted(path) if state.is_on(path) else state.describe(path)
+        text = f"{where}: {message}" if path else message
+    else:
+        shown = repr(first["input"]) if not isinstance(first["input"], dict) else "{...}"
+        text = f"{dotted(path)} = {shown} ({state.origin(path).label}): {message[:1].lower()}{message[1:]}"
+    return " ".join(text.split()) + (f" (and {len(others)} more)" if others else "")
+
+
+def _known_part(loc: tuple[int | str, ...], state: ConfigState) -> Path:
+    """Return pydantic's path without the tags of unions."""
+    path: Path = ()
+    for position, part in enumerate(loc):
+        is_tag = state.get((*path, "type")) == part
+        if state.is_set((*path, part)) or (position == len(loc) - 1 and not is_tag):
+            path = (*path, part)
+    return path

@@ -1,0 +1,1 @@
+"""Metric loggers next to metrics/*.jsonl: W&B, trackio and TensorBoard."""

@@ -1,0 +1,113 @@
+"""Runs a metric logger on a thread, so that a slow or failing service neither delays nor stops training (I7)."""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from loguru import logger
+from numpy.typing import ArrayLike
+
+from prime_rl.configs.monitoring import MetricLoggerConfig
+from prime_rl.configs.shared import WandbExtrasConfig
+from prime_rl.core.errors import summarize_exception
+from prime_rl.monitors.loggers.logged_values import finite_values
+from prime_rl.monitors.loggers.metric_logger import MetricLogger
+from prime_rl.plots.figure_history import FigureHistory
+
+MAX_PENDING = 256
+"""Calls that wait for the thread; later ones are dropped and counted."""
+
+
+class BackgroundLogger:
+    """Queues the calls of a `MetricLogger`. After its first error it is disabled with a warning. Thread-safe.
+
+    Args:
+        interval: steps between two tables of samples or distributions.
+    """
+
+    def __init__(self, target: MetricLogger, config: MetricLoggerConfig, interval: int) -> None:
+        self._target, self._interval = target, interval
+        self._extras, self._timeout_s = config.log_extras, config.timeout_seconds
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_PENDING)
+        self._num_dropped, self._failed = 0, False
+        extras = config.log_extras
+        self._figures = extras if isinstance(extras, WandbExtrasConfig) and extras.figures else None
+        self._history, self._last_step = FigureHistory(), 0
+        self._thread = threading.Thread(target=self._work, name=f"{target.name}-logger", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Log scalars, without those that are None."""
+        values = {name: value for name, value in metrics.items() if value is not None}
+        self._put(lambda: self._target.log(step, values))
+        if self._figures is not None:
+            self._put(lambda: self._add_to_figures(step, values))
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table with one row per rollout, every `log_extras.interval` steps."""
+        if self._figures is not None:
+            self._put(lambda: self._history.add_samples(step, rows))
+        if self._extras is not None and self._extras.samples and step % self._interval == 0 and rows:
+            self._put(lambda: self._target.log_samples(step, rows))
+
+    def log_distributions(self, step: int, distributions: Mapping[str, ArrayLike]) -> None:
+        """Log one histogram per name, every `log_extras.interval` steps."""
+        if self._extras is not None and self._extras.distributions and step % self._interval == 0:
+            self._put(lambda: self._target.log_distributions(step, finite_values(distributions)))
+
+    def summarize(self, values: Mapping[str, float]) -> None:
+        """Log values that describe the whole run."""
+        self._put(lambda: self._target.summarize(values))
+
+    def close(self) -> None:
+        """Log what is queued and finish the run; return after `timeout_seconds` at the latest."""
+        if self._failed:
+            return
+        if self._figures is not None:
+            self._put(self._draw, block=True)
+        self._put(self._target.close, block=True)
+        self._put(None, block=True)
+        self._thread.join(self._timeout_s)
+        name = self._target.name
+        if self._thread.is_alive():
+            advice = "; `wandb sync` uploads the rest" if name == "W&B" else ""
+            logger.warning("{} did not finish within {:g} s (timeout_seconds){}", name, self._timeout_s, advice)
+        if self._num_dropped:
+            logger.warning("{} was too slow: {} calls were dropped", name, self._num_dropped)
+
+    def _add_to_figures(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics; before a due step, draw the figures of the earlier ones, whose samples are known."""
+        assert self._figures is not None
+        if step and step % self._figures.figure_interval == 0:
+            self._draw()
+        self._last_step = step
+        self._history.add_metrics(step, metrics)
+
+    def _draw(self) -> None:
+        """Log the figures under viz/."""
+        assert self._figures is not None
+        figures = {f"viz/{name}": figure for name, figure in self._history.figures(self._figures.figures_3d).items()}
+        if figures:
+            self._target.log_figures(self._last_step, figures)
+
+    def _put(self, call: Callable[[], None] | None, block: bool = False) -> None:
+        if self._failed:
+            return
+        try:
+            self._calls.put(call, block, self._timeout_s if block else None)
+        except queue.Full:
+            self._num_dropped += 1
+            if self._num_dropped == 1:
+                logger.warning("{} is too slow; values are dropped until it catches up", self._target.name)
+
+    def _work(self) -> None:
+        """Make the queued calls until `None`, or until one fails."""
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  training continues after any error of a logger
+                self._failed = True
+                summary = summarize_exception(error)
+                logger.warning("{} logging failed and is now disabled: {}", self._target.name, summary)
+                return

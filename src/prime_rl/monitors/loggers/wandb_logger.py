@@ -1,0 +1,95 @@
+"""Weights & Biases: scalars of every step, and tables of samples and distributions every few steps."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import wandb
+from numpy.typing import NDArray
+
+from prime_rl.configs.shared import WandbConfig
+from prime_rl.core.errors import ConfigError, RunError, summarize_exception
+from prime_rl.loading.root_config import RootConfig
+from prime_rl.monitors.loggers.logged_values import continues_earlier_run, table_of
+from prime_rl.plots.figures import Figure
+
+_QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+
+
+class WandbLogger:
+    """One W&B run. A configured id continues or starts the run of that id; a resumed process continues its own run.
+
+    Args:
+        role: role of the process; the job type of the run.
+        directory: the folder that contains W&B's `wandb` folder.
+        whole: configuration of the process, shown with the run.
+
+    Raises:
+        ConfigError: there is no API key, or W&B rejects the settings.
+        RunError: W&B cannot be reached.
+    """
+
+    name = "W&B"
+
+    def __init__(self, config: WandbConfig, role: str, directory: Path, whole: RootConfig | None) -> None:
+        known = directory / "wandb" / f"{role}.id"
+        is_disabled = os.environ.get("WANDB_MODE") == "disabled"
+        run_id = config.id or (known.read_text() if continues_earlier_run(whole) and known.exists() else None)
+        try:
+            self._run = wandb.init(
+                **config.model_dump(include={"project", "name", "entity", "group", "tags"}),
+                id=run_id,
+                resume="allow" if run_id else None,
+                job_type=role,
+                dir=directory,
+                # WANDB_MODE = offline is not read: `wandb.offline` sets it.
+                mode="offline" if config.offline else "disabled" if is_disabled else "online",
+                config=whole.model_dump(mode="json") if whole else None,
+                settings=wandb.Settings(init_timeout=config.timeout_seconds),
+            )
+        except wandb.errors.UsageError as error:
+            advice = "run `uv run wandb login`, set WANDB_API_KEY, or use --wandb.offline"
+            raise ConfigError(f"wandb: {summarize_exception(error)}; {advice}") from None
+        except wandb.errors.CommError as error:
+            advice = "--wandb.offline needs no network"
+            raise RunError(f"wandb cannot be reached: {summarize_exception(error)}; {advice}") from None
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.write_text(self._run.id)
+        # The step is an ordinary metric, because it decreases after a rollback; W&B's own counter cannot.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log scalars."""
+        self._run.log({"step": step, **metrics})
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log a table with one row per rollout; values that are no scalars are shown as JSON."""
+        columns, data = table_of(step, rows)
+        self._run.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
+
+    def log_distributions(self, step: int, distributions: Mapping[str, NDArray[np.float64]]) -> None:
+        """Log one histogram per name, and one table with all quantiles."""
+        columns = ["step", "name", "count", "mean", *(f"q{quantile:g}" for quantile in _QUANTILES)]
+        data = [
+            [step, name, values.size, float(values.mean()), *np.quantile(values, _QUANTILES).tolist()]
+            for name, values in distributions.items()
+        ]
+        histograms = {f"distributions/{name}": wandb.Histogram(values) for name, values in distributions.items()}
+        self._run.log({"step": step, "distributions": wandb.Table(columns=columns, data=data), **histograms})
+
+    def log_figures(self, step: int, figures: Mapping[str, Figure]) -> None:
+        """Log figures by name."""
+        from plotly.graph_objects import Figure as PlotlyFigure  # an optional package
+
+        plots = {name: wandb.Plotly(PlotlyFigure(figure)) for name, figure in figures.items()}
+        self._run.log({"step": step, **plots})
+
+    def summarize(self, values: Mapping[str, float]) -> None:
+        """Set values of the run's summary."""
+        self._run.summary.update(dict(values))
+
+    def close(self) -> None:
+        """Upload the remaining data and finish the run."""
+        self._run.finish()

@@ -1,0 +1,221 @@
+"""Computes the advantages of a batch from the rewards of its groups, one function per algorithm.
+
+Advantages are always finite (I10), and exactly 0 if all rewards of a group are equal, unless the algorithm normalises
+over the batch. `docs/design/algorithms.md` compares the formulas.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_rl.configs import advantage as configs
+from prime_rl.configs.advantage import AdvantageConfig, CustomAdvantageConfig
+from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.core.import_utils import load_function
+from prime_rl.core.types import Group, Sample
+
+_STD_FLOOR = 1e-6
+_LARGEST = 1e30
+"""Rewards and advantages are clipped to this magnitude, so sums, squares and float32 values are finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The input of an advantage function for one group of G rollouts; all arrays are [G], None if unknown.
+
+    Attributes:
+        rewards: shaped; finite.
+        lengths: sampled tokens.
+        inputs: tokens that were given to the model (prompt, tools, user).
+        turns: completions.
+        truncated: a completion was cut by its token limit.
+    """
+
+    rewards: NDArray[np.float64]
+    lengths: NDArray[np.int64]
+    inputs: NDArray[np.int64] | None = None
+    turns: NDArray[np.int64] | None = None
+    truncated: NDArray[np.bool_] | None = None
+
+    @classmethod
+    def of(cls, group: Group) -> Self:
+        """Return the scores of a finished group."""
+        sizes, lengths = [sum(len(sample) for sample in rollout.samples) for rollout in group.rollouts], group.lengths
+        return cls(
+            rewards=group.rewards,
+            lengths=lengths,
+            inputs=np.array(sizes, np.int64) - lengths,
+            turns=np.array([sum(_completions(s) for s in rollout.samples) for rollout in group.rollouts], np.int64),
+            truncated=np.array([rollout.is_truncated for rollout in group.rollouts], np.bool_),
+        )
+
+
+Advantage = Callable[[Sequence[Scores]], list[NDArray[np.float64]]]
+"""Takes the groups of a whole batch, since some algorithms normalise over it; returns an array [G] for each."""
+
+
+def advantage_function(config: AdvantageConfig) -> Advantage:
+    """Return the advantage that `config` describes; raise ConfigError if a custom function cannot be loaded.
+
+    The returned function raises it if the custom function fails or does not return one finite array [G] for each group.
+    """
+    algorithm = _algorithm(config)
+    low = 0.0 if config.clip_negative else -_LARGEST
+
+    def advantages(batch: Sequence[Scores]) -> list[NDArray[np.float64]]:
+        return [np.clip(values, low, _LARGEST) for values in algorithm([bounded(scores) for scores in batch])]
+
+    return advantages
+
+
+def has_zero_advantages(config: AdvantageConfig, scores: Scores) -> bool:
+    """Return whether every advantage of a group with these shaped scores is 0 in any batch.
+
+    It never is if the baseline is the batch's mean. Raises ConfigError as `advantage_function` does.
+    """
+    if isinstance(config, configs.ReinforcePPAdvantageConfig):
+        return False
+    if isinstance(config, CustomAdvantageConfig) and config.batch_level:
+        return False
+    return not advantage_function(config)([scores])[0].any()
+
+
+def grpo(scores: Scores, std: bool = False, length_weighted_mean: bool = False) -> NDArray[np.float64]:
+    """Return A_i = R_i - mean(R), divided by the group's standard deviation if `std`; float64 [G].
+
+    Group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300, section 4.1.2); without the division it is
+    Dr. GRPO's (Liu et al. 2025, arXiv 2503.20783, section 3.1).
+    """
+    centred = _centred(scores.rewards, scores.lengths if length_weighted_mean else None)
+    return centred / (scores.rewards.std() + _STD_FLOOR) if std else centred
+
+
+def rloo(scores: Scores) -> NDArray[np.float64]:
+    """Return A_i = R_i - mean of R_j over j != i, which is (R_i - mean(R)) G / (G - 1); 0 for a single rollout.
+
+    REINFORCE leave-one-out (Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al.
+    2024, arXiv 2402.14740).
+    """
+    count = len(scores.rewards)
+    return _centred(scores.rewards) * (count / max(1, count - 1))
+
+
+def opo(scores: Scores) -> NDArray[np.float64]:
+    """Return A_i = R_i - sum_j(L_j R_j) / sum_j(L_j), L the lengths; float64 [G].
+
+    The baseline of least variance if the squared gradient of a completion grows with its length (Hao et al. 2025,
+    arXiv 2505.23585, optimal reward baseline). If all lengths are 0, the weights are equal.
+    """
+    return grpo(scores, length_weighted_mean=True)
+
+
+def max_rl(scores: Scores) -> NDArray[np.float64]:
+    """Return A_i = (R_i - mean(R)) / mean(R), and 0 if the mean is not positive; float64 [G].
+
+    With rewards 0 and 1 an estimate of the gradient of the log-likelihood of success (Tajwar et al. 2026, maximum
+    likelihood reinforcement learning, arXiv 2602.02710).
+    """
+    mean = scores.rewards.mean()
+    return _centred(scores.rewards) / mean if mean > 0 else np.zeros_like(scores.rewards)
+
+
+def reinforce_pp(batch: Sequence[Scores]) -> list[NDArray[np.float64]]:
+    """Return A = (R - mean(R)) / std(R), mean and standard deviation over all rollouts of the batch.
+
+    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262, global advantage normalisation) without its KL term in the reward.
+    """
+    return _over_batch_std(batch, _centred(np.concatenate([scores.rewards for scores in batch])))
+
+
+def reinforce_pp_baseline(batch: Sequence[Scores]) -> list[NDArray[np.float64]]:
+    """Return A = C / std(C), C being R - mean(R) by group, and the standard deviation over the batch.
+
+    REINFORCE++ with baseline (Hu et al. 2025, arXiv 2501.03262). The paper also subtracts the batch's mean of C, which
+    is 0.
+    """
+    return _over_batch_std(batch, np.concatenate([_centred(scores.rewards) for scores in batch]))
+
+
+def bounded(scores: Scores) -> Scores:
+    """Clip the rewards to a magnitude whose sums and squares are finite."""
+    return replace(scores, rewards=np.clip(scores.rewards, -_LARGEST, _LARGEST))
+
+
+def _algorithm(config: AdvantageConfig) -> Advantage:
+    match config:
+        case configs.GRPOAdvantageConfig():
+            return _by_group(partial(grpo, std=config.std, length_weighted_mean=config.length_weighted_mean))
+        case configs.DrGRPOAdvantageConfig():
+            return _by_group(grpo)
+        case configs.RLOOAdvantageConfig():
+            return _by_group(rloo)
+        case configs.OPOAdvantageConfig():
+            return _by_group(opo)
+        case configs.MaxRLAdvantageConfig():
+            return _by_group(max_rl)
+        case configs.NoAdvantageConfig():
+            return _by_group(lambda scores: scores.rewards)
+        case configs.ReinforcePPAdvantageConfig():
+            return reinforce_pp
+        case configs.ReinforcePPBaselineAdvantageConfig():
+            return reinforce_pp_baseline
+        case CustomAdvantageConfig():
+            return _custom(config)
+
+
+def _by_group(function: Callable[[Scores], NDArray[np.float64]]) -> Advantage:
+    return lambda batch: [function(scores) for scores in batch]
+
+
+def _centred(rewards: NDArray[np.float64], weights: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+    """Subtract the mean; exact zeros if all rewards are equal, which rounding would not give."""
+    if rewards.min() == rewards.max():
+        return np.zeros_like(rewards)
+    weighted = weights is not None and weights.sum() > 0
+    return np.asarray(rewards - np.average(rewards, weights=weights if weighted else None))
+
+
+def _over_batch_std(batch: Sequence[Scores], centred: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    ends = np.cumsum([len(scores.rewards) for scores in batch])
+    return np.split(centred / (centred.std() + _STD_FLOOR), ends[:-1])
+
+
+def _custom(config: CustomAdvantageConfig) -> Advantage:
+    key = "orchestrator.advantage.import_path"
+    function, who = load_function(config.import_path, key), f"{key} = {config.import_path!r}"
+
+    def advantages(batch: Sequence[Scores]) -> list[NDArray[np.float64]]:
+        try:
+            answer = function(batch, **config.kwargs)
+        except Exception as error:  # user code
+            raise ConfigError(f"{who} raised {summarize_exception(error, location=True)}") from error
+        return _checked(batch, answer, who)
+
+    return advantages
+
+
+def _checked(batch: Sequence[Scores], answer: Any, who: str) -> list[NDArray[np.float64]]:
+    """Raise ConfigError if `answer` is not one finite array [G] for each group."""
+    if not isinstance(answer, Sequence | np.ndarray) or len(answer) != len(batch):
+        found = f"{len(answer)} of them" if isinstance(answer, Sequence | np.ndarray) else type(answer).__name__
+        raise ConfigError(f"{who} must return a list of one array for each of the {len(batch)} groups, not {found}")
+    try:
+        arrays = [np.asarray(values, np.float64) for values in answer]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{who} returned values that are not numbers: {summarize_exception(error)}") from error
+    for index, (scores, values) in enumerate(zip(batch, arrays, strict=True)):
+        if values.shape != scores.rewards.shape:
+            raise ConfigError(f"{who} returned shape {values.shape} for group {index}, not {scores.rewards.shape}")
+        if not np.isfinite(values).all():
+            raise ConfigError(f"{who} returned advantages that are not finite for rewards {scores.rewards}: {values}")
+    return arrays
+
+
+def _completions(sample: Sample) -> int:
+    """Count the runs of sampled tokens."""
+    mask = sample.loss_mask
+    return int(np.count_nonzero(mask[1:] & ~mask[:-1])) + int(mask[0])

@@ -1,0 +1,1 @@
+"""Finished groups to a packed batch."""

@@ -1,0 +1,1 @@
+"""The stream of examples and the order in which they are drawn."""

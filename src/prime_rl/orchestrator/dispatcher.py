@@ -1,0 +1,336 @@
+"""Samples groups: chooses server and position, retries after a failure, and keeps or drops what was sampled."""
+
+import asyncio
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from loguru import logger
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.core.errors import RunError
+from prime_rl.core.types import Group, Rollout
+from prime_rl.orchestrator.asyncio_utils import deadline_scope
+from prime_rl.orchestrator.batch_metrics import RunCounters
+from prime_rl.orchestrator.data.example_stream import DrawnExample
+from prime_rl.orchestrator.group_filter import OVERLONG, DropAction, DropPolicy, DropReason, GroupFilter, is_overlong
+from prime_rl.orchestrator.health.environment_health import LONGEST_PAUSE_S
+from prime_rl.orchestrator.health.failure_warnings import FailureWarnings
+from prime_rl.orchestrator.inference.inference_pool import InferencePool
+from prime_rl.orchestrator.inference.inference_server import SERVER_ERRORS, InferenceServer
+from prime_rl.orchestrator.ledger.ledger import Ledger
+from prime_rl.orchestrator.length_aware_admission import LengthHistory, Lookahead
+from prime_rl.orchestrator.scheduler import DeadlineScheduler
+from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost, sampling_parameters
+from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
+
+RESAMPLED = "resampled"
+"""Drop reason of a finished group that does not fit the settings after a restart; its position is sampled again."""
+
+ENGINE = "error/engine"
+"""Drop reason of a group that reachable servers repeatedly failed to sample."""
+
+_MAX_LOST_SERVERS = 10
+"""A group that loses more servers than this ends the run."""
+_MAX_SERVER_FAULTS = 2
+"""A group that meets more server failures than this is dropped."""
+
+_MISCONFIGURED = (401, 403, 404)
+"""Status of an error that every request gets: a wrong key, a wrong model name."""
+
+
+class Dispatcher:
+    """Starts groups within the staleness bound and runs each until it is kept or dropped (I1, I2).
+
+    Each transition of a group is recorded in the scheduler, the ledger (I3) and the counters.
+    """
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        pools: Sequence[EnvironmentPool],
+        inference: InferencePool,
+        scheduler: DeadlineScheduler,
+        ledger: Ledger,
+        counters: RunCounters,
+        on_end: Callable[[], None],
+    ) -> None:
+        """Connect the parts; `on_end` is called when a group ends and when a pause after an error ends."""
+        self.complete: dict[int, Group] = {}
+        """Finished groups by group_id that wait to be shipped."""
+        self.filled: set[int] = set()
+        """Those of them with zero advantages, which fill the batch."""
+        self.warnings = FailureWarnings(config.run_paths.warnings)
+        self._config = config
+        self._pools = pools
+        self._samplings = [env.sampling_with(config.sampling) for env in config.env]
+        self._index = {pool.name: index for index, pool in enumerate(pools)}
+        self._inference = inference
+        self._scheduler = scheduler
+        self._ledger = ledger
+        self._counters = counters
+        self._on_end = on_end
+        self._filter = GroupFilter(config)
+        self._drops = DropPolicy(
+            scheduler.batch_groups, config.oversampling_factor, len(pools), config.failing_env_seconds,
+            min(LONGEST_PAUSE_S, config.wait_timeout_seconds / 2), config.failing_at_start_seconds,
+        )  # fmt: skip
+        for health in self._drops.health:
+            health.has_succeeded = scheduler.next_step > 0
+        self.lengths = LengthHistory()
+        self._lookahead = Lookahead(
+            lambda: ledger.draw(self._drops.may_start),
+            lambda draw: self.lengths.expected(pools[draw.env].name, draw.example),
+            scheduler.batch_groups,
+            length_aware=config.length_aware_admission and config.async_level > 0,
+        )
+        self._redispatched: deque[DrawnExample] = deque()
+        self._running: dict[int, tuple[float, asyncio.Timeout]] = {}
+        self._failed = False
+
+    def restore(self, finished: Iterable[Group], lengths: Mapping[str, Any]) -> None:
+        """Restore the state of an earlier process, whose positions are those of the ledger.
+
+        Its `finished` groups that fit the current settings become `complete`; the positions of the others are
+        dispatched again. `lengths` is a `LengthHistory.state`.
+        """
+        self.lengths.restore(lengths)
+        positions, misfits = self._ledger.positions, Counter[str]()
+        started = [(positions.open[group.group_id].version or 0, group) for group in finished]
+        for version, group in sorted(started, key=lambda entry: (entry[0], entry[1].group_id)):
+            self._counters.arrived(group)
+            if misfit := self._find_misfit(group, version):
+                misfits[misfit] += 1
+                self._counters.discarded(RESAMPLED, group)
+                positions.reopen(group.group_id)
+                continue
+            self.complete[group.group_id] = group
+            self._scheduler.restore(group.group_id, version)
+            if positions.open[group.group_id].done is None:  # from a checkpoint: the new ledger does not have it yet
+                self._ledger.done(group)
+        for misfit, count in misfits.items():
+            logger.warning("{} finished groups are sampled again, since the settings changed: {}", count, misfit)
+        self._redispatched.extend(positions.unfinished)
+        self._lookahead.restore(positions.waiting)
+
+    def _find_misfit(self, group: Group, version: int) -> str | None:
+        """Return why a restored group cannot be shipped with the current settings; None if it can."""
+        count, seq_len = self._config.rollouts_per_example, self._config.seq_len
+        min_rollouts = self._config.env[self._index[group.env]].min_rollouts or count
+        if not min_rollouts <= len(group.rollouts) <= count:
+            return f"they do not have rollouts_per_example = {count} rollouts"
+        if is_overlong(group.rollouts, seq_len):
+            return f"they do not fit into seq_len = {seq_len}"
+        if not self._scheduler.can_restore(version):
+            return f"no batch from {self._scheduler.next_step} on can take them within the staleness bound"
+        return None
+
+    def admit(self, tasks: asyncio.TaskGroup) -> None:
+        """Start groups as long as the staleness bound and the servers allow it."""
+        if self._config.oversampling_factor > 1:
+            self._scheduler.credit = self._drops.credit(self._scheduler.in_flight)
+        while not self._failed and self._drops.any_may_start and (server := self._find_server()) is not None:
+            draw = self._next_position()
+            self._drops.health[draw.env].started(draw.group_id)
+            deadline = self._scheduler.admit(draw.group_id, server.version.step)
+            self._assign(draw, server, deadline)
+            tasks.create_task(self._run_group(draw, server, time.monotonic()))
+
+    def shipped(self, group_ids: Sequence[int]) -> None:
+        """Start the next batch, after one with these groups."""
+        self._drops.start_batch()
+        self.filled.difference_update(group_ids)
+
+    def end_stuck(self, timeout_s: float) -> bool:
+        """End the groups that have been running for `timeout_s` seconds; return whether there were any (I7)."""
+        now, soon = time.monotonic(), asyncio.get_running_loop().time()
+        stuck = [scope for started, scope in self._running.values() if now - started >= timeout_s]
+        for scope in stuck:
+            scope.reschedule(soon)
+        return bool(stuck)
+
+    @property
+    def pausing(self) -> list[str]:
+        """The failing environments, if no group may start anywhere at the moment; else empty."""
+        healths = zip(self._pools, self._drops.health, strict=True)
+        return [] if self._drops.any_may_start else [pool.name for pool, health in healths if health.errors]
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return for how many seconds each environment has been failing, and the limit of the rollouts in flight."""
+        healths = zip(self._pools, self._drops.health, strict=True)
+        limit = self._config.max_concurrent or self._inference.concurrency_limit
+        return {
+            **{f"failing_seconds/{pool.name}": health.failing_s for pool, health in healths},
+            "inference/concurrency_limit": limit,
+        }
+
+    def _next_position(self) -> DrawnExample:
+        """Take the next position: first those that were dispatched before a restart, then those of the lookahead."""
+        may_start = [self._drops.may_start(env) for env in range(len(self._pools))]
+        draw = next((draw for draw in self._redispatched if may_start[draw.env]), None)
+        if draw is None:
+            return self._lookahead.next(self._scheduler.placed, lambda draw: may_start[draw.env])
+        self._redispatched.remove(draw)
+        return draw
+
+    def _find_server(self) -> InferenceServer | None:
+        """Return the least loaded server for which the staleness bound admits a group; None if there is none now."""
+        count, limit = self._config.rollouts_per_example, self._config.max_concurrent
+        if limit is not None and (self._scheduler.in_flight + 1) * count > max(limit, count):
+            return None
+        servers = self._inference.available_servers(count)
+        return next((server for server in servers if self._scheduler.can_admit(server.version.step)), None)
+
+    def _assign(self, draw: DrawnExample, server: InferenceServer, deadline: int) -> None:
+        self._ledger.issued(draw.group_id, server.version.step, deadline)
+        server.in_flight += self._config.rollouts_per_example
+
+    async def _run_group(self, draw: DrawnExample, server: InferenceServer, started: float) -> None:
+        """Sample one group until it ends. If its server is lost or fails, it starts again on another server."""
+        faults = 0
+        try:
+            for attempt in itertools.count():
+                try:
+                    async with server.cancel_scope():
+                        await self._sample(draw, server, started)
+                    server.succeeded()
+                    return
+                except SERVER_ERRORS as error:
+                    failure = str(error)
+                    if isinstance(error, InferenceServerLost):
+                        if attempt == _MAX_LOST_SERVERS:
+                            raise
+                        self._inference.take_out(server)
+                    elif error.status in _MISCONFIGURED:
+                        raise
+                    else:
+                        if error.is_server_fault:  # it gets no groups for a while; then look for work again
+                            asyncio.get_running_loop().call_later(server.failed(), self._on_end)
+                            faults += 1
+                        if not error.is_server_fault or faults > _MAX_SERVER_FAULTS:
+                            self._fail(draw, ENGINE, failure)
+                            return
+                finally:
+                    server.in_flight -= self._config.rollouts_per_example
+                self._counters.retried += 1
+                logger.warning("group {} is sampled again: {}", draw.group_id, failure)
+                server = await self._inference.wait_for_server(self._scheduler.version(draw.group_id))
+                started = time.monotonic()
+                self._assign(draw, server, self._scheduler.repin(draw.group_id, server.version.step))
+        except BaseException:
+            self._failed = True  # the loop may run once more before the task group ends; it must not start groups
+            raise
+        finally:
+            self._on_end()
+
+    async def _sample(self, draw: DrawnExample, server: InferenceServer, started: float) -> None:
+        """Sample one group, and keep or drop it."""
+        pool, sampling = self._pools[draw.env], self._samplings[draw.env]
+        seed = None if sampling.seed is None else (sampling.seed, draw.env, draw.group_id)
+
+        def stuck() -> EnvironmentFailed:
+            return EnvironmentFailed(
+                f"example {draw.example} of environment {pool.name} (group {draw.group_id}) did not end within "
+                f"{time.monotonic() - started:.0f} s, and there was no other progress for wait_timeout_seconds; "
+                "set env.timeout_seconds"
+            )
+
+        try:
+            async with deadline_scope(stuck) as scope:
+                self._running[draw.group_id] = started, scope
+                rollouts = await pool.run_group(
+                    draw.example, self._config.rollouts_per_example, server.client.url, sampling_parameters(sampling),
+                    self._config.seq_len, seed,
+                )  # fmt: skip
+        except (EnvironmentFailed, SampleTooLong) as error:
+            if isinstance(error, EnvironmentFailed):
+                self._fail(draw, f"error/{pool.name}", str(error))
+            else:
+                self._drop(draw.group_id, draw.env, DropReason(OVERLONG, str(error)))
+            return
+        finally:
+            del self._running[draw.group_id]
+        with ExitStack() as on_error:
+            tokens = sum(rollout.sampled_tokens for rollout in rollouts)
+            on_error.callback(pool.discarded.add, "replayed", len(rollouts), tokens)
+            self._check_versions(rollouts, self._scheduler.version(draw.group_id), server)
+            await self._inference.wait_until_acknowledged(server, _newest(rollouts))
+            on_error.pop_all()
+        group = Group(
+            draw.group_id, tuple(rollouts), pool.name, draw.example, sampling.temperature,
+            top_k=max(0, sampling.top_k), top_p=sampling.top_p, min_p=sampling.min_p,
+        )  # fmt: skip
+        self._counters.arrived(group)
+        self.lengths.add(group.env, group.example, float(group.lengths.max()))
+        if (reason := self._filter.reason_to_drop(group)) is not None:
+            self._drop(group.group_id, draw.env, reason, group)
+        else:
+            self._drops.record_kept(draw.env)
+            self._keep(group)
+
+    def _check_versions(self, rollouts: Sequence[Rollout], version: int, server: InferenceServer) -> None:
+        """Check the versions that the server reports for a group which started at `version`.
+
+        They are older if the server restarted unnoticed, and must not be newer than what the trainer can have made.
+        """
+        newest, possible = _newest(rollouts), self._scheduler.next_step + 1  # a batch is on disk before it counts here
+        if newest > possible:
+            raise InferenceError(f"{server.client.url} reports version {newest}, but the newest possible is {possible}")
+        oldest = min(int(s.versions[s.versions >= 0].min()) for rollout in rollouts for s in rollout.samples)
+        if oldest < version:
+            raise InferenceServerLost(f"inference at {server.client.url} sampled from version {oldest}, not {version}")
+
+    def _keep(self, group: Group) -> None:
+        self.complete[group.group_id] = group
+        self._scheduler.complete(group.group_id)
+        self._ledger.done(group)
+
+    def _drop(self, group_id: int, env: int, reason: DropReason, group: Group | None = None) -> None:
+        """Drop a group that was filtered out, or keep it to fill the batch; RunError if all are exhausted."""
+        action = self._drops.record_filtered(reason.zero_advantage, env)
+        if action is DropAction.FILL and group is not None:
+            self.filled.add(group_id)
+            self._keep(group)
+            return
+        level = "WARNING" if group is None else "DEBUG"
+        logger.log(level, "group {} is dropped as {}: {}", group_id, reason.name, reason.explanation)
+        self._end(group_id, reason.name, group)
+        if action is DropAction.FAIL:
+            raise self._exhausted(reason.name, reason.explanation)
+
+    def _fail(self, draw: DrawnExample, reason: str, failure: str) -> None:
+        """Drop a group that ended with an error, and pause its environment; RunError if all are exhausted."""
+        action = self._drops.record_error(draw.group_id, draw.env)
+        health, env = self._drops.health[draw.env], self._pools[draw.env].name
+        logger.warning(
+            "group {} (example {} of {}) is dropped as {}: {}; {} errors in a row, the next group starts in {:.2g} s",
+            draw.group_id, draw.example, env, reason, failure, health.errors, health.pause_s,
+        )  # fmt: skip
+        timeout_s, key = self._drops.failure_timeout(draw.env)
+        self.warnings.add(
+            env, f"group {draw.group_id} (example {draw.example})", failure,
+            f"if only errors occur, the run ends after {timeout_s:.0f} s ({key})",
+        )  # fmt: skip
+        self._end(draw.group_id, reason)
+        if action is DropAction.FAIL:
+            raise self._exhausted(reason, failure)
+        asyncio.get_running_loop().call_later(health.pause_s, self._on_end)
+
+    def _end(self, group_id: int, reason: str, group: Group | None = None) -> None:
+        self._scheduler.drop(group_id)
+        self._ledger.dropped(group_id, reason, None if group is None else group.rewards)
+        self._counters.discarded(reason, group)
+
+    def _exhausted(self, reason: str, failure: str) -> RunError:
+        env, longest_s = max(enumerate(health.failing_s for health in self._drops.health), key=lambda entry: entry[1])
+        since = f" ({longest_s:.0f} s; {self._drops.failure_timeout(env)[1]})" if longest_s else ""
+        count = self._drops.num_consecutive_drops
+        return RunError(f"{count} groups in a row were dropped as {reason}; the last: {failure}{since}")
+
+
+def _newest(rollouts: Sequence[Rollout]) -> int:
+    return max(int(sample.versions.max()) for rollout in rollouts for sample in rollout.samples)

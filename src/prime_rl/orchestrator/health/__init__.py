@@ -1,0 +1,1 @@
+"""Warnings and limits for a run that makes no progress (I7)."""

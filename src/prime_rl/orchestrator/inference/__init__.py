@@ -1,0 +1,1 @@
+"""The inference servers as the orchestrator uses them: pool, versions, concurrency, startup."""

@@ -1,1 +1,0 @@
-"""Environment workers: processes that play and score rollouts, and the pool that the main process sees of them."""

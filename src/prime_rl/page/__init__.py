@@ -1,0 +1,1 @@
+"""`page`: shows live, finished and copied runs in a browser. It reads only the run directory."""

@@ -1,0 +1,181 @@
+"""The web application of `page`: static files, JSON of the runs, one event stream per browser tab, /metrics."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from importlib import resources
+from typing import Annotated, Any
+
+from fastapi import FastAPI, HTTPException, Query, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
+from starlette.responses import Response, StreamingResponse
+
+from prime_rl.page.page_access import AccessLayer, PageAccess
+from prime_rl.page.prometheus_export import prometheus_text
+from prime_rl.page.run_view import RunView
+from prime_rl.page.sample_index import SampleFilter
+from prime_rl.page.timeline_spans import chrome_trace
+
+STREAM_INTERVAL_SECONDS = 1.0
+_HEALTH_INTERVAL_SECONDS = 5.0
+_PING_TICKS = 15
+_MAX_POINTS = 4000
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml", ".LICENSE": "text/plain; charset=utf-8",
+}  # fmt: skip
+
+
+class SampleQuery(BaseModel):
+    """Query parameters of a search for rollouts."""
+
+    step_from: int | None = None
+    step_to: int | None = None
+    env: str | None = None
+    reward_from: float | None = None
+    reward_to: float | None = None
+    staleness_from: int | None = None
+    truncated: bool | None = None
+    group: int | None = None
+    text: str | None = Field(None, max_length=500)
+    order: str = "step"
+    ascending: bool = False
+    position: int = Field(0, ge=0)
+    count: int = Field(50, ge=1, le=200)
+
+    def as_filter(self) -> SampleFilter:
+        """The conditions of the search."""
+        return SampleFilter(
+            self.step_from, self.step_to, self.env, self.reward_from, self.reward_to, self.staleness_from,
+            self.truncated, self.group, self.text, self.order, self.ascending,
+        )  # fmt: skip
+
+
+def make_app(runs: Sequence[RunView], access: PageAccess, interval_seconds: float = STREAM_INTERVAL_SECONDS) -> Any:
+    """The ASGI application, which checks the access of each request."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    by_name = {run.name: run for run in runs}
+
+    def find(name: str) -> RunView:
+        if name not in by_name:
+            raise HTTPException(404, "no such run")
+        return by_name[name]
+
+    _add_static(app)
+    _add_queries(app, by_name, find)
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(prometheus_text(runs), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/api/runs/{name}/stream")
+    async def stream(name: str, request: Request, cursor: str = "") -> StreamingResponse:
+        begin = request.headers.get("last-event-id") or cursor
+        events = run_events(find(name), begin, interval_seconds)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    return AccessLayer(app, access)
+
+
+def _add_static(app: FastAPI) -> None:
+    folder = resources.files("prime_rl.page") / "static"
+    files = {item.name: item for item in folder.iterdir() if item.is_file()}
+    files |= {f"vendor/{item.name}": item for item in (folder / "vendor").iterdir() if item.is_file()}
+
+    @app.get("/")
+    def index() -> Response:
+        return Response(files["index.html"].read_bytes(), media_type=_MEDIA_TYPES[".html"])
+
+    @app.get("/favicon.ico")
+    def icon() -> Response:
+        return Response(files["icon.svg"].read_bytes(), media_type=_MEDIA_TYPES[".svg"])
+
+    @app.get("/static/{path:path}")
+    def static(path: str) -> Response:
+        if path not in files:
+            raise HTTPException(404, "no such file")
+        suffix = path[path.rindex(".") :]
+        return Response(files[path].read_bytes(), media_type=_MEDIA_TYPES[suffix])
+
+
+def _add_queries(app: FastAPI, by_name: dict[str, RunView], find: Any) -> None:
+    @app.get("/api/runs")
+    def list_runs() -> dict[str, Any]:
+        return {"runs": [{"name": run.name, "root": str(run.paths.root)} for run in by_name.values()]}
+
+    @app.get("/api/runs/{name}/overview")
+    def overview(name: str) -> dict[str, Any]:
+        return find(name).overview()
+
+    @app.get("/api/runs/{name}/config")
+    def config(name: str) -> dict[str, Any]:
+        return find(name).settings()
+
+    @app.get("/api/runs/{name}/series")
+    def series(name: str, metric: Annotated[list[str], Query()], points: int = 800) -> dict[str, Any]:
+        return find(name).series(metric, max(10, min(points, _MAX_POINTS)))
+
+    @app.get("/api/runs/{name}/rollouts")
+    def rollouts(name: str, query: Annotated[SampleQuery, Query()]) -> dict[str, Any]:
+        return find(name).search(query.as_filter(), query.position, query.count)
+
+    @app.get("/api/runs/{name}/rollouts/{step}/{group}/{rollout}")
+    def rollout(name: str, step: int, group: int, rollout: int) -> dict[str, Any]:
+        found = find(name).rollout(step, group, rollout)
+        if found is None:
+            raise HTTPException(404, f"samples/step_{step}.jsonl has no rollout {rollout} of group {group}")
+        return found
+
+    @app.get("/api/runs/{name}/timeline")
+    def timeline(name: str, begin: float | None = None, end: float | None = None, pixels: int = 1200) -> dict[str, Any]:
+        return find(name).timeline(begin, end, pixels)
+
+    @app.get("/api/runs/{name}/trace.json")
+    def trace(name: str) -> Response:
+        body = json.dumps(list(chrome_trace(find(name).read_timeline())))
+        headers = {"content-disposition": 'attachment; filename="trace.json"'}
+        return Response(body, media_type="application/json", headers=headers)
+
+    @app.get("/api/runs/{name}/health")
+    def health(name: str) -> dict[str, Any]:
+        return find(name).read_health()
+
+
+async def run_events(run: RunView, cursor: str, interval_seconds: float) -> AsyncIterator[str]:
+    """Server-sent events of one run, from a cursor on, until the browser disconnects.
+
+    `metrics`: new lines, with the cursor as event id. `reload`: the series must be loaded again. `headline`, `counts`:
+    their new values.
+    """
+    last: dict[str, Any] = {}
+    examined = asyncio.ensure_future(asyncio.to_thread(run.health.read))
+    ticks = 0
+    try:
+        while True:
+            if examined.done() and ticks * interval_seconds >= _HEALTH_INTERVAL_SECONDS:
+                examined = asyncio.ensure_future(asyncio.to_thread(run.health.read))
+                ticks = 0
+            updates = await asyncio.to_thread(run.updates, cursor)
+            if updates is None:
+                cursor = await asyncio.to_thread(run.cursor)
+                yield _event("reload", {}, cursor)
+            elif updates["cursor"] != cursor:
+                cursor = updates["cursor"]
+                if updates["rows"]:
+                    yield _event("metrics", updates["rows"], cursor)
+            for name, read in (("headline", run.headline), ("counts", run.counts)):
+                value = await asyncio.to_thread(read)
+                if value != last.get(name):
+                    last[name] = value
+                    yield _event(name, value, cursor)
+            if ticks % _PING_TICKS == 0:
+                yield ": ping\n\n"
+            ticks += 1
+            await asyncio.sleep(interval_seconds)
+    finally:
+        examined.cancel()
+
+
+def _event(name: str, data: Any, cursor: str) -> str:
+    return f"event: {name}\nid: {cursor}\ndata: {json.dumps(data)}\n\n"

@@ -1,0 +1,189 @@
+// Finds rollouts by filters, and shows one with its group, conversation and tokens.
+import { element, formatNumber, formatPercent, replaceChildren, visibleString, visibleText } from "./dom.js";
+import { getJson } from "./source.js";
+import { readState, setState, stateUrl } from "./state.js";
+import { tokenSection } from "./tokens.js";
+
+const FILTERS = ["step_from", "step_to", "env", "reward_from", "reward_to", "staleness_from", "truncated", "group", "text", "order", "ascending"];
+const COLUMNS = [["step", "Step"], [null, "Env"], [null, "Group"], ["reward", "Reward"], ["advantage", "Advantage"], ["staleness", "Stale"], [null, ""], [null, "Last message"]];
+const PAGE_SIZE = 60;
+
+export class RolloutView {
+  constructor(run) {
+    this.run = run;
+    this.rows = [];
+    this.envs = [];
+    this.listNode = element("div", { class: "card" });
+    this.detailNode = element("div");
+    this.node = element("div", { class: "browser" }, this.listNode, this.detailNode);
+  }
+
+  path(rest) {
+    return `runs/${encodeURIComponent(this.run)}/rollouts${rest}`;
+  }
+
+  async render() {
+    const state = readState();
+    const key = JSON.stringify(FILTERS.map((name) => state[name]));
+    if (key !== this.filterKey) {
+      this.filterKey = key;
+      await Promise.all([this.search(true), this.showDetail()]);
+    } else {
+      this.showList();
+      await this.showDetail();
+    }
+  }
+
+  onCounts(counts) {
+    if (this.newest !== undefined && this.newest !== counts.newest_samples && (this.listTable?.scrollTop ?? 0) === 0) {
+      if (this.rows.length <= PAGE_SIZE) this.search(true);
+    }
+    this.newest = counts.newest_samples;
+  }
+
+  async search(fromStart) {
+    const state = readState();
+    const turn = (this.turn = (this.turn ?? 0) + 1);
+    const parameters = Object.fromEntries(FILTERS.map((name) => [name, state[name]]));
+    if (fromStart) [this.rows, this.next] = [[], 0];
+    let found = [];
+    let answer;
+    do {
+      answer = await getJson(this.path(""), { ...parameters, position: this.next, count: PAGE_SIZE });
+      if (turn !== this.turn) return;
+      found = found.concat(answer.rows);
+      this.next = answer.next_position;
+      this.answer = answer;
+      this.envs = answer.envs;
+      // A text search reads a part of the files per request; an index that grows moves the positions.
+      if (answer.num_indexed < answer.num_files && fromStart && !state.text) {
+        this.rows = found;
+        this.showList();
+        [found, this.next] = [[], 0];
+      }
+    } while ((this.next !== null && found.length < 1 && answer.num_files) || (answer.num_indexed < answer.num_files && found.length < PAGE_SIZE));
+    this.rows = this.rows.length && fromStart ? found : this.rows.concat(found);
+    this.showList();
+  }
+
+  filters() {
+    const state = readState();
+    const set = (name) => (event) => setState({ [name]: event.target.value, step: state.step, group_id: state.group_id });
+    const number = (name, label, step = 1) => element("label", {}, label, element("input", { type: "number", step, value: state[name] ?? "", onchange: set(name), name }));
+    const options = (name, label, values) => element("label", {}, label, element("select", { onchange: set(name), name },
+      values.map(([value, text]) => element("option", { value, selected: (state[name] ?? "") === value }, visibleString(text)))));
+    const active = FILTERS.some((name) => state[name] !== undefined);
+    return element("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
+      element("label", {}, "Text", element("input", { type: "search", name: "text", value: state.text ?? "", placeholder: "in the conversation", onchange: set("text") })),
+      number("step_from", "Step from"), number("step_to", "to"),
+      this.envs.length > 1 || state.env ? options("env", "Environment", [["", "all"], ...this.envs.map((env) => [env, env])]) : null,
+      number("reward_from", "Reward from", 0.05), number("reward_to", "to", 0.05), number("staleness_from", "Staleness from"),
+      options("truncated", "Truncated", [["", "all"], ["true", "yes"], ["false", "no"]]),
+      state.group ? number("group", "Group") : null,
+      active ? element("button", { type: "button", onclick: () => setState(Object.fromEntries(FILTERS.map((name) => [name, null]))) }, "Clear") : null);
+  }
+
+  showList() {
+    const { answer } = this;
+    if (answer === undefined) return;
+    const state = readState();
+    const order = state.order ?? "step";
+    const head = COLUMNS.map(([key, text]) => element("th", { class: ["reward", "advantage", "staleness"].includes(key) ? "number" : null },
+      key === null ? text : element("button", { type: "button", onclick: () => setState({ order: key === "step" ? null : key,
+        ascending: order === key && state.ascending !== "true" ? "true" : null }) }, text + (order === key ? (state.ascending === "true" ? " ↑" : " ↓") : ""))));
+    const selected = state.rollout;
+    const rows = this.rows.map((row) => {
+      const id = rolloutId(row);
+      return element("tr", { tabindex: 0, "aria-selected": String(id === selected), onclick: () => setState({ rollout: id }),
+        onkeydown: (event) => event.key === "Enter" && setState({ rollout: id }) },
+      element("td", {}, row.step), element("td", {}, visibleString(row.env)), element("td", { class: "muted" }, `${row.group}·${row.rollout}`),
+      element("td", { class: "number" }, formatNumber(row.reward)), element("td", { class: `number ${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : ""}` }, signed(row.advantage)),
+      element("td", { class: "number" }, row.staleness ?? "–"), element("td", {}, row.is_truncated ? element("span", { class: "tag warn" }, "cut") : ""),
+      element("td", { class: "preview" }, visibleString(row.preview ?? "")));
+    });
+    const partial = answer.num_indexed < answer.num_files ? ` · ${formatPercent(answer.num_indexed / answer.num_files)} of the files read` : "";
+    const count = state.text ? `${this.rows.length} found in ${formatNumber(answer.num_matching)}` : `${formatNumber(answer.num_matching)} rollouts`;
+    const damaged = answer.num_damaged ? ` · ${answer.num_damaged} damaged lines left out` : "";
+    const scroll = this.listTable?.scrollTop ?? 0;
+    const focused = document.activeElement?.name;
+    this.listTable = element("div", { class: "list" }, this.rows.length
+      ? element("table", {}, element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows))
+      : element("p", { class: "empty" }, answer.num_files ? "No rollout matches the filters." : "This run has no samples/ (yet)."),
+    this.next !== null && this.rows.length ? element("button", { type: "button", style: { margin: "10px 0" }, onclick: () => this.search(false) }, "More") : null);
+    replaceChildren(this.listNode, this.filters(), element("div", { class: "muted", style: { marginBottom: "6px" } }, count + partial + damaged), this.listTable);
+    this.listTable.scrollTop = scroll;
+    if (focused) this.listNode.querySelector(`[name="${focused}"]`)?.focus();
+  }
+
+  async showDetail() {
+    const id = readState().rollout;
+    if (!id) {
+      replaceChildren(this.detailNode, element("div", { class: "card" }, element("p", { class: "empty" }, "Choose a rollout to read its conversation and tokens.")));
+      return;
+    }
+    const [step, group, rollout] = id.split(".").map(Number);
+    try {
+      if (this.detail?.id !== id) this.detail = { id, ...(await getJson(this.path(`/${step}/${group}/${rollout}`))) };
+      if (readState().rollout === id) replaceChildren(this.detailNode, detailCard(this.detail));
+    } catch (error) {
+      replaceChildren(this.detailNode, element("div", { class: "card" }, element("p", { class: "empty" }, `Rollout ${visibleString(id)} cannot be shown: ${error.message}`)));
+    }
+  }
+
+  destroy() {
+    this.turn = -1;
+  }
+}
+
+function rolloutId(row) {
+  return `${row.step}.${row.group}.${row.rollout}`;
+}
+
+function signed(value) {
+  return value === null || value === undefined ? "–" : `${value > 0 ? "+" : ""}${formatNumber(value)}`;
+}
+
+function detailCard(detail) {
+  const id = rolloutId(detail);
+  const group = detail.all_rollouts.map((one) => element("a", { href: stateUrl({ rollout: rolloutId(one) }), "aria-current": String(rolloutId(one) === id),
+    onclick: (event) => {
+      event.preventDefault();
+      setState({ rollout: rolloutId(one) });
+    } }, formatNumber(one.reward), element("small", { class: one.advantage > 0 ? "good" : one.advantage < 0 ? "bad" : "muted" }, signed(one.advantage))));
+  const fact = (name, value) => (value === null || value === undefined ? null : element("span", {}, `${name} `, element("b", {}, value)));
+  const versions = detail.min_version === null ? null : detail.min_version === detail.max_version ? detail.min_version : `${detail.min_version}–${detail.max_version}`;
+  const metrics = Object.entries(detail.metrics).slice(0, 24).map(([name, value]) => fact(visibleString(name), typeof value === "number" ? formatNumber(value) : visibleString(String(value))));
+  return element("div", { class: "card" },
+    element("h2", {}, `Rollout ${detail.rollout} of group ${detail.group}, batch ${detail.step}`),
+    element("div", { class: "facts" }, fact("environment", visibleString(detail.env)), fact("reward", formatNumber(detail.reward)), fact("advantage", signed(detail.advantage)),
+      fact("versions", versions), fact("staleness", detail.staleness), detail.is_truncated ? element("span", { class: "tag warn" }, "truncated") : null),
+    metrics.length ? element("div", { class: "facts", style: { marginTop: "4px", fontSize: "12px" } }, metrics) : null,
+    element("div", { class: "group", role: "group", "aria-label": "rollouts of the group" }, group),
+    element("h2", {}, "Conversation"), detail.messages.map(messageNode), tokenSection(detail));
+}
+
+function messageNode(message) {
+  const known = ["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "";
+  return element("div", { class: `message ${known}` }, element("div", { class: "role" }, visibleString(message.role)),
+    message.reasoning ? element("details", {}, element("summary", { class: "muted" }, "Reasoning"), element("div", { class: "text muted" }, visibleText(message.reasoning))) : null,
+    splitCalls(message.content).map((part) => (part.call === undefined ? (part.text ? element("div", { class: "text" }, visibleText(part.text)) : null) : callNode("tool call", part.call))),
+    message.tool_calls.map((call) => callNode(call.name, call.arguments)),
+    message.num_omitted ? element("div", { class: "muted" }, `${formatNumber(message.num_omitted)} further characters are left out.`) : null);
+}
+
+function callNode(name, body) {
+  return element("div", { class: "call text" }, element("b", {}, visibleString(name)), "\n", visibleText(body));
+}
+
+// Tool calls in the model's own notation (Hermes): <tool_call>{…}</tool_call>
+function splitCalls(content) {
+  const parts = [];
+  let rest = content;
+  for (let at = rest.indexOf("<tool_call>"); at >= 0 && parts.length < 200; at = rest.indexOf("<tool_call>")) {
+    const end = rest.indexOf("</tool_call>", at);
+    if (end < 0) break;
+    parts.push({ text: rest.slice(0, at) }, { call: rest.slice(at + "<tool_call>".length, end).trim() });
+    rest = rest.slice(end + "</tool_call>".length);
+  }
+  return [...parts, { text: rest }];
+}

@@ -1,0 +1,1 @@
+"""Figures of a run, as plotly's JSON. Imports neither torch nor plotly until a figure is written."""

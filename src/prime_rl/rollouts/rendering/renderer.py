@@ -1,0 +1,235 @@
+"""Renders messages to token ids with the chat template, and parses completions back to messages.
+
+Sampled tokens are never tokenised again. A prompt that follows a completion starts with the engine's own token ids if
+the template renders the same conversation: the same text before the completion, and a completion that parses to the
+same message. Only the new text is tokenised then. Otherwise the whole conversation is rendered, and a new sample
+begins.
+"""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from prime_rl.configs.rollout_options import RenderingConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.rendering.messages import Message, normalise
+from prime_rl.rollouts.rendering.tool_calls import PARSERS, split_reasoning
+from prime_rl.rollouts.replies import Generation, Parsed
+
+TrajectoryStrategy = Literal["interleaved", "branching"]
+
+_CACHED_PROMPTS = 16
+
+_PLACEHOLDER = "c0mpl3t10n"
+"""Replaces the completion to find out what the template writes after it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """A rendered prompt.
+
+    Attributes:
+        text: the template's rendering of the messages.
+        ids: int32, the tokens of `text`, with earlier completions as they were sampled.
+    """
+
+    text: str
+    ids: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """One turn that a later one may extend: messages in normal form, their prompt, and the completion."""
+
+    messages: list[Message]
+    prompt: Prompt
+    generation: Generation
+
+
+class Renderer:
+    """Applies the chat template of a tokenizer, and parses completions."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        config: RenderingConfig | None = None,
+        strategy: TrajectoryStrategy = "interleaved",
+    ) -> None:
+        """Raises ConfigError if neither the tokenizer nor the configuration has a chat template."""
+        self.strategy = strategy
+        self._tokenizer = tokenizer
+        # The wrapper of transformers costs more time than the tokenisation.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()  # a tokenizer file may enable both; the wrapper disables them
+        self._backend.no_padding()
+        self._cache: deque[tuple[list[Message], list[Any] | None, Prompt]] = deque(maxlen=_CACHED_PROMPTS)
+        self._config = config or RenderingConfig()
+        self._template = _read_template(self._config.chat_template)
+        if self._template is None and tokenizer.chat_template is None:
+            raise ConfigError(
+                f"tokenizer {tokenizer.name_or_path} has no chat template; set tokenizer.name to one that has a "
+                "template, or rendering.chat_template to a file"
+            )
+        self._parse = PARSERS[self._config.tool_call_parser]
+        self._special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        trust_remote_code: bool = False,
+        config: RenderingConfig | None = None,
+        strategy: TrajectoryStrategy = "interleaved",
+    ) -> "Renderer":
+        """Load the tokenizer `name`, a local directory or a Hugging Face id; ConfigError if it cannot be loaded.
+
+        Reads tokenizer.json directly, because `AutoTokenizer` imports torch.
+        """
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"tokenizer of model {name!r} cannot be loaded (model.name, tokenizer.name): {reason}"
+            ) from None
+        return cls(tokenizer, config, strategy)
+
+    def render(self, messages: Sequence[Any], tools: list[Any] | None = None) -> list[int]:
+        """Render `messages` to ids, with the header of the assistant's turn appended."""
+        return self.render_prompt(normalise(messages), tools).ids.tolist()
+
+    def render_prompt(self, messages: list[Message], tools: list[Any] | None = None) -> Prompt:
+        """Render a whole conversation in normal form, with the header of the assistant's turn appended."""
+        for known, with_tools, prompt in self._cache:  # the rollouts of a group start with the same messages
+            if known == messages and with_tools == tools:
+                return prompt
+        text = self._text(messages, tools)
+        prompt = Prompt(text, np.array(self._encode(text), np.int32))
+        self._cache.append((messages, tools, prompt))
+        return prompt
+
+    def extend_prompt(self, last: Exchange, messages: list[Message], tools: list[Any] | None = None) -> Prompt | None:
+        """Render the next turn on top of the exact token ids of an earlier one.
+
+        `messages` are in normal form: the messages of the last turn, its completion, and new ones.
+
+        Returns:
+            The ids of the last prompt, the sampled ids, and the ids of the text that the template writes after them.
+            None if the template renders `messages` differently: the messages changed, the completion was cut before
+            its end token, or the template renders the past differently (strips reasoning, writes another date).
+        """
+        count, sampled = len(last.messages), last.generation.token_ids.tolist()
+        if last.generation.is_truncated or not sampled or sampled[-1] not in self._special:
+            return None
+        if messages[:count] != last.messages or len(messages) <= count or messages[count]["role"] != "assistant":
+            return None
+        text = self._text(messages, tools)
+        if not text.startswith(last.prompt.text):
+            return None
+        after = self._after_completion(text, last, sampled, messages, tools)
+        if after is None:
+            return None
+        tail = self._encode(after)
+        if tail[0] != sampled[-1]:
+            return None
+        return Prompt(text, np.concatenate([last.prompt.ids, last.generation.token_ids, np.array(tail[1:], np.int32)]))
+
+    def _after_completion(
+        self, text: str, last: Exchange, sampled: list[int], messages: list[Message], tools: list[Any] | None
+    ) -> str | None:
+        """Return the part of `text` from the end token of the last completion; None if the message there differs."""
+        begin, completion = len(last.prompt.text), self._decode(sampled)
+        if text.startswith(completion, begin):  # identical text, as in nearly all cases
+            return text[begin + len(completion) - len(self._special[sampled[-1]]) :]
+        after = self._text_after_message(messages, len(last.messages), tools, self._special[sampled[-1]])
+        if after is None or not text.endswith(after):
+            return None
+        end = len(text) - len(after)
+        if begin > end or _PLACEHOLDER in text:
+            return None
+        rendered, completion, opened = text[begin:end], self._decode(sampled[:-1]), _opens_reasoning(last.prompt.text)
+        is_same = rendered == completion or (
+            self._comparable(rendered, opened, tools) == self._comparable(completion, opened, tools)
+        )
+        return after if is_same else None
+
+    def parse(self, prompt: Prompt, generation: Generation, tools: list[Any] | None = None) -> Parsed:
+        """Parse a completion: content without special tokens, calls if there are tools, reasoning if configured.
+
+        The parser gets the special tokens, because some formats mark calls with them.
+        """
+        ids = generation.token_ids.tolist()
+        if ids and not generation.is_truncated and ids[-1] in self._special:
+            ids = ids[:-1]
+        text, split = self._decode(ids), self._config.reasoning_parser == "think"
+        reasoning, rest = split_reasoning(text, _opens_reasoning(prompt.text))
+        parsed = self._parse(rest, tools) if tools else Parsed(rest)
+        content = parsed.content
+        if not split:
+            content, reasoning = text[: len(text) - len(rest)] + content, None
+        for token in {self._special[i] for i in ids if i in self._special}:
+            content = content.replace(token, "")
+            reasoning = reasoning and reasoning.replace(token, "")
+        return Parsed(content, parsed.calls, reasoning)
+
+    def _comparable(self, text: str, opened: bool, tools: list[Any] | None) -> tuple[Any, ...]:
+        """Return the message of a completion in a form that is equal for equal messages."""
+        reasoning, rest = split_reasoning(text, opened)
+        parsed = self._parse(rest, tools) if tools else Parsed(rest)
+        calls = [(call.name, json.dumps(json.loads(call.arguments), sort_keys=True)) for call in parsed.calls]
+        return reasoning and reasoning.strip(), parsed.content.strip(), calls
+
+    def _text_after_message(self, messages: list[Message], index: int, tools: list[Any] | None, end: str) -> str | None:
+        """Return the text from the end token of message `index`; None if the template writes no such token."""
+        replaced = dict(messages[index], content=_PLACEHOLDER)
+        replaced.pop("reasoning_content", None)
+        if calls := replaced.get("tool_calls"):
+            function = dict(calls[-1]["function"], arguments={_PLACEHOLDER: _PLACEHOLDER})
+            replaced["tool_calls"] = [*calls[:-1], dict(calls[-1], function=function)]
+        text = ""
+        with suppress(TemplateError):  # the template rejects the placeholder, so the text after it is unknown
+            text = self._text([*messages[:index], replaced, *messages[index + 1 :]], tools)
+        _, found, after = text.rpartition(_PLACEHOLDER)
+        start = after.find(end)
+        if not found or start < 0 or any(token in after[:start] for token in self._special.values()):
+            return None
+        return after[start:]
+
+    def _text(self, messages: list[Message], tools: list[Any] | None) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=self._template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **self._config.chat_template_args,
+        )
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def _read_template(file: Path | None) -> str | None:
+    try:
+        return file.read_text() if file is not None else None
+    except OSError as error:
+        raise ConfigError(f"rendering.chat_template {file} cannot be read: {error.strerror}") from None
+
+
+def _opens_reasoning(prompt: str) -> bool:
+    return prompt.rstrip().endswith("<think>")

@@ -1,0 +1,1 @@
+"""Environments of the verifiers library: classic ones and v1 tasksets."""

@@ -1,0 +1,302 @@
+"""Environments of the classic verifiers API.
+
+Verifiers runs the turns and the rubric. It calls the model through `RolloutClient`. Failures that verifiers counts as a
+reward of 0 raise here.
+"""
+
+import asyncio
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import verifiers as vf
+
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.types import Rollout
+from prime_rl.rollouts.environment_backend import EnvironmentBackend
+from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
+from prime_rl.rollouts.group_failures import (
+    EnvironmentFailed,
+    RolloutTimedOut,
+    SampleTooLong,
+    UnsupportedEnvironment,
+    as_number,
+    config_errors,
+    contain_failures,
+    environment_failure,
+)
+from prime_rl.rollouts.rendering.messages import normalise
+from prime_rl.rollouts.replies import Reply
+from prime_rl.rollouts.trajectory_merging import Mask
+from prime_rl.rollouts.verifiers import classic_patches, rubrics
+from prime_rl.rollouts.verifiers.classic_client import RolloutClient, is_whole, tool_definition
+
+Row = Mapping[str, Any]
+
+_UNUSED_HOOKS = ("_run_rollout_state", "_run_group_states")
+
+
+class ClassicEnvironment(EnvironmentBackend):
+    """One classic environment."""
+
+    def _load(self) -> None:
+        classic_patches.apply()
+        config, split = self.config, self.split
+        if config.runtime is not None:
+            self.warn("runtime", f"runtime = {config.runtime!r} has no effect: it applies to agents of v1 environments")
+        with _keep_signal_handlers():
+            with config_errors(f"environment {config.id!r} with env.args = {config.args} does not load"):
+                self._env = vf.load_environment(config.id.split("@")[0], **config.args)
+            self._check_environment()
+            with config_errors(f"the {split} examples of environment {config.id!r} do not load"):
+                self._rows = self._env.get_dataset() if split == "train" else self._env.get_eval_dataset()
+        if len(self._rows) == 0:
+            raise ConfigError(f"environment {config.id!r} has no {split} examples; check env.args")
+        has_own = (
+            type(self._env).get_eval_dataset is not vf.Environment.get_eval_dataset
+            or self._env.eval_dataset is not None
+            or self._env.eval_dataset_source is not None
+        )
+        self.eval_split = "own" if has_own else "train"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def prompt_tokens(self, example: int) -> int:
+        """Return the length of the first prompt of an example, in tokens."""
+        env, row = self._route(self._rows[example])
+        return self._count_tokens(
+            _messages(row["prompt"], "user"), [tool_definition(tool) for tool in env.tool_defs or ()]
+        )
+
+    async def _run(
+        self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
+    ) -> list[Rollout]:
+        env, row = self._route(self._rows[example])
+        clients: list[RolloutClient] = []
+
+        async def attempt(this: Attempt) -> RolloutClient:
+            clients.append(client := RolloutClient(self.warn, self._recorder(this, seq_len), this, sampling))
+            await self._attempt(client, env, row, sampling)
+            return client
+
+        try:
+            with contain_failures():  # foreign code makes the states and their messages
+                finished = await self._score(group, env, await group.run(attempt))
+                return [self._rollout(client, seq_len) for client in finished]
+        finally:
+            await self._clean_up(env.rubric, [client.state for client in clients if client.state is not None])
+            for client in clients:
+                client.state = None  # the state refers to its client: without the cycle both are freed at once
+
+    async def _attempt(self, client: RolloutClient, env: Any, row: Row, sampling: Mapping[str, Any]) -> None:
+        """Run one rollout and set its state. At the time limit it is scored with its turns so far."""
+        try:
+            async with client.attempt.clock:
+                with contain_failures():
+                    client.state = await env.rollout(dict(row), client, "policy", dict(sampling))
+        except RolloutTimedOut:
+            state = client.state
+            if state is None or not state.get("trajectory") or state.get("completion") is None:
+                raise
+            # As verifiers does at its own limit.
+            state["timed_out"] = state["is_completed"] = True
+            state["stop_condition"] = "timeout_reached"
+        except EnvironmentFailed as failure:
+            client.raise_failure()
+            if isinstance(failure.__cause__, vf.OverlongPromptError):  # raised by the environment's own rollout()
+                raise SampleTooLong(str(failure.__cause__)) from failure
+            raise
+        client.raise_failure()
+        if error := client.state.get("error"):
+            raise environment_failure(error) if isinstance(error, BaseException) else EnvironmentFailed(repr(error))
+        if self.trains:
+            self._check_credit(client.state)
+
+    async def _score(self, group: GroupAttempts, env: Any, finished: list[RolloutClient]) -> list[RolloutClient]:
+        """Score the rollouts of a group together; return those with a reward."""
+        states = [client.state for client in finished]
+
+        async def score() -> dict[int, EnvironmentFailed]:
+            if not env.score_rollouts:
+                with contain_failures():
+                    await env.rubric.dummy_score_group(states)
+                return {}
+            try:
+                failures = await rubrics.score_group(env.rubric, states, self.config.reward_errors == "zero", self.warn)
+            except EnvironmentFailed:
+                _raise_failures(finished)
+                raise
+            _raise_failures(finished)
+            for failure in failures.values():
+                if failure.is_infrastructure:
+                    raise failure
+            return failures
+
+        failures = await group.repeat(score)
+        for index in failures:
+            group.account.discard("failed", 1, finished[index].attempt.sampled)
+        group.check([*failures.values()], len(finished))
+        return [client for index, client in enumerate(finished) if index not in failures]
+
+    async def _clean_up(self, rubric: Any, states: Sequence[Any]) -> None:
+        """Let the rubric release the resources of the rollouts, such as sandboxes."""
+
+        async def clean_up(state: Any) -> None:
+            with contain_failures():
+                await rubric.cleanup(state)
+
+        if not rubrics.has_cleanup(rubric):
+            return
+        for result in await asyncio.gather(*map(clean_up, states), return_exceptions=True):
+            if isinstance(result, Exception):
+                self.warn("cleanup", f"the cleanup of its rubric failed: {result}")
+
+    def _route(self, row: Row) -> tuple[Any, Row]:
+        """Return the environment that a row belongs to, inside nested groups.
+
+        The rubric of a nested `EnvGroup` looks for the outer name at each level and so scores 0.
+        """
+        env = self._env
+        while isinstance(env, vf.EnvGroup):
+            name, row, _ = env._route_child_input(row)
+            env = env.get_env_for_name(name)
+        return env, row
+
+    def _rollout(self, client: RolloutClient, seq_len: int) -> Rollout:
+        state = client.state
+        trained = _trained_replies(state.get("trajectory") or (), client)
+        if not trained and client.recorder.prompt_too_long:
+            raise SampleTooLong(f"a prompt of environment {self.config.label} does not fit into seq_len = {seq_len}")
+        if not trained:
+            raise EnvironmentFailed(_no_turns_message(state, client))
+        messages = [*_messages(state["prompt"], "user"), *_messages(state.get("completion"), "assistant")]
+        return client.recorder.rollout(
+            trained,
+            normalise(messages),
+            reward=as_number("the reward", state["reward"]),
+            metrics={name: as_number(f"metric {name}", value) for name, value in (state["metrics"] or {}).items()},
+            is_truncated=bool(state.get("is_truncated") or state.get("timed_out")),
+        )
+
+    def _check_environment(self) -> None:
+        """Reject an environment with features that would otherwise be ignored.
+
+        Raises:
+            ConfigError: it computes advantages, or changes how verifiers runs a group.
+        """
+        for leaf in _leaf_environments(self._env):
+            if self.trains and leaf.rubric.has_advantages:
+                raise ConfigError(
+                    f"environment {self.config.id!r} computes advantages (has_advantages of its rubric), which would "
+                    "be ignored; return rewards from its rubric, and set `orchestrator.advantage`"
+                )
+            for hook in _UNUSED_HOOKS:
+                if getattr(type(leaf), hook) is not getattr(vf.Environment, hook):
+                    raise ConfigError(
+                        f"environment {self.config.id!r} overrides {hook}(), which is not called here; override "
+                        "rollout(), or score in its rubric"
+                    )
+            own = {name: value for name, value in leaf.sampling_args.items() if value and (name, value) != ("n", 1)}
+            if own:
+                self.warn(
+                    "sampling_args",
+                    f"its sampling_args are ignored ({', '.join(sorted(own))}); set them in `sampling` of the "
+                    "environment's configuration",
+                )
+
+    def _check_credit(self, state: Any) -> None:
+        """Check rewards and advantages that the environment sets itself, before the rubric scores the rollout."""
+        steps = state.get("trajectory") or ()
+        if state.get("advantage") is not None or any(step.get("advantage") is not None for step in steps):
+            raise UnsupportedEnvironment(
+                "it sets `advantage` of a rollout or of a step of its trajectory, which would be ignored; return "
+                "rewards from its rubric, and set `orchestrator.advantage`"
+            )
+        if any(step.get("reward") is not None for step in steps):
+            self.warn(
+                "rewards of steps",
+                "it sets `reward` of single steps: they count only if its rubric adds them up; all tokens of a "
+                "rollout get the same advantage",
+            )
+
+
+def _raise_failures(clients: Iterable[RolloutClient]) -> None:
+    """Raise the lost server or other failure of the clients, if there is one.
+
+    Reward functions may call the policy, and a rubric may count the resulting exception as 0.
+    """
+    for client in clients:
+        client.raise_failure()
+
+
+@contextmanager
+def _keep_signal_handlers() -> Iterator[None]:
+    """Undo the SIGINT and SIGTERM handlers that the constructor of each environment installs."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _trained_replies(steps: Iterable[Any], client: RolloutClient) -> dict[Reply, Mask]:
+    """Return the replies in a trajectory, and which of their tokens to train on.
+
+    Other calls, for example to simulate a user or to judge, are no part of the rollout.
+
+    Raises:
+        EnvironmentFailed: the tokens of a step differ from the sampled ones.
+    """
+    trained: dict[Reply, Mask] = {}
+    for step in steps:
+        if (reply := client.reply(step.get("response"))) is not None:
+            mask = _trained_mask(step.get("tokens"), reply)
+            if mask is True or np.any(mask):
+                trained[reply] = mask
+    return {reply: trained[reply] for reply in client.recorder.replies if reply in trained}
+
+
+def _no_turns_message(state: Any, client: RolloutClient) -> str:
+    """Return why a rollout has nothing to train on."""
+    if client.recorder.replies:
+        count = len(client.recorder.replies)
+        return (
+            f"the model answered {count} calls, but no answer is the `response` of a step in state['trajectory'], or "
+            "all their tokens are masked; only turns in the trajectory are trained on"
+        )
+    if state.get("trajectory") or state.get("completion"):
+        return (
+            "its rollout() never called its client, so there are no tokens to train on; call "
+            "`await self.get_model_response(state, messages)`"
+        )
+    return f"a rollout ended before a completion: {state.get('stop_condition')}"
+
+
+def _messages(value: Any, role: str) -> Sequence[Any]:
+    """Return a prompt or completion as messages; plain text becomes a message of `role`."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else value or ()
+
+
+def _leaf_environments(env: Any) -> Iterator[Any]:
+    if isinstance(env, vf.EnvGroup):
+        for inner in env.envs:
+            yield from _leaf_environments(inner)
+    else:
+        yield env
+
+
+def _trained_mask(tokens: Any, reply: Reply) -> Mask:
+    """Return which tokens of a step to train on: all, unless the environment has shortened or masked them."""
+    turn = reply.turn
+    if turn is None or tokens is None or is_whole(tokens, turn):
+        return True
+    ids, mask = tokens["completion_ids"], list(tokens["completion_mask"])
+    if list(ids) != turn.generation.token_ids[: len(ids)].tolist() or len(mask) > len(turn.generation.token_ids):
+        raise EnvironmentFailed("it changes `completion_ids` of a step; only sampled tokens can be trained on")
+    trained = np.zeros(len(turn.generation.token_ids), np.bool_)
+    trained[: len(mask)] = mask
+    return trained

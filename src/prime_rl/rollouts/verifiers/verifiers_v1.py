@@ -1,0 +1,200 @@
+"""Environments of the verifiers v1 API, as in both verifiers 0.3.2.dev22 and 0.4.0.
+
+The turns that our recorder saw are trained on, not the content of the traces. A failed trace fails its group.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextvars import Context
+from itertools import islice
+from typing import Any, cast
+
+import verifiers.v1 as vf
+from verifiers.v1.env import Env
+from verifiers.v1.utils.loaders import default_harness_id, harness_class, load_environment, resolve_env_config
+
+from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.core.types import Rollout
+from prime_rl.rollouts.environment_backend import EnvironmentBackend
+from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
+from prime_rl.rollouts.group_failures import (
+    EnvironmentFailed,
+    SampleTooLong,
+    as_number,
+    config_errors,
+    contain_failures,
+)
+from prime_rl.rollouts.rendering.messages import normalise
+from prime_rl.rollouts.verifiers.v1_chat_harness import HARNESS_ID, ChatHarnessConfig
+from prime_rl.rollouts.verifiers.v1_client import InterceptionClient, TraceClient
+
+_INFRASTRUCTURE = ("SandboxError", "TunnelError", "InterceptionError", "ToolsetError")
+"""Types of errors for which a retry may succeed."""
+
+_MODEL = vf.ModelContext(
+    model="policy", client=vf.TrainClientConfig(base_url="http://policy.invalid", api_key_var="PRIME_RL_NO_KEY")
+)
+"""A placeholder for the model of the agents. The client of this configuration is replaced, so nothing is sent."""
+
+
+class TasksetEnvironment(EnvironmentBackend):
+    """One v1 taskset. Its servers run from the first group until the process exits.
+
+    A taskset has no splits, so `split` does not select tasks. An evaluation selects them by other arguments.
+    """
+
+    def _load(self) -> None:
+        config = self.config
+        settings = dict(config.args)
+        env = dict(cast(dict[str, Any], settings.pop("env", {})))
+        limit = env.pop("num_tasks", None)
+        with config_errors(
+            f"environment {config.id!r} with env.args = {config.args} does not load, neither by load_environment() "
+            "nor as a taskset"
+        ):
+            env_config = _env_config(config.id, settings, env)
+            self._check_shells(env_config)
+            self._env: Env = load_environment(env_config)
+            taskset = self._env.taskset
+            if limit is None and not getattr(taskset, "bounded", not taskset.INFINITE):
+                raise ConfigError(f"taskset {config.id!r} is infinite; set env.args.env.num_tasks")
+            self._tasks = list(islice(taskset, limit))
+        if not self._tasks:
+            raise ConfigError(f"taskset {config.id!r} has no tasks; check env.args")
+        self._client = InterceptionClient()
+        self._ready: asyncio.Future[None] | None = None
+        self._server_task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def prompt_tokens(self, example: int) -> int:
+        """Return the length of a task's prompt in tokens, without additions of the harness; 0 without a prompt."""
+        data = self._tasks[example].data
+        if data.prompt is None:
+            return 0
+        system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        prompt = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt
+        return self._count_tokens([*system, *prompt])
+
+    async def _run(
+        self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
+    ) -> list[Rollout]:
+        await self._serve()
+
+        async def attempt(this: Attempt) -> Rollout:
+            clients: dict[str, TraceClient] = {}
+
+            def open_trace(trace: Any) -> None:
+                recorder = self._recorder(this, seq_len, len(clients))
+                clients[trace.id] = self._client.traces[trace.id] = TraceClient(recorder, sampling)
+
+            async with this.clock:
+                with contain_failures():
+                    try:
+                        episode = await self._env.run_episode(self._tasks[example], _MODEL, on_trace=open_trace)
+                    finally:
+                        for trace in clients:
+                            del self._client.traces[trace]
+                    return _rollout(episode, clients)
+
+        return await group.run(attempt)
+
+    async def _serve(self) -> None:
+        """Start the environment's servers if they are not running; EnvironmentFailed if that fails."""
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            # A new context: the servers are for all groups, not only for the one that starts them.
+            self._server_task = asyncio.create_task(self._serve_forever(self._ready), context=Context())
+        await asyncio.shield(self._ready)
+
+    async def _serve_forever(self, ready: "asyncio.Future[None]") -> None:
+        try:
+            async with self._env.serving():
+                # The server looks up clients here before it creates one, so it uses ours.
+                self._env._interception.clients[_MODEL.client.model_dump_json()] = self._client
+                ready.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:  # foreign code may raise anything
+            if ready.done():
+                raise
+            self._ready = None  # the next group retries
+            reason = summarize_exception(error, full=True)
+            ready.set_exception(EnvironmentFailed(f"its servers did not start: {reason}"))
+
+    def _check_shells(self, env: Any) -> None:
+        """Raise ConfigError if an agent runs the model's code on this machine without permission."""
+        config, default = self.config, default_harness_id(self.config.id)
+        on_this_machine = [
+            (role, default if agent.harness is None else str(agent.harness.id))
+            for role, agent in env
+            if isinstance(agent, vf.AgentConfig) and isinstance(agent.runtime, vf.SubprocessConfig)
+        ]
+        found = [(role, harness) for role, harness in on_this_machine if harness_class(harness).EXECUTES_CODE]
+        if not found and config.runtime is not None:
+            self.warn(
+                "runtime",
+                f"runtime = {config.runtime!r} has no effect: none of its agents runs programs on this machine",
+            )
+        for role, harness in found:
+            risk = "runs the model's code on this machine, with your rights and without isolation"
+            if config.runtime != "subprocess":
+                raise ConfigError(
+                    f"agent {role!r} of environment {config.id!r} (harness {harness!r}) {risk}; name a container, "
+                    f'such as args.env.{role}.runtime.type = "docker", or allow it with runtime = "subprocess" next to '
+                    "the id"
+                )
+            self.warn(f"runtime of {role}", f'agent {role!r} (harness {harness!r}) {risk} (runtime = "subprocess")')
+
+
+def _env_config(taskset: str, settings: dict[str, Any], env: dict[str, Any]) -> Any:
+    """Return the configuration of a v1 environment from the settings of the taskset and of the environment.
+
+    By default an agent runs on this machine, and in our chat harness if the taskset has none. The defaults of verifiers
+    are a cloud and a shell; its `null` harness is the same chat at a higher cost.
+    """
+    own = {**env.get("taskset", {}), **settings, "id": taskset}
+    config = resolve_env_config({"interception": {"type": "server"}, **env, "taskset": own})
+    has_own_harness = default_harness_id(taskset) != "bash"
+    agents = {}
+    for role, agent in config:
+        if isinstance(agent, vf.AgentConfig):
+            changes: dict[str, Any] = {}
+            if isinstance(agent.runtime, vf.PrimeConfig) and "runtime" not in env.get(role, {}):
+                changes["runtime"] = vf.SubprocessConfig()
+            is_chat = not has_own_harness if agent.harness is None else agent.harness.id == "null"
+            if is_chat and "harness" not in env.get(role, {}):
+                changes["harness"] = ChatHarnessConfig(id=HARNESS_ID)
+            agents[role] = agent.model_copy(update=changes)
+    return config.model_copy(update=agents)
+
+
+def _rollout(episode: Any, clients: Mapping[str, TraceClient]) -> Rollout:
+    """Return the rollout of a finished episode; raises the same as `run_group`."""
+    recorders = [client.recorder for client in clients.values()]
+    for recorder in recorders:
+        if recorder.server_error is not None:
+            raise recorder.server_error
+    too_long = any(recorder.prompt_too_long for recorder in recorders)
+    if not episode.ok and not too_long:
+        errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+        message = "; ".join(f"{error.type}: {' '.join(error.message.split())[:300]}" for error in errors)
+        raise EnvironmentFailed(message, any(error.type in _INFRASTRUCTURE for error in errors))
+    candidates = [(trace, clients[trace.id].trained(trace)) for trace in episode.traces if trace.agent.trainable]
+    candidates = [(trace, trained) for trace, trained in candidates if trained]
+    if too_long and not (episode.ok and candidates):
+        raise SampleTooLong("a prompt does not fit into seq_len")
+    if len(candidates) != 1:
+        raise EnvironmentFailed(
+            f"an episode has {len(candidates)} trainable agents with replies; only one is supported"
+        )
+    ((trace, trained),) = candidates
+    scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {"num_turns": len(trained), **scores, **trace.metrics}
+    return clients[trace.id].recorder.rollout(
+        trained,
+        normalise(trace.messages),
+        reward=as_number("the reward", trace.reward),
+        metrics={name: as_number(f"metric {name}", value) for name, value in metrics.items()},
+        is_truncated=clients[trace.id].recorder.prompt_too_long,
+    )

@@ -1,0 +1,244 @@
+"""The main function of an environment worker: loads one environment and runs groups.
+
+The worker stores nothing: the orchestrator repeats the groups of a dead worker in another one.
+"""
+
+import asyncio
+import gc
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AsyncExitStack, nullcontext, suppress
+from functools import partial
+
+import uvloop
+
+from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.core.terminal_escape import escape_control_chars
+from prime_rl.core.types import Conversation
+from prime_rl.rollouts import environment_loader
+from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError
+from prime_rl.rollouts.clients.openai_chat_client import ChatServer
+from prime_rl.rollouts.group_failures import check_scores, config_errors
+from prime_rl.rollouts.loop_turns import LoopTurns
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.token_accounting import GroupAccount
+from prime_rl.rollouts.workers import protocol
+from prime_rl.rollouts.workers.crash_attribution import CrashRecord, current_group
+
+BEAT_SECONDS = 0.25
+"""Interval of the beats of a worker's event loop, seconds."""
+
+_NUM_CHECKED_PROMPTS = 2000
+
+_GC_THRESHOLDS = 25_000, 20, 5
+"""Allocations until a garbage collection, and collections of a generation until one of the next.
+
+With Python's 700, thousands of rollouts in progress are visited again and again: half a second per collection.
+"""
+
+_CONCURRENCY = 512
+"""Concurrent rollouts that the thread and process pools are sized for, as in verifiers' workers."""
+
+
+def work(connection: socket.socket, crash_record: CrashRecord) -> None:
+    """Load the environment of the first command and run groups until the orchestrator disconnects."""
+    command = protocol.receive(connection)
+    if not isinstance(command, protocol.LoadEnvironment):
+        return  # the orchestrator has disconnected
+    try:
+        worker = _Worker(command, crash_record, connection.sendall)
+    except ConfigError as error:
+        connection.sendall(protocol.frame(protocol.EnvironmentUnloadable(str(error))))
+        return
+    gc.freeze()  # otherwise garbage collection would scan all loaded objects again and again
+    gc.set_threshold(*_GC_THRESHOLDS)
+    backend = worker.backend
+    worker.send(protocol.EnvironmentReady(len(backend), type(backend).__module__, backend.eval_split))
+    uvloop.run(worker.serve(connection))
+
+
+class _Worker:
+    """Loads an environment and runs its groups."""
+
+    def __init__(
+        self, command: protocol.LoadEnvironment, crash_record: CrashRecord, write: Callable[[bytes | bytearray], object]
+    ) -> None:
+        self._access = access = command.access
+        self._crash_record = crash_record
+        self._write = write  # the event loop's transport once it serves
+        self._servers: dict[str, InferenceClient | ChatServer] = {}
+        self._stack = AsyncExitStack()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: set[int] = set()
+        self._turns = LoopTurns(1)  # a group takes some milliseconds until it waits for the model
+        renderer = None
+        if access.api == "generate":
+            renderer = Renderer.load(
+                access.tokenizer, access.trust_remote_code, access.rendering, access.trajectory_strategy
+            )
+        self.backend = environment_loader.load(
+            command.env,
+            renderer,
+            command.split,
+            access.keep_messages,
+            lambda text: self.send(protocol.EnvironmentWarning(text)),
+        )
+        if command.check_seq_len is not None:
+            self._check_prompts(command.env.label, command.check_seq_len)
+
+    def _check_prompts(self, name: str, seq_len: int) -> None:
+        """Raise ConfigError if one of the first prompts is too long or cannot be rendered.
+
+        Groups with a later such prompt are dropped.
+        """
+        for example in range(min(len(self.backend), _NUM_CHECKED_PROMPTS)):
+            prompt = f"the prompt of example {example} of environment {name!r}"
+            hint = "; change the data set, or the chat template (rendering.chat_template)"
+            with config_errors(f"{prompt} cannot be rendered", hint):  # an image, a wrong column, an unknown role
+                length = self.backend.prompt_tokens(example)
+            if length >= seq_len:
+                raise ConfigError(
+                    f"{prompt} has {length} tokens, which leaves no space in seq_len = {seq_len}; "
+                    "raise orchestrator.seq_len or filter the data set"
+                )
+
+    def send(self, report: protocol.WorkerReport) -> None:
+        """Send a report to the orchestrator."""
+        self._write(protocol.frame(report))
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Run groups until the connection closes."""
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        self._crash_record.watch(loop)
+        self._beat(loop)
+        _widen_executors()
+        transport, _ = await loop.create_unix_connection(
+            lambda: protocol.Frames(self._receive, gone.set), sock=connection
+        )
+        self._write = transport.write
+        async with self._stack:
+            await gone.wait()
+            for task in self._running.values():
+                _cancel(task)
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._crash_record.beats += 1
+        loop.call_later(BEAT_SECONDS, self._beat, loop)
+
+    def _receive(self, body: bytes) -> None:
+        match protocol.decode_command(body):
+            case protocol.RunGroup() as group:
+                token = current_group.set(group.request)
+                task = asyncio.create_task(self._answer(group))
+                current_group.reset(token)
+                self._running[group.request] = task
+                task.add_done_callback(partial(self._forget, group.request))
+            case protocol.CancelGroup(number):
+                if number in self._running:
+                    self._cancelled.add(number)
+                    _cancel(self._running[number])
+
+    def _forget(self, request: int, task: asyncio.Task[None]) -> None:
+        """Remove a finished group, and report an exception of our own code.
+
+        SystemExit ends this process; the orchestrator runs its groups again.
+        """
+        del self._running[request]
+        self._cancelled.discard(request)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, SystemExit):
+            print(escape_control_chars("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
+            self.send(protocol.GroupFailed(request, "defect", summarize_exception(error, full=True)))
+
+    def _count_tokens(self, tokens: int) -> None:
+        self._crash_record.sampled += tokens
+
+    async def _answer(self, group: protocol.RunGroup) -> None:
+        account = GroupAccount(self._count_tokens, lambda: self.send(protocol.RolloutStuck(group.request)))
+        try:
+            self._turns.resolve(turn := asyncio.get_running_loop().create_future(), None)
+            await turn
+            server = await self._connect(group.url)
+            # A chat server is pinned to its policy version during the group.
+            async with server.pinned() if isinstance(server, ChatServer) else nullcontext(server) as sampler:
+                rollouts = await self.backend.run_group(
+                    group.example, group.count, sampler, group.sampling, group.seq_len, group.seed, account
+                )
+            for rollout in rollouts:
+                check_scores(rollout)
+        except asyncio.CancelledError:
+            # Otherwise the process exits, and the orchestrator runs the group again.
+            if group.request in self._cancelled:
+                self.send(_failed(group, account, "cancelled", "it was cancelled"))
+            raise
+        except tuple(protocol.FAILURES.values()) as error:
+            kind = next(kind for kind, failure in protocol.FAILURES.items() if isinstance(error, failure))
+            self.send(_failed(group, account, kind, str(error), error))
+        else:
+            conversations = [rollout for rollout in rollouts if isinstance(rollout, Conversation)]
+            discarded = account.close(rollouts)
+            self.send(
+                protocol.GroupFinished(
+                    group.request,
+                    [] if conversations else rollouts,
+                    conversations,
+                    account.sampled,
+                    discarded,
+                    account.seconds,
+                )
+            )
+
+    async def _connect(self, url: str) -> InferenceClient | ChatServer:
+        if (server := self._servers.get(url)) is None:
+            model, key, timeout_s = self._access.model, self._access.api_key, self._access.request_timeout_s
+            if self._access.api == "chat":
+                server = ChatServer(url, model, key, timeout_s)
+            else:
+                server = InferenceClient(url, model, "", key, timeout_s, vocabulary=self._access.vocabulary)
+            self._servers[url] = server
+            await self._stack.enter_async_context(server)
+        return server
+
+
+_DISCARD_REASONS: dict[protocol.FailureKind, str] = {
+    "engine_lost": "replayed",
+    "engine_error": "replayed",
+    "cancelled": "cancelled",
+}
+"""Why the rollouts of a failed group are discarded (`token_accounting.REASONS`); by default `failed`."""
+
+
+def _failed(
+    group: protocol.RunGroup,
+    account: GroupAccount,
+    kind: protocol.FailureKind,
+    message: str,
+    error: Exception | None = None,
+) -> protocol.GroupFailed:
+    """Return the report of a group without rollouts."""
+    discarded = account.close_failed(_DISCARD_REASONS.get(kind, "failed"), group.count)
+    status, timed_out = (error.status, error.timed_out) if isinstance(error, InferenceError) else (None, False)
+    return protocol.GroupFailed(group.request, kind, message, status, timed_out, account.sampled, discarded)
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancel a group once; a second cancellation would interrupt its cleanup."""
+    if not task.cancelling():
+        task.cancel()
+
+
+def _widen_executors() -> None:
+    """Size the thread pool of the running loop and the process pool of `MathRubric` as in verifiers' workers.
+
+    With the default sizes, tools and rewards in threads wait for each other, and answers that wait too long for
+    grading count 0.
+    """
+    with suppress(ImportError):  # a verifiers release without the classic API does not have these pools
+        from verifiers.utils.thread_utils import install_default_executor, scale_executors
+
+        scale_executors(concurrency=_CONCURRENCY)
+        install_default_executor()

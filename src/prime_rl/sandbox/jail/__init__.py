@@ -1,0 +1,1 @@
+"""Jails: bubblewrap with a fork server inside (`jail_server`, `jail_supervisor`, `jail_child`), and their host side."""

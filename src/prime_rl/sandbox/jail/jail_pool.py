@@ -1,0 +1,197 @@
+"""The jails of one process: one per processor, each with a limit of executions at once, restarted when they end."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from loguru import logger
+
+from prime_rl.sandbox.execution import (
+    ExecutionRequest,
+    ExecutionResult,
+    SandboxError,
+    SandboxLimits,
+    Verdict,
+)
+from prime_rl.sandbox.jail.jail import (
+    JailConnection,
+    JailLostError,
+    JailProcess,
+    JailStartError,
+    decode_files,
+    encode_files,
+)
+
+_GRACE_SECONDS = 10.0
+"""Added to the largest time an execution can take, before its jail counts as stuck."""
+_PROBE = ExecutionRequest(code="")
+
+
+class StartJail(Protocol):
+    """Starts a jail. Raises JailStartError."""
+
+    def __call__(self) -> JailProcess:
+        """Return a new jail."""
+
+
+class JailPool:
+    """Runs requests in the jail with the fewest executions.
+
+    Args:
+        start: starts a jail.
+        num_jails: at most the processors of this machine make sense.
+        max_running: executions at once in each jail; further ones wait. Sessions are not counted.
+    """
+
+    def __init__(self, start: StartJail, limits: SandboxLimits, num_jails: int | None, max_running: int) -> None:
+        self._start, self._limits = start, limits
+        self._num_jails = num_jails or len(os.sched_getaffinity(0))
+        self._slots = asyncio.Semaphore(self._num_jails * max_running)
+        # Two sessions each. Their own limit: an execution that holds one slot and waits for another could wait forever.
+        self.pair_slots = asyncio.Semaphore(max(1, self._num_jails * max_running // 2))
+        self._jails: list[JailProcess] = []
+        self._starting = asyncio.Lock()
+        self._open = False
+
+    async def start(self) -> None:
+        """Start the jails.
+
+        Raises:
+            JailStartError: one did not start.
+        """
+        self._open = True
+        try:
+            await self._fill()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End all jails and everything in them."""
+        self._open = False
+        jails, self._jails = self._jails, []
+        await asyncio.gather(*(jail.close() for jail in jails))
+
+    @property
+    def jail_pids(self) -> list[int]:
+        """Process ids of the jails."""
+        return [jail.pid for jail in self._jails]
+
+    async def run(self, request: ExecutionRequest) -> ExecutionResult:
+        """Run a program once. The verdict is `infra` if its jail ended or got stuck, and that jail is replaced."""
+        timeout = request.timeout_seconds or self._limits.timeout_seconds
+        try:
+            async with (
+                self._slots,
+                self.connect() as connection,
+                asyncio.timeout(self.longest_seconds(timeout)),
+            ):
+                await connection.send(encode_request(request, self._limits))
+                return decode_result(await connection.receive())
+        except (JailLostError, JailStartError, TimeoutError) as error:
+            return ExecutionResult(Verdict.INFRA, stderr=str(error) or "the jail did not answer")
+
+    def longest_seconds(self, timeout: float) -> float:
+        """Return how long an execution with this timeout can take."""
+        return timeout * self._limits.max_timeout_factor + _GRACE_SECONDS
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[JailConnection]:
+        """Return a connection to a prepared child. A jail that does not answer in time is killed.
+
+        Raises:
+            JailLostError: the jail ended.
+            JailStartError: no jail can be started.
+            SandboxError: the pool is closed.
+        """
+        jail = await self._choose()
+        connection = None
+        jail.num_running += 1
+        try:
+            connection = jail.connect()
+            yield connection
+        except TimeoutError:
+            logger.warning("sandbox: jail {} did not answer in time and is killed", jail.pid)
+            jail.kill()
+            raise
+        finally:
+            jail.num_running -= 1
+            if connection is not None:
+                connection.close()
+
+    async def _choose(self) -> JailProcess:
+        if not self._open:
+            raise SandboxError("the sandbox is closed; use it inside `async with Sandbox(...)`")
+        if not all(jail.alive for jail in self._jails):
+            await self._fill()
+        return min(self._jails, key=lambda jail: jail.num_running)
+
+    async def _fill(self) -> None:
+        async with self._starting:
+            ended = [jail for jail in self._jails if not jail.alive]
+            self._jails = [jail for jail in self._jails if jail.alive]
+            for jail in ended:
+                logger.warning(
+                    "sandbox: jail {} ended and is replaced: {}", jail.pid, jail.read_errors() or "no message"
+                )
+                await jail.close()
+            new: list[JailProcess] = []
+            try:
+                new += [self._start() for _ in range(self._num_jails - len(self._jails))]
+                probe = encode_request(_PROBE, self._limits)
+                await asyncio.gather(*(jail.wait_until_ready(probe) for jail in new))
+            except BaseException:
+                await asyncio.gather(*(jail.close() for jail in new))
+                raise
+            self._jails += new
+
+
+def encode_request(request: ExecutionRequest, limits: SandboxLimits) -> dict[str, Any]:
+    """Return the message to the supervisor of an execution."""
+    command: dict[str, Any] = {"kind": "argv", "argv": list(request.argv)}
+    if request.code is not None:
+        command = {"kind": "code", "code": request.code, "module_name": request.module_name}
+    return {
+        "mode": "run",
+        "command": command,
+        "stdin": request.stdin,
+        "files": encode_files(request.files),
+        "outputs": list(request.outputs),
+        "timeout_seconds": request.timeout_seconds or limits.timeout_seconds,
+        "max_output_bytes": limits.output_bytes,
+    }
+
+
+def decode_result(message: Mapping[str, Any]) -> ExecutionResult:
+    """Return the result in a message of a supervisor."""
+    report = message["report"] or {}
+    return ExecutionResult(
+        find_verdict(message, report),
+        stdout=message["stdout"],
+        stderr=message["stderr"],
+        exit_code=message["exit_code"],
+        milliseconds=message["milliseconds"],
+        files=decode_files(message["files"]),
+        value=report.get("value") if isinstance(report.get("value"), str) else None,
+    )
+
+
+def find_verdict(message: Mapping[str, Any], report: Mapping[str, Any]) -> Verdict:
+    """Return how an execution or a cell ended."""
+    code, last_line = message["exit_code"], message["stderr"].rstrip().rpartition("\n")[2]
+    if message["killed_for"] == "timeout":
+        return Verdict.TIMEOUT
+    if message["killed_for"] == "output" or message["overflowed"]:
+        return Verdict.OUTPUT
+    if message["killed_for"] == "error":
+        return Verdict.ERROR
+    if code == 0 and not report:
+        return Verdict.OK
+    if report and not report.get("failed") and message["alive"]:
+        return Verdict.OK
+    # The supervisor did not kill it, so a SIGKILL comes from the kernel, which had no memory left.
+    if code == -9 or report.get("memory") is True or last_line.startswith("MemoryError"):
+        return Verdict.MEMORY
+    return Verdict.ERROR

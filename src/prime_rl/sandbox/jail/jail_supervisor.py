@@ -1,0 +1,389 @@
+"""One supervised execution: relays input and output of the child, enforces its limits, reports the verdict.
+
+Runs inside the jail, but outside the namespaces of the child, which can neither see nor signal it. Standard library
+only. Nothing that the child writes is trusted: it is data with a maximum size.
+"""
+
+import base64
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import time
+from typing import Any, Optional
+
+_INTERRUPT_GRACE_SECONDS = 0.5
+_REPORT_OVERHEAD_BYTES = 4096
+_HEADER = struct.Struct(">I")
+
+
+class Pipes:
+    """Pipes of a child: its standard streams, its commands (descriptor 3) and its reports (descriptor 4)."""
+
+    def __init__(self) -> None:
+        self.stdin = os.pipe()
+        self.stdout = os.pipe()
+        self.stderr = os.pipe()
+        self.commands = os.pipe()
+        self.reports = os.pipe()
+
+    def install_in_child(self) -> None:
+        """Make the pipes the descriptors 0 to 4 of this process."""
+        child_ends = [self.stdin[0], self.stdout[1], self.stderr[1], self.commands[0], self.reports[1]]
+        high = [_duplicate_high(fd) for fd in child_ends]
+        for number, fd in enumerate(high):
+            os.dup2(fd, number, inheritable=number < 3)
+        os.closerange(5, max(high) + 1)
+
+    def close_child_ends(self) -> None:
+        """Close the ends that belong to the child."""
+        for fd in (self.stdin[0], self.stdout[1], self.stderr[1], self.commands[0], self.reports[1]):
+            os.close(fd)
+
+
+def _duplicate_high(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_DUPFD, 64)
+
+
+class Child:
+    """The process that runs the code, seen from its supervisor."""
+
+    def __init__(self, pid: int, pipes: Pipes, config: dict[str, Any], home: str) -> None:
+        self._pid, self._config, self._home = pid, config, home
+        self._stdin, self._commands, self._reports = pipes.stdin[1], pipes.commands[1], pipes.reports[0]
+        self._outputs = {pipes.stdout[0]: bytearray(), pipes.stderr[0]: bytearray()}
+        self._stdout, self._stderr = pipes.stdout[0], pipes.stderr[0]
+        self._pidfd = os.pidfd_open(pid)
+        self._pending_input, self._pending_commands = b"", b""
+        self._report_buffer = bytearray()
+        self._poller = select.poll()
+        self._status: Optional[int] = None
+        self._killed_for: Optional[str] = None
+        self._overflowed = False
+        self._cell: Optional[dict[str, Any]] = None
+        self._deadline, self._hard_deadline, self._interrupted = float("inf"), float("inf"), False
+        self._schedstat: Optional[int] = None
+        self._started, self._start_delay, self._num_extensions = 0.0, 0.0, 0
+
+    def wait_until_prepared(self) -> None:
+        """Wait until the child has given up its privileges.
+
+        Raises:
+            RuntimeError: it could not; the text is its reason.
+        """
+        report = read_frame(self._reports)
+        if report is None or "prepared" not in report:
+            raise RuntimeError(str((report or {}).get("failed", "a child ended before it was prepared")))
+        if self._config["isolated"]:
+            try:
+                self._schedstat = os.open("/proc/1/schedstat", os.O_RDONLY)
+            except OSError:
+                self._schedstat = None
+
+    def serve(self, connection: socket.socket) -> None:
+        """Run the request that the connection carries, or the cells of a session, until it ends."""
+        request = read_frame(connection.fileno())
+        if request is None:
+            self._kill("cancelled")
+            return
+        self._connection = connection
+        self._write_files(request["files"])
+        self._pending_input = request["stdin"].encode("utf-8", "surrogateescape")
+        self._session = request["mode"] == "session"
+        self._max_output = request["max_output_bytes"]
+        self._register(connection)
+        self._start_clock(None if self._session else request["timeout_seconds"])
+        write_frame(self._commands, request["command"])
+        os.set_blocking(self._commands, False)
+        if self._session:
+            write_frame(connection.fileno(), {"opened": True})
+        while self._status is None:
+            self._handle_events()
+        self._drain()
+        if self._killed_for != "cancelled" and (not self._session or self._cell is not None):
+            write_frame(connection.fileno(), self._result(request["outputs"]))
+
+    def _register(self, connection: socket.socket) -> None:
+        for fd in (self._stdout, self._stderr, self._reports):
+            os.set_blocking(fd, False)
+            self._poller.register(fd, select.POLLIN)
+        os.set_blocking(self._stdin, False)
+        self._feed_input()
+        if self._pending_input:
+            self._poller.register(self._stdin, select.POLLOUT)
+        self._poller.register(self._pidfd, select.POLLIN)
+        self._poller.register(connection, select.POLLIN | select.POLLRDHUP)
+
+    def _handle_events(self) -> None:
+        timeout = self._remaining_seconds()
+        for fd, _ in self._poller.poll(None if timeout is None else max(0, int(timeout * 1000) + 1)):
+            if fd in self._outputs:
+                self._read_output(fd)
+            elif fd == self._stdin:
+                self._feed_input()
+            elif fd == self._commands:
+                self._feed_commands()
+            elif fd == self._reports:
+                self._read_reports()
+            elif fd == self._pidfd:
+                self._status = os.waitpid(self._pid, 0)[1]
+            else:
+                self._read_connection()
+        if self._status is None and (self._remaining_seconds() or 1) <= 0:
+            self._time_out()
+
+    def _start_clock(self, seconds: Optional[float]) -> None:
+        self._started, self._start_delay, self._num_extensions = time.monotonic(), self._run_delay(), 0
+        self._interrupted = False
+        self._deadline = float("inf") if seconds is None else self._started + seconds
+        factor = self._config["max_timeout_factor"]
+        self._hard_deadline = float("inf") if seconds is None else self._started + seconds * factor
+
+    def _remaining_seconds(self) -> Optional[float]:
+        return None if self._deadline == float("inf") else self._deadline - time.monotonic()
+
+    def _run_delay(self) -> float:
+        """Return the seconds in which the child waited for a processor."""
+        if self._schedstat is None:
+            return 0.0
+        try:
+            return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return 0.0
+
+    def _time_out(self) -> None:
+        """Extend the deadline by the time without a processor; then interrupt a session, and end anything else."""
+        if not self._interrupted:
+            delay, self._start_delay = self._run_delay() - self._start_delay, self._run_delay()
+            if delay > 0.01 and time.monotonic() < self._hard_deadline:
+                self._deadline = min(time.monotonic() + delay, self._hard_deadline)
+                return
+        if self._session and not self._interrupted:
+            self._interrupted = True
+            self._deadline = time.monotonic() + _INTERRUPT_GRACE_SECONDS
+            os.kill(self._pid, signal.SIGINT)
+        else:
+            self._kill("timeout")
+
+    def _kill(self, reason: str) -> None:
+        """End all processes of the execution: the kernel ends a pid namespace with its process 1."""
+        self._killed_for = self._killed_for or reason
+        self._deadline = float("inf")
+        if self._config["isolated"]:
+            os.kill(self._pid, signal.SIGKILL)
+        else:
+            os.killpg(self._pid, signal.SIGKILL)
+
+    def _read_output(self, fd: int) -> None:
+        try:
+            data = os.read(fd, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._poller.unregister(fd)
+            return
+        room = self._max_output - sum(map(len, self._outputs.values()))
+        self._outputs[fd] += data[: max(0, room)]
+        if len(data) > room:
+            self._overflowed = True
+            if not self._session:
+                self._kill("output")
+
+    def _feed_input(self) -> None:
+        try:
+            while self._pending_input:
+                self._pending_input = self._pending_input[os.write(self._stdin, self._pending_input[:65536]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._pending_input = b""
+        try:
+            self._poller.unregister(self._stdin)
+        except KeyError:
+            pass
+        os.close(self._stdin)
+        self._stdin = -1
+
+    def _read_reports(self) -> None:
+        try:
+            data = os.read(self._reports, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._poller.unregister(self._reports)
+            return
+        if not self._session:
+            return
+        self._report_buffer += data
+        while len(self._report_buffer) >= _HEADER.size:
+            (size,) = _HEADER.unpack_from(self._report_buffer)
+            if size > 2 * self._max_output + _REPORT_OVERHEAD_BYTES:
+                self._kill("output")
+                return
+            if len(self._report_buffer) < _HEADER.size + size:
+                return
+            payload = bytes(self._report_buffer[_HEADER.size : _HEADER.size + size])
+            del self._report_buffer[: _HEADER.size + size]
+            self._handle_report(payload)
+
+    def _handle_report(self, payload: bytes) -> None:
+        try:
+            report = json.loads(payload)
+        except (ValueError, RecursionError):
+            report = None
+        if not isinstance(report, dict) or self._cell is None:
+            self._kill("error")
+        elif isinstance(report.get("call"), str):
+            write_frame(self._connection.fileno(), {"call": report["call"]})
+        else:
+            self._drain()
+            value = report.get("value")
+            facts: dict[str, Any] = {name: report.get(name) is True for name in ("failed", "memory")}
+            facts["value"] = value if isinstance(value, str) else None
+            result = self._result(self._cell["outputs"], facts)
+            self._cell, self._overflowed = None, False
+            self._deadline = float("inf")
+            for buffer in self._outputs.values():
+                buffer.clear()
+            write_frame(self._connection.fileno(), result)
+
+    def _read_connection(self) -> None:
+        request = read_frame(self._connection.fileno()) if self._session else None
+        if request is None:
+            self._poller.unregister(self._connection)
+            self._kill("cancelled")
+        elif "answer" in request:
+            self._send_command(request)
+        else:
+            self._cell = request
+            self._write_files(request["files"])
+            self._start_clock(request["timeout_seconds"])
+            self._send_command(request["command"])
+
+    def _write_files(self, files: dict[str, str]) -> None:
+        """Write files. An execution that made this impossible, such as by a folder of that name, ends with an error."""
+        try:
+            for name, content in files.items():
+                write_file(self._home, name, base64.b64decode(content))
+        except OSError as error:
+            self._outputs[self._stderr] += f"cannot write the files of the request: {error}\n".encode()
+            self._kill("error")
+
+    def _send_command(self, command: dict[str, Any]) -> None:
+        payload = json.dumps(command).encode()
+        self._pending_commands += _HEADER.pack(len(payload)) + payload
+        self._poller.register(self._commands, select.POLLOUT)
+
+    def _feed_commands(self) -> None:
+        """Write what the pipe takes: code that never reads its commands must not block this process."""
+        try:
+            self._pending_commands = self._pending_commands[os.write(self._commands, self._pending_commands) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._pending_commands = b""
+        if not self._pending_commands:
+            self._poller.unregister(self._commands)
+
+    def _drain(self) -> None:
+        """Read what the child has already written."""
+        for fd in self._outputs:
+            try:
+                while data := os.read(fd, 65536):
+                    room = self._max_output - sum(map(len, self._outputs.values()))
+                    self._outputs[fd] += data[: max(0, room)]
+                    self._overflowed |= len(data) > room
+                    if len(data) > room:
+                        break
+            except BlockingIOError:
+                pass
+
+    def _result(self, outputs: list[str], report: Optional[dict[str, Any]] = None) -> dict[str, Any]:
+        elapsed = time.monotonic() - self._started
+        status = self._status
+        code = None if status is None else os.waitstatus_to_exitcode(status)
+        return {
+            "exit_code": code,
+            "killed_for": "timeout" if self._interrupted else self._killed_for,
+            "overflowed": self._overflowed,
+            "stdout": self._outputs[self._stdout].decode("utf-8", "surrogateescape"),
+            "stderr": self._outputs[self._stderr].decode("utf-8", "surrogateescape"),
+            "milliseconds": elapsed * 1000,
+            "report": report,
+            "files": read_files(self._home, outputs, self._max_output),
+            "alive": status is None,
+        }
+
+
+def resolve_path(home: str, name: str) -> str:
+    """Return the path of a file below `home`.
+
+    Raises:
+        ValueError: the name is absolute or leads out of `home`.
+    """
+    path = os.path.normpath(os.path.join(home, name))
+    if os.path.isabs(name) or not path.startswith(home + "/"):
+        raise ValueError(f"file name {name!r} leads out of the working directory")
+    return path
+
+
+def write_file(home: str, name: str, content: bytes) -> None:
+    """Write a file below `home`, with its folders."""
+    path = resolve_path(home, name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+
+
+def read_files(home: str, names: list[str], max_bytes: int) -> dict[str, str]:
+    """Return the regular files that exist, in base64. Larger ones, links and devices are left out."""
+    found = {}
+    for name in names:
+        try:
+            fd = os.open(resolve_path(home, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            facts = os.fstat(fd)
+            if stat.S_ISREG(facts.st_mode) and facts.st_size <= max_bytes:
+                found[name] = base64.b64encode(os.read(fd, max_bytes)).decode()
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+    return found
+
+
+def read_frame(fd: int) -> Optional[dict[str, Any]]:
+    """Read one JSON object with its length before it; None at the end of the stream."""
+    header = _read_exactly(fd, _HEADER.size)
+    if header is None:
+        return None
+    payload = _read_exactly(fd, _HEADER.unpack(header)[0])
+    return None if payload is None else json.loads(payload)
+
+
+def _read_exactly(fd: int, size: int) -> Optional[bytes]:
+    data = bytearray()
+    while len(data) < size:
+        chunk = os.read(fd, min(size - len(data), 2**20))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
+
+
+def write_frame(fd: int, message: dict[str, Any]) -> None:
+    """Write one JSON object with its length before it. Ignores a reader that has gone."""
+    payload = json.dumps(message).encode()
+    data = memoryview(_HEADER.pack(len(payload)) + payload)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except (BrokenPipeError, ConnectionResetError):
+        return

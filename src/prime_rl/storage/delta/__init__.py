@@ -1,0 +1,1 @@
+"""Deltas: exact, compressed differences between consecutive policy versions (docs/design/deltas.md)."""

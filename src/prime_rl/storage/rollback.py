@@ -1,0 +1,187 @@
+"""Rolls a run back to a checkpoint by archiving all later artifacts, and decides when a restart does so.
+
+Artifacts are moved by renames to `abandoned/branch_b`, where b is the branch that ends. `RESUME.json`, written last,
+starts the new branch, so the next rollback completes an interrupted one. An orchestrator that keeps running while the
+trainer restarts follows when it reads `RESUME.json`, and archives its own late files (`archive_late_artifacts`).
+"""
+
+import json
+import os
+import shutil
+import socket
+from contextlib import suppress
+from itertools import chain, count
+from pathlib import Path
+
+import psutil
+
+from prime_rl.storage.artifact import MANIFEST, fsync, remove_artifact, replace_file
+from prime_rl.storage.checkpoint_artifacts import (
+    COMMITTED,
+    ORCHESTRATOR,
+    CheckpointCommit,
+    ResumeRecord,
+    read_resume,
+    write_resume,
+)
+from prime_rl.storage.paths import RunPaths, step_of, steps_in
+
+START_VARIABLE = "PRIME_RL_START"
+"""Environment variable with the name that `rl` gives to each start of trainer and orchestrator."""
+RESTART_VARIABLE = "PRIME_RL_RESTART"
+"""Environment variable of a trainer that is restarted after a failure; "1" in a restart."""
+
+
+def is_restart() -> bool:
+    """Return whether this is a restart after a failure, by torchrun or by `rl`.
+
+    A restart resumes from the newest checkpoint, or else from step 0, independent of the configuration.
+    """
+    return os.environ.get(RESTART_VARIABLE) == "1" or _read_int("TORCHELASTIC_RESTART_COUNT") > 0
+
+
+def may_restart() -> bool:
+    """Return whether this trainer would be restarted after a failure, or has been restarted."""
+    return RESTART_VARIABLE in os.environ or _read_int("TORCHELASTIC_MAX_RESTARTS") > 0 or is_restart()
+
+
+def start_name() -> str | None:
+    """Return an identifier that a start shares with its restarts: from `rl`, or else derived from torchrun's process.
+
+    None if neither would restart this trainer.
+    """
+    if name := os.environ.get(START_VARIABLE):
+        return name
+    if not _read_int("TORCHELASTIC_MAX_RESTARTS"):
+        return None
+    agent = psutil.Process(os.getppid())
+    return f"{socket.gethostname()}:{agent.pid}:{agent.create_time()}"
+
+
+def next_branch(directory: Path, commit: CheckpointCommit | None) -> int:
+    """Return the branch of a new resume: above the branches of the checkpoint and of earlier resumes."""
+    resume = read_resume(directory)
+    return max(commit.branch if commit else 0, resume.branch if resume else 0) + 1
+
+
+def has_orchestrator(paths: RunPaths, commit: CheckpointCommit | None) -> bool:
+    """Return whether an orchestrator will sample the batches again after a rollback to `commit`, or to step 0.
+
+    With a checkpoint, this is the case if it contains the orchestrator's part. Without one, a run under `rl` always has
+    an orchestrator, and a standalone trainer that restarts has one if there is a ledger or no recorded batch.
+    """
+    if commit is not None:
+        return ORCHESTRATOR in commit.parts
+    if os.environ.get(START_VARIABLE):
+        return True
+    return is_restart() and (any(paths.ledger_dir.glob("branch_*.jsonl")) or not steps_in(paths.rollouts_dir))
+
+
+def roll_back(
+    paths: RunPaths, directory: Path, step: int, branch: int, weights: bool, rollouts: bool, start: str | None = None
+) -> None:
+    """Archive the files of steps >= `step` and write `RESUME.json`.
+
+    Args:
+        paths: of the run.
+        directory: folder of the checkpoints; later ones are moved, complete or not.
+        step: number of completed steps.
+        branch: the new branch.
+        weights: also archive version `step`, which will be published again. Newer versions are always archived.
+        rollouts: also archive batches >= `step`, the ledger, and the orchestrator's metrics and evaluations of these
+            steps, because the orchestrator will sample them again.
+        start: `start_name`, by which the other processes recognize this resume.
+    """
+    archive = paths.abandoned(branch - 1)
+    _move(_steps(directory, above=step), archive / "checkpoints")
+    _move(_steps(paths.weights_dir, above=step - 1 if weights else step), archive / "weights")
+    if rollouts:
+        _move(_steps(paths.rollouts_dir, above=step - 1), archive / "rollouts")
+    _cut_metrics(paths, "trainer", archive, step)
+    if rollouts:
+        _cut_metrics(paths, "orchestrator", archive, step)
+        _move(sorted(paths.ledger_dir.glob("*")), archive / "ledger")
+        _move_evaluations(paths, archive, step)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_resume(directory, ResumeRecord(step, branch, start))
+
+
+def archive_late_artifacts(paths: RunPaths, directory: Path, step: int, branch: int) -> None:
+    """Archive files that an orchestrator of an earlier branch wrote during or after the trainer's rollback.
+
+    Only the orchestrator calls this, before it starts `branch`; the trainer waits for its first batch.
+
+    Files of `branch`, which starts at `step`, are kept, and so are committed checkpoints in `directory`.
+    """
+    archive = paths.abandoned(branch - 1)
+    for batch in _steps(paths.rollouts_dir, above=step - 1):
+        if (earlier := branch_of_batch(batch)) is None or earlier < branch:
+            _move([batch], paths.abandoned(branch - 1 if earlier is None else earlier) / "rollouts")
+    _move(sorted(set(paths.ledger_dir.glob("branch_*.jsonl")) - {paths.ledger(branch)}), archive / "ledger")
+    unfinished = [checkpoint for checkpoint in _steps(directory, above=step) if not (checkpoint / COMMITTED).exists()]
+    _move(unfinished, archive / "checkpoints")
+    _move_evaluations(paths, archive, step)
+    _cut_metrics(paths, "orchestrator", archive, step)
+
+
+def _move_evaluations(paths: RunPaths, archive: Path, step: int) -> None:
+    """Archive the evaluation rollouts of versions >= `step`."""
+    for folder in paths.evals_dir.iterdir() if paths.evals_dir.is_dir() else ():
+        files = [file for file in folder.glob("step_*.jsonl") if (step_of(file.with_suffix("")) or 0) >= step]
+        _move(sorted(files), archive / "evals" / folder.name)
+
+
+def branch_of_batch(batch: Path) -> int | None:
+    """Return the branch in the manifest of a batch; None if it cannot be read."""
+    with suppress(OSError):
+        return _int_field((batch / MANIFEST).read_bytes(), "branch")
+    return None
+
+
+def _int_field(text: str | bytes, key: str) -> int | None:
+    """Return a number in a JSON object; None if it is missing or the text is malformed."""
+    with suppress(ValueError, KeyError, TypeError):
+        return int(json.loads(text)[key])
+    return None
+
+
+def _read_int(variable: str) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else 0
+
+
+def _steps(directory: Path, above: int) -> list[Path]:
+    entries = directory.iterdir() if directory.is_dir() else ()
+    return sorted(entry for entry in entries if (step := step_of(entry)) is not None and step > above)
+
+
+def _move(entries: list[Path], target: Path) -> None:
+    """Move files or folders of one directory into `target`, under new names if the names are taken."""
+    for entry in entries:
+        target.mkdir(parents=True, exist_ok=True)
+        if entry.is_symlink():  # weights in memory (weight_broadcast.directory) are not archived
+            remove_artifact(entry)
+            continue
+        with suppress(FileNotFoundError):  # trainer and orchestrator may archive the same file
+            names = chain([entry.name], (f"{entry.name}.{number}" for number in count(1)))
+            unused = next(target / name for name in names if not (target / name).exists())
+            shutil.move(entry, unused)  # a rename, unless ckpt.path is on another disk
+    if entries:
+        fsync(entries[0].parent)
+
+
+def _cut_metrics(paths: RunPaths, role: str, archive: Path, step: int) -> None:
+    """Keep the metrics of steps below `step`; move the others, and an incomplete line, to `archive`."""
+    file, target = paths.metrics(role), archive / "metrics" / f"{role}.jsonl"
+    if not file.exists():
+        return
+    kept, cut = list[str](), list[str]()
+    for line in file.read_text().splitlines(keepends=True):
+        found = _int_field(line, "step") if line.endswith("\n") else None
+        (kept if found is not None and found < step else cut).append(line)
+    if not cut:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("a") as abandoned:
+        abandoned.writelines(cut)
+    replace_file(file, "".join(kept))

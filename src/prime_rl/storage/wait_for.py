@@ -1,0 +1,99 @@
+"""Waiting for files to appear, with an owner and a deadline for every wait (I7)."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from watchfiles import awatch, watch
+from watchfiles._rust_notify import WatchfilesRustInternalError
+
+from prime_rl.core.daemon_futures import run_in_daemon_thread
+from prime_rl.core.errors import RunError
+
+# Watching is only an optimization: network file systems send no events, and the kernel limits the number of watchers.
+# The path is therefore also checked four times a second.
+_RECHECK_MS = 250
+_DEBOUNCE_MS = 5
+_NO_WATCHER = (OSError, WatchfilesRustInternalError)
+
+
+class DeadlineError(RunError):
+    """A wait timed out; the message names the file and the process that should have written it."""
+
+
+def wait_for(
+    path: Path,
+    timeout_s: float,
+    owner: str,
+    check: Callable[[], None] = lambda: None,
+    is_valid: Callable[[], bool] = lambda: True,
+) -> None:
+    """Block until `path` exists.
+
+    Args:
+        path: its parent is created if missing, so that it can be watched.
+        timeout_s: longest wait.
+        owner: the process that writes the path, and its log, for the error.
+        check: called repeatedly; raises to abort the wait.
+        is_valid: whether an existing path is the expected one. It may be replaced later.
+
+    Raises:
+        DeadlineError: the wait timed out.
+    """
+    what = f"{path}, which {owner} should have written"
+    wait_until(path.parent, lambda: path.exists() and is_valid(), timeout_s, what, check)
+
+
+def wait_until(
+    directory: Path,
+    condition: Callable[[], bool],
+    timeout_s: float,
+    what: str,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Block until a condition on the contents of `directory` is true; otherwise like `wait_for`."""
+    deadline = time.monotonic() + timeout_s
+    directory.mkdir(parents=True, exist_ok=True)
+    if condition():
+        return
+    for _ in _ticks(directory):
+        if condition():
+            return
+        check()
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"waited {timeout_s:.0f} s for {what}")
+
+
+async def watch_directory(directory: Path, stop: asyncio.Event) -> AsyncIterator[None]:
+    """Yield whenever `directory` may have changed: immediately, at each event, and four times a second."""
+    await run_in_daemon_thread(partial(directory.mkdir, parents=True, exist_ok=True))
+    yield
+    with suppress(*_NO_WATCHER):
+        async for _ in awatch(
+            directory, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS, rust_timeout=_RECHECK_MS,
+            yield_on_timeout=True, recursive=False,
+        ):  # fmt: skip
+            yield
+    while not stop.is_set():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RECHECK_MS / 1000):
+                await stop.wait()
+        yield
+
+
+def _ticks(directory: Path) -> Iterator[None]:
+    """Yield at each event and four times a second."""
+    with suppress(*_NO_WATCHER):
+        for _ in watch(
+            directory, stop_event=threading.Event(), debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS,
+            rust_timeout=_RECHECK_MS, yield_on_timeout=True, recursive=False, raise_interrupt=True,
+        ):  # fmt: skip
+            yield
+    pause = threading.Event()
+    while True:
+        pause.wait(_RECHECK_MS / 1000)
+        yield

@@ -1,0 +1,1 @@
+"""Published weights: canary, retention, and transfer without files."""

@@ -1,0 +1,153 @@
+"""Finds the processes of a run that are stopped, silent or stuck, so that they can be killed and restarted (I7)."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
+from prime_rl.liveness.heartbeat_monitor import FAILED, HeartbeatMonitor, KernelState, LivenessReport, ProcessState
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.lifecycle_events import EventLog, EventName
+from prime_rl.supervisor.process_tree import Descendant, ProcessTree
+
+CHECK_INTERVAL_SECONDS = 1.0
+_REPORT_STOPPED_SECONDS = 1.0
+_MAX_COUNTED_SECONDS = 2.0
+"""Counted between two checks at most; a longer gap is time in which this process itself was suspended."""
+_STOPPED: dict[str, EventName] = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "traced"}
+_SILENT: dict[str, EventName] = {"silent": "silent", "dead": "silent", "stuck": "stuck"}
+
+
+@dataclass(frozen=True, slots=True)
+class UnresponsiveProcess:
+    """A process to kill, because it makes no progress; the reason is a sentence that names the process."""
+
+    name: str
+    pid: int
+    role: str
+    reason: str
+
+
+class StopTracker:
+    """Counts for how long each descendant has been stopped."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, float], float] = {}
+        self._last = math.inf
+
+    def observe(self, members: list[Descendant], now: float) -> dict[Descendant, float]:
+        """Return the seconds of each descendant that is stopped or traced; `now` in monotonic seconds."""
+        passed, self._last = max(0.0, min(now - self._last, _MAX_COUNTED_SECONDS)), now
+        stopped = {member: (member.pid, member.created) for member in members if member.status in _STOPPED}
+        self._seconds = {key: self._seconds[key] + passed if key in self._seconds else 0.0 for key in stopped.values()}
+        return {member: self._seconds[key] for member, key in stopped.items()}
+
+
+class HealthMonitor:
+    """Checks all descendants of `rl`, and all processes with a heartbeat.
+
+    The kernel reports which descendants are stopped, environment workers and engines included. Heartbeats report
+    whether a process makes progress. A process that is traced by a debugger is reported but not killed.
+
+    Findings are added to `events`. `clock` returns monotonic seconds.
+    """
+
+    def __init__(
+        self, paths: RunPaths, limits: HeartbeatLimits, events: EventLog, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.process_tree = ProcessTree()
+        self._limits, self._events, self._clock = limits, events, clock
+        self._heartbeats = HeartbeatMonitor(paths, limits)
+        self._stops = StopTracker()
+        self._members: dict[tuple[int, float], Descendant] = {}
+        self._seen_twice: set[tuple[int, float]] = set()
+        self._children: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._last_events: dict[int | str, EventName] = {}
+        """By process id for stops, by name for heartbeats."""
+        self._killed: set[int] = set()
+
+    def check(self, roles: Mapping[int, str]) -> list[UnresponsiveProcess]:
+        """Return the processes to kill, each one once; to be called about once a second, with the running children."""
+        members = self.process_tree.scan(roles)
+        self._children |= roles
+        reports = self._heartbeats.poll()
+        self._names |= {v.heartbeat.pid: v.name for v in reports if v.is_local}
+        self._report_exits(members, roles)
+        alive = {member.pid for member in members}
+        found = (*self._find_stopped(members), *self._find_silent(reports, alive))
+        fresh = [one for one in found if one.pid not in self._killed]
+        self._killed = (self._killed & alive) | {one.pid for one in fresh}
+        return fresh
+
+    def name_of(self, member: Descendant) -> str:
+        """The name of a descendant in events."""
+        known = self._names.get(member.pid) or self._children.get(member.pid)
+        return known or f"{member.role or 'orphan'}/{member.pid}"
+
+    def _report_exits(self, members: list[Descendant], roles: Mapping[int, str]) -> None:
+        """Report descendants that exited while their child process runs, except short-lived ones.
+
+        The supervisor itself reports the exits of the child processes, with their exit codes.
+        """
+        before, self._members = self._members, {(m.pid, m.created): m for m in members}
+        for key in before.keys() - self._members.keys():
+            gone = before[key]
+            if key in self._seen_twice and gone.role in roles.values() and gone.pid not in self._children:
+                self._events.add("ended", self.name_of(gone), gone.pid, role=gone.role, detail=gone.command)
+            self._names.pop(gone.pid, None)
+            self._last_events.pop(gone.pid, None)
+            self._children.pop(gone.pid, None)
+        self._seen_twice = before.keys() & self._members.keys()
+
+    def _find_stopped(self, members: list[Descendant]) -> Iterator[UnresponsiveProcess]:
+        stops = self._stops.observe(members, self._clock())
+        for member in members:
+            name, seconds = self.name_of(member), stops.get(member)
+            if seconds is None:
+                self._report_change(member.pid, None, name, member.pid, member.role)
+                continue
+            who = f"{name} (pid {member.pid}, {member.command})"
+            event, is_long = _STOPPED[member.status], seconds >= self._limits.warn_after_seconds
+            if event == "traced" and is_long:
+                self._report_change(member.pid, event, name, member.pid, member.role, f"{who} is traced by a debugger")
+            elif event == "stopped" and seconds >= _REPORT_STOPPED_SECONDS:
+                self._report_change(member.pid, event, name, member.pid, member.role, f"{who} is stopped (SIGSTOP?)")
+                if is_long:
+                    reason = f"{who} was stopped (SIGSTOP?) for {seconds:.0f} s"
+                    yield UnresponsiveProcess(name, member.pid, member.role or "", reason)
+
+    def _find_silent(self, reports: list[LivenessReport], descendants: set[int]) -> Iterator[UnresponsiveProcess]:
+        for report in reports:
+            beat = report.heartbeat
+            if not report.seen_alive or report.kernel_state is KernelState.GONE:
+                continue
+            if beat.phase != FAILED and report.kernel_state is not KernelState.STOPPED:  # see `_find_stopped`
+                event = _SILENT.get(report.state)
+                self._report_change(report.name, event, report.name, beat.pid, beat.role, str(report))
+            if report.is_local and beat.pid in descendants and self._is_lost(report):
+                yield UnresponsiveProcess(report.name, beat.pid, beat.role, str(report))
+
+    def _is_lost(self, report: LivenessReport) -> bool:
+        """Whether a process makes no more progress. One that wrote its last heartbeat gets time to exit."""
+        if report.kernel_state is KernelState.TRACED:
+            return False
+        if report.has_exited:
+            return report.duration_seconds > self._limits.dead_after_seconds
+        return report.state in (ProcessState.STUCK, ProcessState.DEAD)
+
+    def _report_change(
+        self, key: int | str, event: EventName | None, name: str, pid: int, role: str | None, detail: str = ""
+    ) -> None:
+        """Report a state when it begins, and its end (None) as "resumed"."""
+        before = self._last_events.get(key)
+        if event is None and before is not None:
+            del self._last_events[key]
+            message = f"{name} (pid {pid}) continues"
+            self._events.add("resumed", name, pid, role=role, detail=f"was {before}", message=message)
+        elif event is not None and event != before:
+            self._last_events[key] = event
+            self._events.add(event, name, pid, role=role, detail=detail, message=f"warning: {detail}")

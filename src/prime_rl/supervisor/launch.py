@@ -1,0 +1,132 @@
+"""`rl`: a whole run on one node, from its configuration to its exit code."""
+
+import asyncio
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, cast
+
+from rich.console import Console
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.os_errors import likely_signal_cause
+from prime_rl.core.terminal_escape import escape_control_chars
+from prime_rl.liveness.file_locks import hold_run_lock
+from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.monitors.bench_report import print_bench_report
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.child_processes import BAD_INPUT, describe_exit
+from prime_rl.supervisor.console_progress import ConsoleProgress, DisconnectableOutput
+from prime_rl.supervisor.health_monitor import HealthMonitor
+from prime_rl.supervisor.launch_specs import make_process_specs
+from prime_rl.supervisor.lifecycle_events import EventLog
+from prime_rl.supervisor.page_process import serve_page
+from prime_rl.supervisor.preflight import check_before_start, clear_run_directory, unreachable_servers
+from prime_rl.supervisor.supervisor import Outcome, SupervisorTimeouts, supervise
+
+
+def run(config: RLConfig) -> int:
+    """Run to the end, report the outcome, and return the exit code: 0, or 128 + the signal that stopped the run.
+
+    Raises:
+        ConfigError: bad input, found here or by one of the processes.
+        RunError: a process failed.
+    """
+    console = Console(file=cast("IO[str]", DisconnectableOutput(sys.stdout)), highlight=False, markup=False)
+    paths = config.run_paths
+    with hold_run_lock(paths):
+        check_before_start(config)
+        for old in clear_run_directory(config, paths):
+            action = "archived" if old == paths.checkpoints_dir else "removed"
+            console.print(f"{action} {old} of an earlier run")
+        for url in unreachable_servers(config):
+            console.print(f"warning: no server at {url} yet; `rl` starts its own with --inference")
+        if config.bench:
+            outcome = _benchmark(config, paths, console)
+        else:
+            display = ConsoleProgress(paths, config.max_steps, console)
+            outcome = asyncio.run(_run(config, paths, display, console))
+            display.refresh()
+            if outcome.ok or display.progress.steps:
+                console.print(display.summary())
+    if outcome.left:
+        console.print(f"warning: processes {list(outcome.left)} could not be ended")
+    if outcome.stopped_by is not None:
+        console.print(f"stopped by {outcome.stopped_by.name}; all processes have ended")
+        return 128 + outcome.stopped_by
+    if outcome.culprit is not None:
+        raise _explain(outcome, console)
+    return 0
+
+
+async def _run(config: RLConfig, paths: RunPaths, display: ConsoleProgress, console: Console) -> Outcome:
+    specs = make_process_specs(config, paths)
+    for spec in specs:
+        remove_heartbeats(paths, spec.name, keep=())  # of an earlier run
+    events = EventLog(paths.events, display.show_event)
+    health = HealthMonitor(paths, config.heartbeat.limits, events)
+    timeouts = SupervisorTimeouts(stop_seconds=config.grace_timeout_seconds)
+    with HeartbeatWriter(paths, "rl", "rl") as heartbeat:
+        heartbeat.enter("watch over the run")
+        heartbeat.watch_event_loop(asyncio.get_running_loop())
+        work = asyncio.ensure_future(supervise(specs, timeouts, events, health))
+        following = asyncio.ensure_future(display.follow())
+        page = None
+        if config.page is not None:
+            serving = serve_page(config.page, paths, display.show_event, health.process_tree.ignored)
+            page = asyncio.ensure_future(serving)
+        await asyncio.wait({work, following}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            # The display failed; the run continues without it.
+            console.print(f"warning: progress display failed: {following.exception()!r}")
+            await asyncio.wait({work})
+        others = [task for task in (following, page) if task is not None]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        return work.result()
+
+
+def _benchmark(config: RLConfig, paths: RunPaths, console: Console) -> Outcome:
+    """Sample batches, then train on random batches of the same shape; print both tables.
+
+    The two parts run one after the other: on a machine where both share the cores neither figure would be meaningful.
+    """
+    specs = [replace(spec, max_restarts=0) for spec in make_process_specs(config, paths)]
+    trainer = [replace(spec, start_after=None) for spec in specs if spec.name == "trainer"]
+    sampling = [replace(spec, is_last=spec.must_finish) for spec in specs if spec.name != "trainer"]
+    events = EventLog(None, lambda line: console.print(line, markup=False, soft_wrap=True))
+    for stage in (sampling, trainer):
+        outcome = asyncio.run(supervise(stage, SupervisorTimeouts(), events, None))
+        if not outcome.ok:
+            return outcome
+    print_bench_report(paths, ["orchestrator", "trainer"], console)
+    return outcome
+
+
+def _explain(outcome: Outcome, console: Console) -> ConfigError | RunError:
+    """Name the culprit and its error; show the last lines of its log unless the input was bad."""
+    assert outcome.culprit is not None
+    spec, code = outcome.culprit, outcome.code
+    error = spec.read_error() if (code or 0) > 0 else None
+    if error is not None and error.code == BAD_INPUT:
+        return ConfigError(f"{spec.name}: {error.message} (log {spec.log})")
+    if lines := tail(spec.log):
+        console.print(f"last lines of {spec.log}:", style="bold", soft_wrap=True)
+        for line in lines:
+            console.print(f"  {escape_control_chars(line)}", soft_wrap=True)
+    cause = outcome.reason or (error.message if error is not None else None)
+    hint = f" ({killers})" if code and code < 0 and cause is None and (killers := likely_signal_cause(-code)) else ""
+    return RunError(f"{spec.name} {describe_exit(code)}{f': {cause}' if cause else ''}; log {spec.log}{hint}")
+
+
+def tail(path: Path, lines: int = 15, most_bytes: int = 16384) -> list[str]:
+    """The last lines of a log; [] if it does not exist."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+        return file.read(most_bytes).decode(errors="replace").splitlines()[-lines:]

@@ -1,0 +1,128 @@
+"""The processes of a run: their commands, environments and files."""
+
+import json
+import os
+import sys
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.core.entry_point import ERROR_FILE
+from prime_rl.liveness.heartbeat_monitor import SERVING, KernelState, read_heartbeat, read_kernel_state
+from prime_rl.liveness.parent_process import SUPERVISED
+from prime_rl.loading.dump import write_config
+from prime_rl.storage.checkpoint_artifacts import read_resume
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
+from prime_rl.supervisor.child_processes import ProcessSpec
+from prime_rl.supervisor.preflight import visible_gpus
+
+_TORCHRUN_MARGIN_SECONDS = 1
+"""torchrun kills ranks that hang in a collective this long before `rl` kills torchrun."""
+
+
+def make_process_specs(config: RLConfig, paths: RunPaths) -> list[ProcessSpec]:
+    """Write the configuration of each process and return its spec; inference first, because it takes longest to start.
+
+    Raises:
+        ConfigError: the run directory cannot be written.
+    """
+    write_config(config, paths.run_toml)
+    write_config(config.trainer, paths.config("trainer"))
+    write_config(config.orchestrator, paths.config("orchestrator"))
+    start = {START_VARIABLE: uuid.uuid4().hex}
+    specs = [_orchestrator(config, paths, start), _trainer(config, paths, start)]
+    if config.inference is not None:
+        write_config(config.inference, paths.config("inference"))
+        specs.insert(0, _inference(config, paths))
+    return specs
+
+
+def _inference(config: RLConfig, paths: RunPaths) -> ProcessSpec:
+    argv = [sys.executable, "-m", "prime_rl.entrypoints.inference", "@", str(paths.config("inference"))]
+    spec = _spec(config, paths, "inference", argv, _gpus(config.inference_gpu_ids))
+    spec = replace(spec, must_finish=False, is_ready=lambda pid: is_serving(paths, pid))
+    if not shares_gpu(config):
+        return spec
+    paths.kv_cache.unlink(missing_ok=True)  # of an earlier run
+    return replace(spec, restart_spec=lambda left: replace(spec, argv=[*argv, *_same_memory(paths)]))
+
+
+def _orchestrator(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> ProcessSpec:
+    """A restarted orchestrator resumes from its ledger. It runs again if the trainer rolls back after its exit."""
+    argv = [sys.executable, "-m", "prime_rl.entrypoints.orchestrator", "@", str(paths.config("orchestrator"))]
+    spec = _spec(config, paths, "orchestrator", argv, start | {"CUDA_VISIBLE_DEVICES": ""})
+    spec = replace(spec, needs_rerun=lambda: _has_rolled_back(config, paths))
+    restarted = replace(spec, argv=[*argv, "--restart"])
+    return replace(spec, restart_spec=lambda left: restarted)
+
+
+def _trainer(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> ProcessSpec:
+    """torchrun on a free port of this machine. It restarts the ranks itself while restarts are left."""
+    logs, env = paths.torchrun_logs, start | _gpus(config.trainer_gpu_ids)
+    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(config.grace_timeout_seconds) - _TORCHRUN_MARGIN_SECONDS))}
+
+    def make(left: int, restarted: bool) -> ProcessSpec:
+        argv = [sys.executable, "-m", "prime_rl.trainer.torchrun", "--standalone", f"--nproc-per-node={config.ranks}"]
+        argv += [f"--max-restarts={left}", f"--log-dir={logs}", "--redirects=3", "--tee=3"]
+        argv += ["-m", "prime_rl.trainer.rl.train", "@", str(paths.config("trainer"))]
+        restart = {RESTART_VARIABLE: "1" if restarted else "0"} if config.max_restarts else {}
+        return replace(
+            _spec(config, paths, "trainer", argv, env | restart),
+            is_last=True,
+            start_after="inference" if shares_gpu(config) else None,
+            restart_spec=lambda left: make(left, restarted=True),
+            # Each attempt of a torchrun has its own log folder.
+            num_launcher_restarts=lambda: sum(log.name != "attempt_0" for log in logs.glob("*/attempt_*")),
+        )
+
+    return make(config.max_restarts, restarted=False)
+
+
+def _spec(config: RLConfig, paths: RunPaths, name: str, argv: list[str], env: dict[str, str]) -> ProcessSpec:
+    env = {**os.environ, **env, SUPERVISED: "1", ERROR_FILE: str(paths.error(name)), "PYTHONUNBUFFERED": "1"}
+    return ProcessSpec(name, argv, env, paths.log(name), paths.error(name), max_restarts=config.max_restarts)
+
+
+def _has_rolled_back(config: RLConfig, paths: RunPaths) -> bool:
+    """Whether the trainer has rolled back to a checkpoint since the orchestrator started."""
+    resume = read_resume(paths.root / config.ckpt.path if config.ckpt else paths.checkpoints_dir)
+    branches = [int(file.stem.removeprefix("branch_")) for file in paths.ledger_dir.glob("branch_*.jsonl")]
+    return resume is not None and resume.branch > max(branches, default=0)
+
+
+def shares_gpu(config: RLConfig) -> bool:
+    """Whether the trainer and a server of this run use the same GPU.
+
+    vLLM measures the free memory at its start and assumes that no other process allocates memory at that time.
+    """
+    if config.inference is None or config.trainer.device == "cpu" or not visible_gpus():
+        return False
+    return bool(set(config.inference_gpu_ids) & set(config.trainer_gpu_ids))
+
+
+def is_serving(paths: RunPaths, pid: int) -> bool:
+    """Whether the process `pid` on this host is an inference server that answers requests."""
+    beat = read_heartbeat(paths.heartbeat("inference"))
+    if beat is None or beat.pid != pid or beat.phase != SERVING:
+        return False
+    return read_kernel_state(beat) is KernelState.RUNNING
+
+
+def _same_memory(paths: RunPaths) -> list[str]:
+    """Arguments that give a restarted server its previous KV cache size.
+
+    It cannot measure the size while a trainer uses the GPU. vLLM then uses `gpu_memory_utilization` only to reject a
+    GPU with less free memory. The trainer may occupy that memory by now, so the value is too low to reject any GPU.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):  # else it exited before measuring: no trainer has started
+        size = int(json.loads(paths.kv_cache.read_text())["bytes"])
+        return ["--vllm.kv-cache-memory-bytes", str(size), "--gpu-memory-utilization", "0.01"]
+    return []
+
+
+def _gpus(ids: list[int]) -> dict[str, str]:
+    """Restrict a process to some of the visible GPUs; nothing on a machine without GPUs."""
+    visible = visible_gpus()
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[gpu] for gpu in ids)} if visible else {}

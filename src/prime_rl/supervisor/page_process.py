@@ -1,0 +1,48 @@
+"""The page of a run (`rl --page`) in a process of its own, whose end does not affect the run."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from subprocess import DEVNULL, STDOUT
+
+from prime_rl.configs.rl import PageConfig
+from prime_rl.core.entry_point import ERROR_FILE
+from prime_rl.liveness.parent_process import with_parent_death_signal
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.child_processes import describe_exit
+
+_STOP_SECONDS = 3.0
+"""After SIGTERM, before SIGKILL."""
+
+
+async def serve_page(config: PageConfig, paths: RunPaths, show: Callable[[str], None], ignored: set[int]) -> None:
+    """Serve the page until cancelled; `show` its address, and a warning if it ends by itself.
+
+    `ignored` gets its process id: the supervisor must not take it for a process that a part of the run left behind.
+    """
+    log = paths.log("page")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), "--port", str(config.port)]
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *with_parent_death_signal(command),
+            env={name: value for name, value in os.environ.items() if name != ERROR_FILE},
+            stdin=DEVNULL,
+            stdout=output,
+            stderr=STDOUT,
+            start_new_session=True,
+        )
+    ignored.add(process.pid)
+    show(f"page: http://127.0.0.1:{config.port}, log {log}")
+    try:
+        code = await process.wait()
+        show(f"warning: the page {describe_exit(code)}; the run continues; log {log}")
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()

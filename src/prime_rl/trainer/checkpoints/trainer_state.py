@@ -1,0 +1,144 @@
+"""The state of a trainer as tensors by name, independent of the number of ranks and the sharding.
+
+model/<parameter or buffer>          trained parameters and persistent buffers; frozen weights are those of `model.name`
+optim/<parameter>/<name of state>    sharded like the parameter, if it has the parameter's shape
+rng/<rank>                           generators of one rank, used only with the same number of ranks
+"""
+
+import base64
+import json
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from prime_rl.core.errors import ConfigError
+from prime_rl.trainer.parallel.process_group import World
+
+
+def model_tensors(policy: nn.Module) -> dict[str, Tensor]:
+    """Trained parameters and persistent buffers, sharing storage with the policy."""
+    everything = policy.state_dict()
+    parameters = dict(policy.named_parameters())
+    tied = {name for name, _ in policy.named_parameters(remove_duplicate=False)} - parameters.keys()
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    return {f"model/{name}": t.detach() for name, t in everything.items() if name not in tied | frozen}
+
+
+def optimizer_tensors(policy: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Optimizer state by parameter: tensors and numbers. Settings of groups come from the configuration."""
+    tensors = dict[str, Tensor]()
+    for name, parameter in _trained(policy):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, (int, float)):
+                value = torch.tensor(value)
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(f"the optimizer keeps {key} of {name} as {type(value).__name__}, not as a tensor")
+            if value is not None:
+                tensors[f"optim/{name}/{key}"] = value.detach()
+    return tensors
+
+
+def empty_optimizer_tensors(policy: nn.Module, metadata: Metadata) -> dict[str, Tensor]:
+    """Allocate the optimizer state of a checkpoint, sharded like the current parameters."""
+    saved = metadata.state_dict_metadata
+    tensors = dict[str, Tensor]()
+    for name, parameter in _trained(policy):
+        for key in (key for key in saved if key.startswith(f"optim/{name}/")):
+            entry = saved[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            if entry.size == parameter.shape:
+                tensors[key] = torch.zeros_like(parameter.detach(), dtype=entry.properties.dtype)
+            else:
+                tensors[key] = torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+    return tensors
+
+
+def restore_optimizer(policy: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Load the tensors of `empty_optimizer_tensors` into the optimizer."""
+    names = {parameter: name for name, parameter in _trained(policy)}
+    states = dict[str, dict[str, Tensor]]()
+    for key, tensor in tensors.items():
+        name, entry = key.removeprefix("optim/").rsplit("/", 1)
+        states.setdefault(name, {})[entry] = tensor
+    packed = optimizer.state_dict()
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    packed["state"] = {n: states[names[p]] for n, p in zip(numbers, parameters, strict=True) if names[p] in states}
+    optimizer.load_state_dict(packed)
+
+
+def check_model(tensors: Mapping[str, Tensor], metadata: Metadata, where: str, hint: str) -> None:
+    """Raise ConfigError if a tensor of the checkpoint is missing, unexpected, or of another shape."""
+    saved = {key: entry for key, entry in metadata.state_dict_metadata.items() if key.startswith("model/")}
+    missing, extra = sorted(tensors.keys() - saved.keys()), sorted(saved.keys() - tensors.keys())
+    if missing or extra:
+        what = f"does not have {missing[0]}" if missing else f"has {extra[0]}, which the model does not have"
+        raise ConfigError(f"{where} {what} ({len(missing)} missing, {len(extra)} unexpected){hint}")
+    for key, tensor in tensors.items():
+        entry = saved[key]
+        if isinstance(entry, BytesStorageMetadata) or entry.size != tensor.shape:
+            found = "no tensor" if isinstance(entry, BytesStorageMetadata) else tuple(entry.size)
+            raise ConfigError(f"{where} has {key} of shape {found}, the model {tuple(tensor.shape)}{hint}")
+
+
+def seed_rng(world: World, seed: int) -> None:
+    """Seed this rank's random generators; each rank draws different numbers."""
+    words = np.random.SeedSequence((seed % 2**64, world.rank)).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.manual_seed(int(words[2]))
+
+
+def rng_tensors(world: World) -> dict[str, Tensor]:
+    """The state of this rank's random generators, as bytes of JSON."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": _text(torch.get_rng_state()),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "python": random.getstate(),
+    }
+    if world.device.type == "cuda":
+        state["cuda"] = _text(torch.cuda.get_rng_state(world.device))
+    return {_rng_key(world): torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)}
+
+
+def empty_rng_tensors(world: World, metadata: Metadata) -> dict[str, Tensor]:
+    """Allocate the state of this rank's generators; empty if the checkpoint has none."""
+    entry = metadata.state_dict_metadata.get(_rng_key(world))
+    return {_rng_key(world): torch.empty(entry.size, dtype=torch.uint8)} if entry is not None else {}
+
+
+def restore_rng(world: World, tensors: Mapping[str, Tensor]) -> None:
+    """Restore this rank's generators."""
+    if _rng_key(world) not in tensors:
+        return
+    state = json.loads(bytes(tensors[_rng_key(world)].tolist()))
+    torch.set_rng_state(_bytes(state["torch"]))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+    version, numbers, following = state["python"]
+    random.setstate((version, tuple(numbers), following))
+    if "cuda" in state and world.device.type == "cuda":
+        torch.cuda.set_rng_state(_bytes(state["cuda"]), world.device)
+
+
+def _trained(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, p) for name, p in policy.named_parameters() if p.requires_grad)
+
+
+def _rng_key(world: World) -> str:
+    return f"rng/{world.rank}"
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

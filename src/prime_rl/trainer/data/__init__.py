@@ -1,0 +1,1 @@
+"""Data of supervised fine-tuning, and the assignment of rows to ranks."""

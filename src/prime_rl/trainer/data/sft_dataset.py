@@ -1,0 +1,291 @@
+"""Opens the configured data sets, holds out validation data, and encodes examples to batches."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from loguru import logger
+from torch.utils.data import ConcatDataset, Subset
+from transformers import PreTrainedTokenizerBase
+
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.sft_data import SFTDataConfig, SFTFakeDataConfig, SFTValConfig, is_local
+from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
+from prime_rl.trainer.data.chat_rendering import RenderedSequence, encode_example
+from prime_rl.trainer.data.example_schema import RowError, read_example
+from prime_rl.trainer.data.example_sources import (
+    InMemorySource,
+    InterleavedSource,
+    RowStream,
+    State,
+    StreamedSource,
+    permutation,
+)
+from prime_rl.trainer.data.local_files import LocatedRow, find_files, read_rows
+from prime_rl.trainer.data.packed_stream import PackedRow, PackedStream, pack_all
+from prime_rl.trainer.data.rank_sharing import SharedEncoder
+from prime_rl.trainer.parallel.process_group import World
+
+# Suffixes of `data.seed` for draws other than a pass through all data, whose seed is [seed, pass]. NumPy pads seeds
+# with zeros, so these differ from it in the fourth number.
+_HOLD_OUT, _VALIDATE, _SHARES = (0, 0, 1), (0, 0, 2), (0, 0, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class SFTData:
+    """The data of a run."""
+
+    batches: PackedStream  # training data
+    held_out: list[PackedRow] | None  # packed rows of the validation data; None without validation
+
+
+def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, world: World | None = None) -> SFTData:
+    """Open all data of a run. All ranks of `world` call it together and share the tokenizing.
+
+    Raises:
+        ConfigError: data are missing, empty or invalid, or endless although they determine the number of steps.
+    """
+    source = config.data
+    if source.type == "fake":
+        fake = FakeSequences(source, tokenizer.vocab_size)
+        stream = PackedStream(
+            fake, source.seq_len, source.batch_size, steps=config.max_steps, timeout_s=config.wait_timeout_seconds
+        )
+        return SFTData(stream, None)
+    stack = source.pack_function == "stack"
+    sharing = SharedEncoder(world)
+    sets = [open_dataset(source, *which) for which in source.sets]
+    held_out: list[RenderedSequence] | None = None
+    if config.val is not None and not config.bench:
+        if config.val.name or config.val.split:
+            rows = _open_validation(config.val, source)
+        else:
+            parts = [_hold_out(one, config.val.fraction, [source.seed, *_HOLD_OUT, i]) for i, one in enumerate(sets)]
+            sets, rows = [train for train, _ in parts], _choose([held for _, held in parts], config.val, source)
+        held_out = sharing(rows, lambda row: encode_row(row, tokenizer, source))
+        if not held_out:
+            raise ConfigError("val: no example has anything to learn within data.seq_len")
+
+    def make(steps: int | None) -> PackedStream:
+        mixed = interleave(sets, source, once=config.max_steps is None)
+        encoded = EncodedExamples(mixed, tokenizer, source, sharing)
+        return PackedStream(encoded, source.seq_len, source.batch_size, stack, steps, config.wait_timeout_seconds)
+
+    steps = config.max_steps
+    if steps is None:
+        steps = make(None).count()
+        logger.info(f"one pass over the data is {steps} steps")
+    return SFTData(make(steps), None if held_out is None else pack_all(held_out, source.seq_len, stack))
+
+
+class MappedRows(Sequence[LocatedRow]):
+    """Rows of a memory-mapped data set of the `datasets` library, with their locations."""
+
+    def __init__(self, dataset: Any, locate: Callable[[int, Any], LocatedRow]) -> None:
+        self._dataset, self._locate = dataset, locate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._locate(index + 1, self._dataset[index])
+
+
+def open_dataset(config: SFTDataConfig, name: str, subset: str | None, split: str) -> Sequence[LocatedRow] | RowStream:
+    """Open one of `config.sets`. Raises ConfigError if it is missing or empty; in memory also if a row is invalid."""
+    if is_local(name):
+        files = find_files(name, subset, split)
+        if config.streaming:
+            return stream_files(files)
+        rows: Sequence[LocatedRow] = [row for file in files for row in read_rows(file)]
+        checked = rows
+    else:
+        dataset = _load_from_hub(name, subset, split, config.streaming)
+
+        def locate(number: int, example: Any) -> LocatedRow:
+            return f"row {number} of {name}", example
+
+        if config.streaming:
+            return RowStream(dataset, locate)
+        rows = MappedRows(dataset, locate)
+        checked = [rows[i] for i in range(min(1, len(rows)))]  # all rows have the same columns
+    if not rows:
+        raise ConfigError(f"data.name: {name} is empty")
+    for row in checked:
+        _located(row, lambda example: read_example(example, config))
+    return rows
+
+
+def stream_files(files: list[Path]) -> RowStream:
+    """Stream the rows of local files one after the other."""
+    from datasets import IterableDataset
+
+    dataset = IterableDataset.from_generator(_examples_of, gen_kwargs={"files": files})
+    return RowStream(dataset, lambda _, example: (example["where"], example["columns"]))
+
+
+def _examples_of(files: list[Path]) -> Iterator[dict[str, Any]]:
+    for file in files:
+        yield from ({"where": where, "columns": columns} for where, columns in read_rows(file))
+
+
+def _load_from_hub(name: str, subset: str | None, split: str, streaming: bool) -> Any:
+    from datasets import load_dataset
+
+    problem = f"data.name: cannot load {name!r} as a local path or from the hub"
+    kinds = (OSError, ValueError, RuntimeError)  # not found, no such configuration or split, a script
+    with translate_error(kinds, lambda error: ConfigError(f"{problem}: {summarize_exception(error)}")):
+        return load_dataset(name, subset, split=split, streaming=streaming)
+
+
+def interleave(
+    sets: Sequence[Sequence[LocatedRow] | RowStream], config: SFTDataConfig, once: bool
+) -> InterleavedSource:
+    """Combine the examples of all sets: by their shares, or each once per pass; `once` ends after one pass."""
+    sources: list[InMemorySource | StreamedSource] = []
+    if config.probabilities or config.streaming:
+        for i, one in enumerate(sets):
+            seed = [config.seed, *_SHARES, i] if config.shuffle else None
+            if isinstance(one, RowStream):
+                sources.append(StreamedSource(one, config.shuffle_buffer, seed))
+            else:
+                sources.append(InMemorySource(one, seed))
+    else:
+        sources.append(InMemorySource(ConcatDataset(sets), [config.seed] if config.shuffle else None))
+    stop = {"all_exhausted": "all", "first_exhausted": "first"}[config.stopping_strategy] if once else None
+    return InterleavedSource(sources, config.probabilities or [1.0] * len(sources), cast(Any, stop))
+
+
+def _open_validation(val: SFTValConfig, config: SFTDataConfig) -> list[LocatedRow]:
+    """Open the validation data that `val` names."""
+    changed = {"name": val.name, "subsets": [], "split": val.split or "train"} if val.name else {"split": val.split}
+    other = config.model_copy(update={**changed, "splits": [], "probabilities": []})
+    key = re.compile(r"^data\.(name|split):")
+    with translate_error(ConfigError, lambda error: ConfigError(key.sub(r"val.\1:", str(error)))):
+        sets = [open_dataset(other, *which) for which in other.sets]
+    if config.streaming:
+        return [row for stream in sets for row in cast(RowStream, stream).take(val.examples)]
+    return _choose(sets, val, config)
+
+
+def _choose(sets: Sequence[Any], val: SFTValConfig, config: SFTDataConfig) -> list[LocatedRow]:
+    """Draw `val.examples` rows of sets in memory."""
+    rows = ConcatDataset(sets)
+    return [rows[int(i)] for i in permutation(len(rows), [config.seed, *_VALIDATE])[: val.examples]]
+
+
+def _hold_out(rows: Any, fraction: float, seed: Sequence[int]) -> tuple[Subset, Subset]:
+    """Divide rows in memory into training data, and `fraction` of them, at least one, to hold out."""
+    order = permutation(len(rows), seed)
+    count = max(1, round(fraction * len(order)))
+    if count == len(order):
+        raise ConfigError(
+            f"val.fraction: {fraction:g} of {len(order)} examples leaves none to train on; lower it, or set val.name"
+        )
+    return Subset(rows, np.sort(order[count:])), Subset(rows, np.sort(order[:count]))
+
+
+class EncodedExamples:
+    """Examples as token sequences of at most `seq_len` tokens, without those that contain no trained token."""
+
+    def __init__(
+        self,
+        examples: InterleavedSource,
+        tokenizer: PreTrainedTokenizerBase,
+        config: SFTDataConfig,
+        sharing: SharedEncoder,
+    ) -> None:
+        self._examples, self._tokenizer, self._config, self._sharing = examples, tokenizer, config, sharing
+        self._found = False
+        self._warned = False
+
+    def draw(self) -> list[RenderedSequence] | None:
+        """Return the sequences of the next example, or of several if ranks share the work; None at the end.
+
+        Raises ConfigError if a row is invalid, or a whole pass has nothing to learn.
+        """
+        rows = list[LocatedRow]()
+        while len(rows) < self._sharing.examples_per_call and (self._found or not self._examples.passes):
+            if (row := self._examples.draw()) is None:
+                break
+            rows.append(row)
+        if not rows:
+            if not self._found:
+                raise ConfigError(
+                    "data.name: no example has anything to learn (an assistant message, a completion) within "
+                    f"data.seq_len={self._config.seq_len}"
+                )
+            return None
+        kept = self._sharing(rows, lambda row: encode_row(row, self._tokenizer, self._config, self._warn_of_cut))
+        self._found = self._found or bool(kept)
+        return kept
+
+    def _warn_of_cut(self, where: str, length: int) -> None:
+        if not self._warned:
+            logger.warning(
+                f"{where} has {length} tokens and is truncated to data.seq_len={self._config.seq_len}, as all longer "
+                "sequences are; sequences without a trained token are skipped"
+            )
+        self._warned = True
+
+    def state(self) -> State:
+        """Return the position."""
+        return {**self._examples.state(), "found": self._found}
+
+    def restore(self, state: State) -> None:
+        """Go to a position. Raises ConfigError if the data changed."""
+        self._examples.restore(state)
+        self._found = state["found"]
+
+
+def encode_row(
+    row: LocatedRow,
+    tokenizer: PreTrainedTokenizerBase,
+    config: SFTDataConfig,
+    on_cut: Callable[[str, int], None] = lambda *_: None,
+) -> list[RenderedSequence]:
+    """Encode a row and truncate it to `seq_len`; sequences with nothing to learn are omitted.
+
+    `on_cut` is called with the location and the length of a truncated sequence. Raises ConfigError with the location of
+    an invalid row.
+    """
+    longest, kept = config.seq_len, []
+    for sequence in _located(row, lambda example: encode_example(example, tokenizer, config)):
+        if len(sequence) > longest:
+            on_cut(row[0], len(sequence))
+        if sequence.loss_mask[:longest].any():
+            kept.append(RenderedSequence(sequence.tokens[:longest], sequence.loss_mask[:longest]))
+    return kept
+
+
+def _located(row: LocatedRow, use: Callable[[Any], Any]) -> Any:
+    where, example = row
+    with translate_error(RowError, lambda error: ConfigError(f"data.name: {where}: {error}")):
+        return use(example)
+
+
+class FakeSequences:
+    """Endless random sequences of `seq_len`, or 2 to `seq_len`, tokens; each depends on the seed and its number."""
+
+    def __init__(self, config: SFTFakeDataConfig, vocabulary: int) -> None:
+        self._config, self._vocabulary = config, vocabulary
+        self._drawn = 0
+
+    def draw(self) -> list[RenderedSequence]:
+        """Return the next sequence."""
+        random = np.random.default_rng([self._config.seed, self._drawn])
+        self._drawn += 1
+        seq_len = self._config.seq_len
+        length = seq_len if self._config.length == "fixed" else int(random.integers(2, seq_len + 1))
+        return [RenderedSequence(random.integers(0, self._vocabulary, length), np.arange(length) > 0)]
+
+    def state(self) -> State:
+        """Return the position."""
+        return {"drawn": self._drawn}
+
+    def restore(self, state: State) -> None:
+        """Go to a position."""
+        self._drawn = state["drawn"]

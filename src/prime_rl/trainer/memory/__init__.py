@@ -1,0 +1,1 @@
+"""Recomputation, compilation, offloading and garbage collection; results do not change."""

@@ -1,0 +1,1 @@
+"""Statistics over tokens, parameters and ranks, for the metrics of a step."""

@@ -1,0 +1,1 @@
+"""The policy model: log-probabilities, LoRA, fused kernels and checks of the model."""

@@ -1,0 +1,203 @@
+"""Reading the batch of a step, and dividing it into this rank's micro-batches."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.parent_process import is_supervised
+from prime_rl.liveness.peer_monitor import PeerMonitor
+from prime_rl.storage.batch import OPTIONAL_ARRAYS, Batch, read_batch
+from prime_rl.storage.fs_consistency import retry_until_complete, visibility_timeout
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.rollback import branch_of_batch
+from prime_rl.storage.wait_for import DeadlineError, wait_for
+from prime_rl.trainer.data.row_assignment import PADDING_ROW, assign_rows
+from prime_rl.trainer.micro_batch import MicroBatch, make_micro_batch, masked_row
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.train_step import Counts, Minibatch
+
+
+class BatchSource:
+    """Waits for the orchestrator's batches in the run directory; with `data.fake` draws random batches instead.
+
+    Every rank waits and reads by itself.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        paths: RunPaths,
+        vocabulary: int,
+        check_publisher: Callable[[], None],
+        heartbeat: HeartbeatWriter,
+        branch: int | None = None,
+        check_first: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            vocabulary: fake tokens are drawn below it.
+            check_publisher: raises the errors of the publisher. It is called while waiting, because the batch may never
+                arrive without the version.
+            branch: read only batches of this branch; None reads any. After a rollback of the trainer, an orchestrator
+                that has not noticed it may still write batches of the old branch, which it archives later.
+            check_first: called with the manifest of batch 0.
+        """
+        self._config, self._paths, self._vocabulary, self._branch = config, paths, vocabulary, branch
+        self._check_publisher, self._heartbeat, self._check_first = check_publisher, heartbeat, check_first
+        self._orchestrator = PeerMonitor(paths, "orchestrator", config.heartbeat.limits, raises=not is_supervised())
+        # One rank of each node monitors the orchestrator; torchrun ends the other ranks together with it.
+        self._monitors_peer = not int(os.environ.get("LOCAL_RANK", 0))
+
+    def read(self, step: int) -> Batch:
+        """Return batch `step`, waiting until it exists.
+
+        Raises:
+            ConfigError: the orchestrator uses another `async_level`.
+            DeadlineError: the batch did not appear in time.
+            RunError: the orchestrator died, or publishing failed.
+        """
+        config = self._config
+        if config.data.fake is not None:
+            return fake_batch(config.data.fake, self._vocabulary, config.model.seq_len, config.seed, step)
+        path = self._paths.rollouts(step)
+        self._wait(path, step)
+        visible_s = visibility_timeout(path, self._paths.fs_consistency_timeout_seconds)
+        batch, manifest = retry_until_complete(partial(read_batch, path, step), visible_s, self._check_publisher)
+        if manifest["async_level"] != config.async_level:
+            raise ConfigError(
+                f"async_level = {config.async_level} here and {manifest['async_level']} at the orchestrator that wrote "
+                f"{path}; give both the same with --async-level"
+            )
+        if step == 0:
+            self._check_first(manifest)
+        return batch
+
+    def _wait(self, path: Path, step: int) -> None:
+        timeout_s = self._config.wait_timeout_seconds
+        self._heartbeat.enter(f"wait for batch {step}", timeout_s, "orchestrator", step=step)
+        if self._monitors_peer:
+            self._orchestrator.poll()  # also log its state when the batch exists already
+        owner = f"the orchestrator{self._paths.log_hint('orchestrator')}"
+        try:
+            wait_for(path, timeout_s, owner, self._check, lambda: self._branch in (None, branch_of_batch(path)))
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}; {self._orchestrator.describe()}") from None
+
+    def _check(self) -> None:
+        self._check_publisher()
+        if self._monitors_peer:
+            self._orchestrator.check()
+
+
+def split_batch(batch: Batch, step: int, minibatches: int, world: World, max_tokens: int) -> list[Minibatch]:
+    """Split a batch into minibatches and take this rank's rows of each.
+
+    The rows of a minibatch do not depend on the world size (I9). A batch with fewer rows than `minibatches` gives one
+    minibatch per row. Rows that fit into `max_tokens` together are concatenated to one micro-batch, which changes only
+    the number of forward passes.
+    """
+    parts = [[row for row in part if row != PADDING_ROW] for part in assign_rows(batch.row_cost, minibatches)]
+    return [_minibatch(batch, step, part, world, max_tokens) for part in parts if part]
+
+
+def fake_batch(config: FakeDataConfig, vocabulary: int, row_length: int, seed: int, step: int) -> Batch:
+    """Draw a random batch, a function of `seed` and `step`: the second half of each rollout is trained."""
+    random = np.random.default_rng([seed, step])
+    size, longest = config.batch_size, min(config.seq_len, row_length)
+    lengths = random.integers(2, longest + 1, size) if config.variable_length else np.full(size, longest)
+    lengths = np.sort(lengths)[::-1]  # rows by descending cost, as the orchestrator packs them
+    per_row = max(1, min(config.micro_batch_size, row_length // longest))
+    rows = [lengths[i : i + per_row] for i in range(0, size, per_row)]
+    total = int(lengths.sum())
+    index = np.concatenate([np.arange(n) for n in lengths])
+    mask = index >= np.repeat(np.maximum(1, lengths // 2), lengths)
+    return Batch(
+        tokens=random.integers(0, vocabulary, total, dtype=np.int32),
+        loss_mask=mask.astype(np.uint8),
+        logprobs=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
+        advantages=np.repeat(random.standard_normal(size), lengths).astype(np.float32),
+        versions=np.where(mask, step, -1).astype(np.int32),
+        temperature=np.ones(total, np.float32),
+        segment_ids=np.concatenate([np.repeat(np.arange(len(row)), row) for row in rows]).astype(np.int32),
+        row_offsets=np.concatenate([[0], np.cumsum([row.sum() for row in rows])]).astype(np.int64),
+        row_cost=np.array([row.sum() for row in rows], np.float32),
+        seq_lens=lengths.astype(np.int32),
+        sample_group=np.arange(size, dtype=np.int64),
+        sample_rollout=np.zeros(size, np.int32),
+    )
+
+
+def _minibatch(batch: Batch, step: int, rows: Sequence[int], world: World, max_tokens: int) -> Minibatch:
+    assigned = assign_rows(batch.row_cost[list(rows)], world.data_size)
+    rows_of_rank = [[rows[i] for i in indices if i != PADDING_ROW] for indices in assigned]
+    own_rows = rows_of_rank[world.data_rank]
+    parts = [own_rows[part] for part in _cut_micro_batches(batch, rows_of_rank, max_tokens)]
+    streams = {name: array.dtype for name, array in batch.arrays.items() if name in OPTIONAL_ARRAYS}
+    return Minibatch(
+        rows=[_micro_batch(batch, part, step) if part else masked_row(streams) for part in parts],
+        counts=_count(batch, rows),
+    )
+
+
+def _count(batch: Batch, rows: Sequence[int]) -> Counts:
+    """Count what is trained in `rows`, on all ranks. Each count is at least 1, since it is a divisor."""
+    trained = _gather(batch, batch.loss_mask, rows) != 0
+
+    def weighted(weights: NDArray[Any] | None) -> int:
+        return 1 if weights is None else max(1, int(np.sum(trained & (_gather(batch, weights, rows) != 0))))
+
+    return Counts(
+        tokens=weighted(batch.loss_mask if batch.rl_weights is None else batch.rl_weights),
+        sequences=sum(len(np.unique(batch.segment_ids[batch.row(row)])) for row in rows),
+        ce_tokens=weighted(batch.ce_weights),
+        ref_kl_tokens=weighted(batch.ref_kl_weights),
+    )
+
+
+def _gather(batch: Batch, array: NDArray[Any], rows: Sequence[int]) -> NDArray[Any]:
+    return np.concatenate([array[batch.row(row)] for row in rows])
+
+
+def _cut_micro_batches(batch: Batch, rows_of_rank: Sequence[Sequence[int]], max_tokens: int) -> list[slice]:
+    """Cut the ranks' rows into micro-batches of at most `max_tokens`, at the same positions on every rank.
+
+    The i-th rows of all ranks have about the same cost, so the i-th micro-batches do too, and no rank waits long. A row
+    that is longer than `max_tokens` is a micro-batch.
+    """
+    lengths = np.zeros((len(rows_of_rank), max(map(len, rows_of_rank))), np.int64)
+    for rank, rows in enumerate(rows_of_rank):
+        lengths[rank, : len(rows)] = np.diff(batch.row_offsets)[list(rows)]
+    starts: list[int] = []
+    free = np.full(len(rows_of_rank), -1)
+    for position, needed in enumerate(lengths.T):
+        if (needed > free).any():
+            starts.append(position)
+            free = np.full(len(rows_of_rank), max_tokens)
+        free = free - needed
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], lengths.shape[1]], strict=True)]
+
+
+def _micro_batch(batch: Batch, rows: Sequence[int], step: int) -> MicroBatch:
+    gather = partial(_gather, batch, rows=rows)
+    lengths = np.concatenate([np.bincount(batch.segment_ids[batch.row(row)]) for row in rows])
+    sampled = gather(batch.loss_mask) != 0
+    starts = np.cumsum(lengths) - lengths
+    older = np.add.reduceat(sampled & (gather(batch.versions) != step), starts, dtype=np.int64)
+    return make_micro_batch(
+        gather(batch.tokens),
+        sampled,
+        lengths,
+        **{name: gather(getattr(batch, name)) for name in ("logprobs", "advantages", "temperature")},
+        on_policy=np.repeat(older == 0, lengths),
+        streams={name: gather(array) for name, array in batch.arrays.items() if name in OPTIONAL_ARRAYS},
+        positions=np.concatenate([np.arange(batch.row_offsets[row], batch.row_offsets[row + 1]) for row in rows]),
+    )

@@ -1,0 +1,172 @@
+"""The loss of one batch over a plane through the versions of a run.
+
+The plane contains the last version and the first two principal directions of the differences to it. The loss is the
+surrogate of one kept batch, without a KL penalty: a true landscape of the reward would need rollouts for each point.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from loguru import logger
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prime_rl.configs.loss import LossConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.storage.artifact import ArtifactError
+from prime_rl.storage.batch import ROWS_FILE, Batch, read_batch
+from prime_rl.storage.paths import RunPaths, steps_in
+from prime_rl.trainer.model.policy_model import PolicyModel
+from prime_rl.trainer.parallel.process_group import World, join_world
+from prime_rl.trainer.rl.batch_source import split_batch
+from prime_rl.trainer.rl.rl_objective import build_objective
+from prime_rl.trainer.train_step import ScoredRow
+from prime_rl.trainer.weights.policy_loading import load_policy
+
+GRID_SIZE = 11
+MAX_VERSIONS = 8
+"""Versions that are held in memory, at equal distances."""
+_MARGIN = 0.2
+"""Part of the extent of the versions by which the grid exceeds them on each side."""
+_NEGLIGIBLE = 1e-10
+
+
+@dataclass(frozen=True, slots=True)
+class LossSurface:
+    """A grid of losses.
+
+    Attributes:
+        x, y: coordinates of the grid in units of the weights.
+        losses: one row per y.
+        path: step, x and y of each version.
+    """
+
+    x: list[float]
+    y: list[float]
+    losses: list[list[float]]
+    path: list[tuple[int, float, float]]
+
+
+class WeightPlane:
+    """The plane through the last of at least three versions.
+
+    Attributes:
+        coordinates: float64 [versions, 2].
+
+    Raises:
+        ConfigError: the versions lie on a line.
+    """
+
+    def __init__(self, versions: Sequence[Mapping[str, Tensor]]) -> None:
+        self._center = versions[-1]
+        size = len(versions)
+        gram = torch.zeros(size, size, dtype=torch.float64)
+        for name, center in self._center.items():
+            differences = torch.stack([version[name] - center for version in versions]).flatten(1).double()
+            gram += differences @ differences.T
+        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = values[-2:].flip(0), vectors[:, -2:].flip(1)
+        if values[1] <= _NEGLIGIBLE * values[0]:
+            raise ConfigError("the versions do not span a plane; the loss surface needs three different versions")
+        self.coordinates: NDArray[np.float64] = (vectors * values.sqrt()).numpy()
+        weights = (vectors / values.sqrt()).float()
+        self._directions = {
+            name: torch.einsum("vd,v...->d...", weights, torch.stack([version[name] - center for version in versions]))
+            for name, center in self._center.items()
+        }
+
+    @torch.no_grad()
+    def apply(self, policy: PolicyModel, x: float, y: float) -> None:
+        """Set the weights of `policy` to those at a point of the plane."""
+        for name, parameter in policy.named_parameters():
+            first, second = self._directions[name]
+            parameter.copy_(self._center[name] + x * first + y * second)
+
+
+def measure_loss_surface(paths: RunPaths, step: int | None = None) -> LossSurface:
+    """Measure the surface for the versions in weights/ of a run, in one process on the CPU.
+
+    Args:
+        step: the batch; None uses the newest one whose rows are kept (`keep_batches`).
+
+    Raises:
+        ConfigError: the run has no trainer configuration, batch, or three versions, or publishes adapters.
+    """
+    file = paths.config("trainer")
+    if not file.exists():
+        raise ConfigError(f"{file} does not exist; the loss surface needs the directory of a run started by `rl`")
+    config = TrainerConfig.load(["@", str(file)])
+    if config.model.lora is not None and config.model.lora.publish == "adapter":
+        raise ConfigError("the run publishes adapters; the loss surface needs whole versions")
+    batch, number = _read_kept_batch(paths, step)
+    steps = steps_in(paths.weights_dir)
+    chosen = sorted({steps[i * (len(steps) - 1) // (MAX_VERSIONS - 1)] for i in range(MAX_VERSIONS)} if steps else ())
+    if len(chosen) < 3:
+        raise ConfigError(f"{paths.weights_dir} holds {len(chosen)} versions; the loss surface needs at least three")
+    with join_world("cpu", 600) as world:
+        versions = {}
+        for version in chosen:
+            policy = _load(config.model, paths.weights(version), config.seed)
+            versions[version] = {name: p.detach().float().clone() for name, p in policy.named_parameters()}
+        return surface(policy, versions, batch_loss(config.loss, config.model.seq_len, batch, number, world))
+
+
+def surface(
+    policy: PolicyModel, versions: Mapping[int, Mapping[str, Tensor]], loss: Callable[[PolicyModel], float]
+) -> LossSurface:
+    """Measure `loss` on a grid around the versions (step -> parameters); the weights of `policy` are changed."""
+    plane = WeightPlane(list(versions.values()))
+    low, high = plane.coordinates.min(axis=0), plane.coordinates.max(axis=0)
+    margin = _MARGIN * (high - low)
+    x, y = (np.linspace(low[i] - margin[i], high[i] + margin[i], GRID_SIZE).tolist() for i in range(2))
+    losses: list[list[float]] = []
+    for row, second in enumerate(y):
+        losses.append([])
+        for first in x:
+            plane.apply(policy, first, second)
+            losses[-1].append(loss(policy))
+        logger.info("loss surface: row {} of {}", row + 1, GRID_SIZE)
+    path = [(step, float(a), float(b)) for step, (a, b) in zip(versions, plane.coordinates, strict=True)]
+    return LossSurface(x, y, losses, path)
+
+
+def batch_loss(
+    config: LossConfig, seq_len: int, batch: Batch, step: int, world: World
+) -> Callable[[PolicyModel], float]:
+    """Return a function that computes the loss of a policy on the whole batch, without a KL penalty."""
+    objective = build_objective(config.model_copy(update={"kl": None}), seq_len)
+    (minibatch,) = split_batch(batch, step, 1, world, max_tokens=seq_len)
+
+    @torch.no_grad()
+    def loss(policy: PolicyModel) -> float:
+        total = 0.0
+        for row in minibatch.rows:
+            logprobs, entropy, *outside = policy(row)
+            scored = ScoredRow(row, logprobs, entropy, True, minibatch.counts, *outside)
+            total += objective(scored).loss.item()
+        return total
+
+    return loss
+
+
+def _load(model: TrainerModelConfig, directory: Path, seed: int) -> PolicyModel:
+    keys = model.model_dump(include={"trust_remote_code", "dtype", "seq_len"})
+    return load_policy(TrainerModelConfig.model_validate({**keys, "name": str(directory)}), seed)
+
+
+def _read_kept_batch(paths: RunPaths, step: int | None) -> tuple[Batch, int]:
+    kept = [known for known in steps_in(paths.rollouts_dir) if (paths.rollouts(known) / ROWS_FILE).exists()]
+    if not kept or (step is not None and step not in kept):
+        known = ", ".join(map(str, kept)) or "none"
+        raise ConfigError(
+            f"{paths.rollouts_dir} has no rows of {'a batch' if step is None else f'batch {step}'}; kept are: {known} "
+            "(--trainer.keep-batches keeps all)"
+        )
+    number = kept[-1] if step is None else step
+    with translate_error(ArtifactError, lambda error: ConfigError(f"batch {number}: {error}")):
+        return read_batch(paths.rollouts(number), number)[0], number

@@ -1,0 +1,57 @@
+"""`torchrun` that also reports which rank a signal killed, and whether memory ran out (I7).
+
+A killed rank logs nothing, and the other ranks only report that they lost a rank.
+"""
+
+import os
+import signal
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+from prime_rl.core.entry_point import write_error_file
+from prime_rl.core.os_errors import count_oom_kills, describe_signal
+from prime_rl.liveness.parent_process import LAUNCHER
+from prime_rl.trainer.rendezvous_loopback import restrict_to_loopback
+
+
+def main() -> None:
+    """Run torchrun with its arguments; exit with code 1 if a rank failed."""
+    kills = count_oom_kills()
+    # Keep signals ignored which were ignored at the start, such as SIGHUP under `nohup`.
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    handled = [name for name in names if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+    sys.argv[1:1] = ["--signals-to-handle", ",".join(handled)] if len(handled) < len(names) else []
+    os.environ[LAUNCHER] = str(os.getpid())  # the ranks exit with this process
+    if "--standalone" in sys.argv:
+        sys.argv[1:1] = restrict_to_loopback()
+    try:
+        torchrun()
+    except ChildFailedError as error:
+        print(error, file=sys.stderr, flush=True)
+        if (cause := describe_first_failure(error, kills)) is not None:
+            print(f"error: {cause}", file=sys.stderr, flush=True)
+            write_error_file(cause, 1, replace=True)
+        sys.exit(1)
+
+
+def describe_first_failure(error: ChildFailedError, kills: int) -> str | None:
+    """Name the rank that a signal killed; None if each rank exited by itself and reported its error.
+
+    `error` contains the ranks that had failed when torchrun looked, and those that it then ended, at the earliest a
+    second later. `kills` is the result of `count_oom_kills` at the start.
+    """
+    first_time = error.get_first_failure()[1].timestamp
+    first_failures = {rank: failure for rank, failure in error.failures.items() if failure.timestamp == first_time}
+    killed = {rank: -failure.exitcode for rank, failure in first_failures.items() if failure.exitcode < 0}
+    killed = {rank: number for rank, number in killed.items() if number != signal.SIGTERM}
+    if not killed:
+        return None
+    # A rank that lost another one may abort itself, so SIGABRT counts only without another signal.
+    rank, number = min(killed.items(), key=lambda one: (one[1] == signal.SIGABRT, one[0]))
+    return f"rank {rank} (pid {error.failures[rank].pid}) {describe_signal(number, kills)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Publishing versions of the policy while training continues (docs/design/weight_sync.md)."""

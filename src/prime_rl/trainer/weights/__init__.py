@@ -1,0 +1,1 @@
+"""Loading and initialisation of the weights of a policy."""

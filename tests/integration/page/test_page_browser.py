@@ -1,0 +1,240 @@
+"""The page in a real browser: drawn while the run grows, rollouts by URL, token colours, hostile text."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from urllib.parse import urlsplit
+
+import pytest
+
+from prime_rl.page.page_report import make_report
+from prime_rl.page.run_view import RunView
+from tests.support.browser import CHROMIUM, open_browser, wait_until
+from tests.support.synthetic_run import synthetic_run, write_run
+
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium; apt-get install --no-install-recommends chromium"),
+]
+HOSTILE = (
+    "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+    "\x1b[31mred\x1b[0m \u202eright to left\u2066 "
+    "</div></main><a href='javascript:window.hacked = 3'>link</a> "
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return write_run(tmp_path / "run", steps=40)
+
+
+@pytest.fixture
+def served(paths):
+    """The address of a page process for the run."""
+    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    yield process.stdout.readline().split()[1]
+    process.terminate()
+    assert process.wait(20) in (0, -signal.SIGTERM)
+
+
+class Watched:
+    """A tab whose console errors and foreign requests are collected."""
+
+    def __init__(self, browser, **options):
+        self.page = browser.new_page(viewport={"width": 1400, "height": 900}, **options)
+        self.errors, self.origins = [], set()
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self.origins.add(urlsplit(request.url)[:2]))
+
+    def check(self, *origins):
+        """No error, no request to another origin, no script of the run's text."""
+        assert self.errors == []
+        assert {origin for origin in self.origins if origin[0] not in ("data", "blob")} <= set(origins)
+        assert self.page.evaluate("window.hacked") is None
+        self.page.close()
+
+
+@pytest.fixture
+def tab(browser, served):
+    watched = Watched(browser)
+    yield watched
+    watched.check(("http", urlsplit(served).netloc))
+
+
+def add_step(paths, step):
+    orchestrator, trainer = synthetic_run.metric_rows(step, 0.9, random.Random(step))
+    for process, row in (("orchestrator", orchestrator), ("trainer", trainer)):
+        with paths.metrics(process).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def chart_steps(page, title):
+    """The horizontal positions of the points that a chart has drawn."""
+    script = "t => [...document.querySelectorAll('.chart')].find(c => c.querySelector('.title').textContent === t)"
+    return page.evaluate(f"t => ({script})(t).querySelector('.plot').chart.plot.data[0]", title)
+
+
+def test_overview_is_drawn_and_new_steps_appear_without_reload(paths, served, tab):
+    page = tab.page
+    page.goto(served)
+    page.get_by_text("Gradient norm", exact=True).wait_for()
+    assert chart_steps(page, "Reward") == list(range(40))
+    page.evaluate("window.marked = true")
+    add_step(paths, 40)
+    with paths.metrics("trainer").open("a") as file:
+        file.write('{"step": 41, "lo')  # half a line
+    wait_until(page, "() => document.querySelector('#figures .value').textContent.startsWith('41')")
+    wait_until(
+        page,
+        "() => document.querySelector('.chart .plot').chart.plot.data[0].at(-1) === 40",
+    )
+    assert page.evaluate("window.marked") is True
+
+
+def test_overview_metric_search_is_in_the_url(served, tab):
+    page = tab.page
+    page.goto(f"{served}/#q=quality_3")
+    page.get_by_text("metrics/quality_3", exact=True).wait_for()
+    page.get_by_label("search metrics").fill("learning rate")
+    page.get_by_text("lr", exact=True).wait_for()
+    assert "q=learning+rate" in page.url
+
+
+def test_rollout_is_found_by_filter_and_opened_by_url(served, tab, browser):
+    page = tab.page
+    page.goto(f"{served}/#view=rollouts")
+    page.locator("tbody tr").first.wait_for()
+    page.locator("select[name=env]").select_option("code")
+    page.locator("input[name=reward_from]").fill("1")
+    page.locator("input[name=reward_from]").press("Enter")
+    wait_until(
+        page,
+        "() => (rows => rows.length > 0 && rows.every(row => row.children[1].textContent === 'code' &&"
+        " row.children[3].textContent === '1'))([...document.querySelectorAll('tbody tr')])",
+    )
+    page.locator("tbody tr").first.click()
+    page.get_by_text("Conversation", exact=True).wait_for()
+    title = page.locator("h2").first.text_content()
+    assert "env=code" in page.url and "reward_from=1" in page.url and "rollout=39." in page.url
+    other = Watched(browser)
+    other.page.goto(page.url)
+    other.page.get_by_text(title, exact=True).wait_for()
+    other.check(("http", urlsplit(served).netloc))
+
+
+def test_token_colours_follow_the_values_of_the_mode(paths, served, tab):
+    detail = RunView("run", paths.root).rollout(39, 78, 0)
+    [sample] = detail["samples"]
+    page = tab.page
+    for mode, value in {
+        "difference": lambda i: sample["trainer_logprob"][i] - sample["sampler_logprob"][i],
+        "entropy": lambda i: sample["entropy"][i],
+        "version": lambda i: 39 - sample["version"][i],
+        "advantage": lambda i: sample["advantage"][i] * sample["mask"][i],
+    }.items():
+        page.goto(f"{served}/#view=rollouts&rollout=39.78.0&colour={mode}")
+        page.locator(".tokens span").first.wait_for()
+        wait_until(page, "mode => location.hash.includes(mode)", mode)
+        page.locator(".segments button[aria-pressed=true]").wait_for()
+        shown = page.evaluate(
+            "[...document.querySelectorAll('.tokens span')]"
+            ".map(span => [span.dataset.value ?? null, span.style.backgroundColor])"
+        )
+        assert len(shown) == len(sample["token"])
+        for i, (text, colour) in enumerate(shown):
+            if not sample["mask"][i]:
+                assert text is None and colour == "", "the prompt has no colour"
+                continue
+            assert float(text) == pytest.approx(value(i), abs=2e-4)
+            if mode == "difference" and abs(value(i)) > 0.05:
+                assert colour.startswith("rgba(47, 133, 222" if value(i) > 0 else "rgba(214, 69, 65")
+
+
+def test_hostile_text_is_inert_and_visible(paths, served, tab):
+    rows = [json.loads(line) for line in paths.samples(39).read_text().splitlines()]
+    rows[0]["messages"][1]["content"] = HOSTILE + "x" * 1_000_000
+    rows[0]["env"] = "<img src=x onerror='window.hacked = 4'>"
+    paths.samples(39).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = tab.page
+    page.goto(f"{served}/#view=rollouts&rollout={39}.{rows[0]['group_id']}.0")
+    text = page.locator(".message.assistant .text")
+    text.wait_for()
+    shown = text.text_content()
+    assert shown.startswith("<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>␛[31mred")
+    assert "[U+202E]right to left[U+2066]" in shown and "\u202e" not in shown
+    assert page.get_by_text("further characters are left out").is_visible()
+    assert page.locator(".message a, .message img, .message script").count() == 0
+
+
+def test_timeline_zoom_is_in_the_url_and_shows_who_waited(served, tab):
+    page = tab.page
+    page.goto(f"{served}/#view=timeline")
+    lane = page.get_by_label("phases of trainer_0")
+    lane.wait_for()
+    box = lane.bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 10)
+    page.mouse.up()
+    wait_until(page, "() => location.hash.includes('from=')")
+    page.get_by_text("Who waited for whom").wait_for()
+    assert page.get_by_text("for orchestrator").first.is_visible()
+
+
+def test_health_and_comparison_are_shown(paths, served, tab):
+    page = tab.page
+    page.goto(f"{served}/#view=health")
+    page.get_by_text("State:").wait_for()
+    assert page.get_by_text("newest published version").count() + page.get_by_text("trained steps").count() >= 1
+
+
+def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser):
+    other = write_run(paths.root.parent / "other", steps=20, seed=1)
+    other.run_toml.write_text(other.run_toml.read_text().replace("1e-5", "3e-5"))
+    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), str(other.root), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        address = process.stdout.readline().split()[1]
+        watched = Watched(browser)
+        watched.page.goto(f"{address}/#view=compare")
+        watched.page.get_by_text("Different settings").wait_for()
+        assert watched.page.get_by_text("trainer.optim.lr").is_visible()
+        assert chart_steps(watched.page, "Reward")[-1] == 39
+        watched.check(("http", urlsplit(address).netloc))
+        process.terminate()
+
+
+def test_page_without_its_process_says_so(paths, browser):
+    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        watched = Watched(browser)
+        watched.page.goto(process.stdout.readline().split()[1])
+        watched.page.get_by_text("Gradient norm", exact=True).wait_for()
+        process.kill()
+    watched.page.get_by_text("The connection to the page's process is lost").wait_for()
+
+
+def test_report_opens_from_disk(paths, browser, tmp_path):
+    file = tmp_path / "report.html"
+    file.write_text(make_report(RunView("run", paths.root)))
+    assert file.stat().st_size < 5_000_000
+    watched = Watched(browser)
+    watched.page.goto(file.as_uri())
+    watched.page.get_by_text("Gradient norm", exact=True).wait_for()
+    assert chart_steps(watched.page, "Reward") == list(range(40))
+    watched.page.get_by_role("link", name="Rollouts").click()
+    watched.page.locator("tbody tr").first.click()
+    watched.page.get_by_text("Conversation", exact=True).wait_for()
+    assert watched.page.locator(".tokens span").count() > 0
+    watched.page.get_by_role("link", name="Timeline").click()
+    watched.page.get_by_label("phases of trainer_0").wait_for()
+    watched.check(("file", ""))

@@ -1,0 +1,166 @@
+"""Keys without effect in a command or combination: a warning with the reason, or an error in one line."""
+
+import pytest
+
+from prime_rl.configs.eval import EvalConfig
+from prime_rl.configs.eval_common import EvalEnvConfig
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.synthesize import SynthesizeConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.core.errors import ConfigError
+
+EVAL = ["--env.id", "a"]
+
+
+@pytest.fixture(autouse=True)
+def _in_workdir(workdir):
+    """Every test runs in an empty folder, without the variables."""
+
+
+@pytest.mark.parametrize(
+    ("root", "argv", "warning"),
+    [
+        (TrainerConfig, "--wandb --no-wandb.log-extras.samples", "wandb.log_extras.samples has no effect: only"),
+        (SFTConfig, "--wandb --no-wandb.log-extras.samples", "wandb.log_extras.samples has no effect: only"),
+        (EvalConfig, "--env.id a --wandb.log-extras.interval 5", "wandb.log_extras.interval has no effect: each"),
+        (EvalConfig, "--env.id a --client.reconnect-seconds 9", "client.reconnect_seconds has no effect here"),
+        (SynthesizeConfig, "--client.reconnect-seconds 9", "client.reconnect_seconds has no effect here"),
+        (EvalConfig, "--env.id a --steps 3", "steps has no effect without weights_dir"),
+        (OrchestratorConfig, "--oversampling-factor 2", "oversampling_factor has no effect unless max_off_policy"),
+        (OrchestratorConfig, "--ckpt.save-async", "ckpt.save_async has no effect on the orchestrator"),
+        (OrchestratorConfig, "--ckpt.keep-last 3", "ckpt.keep_last has no effect on the orchestrator"),
+        (OrchestratorConfig, "--client.base-url a --client.port 9", "client.port has no effect if client.base_url"),
+        (OrchestratorConfig, "--max-concurrent 9 --concurrency.max 9", "concurrency.max has no effect if max_con"),
+        (OrchestratorConfig, "--no-concurrency.adaptive --concurrency.min 9", "concurrency.min has no effect without"),
+        (TrainerConfig, "--ckpt.keep-interval 3", "ckpt.keep_interval has no effect without ckpt.keep_last"),
+        (TrainerConfig, "--bench-steps 3", "bench_steps has no effect without --bench"),
+        (RLConfig, "--ckpt.keep-interval 3", "ckpt.keep_interval has no effect without ckpt.keep_last"),
+        (RLConfig, "--orchestrator.oversampling-factor 2", "orchestrator.oversampling_factor has no effect unless"),
+        (RLConfig, "--inference-gpu-ids 3", "inference_gpu_ids starts no server without an [inference] block"),
+    ],
+)
+def test_key_without_effect_is_one_warning(root, argv, warning, capsys):
+    root.load(argv.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {warning}")
+
+
+@pytest.mark.parametrize(
+    ("root", "argv"),
+    [
+        (OrchestratorConfig, "--oversampling-factor 2 --max-off-policy-steps 4"),
+        (OrchestratorConfig, "--max-concurrent 9 --concurrency.initial 9"),
+        (TrainerConfig, "--ckpt.keep-interval 3 --ckpt.keep-last 1"),
+        (RLConfig, "--ckpt.keep-last 3 --ckpt.save-async --wandb.log-extras.interval 3"),
+        (RLConfig, "--wandb --no-wandb.log-extras.samples"),
+        (TrainerConfig, "--wandb.log-extras.interval 3"),
+        (RLConfig, "--orchestrator.ckpt.keep-last 3"),
+        (RLConfig, "--inference --inference-gpu-ids 3"),
+        (RLConfig, "--max-model-len 512"),
+        (OrchestratorConfig, "--rollouts-per-example 1 --bench"),
+        (OrchestratorConfig, "--rollouts-per-example 1 --advantage.type none"),
+        (RLConfig, "--orchestrator.rollouts-per-example 1 --algorithm reinforce++"),
+    ],
+)
+def test_key_with_an_effect_gives_no_warning(root, argv, capsys):
+    root.load(argv.split())
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("variable", "value"), [("PRIME_RL_SUPERVISED", "1"), ("RANK", "1")])
+def test_warnings_are_printed_once_per_run(variable, value, capsys, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    TrainerConfig.load(["--ckpt.keep-interval", "3"])
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("root", "argv", "parts"),
+    [
+        (SFTConfig, ["--model.seq-len", "4096"], ["model.seq_len = 4096", "data.seq_len"]),
+        (EvalConfig, [*EVAL, "--env.weight", "2"], ["env.0.weight = 2", "env.num_examples"]),
+        (SynthesizeConfig, ["--env.weight", "2"], ["env.0.weight = 2", "env.num_examples"]),
+        (OrchestratorConfig, ["--eval.env.id", "a", "--eval.env.weight", "2"], ["eval.env.0.weight = 2"]),
+        (RLConfig, ["--gpu-memory-utilization", "0.5"], ["gpu_memory_utilization", "no [inference] block"]),
+        (OrchestratorConfig, ["--rollouts-per-example", "1"], ["rollouts_per_example = 1", "'grpo'", "= 8"]),
+        (RLConfig, ["--algorithm=rloo", "--orchestrator.rollouts-per-example=1"], ["every advantage", "'rloo'"]),
+        (InferenceConfig, ["--parallel.start-rank", "2", "--parallel.dp", "4"], ["start_rank = 2", "--headless"]),
+        (OrchestratorConfig, ["--sampling.repetition-penalty", "1.2"], ["repetition_penalty is not supported"]),
+        (
+            OrchestratorConfig,
+            ["--env.sampling", "{'repetition_penalty': 1.2}"],
+            ["env.sampling of environment 'reverse_text'", "repetition_penalty is not supported"],
+        ),
+        (EvalConfig, [*EVAL, "--env.sampling", "{'repetition_penalty': 1.2}"], ["environment 'a'", "not supported"]),
+        (SynthesizeConfig, ["--env.sampling", "{'temprature': 1}"], ["env.sampling", "temprature"]),
+        (OrchestratorConfig, ["--eval.env.id", "a", "--eval.env.sampling", "{'x': 1}"], ["env.sampling", "x"]),
+    ],
+)
+def test_misleading_key_raises_in_one_line(root, argv, parts):
+    with pytest.raises(ConfigError) as caught:
+        root.load(argv)
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_weight_of_a_training_environment_does_not_stop_validation():
+    config = OrchestratorConfig.load(["--env.weight", "3", "--val.num-examples", "2"])
+    assert EvalEnvConfig.from_training(config.env[0]).weight == 1.0
+
+
+def test_server_address_variable_reaches_the_orchestrator_of_rl(monkeypatch):
+    monkeypatch.setenv("INFERENCE_SERVER_IP", "10.0.0.5")
+    assert RLConfig.load([]).orchestrator.client.urls == ["http://10.0.0.5:8000"]
+    assert RLConfig.load(["--orchestrator.client.host", "b"]).orchestrator.client.host == "b"
+    assert RLConfig.load(["--inference"]).orchestrator.client.host == "localhost", "its own server is on this machine"
+
+
+@pytest.mark.parametrize("flag", ["--no-trainer.wandb.log-extras.distributions", "--no-orchestrator.wandb.offline"])
+def test_negated_flag_switches_no_block_on(flag, capsys):
+    config = RLConfig.load([flag])
+    assert (config.wandb, config.trainer.wandb, config.orchestrator.wandb) == (None, None, None)
+    assert capsys.readouterr().err == f"warning: {flag} has no effect: its block is off\n"
+    assert TrainerConfig.load(["--no-ckpt.save-async"]).ckpt is None
+
+
+def test_negated_flag_changes_a_block_that_a_shared_value_switches_on(capsys, monkeypatch):
+    config = RLConfig.load(["--wandb", "--wandb.log-extras", "--no-orchestrator.wandb.log-extras.samples"])
+    assert config.orchestrator.wandb.log_extras.samples is False
+    assert config.wandb.log_extras.samples is True
+    assert capsys.readouterr().err == ""
+    assert TrainerConfig.load(["--no-ckpt.save-async", "--ckpt.save-async"]).ckpt.save_async is True
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = RLConfig.load(["--wandb", "--no-wandb.offline"])
+    assert {part.wandb.offline for part in (config, config.trainer, config.orchestrator)} == {False}
+
+
+def test_wandb_run_that_is_on_for_one_process_has_a_name_and_a_group():
+    wandb = RLConfig.load(["--orchestrator.wandb", "--model.name", "x/y"]).orchestrator.wandb
+    assert (wandb.name, wandb.group) == ("y-orchestrator", "y")
+
+
+def test_wandb_mode_dryrun_is_offline(monkeypatch):
+    """W&B's older name for it; such a run must not be uploaded."""
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    assert TrainerConfig.load(["--wandb"]).wandb.offline is True
+
+
+def test_wandb_variables_count_where_the_configuration_is_silent(monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    monkeypatch.setenv("WANDB_ENTITY", "e")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for root in (TrainerConfig, OrchestratorConfig, SFTConfig):
+        assert root.load([]).wandb is None
+        wandb = root.load(["--wandb"]).wandb
+        assert (wandb.project, wandb.entity, wandb.offline) == ("p", "e", True)
+    config = RLConfig.load(["--wandb", "--wandb.project", "q"])
+    assert {part.wandb.project for part in (config, config.trainer, config.orchestrator)} == {"q"}
+    assert {part.wandb.entity for part in (config, config.trainer, config.orchestrator)} == {"e"}
+    assert RLConfig.load(["--trainer.wandb.entity", "x", "--wandb"]).trainer.wandb.entity == "x"
+    assert (
+        RLConfig.load(["--orchestrator.wandb", "--no-orchestrator.wandb.offline"]).orchestrator.wandb.offline is False
+    )

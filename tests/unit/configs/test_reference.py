@@ -1,0 +1,12 @@
+"""docs/reference/config.md and the texts of `--help` are generated from the models."""
+
+import subprocess
+import sys
+
+from tests.unit.configs.conftest import REPOSITORY
+
+
+def test_reference_page_and_help_are_up_to_date():
+    command = [sys.executable, REPOSITORY / "scripts/generate_reference.py", "config", "help", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,90 @@
+"""Each environment's wheel works by itself: after a plain `pip install` in an empty virtual environment."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[3] / "environments"
+PUBLISHED = {"verifiers", "math-verify"}
+"""Names that the public package index holds and that are the packages we mean."""
+
+QUESTION = {"question": "What is 1 + 1?", "answer": "2"}
+CHOICE = {"question": "What is 1 + 1?", "options": ["A)1", "B)2"], "correct": "B", "rationale": "count"}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "alphabet_sort": {"num_train_examples": 2},
+    "calculator": {"num_train_examples": 2},
+    "code_tests": {"num_generated": 2},
+    "gsm8k": {"data_path": "question.jsonl"},
+    "hendrycks_math": {"data_path": "question.jsonl"},
+    "intellect_math": {"data_path": "question.jsonl"},
+    "nanochat_aqua_rat": {"data_dir": "choices", "eval_split": None},
+    "reverse_text": {"words": 2},
+}
+# Run with -I, so that nothing but the installed wheel can be imported. A `MathGrader` starts a file of the wheel.
+LOAD = """
+import importlib, pkgutil, sys
+name, arguments = sys.argv[1], eval(sys.argv[2])
+package = importlib.import_module(name)
+assert "site-packages" in package.__file__, package.__file__
+for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+    if not module.name.endswith("math_worker"):
+        importlib.import_module(module.name)
+environment = package.load_environment(**arguments)
+assert len(environment.get_dataset()) > 0
+if grader := getattr(environment.rubric, "grader", None):
+    import asyncio
+    assert asyncio.run(grader.grade("2", "4/2")).correct
+    grader.close()
+print("loaded", name)
+"""
+
+
+def projects() -> list[Path]:
+    folders = (path.parent for path in FOLDER.glob("*/pyproject.toml"))
+    return sorted(folder for folder in folders if not folder.is_symlink())
+
+
+def test_arguments_cover_every_environment() -> None:
+    assert [project.name for project in projects()] == sorted(ARGUMENTS)
+
+
+@pytest.mark.parametrize("project", projects(), ids=lambda project: project.name)
+def test_environment_requires_only_published_packages(project: Path) -> None:
+    declared = tomllib.loads((project / "pyproject.toml").read_text())
+    names = {re.split(r"[<>=!~\[; ]", requirement)[0] for requirement in declared["project"]["dependencies"]}
+    assert names <= PUBLISHED
+    # A source that only uv reads would let a wheel require something else than what was tested.
+    assert "sources" not in declared.get("tool", {}).get("uv", {})
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("project", projects(), ids=lambda project: project.name)
+def test_wheel_installed_by_pip_in_an_empty_venv_loads(project: Path, tmp_path: Path) -> None:
+    # Only the folder itself: the wheel must not depend on where it was built.
+    shutil.copytree(project, tmp_path / "source", symlinks=False)
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv" / "bin" / "python"
+    run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, tmp_path / "source", cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    run(python, "-m", "pip", "install", "--quiet", "--no-compile", wheel, cwd=tmp_path)
+    (tmp_path / "question.jsonl").write_text(json.dumps(QUESTION) + "\n")
+    (tmp_path / "choices").mkdir()
+    (tmp_path / "choices" / "train.jsonl").write_text(json.dumps(CHOICE) + "\n")
+    printed = run(python, "-I", "-c", LOAD, project.name, repr(ARGUMENTS[project.name]), cwd=tmp_path)
+    assert f"loaded {project.name}" in printed
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    outside = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHONPATH", "VIRTUAL_ENV"))}
+    done = subprocess.run(command, cwd=cwd, env=outside, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
+    return done.stdout

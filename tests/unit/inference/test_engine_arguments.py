@@ -1,0 +1,221 @@
+"""Conversion of `vllm.*` keys to vLLM's command line."""
+
+import json
+from argparse import Action
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.inference.vllm.engine_arguments import (
+    _check_supported,
+    _defaults,
+    _flags,
+    check_model,
+    load_plugins,
+    make_arguments,
+    prepare_environment,
+)
+
+
+def _known(*flags: str, nargs: int | None = None) -> dict[str, Action]:
+    names = {flag: flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for flag in flags}
+    return {flag: Action([flag], name, nargs=nargs) for flag, name in names.items()}
+
+
+def _config(**keys: Any) -> InferenceConfig:
+    return InferenceConfig.model_validate(keys)
+
+
+@pytest.mark.parametrize(
+    ("value", "flags"),
+    [
+        (None, []),
+        (16, ["--a-key", "16"]),
+        (True, ["--a-key"]),
+        (False, ["--no-a-key"]),
+        ({"b": [1]}, ["--a-key", '{"b": [1]}']),
+        (["x", 1], ["--a-key", "x", "1"]),
+    ],
+)
+def test_flags_formats_values_for_vllm(value: object, flags: list[str]) -> None:
+    known = _known("--dtype", "--no-dtype", nargs=0 if isinstance(value, bool) else None)
+    assert _flags("dtype", value, known) == [flag.replace("a-key", "dtype") for flag in flags]
+
+
+def test_flags_of_a_false_switch_without_negation_are_empty() -> None:
+    assert _flags("dtype", False, _known("--dtype", nargs=0)) == []
+
+
+def test_flags_of_an_unknown_argument_raises() -> None:
+    with pytest.raises(ConfigError, match=r"vllm\.no_such: vLLM's server has no such argument"):
+        _flags("no_such", 1, _known("--such"))
+
+
+def test_flags_of_an_unlisted_argument_raises() -> None:
+    with pytest.raises(ConfigError, match=r"vllm\.brand_new: not supported: not tested with"):
+        _flags("brand_new", 1, _known("--brand-new"))
+
+
+def test_flags_of_an_alias_raises() -> None:
+    known = {"--device-memory-utilization": Action(["--device-memory-utilization"], "gpu_memory_utilization")}
+    with pytest.raises(ConfigError, match=r"is vllm\.gpu_memory_utilization; set gpu_memory_utilization"):
+        _flags("device_memory_utilization", 0.5, known)
+    with pytest.raises(ConfigError, match=r"vllm\.no_enable_eplb"):
+        _flags("no_enable_eplb", True, {"--no-enable-eplb": Action(["--no-enable-eplb"], "enable_eplb")})
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("logprobs_mode", "is set by the server"),
+        ("scheduler_cls", "is set by the server"),
+        ("tensor_parallel_size", "set parallel.tp instead"),
+        ("port", "set server.port instead"),
+        ("max_model_len", "set model.max_model_len instead"),
+        ("gpu_memory_utilization", "set gpu_memory_utilization instead"),
+        ("kv_transfer_config", "not supported"),
+        ("enable_lora", "set enable_lora instead"),
+        ("lora_modules", "POST /load_adapter"),
+    ],
+)
+def test_check_supported_rejects_fixed_and_unsupported_arguments(key: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"vllm.{key}.*{reason}"):
+        _check_supported({key: 1})
+
+
+def test_prepare_environment_limits_the_kernel_cache_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the limit the engine grew by 2 MB per step (benchmarks/leaks.py)."""
+    name, environment = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", dict[str, str]()
+    monkeypatch.setattr("prime_rl.inference.vllm.engine_arguments.os.environ", environment)
+    prepare_environment(_config(), on_cpu=False)
+    assert name not in environment
+    prepare_environment(_config(), on_cpu=True)
+    assert int(environment[name]) <= 128
+    environment[name] = "1024"
+    prepare_environment(_config(), on_cpu=True)
+    assert environment[name] == "1024", "set by the user"
+
+
+def test_prepare_environment_disables_routes_that_change_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_RESPONSES_API_STORE")
+    environment = dict.fromkeys(names, "1")
+    monkeypatch.setattr("prime_rl.inference.vllm.engine_arguments.os.environ", environment)
+    prepare_environment(_config(), on_cpu=False)
+    assert {environment[name] for name in names} == {"0"}
+
+
+@pytest.mark.parametrize("name", ["VLLM_DP_SIZE", "VLLM_MODEL_REDIRECT_PATH", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"])
+def test_prepare_environment_rejects_variables_that_change_the_model(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("prime_rl.inference.vllm.engine_arguments.os.environ", {name: "2"})
+    with pytest.raises(ConfigError, match=rf"^the environment variable {name} is not supported: .*; unset it$"):
+        prepare_environment(_config(), on_cpu=False)
+
+
+def test_prepare_environment_sets_the_start_timeout_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, environment = "VLLM_ENGINE_READY_TIMEOUT_S", dict[str, str]()
+    monkeypatch.setattr("prime_rl.inference.vllm.engine_arguments.os.environ", environment)
+    prepare_environment(_config(parallel={"wait_timeout_seconds": 2400.5}), on_cpu=False)
+    assert environment[name] == "2401"
+    environment[name] = "60"
+    prepare_environment(_config(), on_cpu=False)
+    assert environment[name] == "60", "set by the user"
+
+
+def test_load_plugins_loads_parsers_and_rejects_unknown_ones(tmp_path: Any) -> None:
+    pytest.importorskip("vllm")
+    from vllm.tool_parsers import ToolParserManager
+
+    plugin = tmp_path / "parser.py"
+    plugin.write_text(
+        "from vllm.tool_parsers import ToolParser, ToolParserManager\n"
+        "@ToolParserManager.register_module('ours_alone')\n"
+        "class OursAlone(ToolParser):\n    pass\n"
+    )
+    keys = {"enable_auto_tool_choice": True, "tool_call_parser": "ours_alone"}
+    model = Path("configs/reverse_text/model")
+    with pytest.raises(ConfigError, match=r"^vllm: invalid tool call parser: ours_alone"):
+        load_plugins(make_arguments(_config(vllm=keys), model, on_cpu=True))
+    with pytest.raises(ConfigError, match=r"^vllm\.tool_parser_plugin: /no/such.py is not a file"):
+        load_plugins(make_arguments(_config(vllm={**keys, "tool_parser_plugin": "/no/such.py"}), model, on_cpu=True))
+    load_plugins(make_arguments(_config(vllm={**keys, "tool_parser_plugin": str(plugin)}), model, on_cpu=True))
+    assert "ours_alone" in ToolParserManager.list_registered()
+    with pytest.raises(ConfigError, match=r"^vllm\.reasoning_parser: no_such is not a parser of vLLM; available"):
+        load_plugins(make_arguments(_config(vllm={"reasoning_parser": "no_such"}), model, on_cpu=True))
+
+
+def test_check_supported_accepts_overridden_defaults() -> None:
+    _check_supported({"max_num_seqs": 8, "dtype": "float32"})
+
+
+@pytest.mark.parametrize("model", [{"num_experts": 4}, {"text_config": {"n_routed_experts": 8}}])
+def test_check_model_rejects_experts_on_cpu(tmp_path: Any, model: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    two = _config(parallel={"dp": 2})
+    with pytest.raises(ConfigError, match=r"parallel.dp = 2: .* is a mixture of experts"):
+        check_model(two, tmp_path, on_cpu=True)
+    check_model(two, tmp_path, on_cpu=False)
+    check_model(_config(), tmp_path, on_cpu=True)
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": None}))
+    check_model(two, tmp_path, on_cpu=True)
+
+
+def test_check_model_rejects_a_quantized_checkpoint(tmp_path: Any) -> None:
+    """Published versions have no scales."""
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(
+        ConfigError, match=r"^model\.name: the checkpoint .* is quantized \(fp8\) and published versions"
+    ):
+        check_model(_config(), tmp_path, on_cpu=False)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": {}}}))
+    check_model(_config(), tmp_path, on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"head_dim": 16, "num_attention_heads": 4},
+        {"text_config": {"hidden_size": 64, "num_attention_heads": 4}},
+    ],
+)
+def test_check_model_rejects_head_sizes_without_a_cpu_kernel(tmp_path: Any, model: dict[str, Any]) -> None:
+    """The engine would crash in its first request."""
+    pytest.importorskip("vllm")
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(ConfigError, match=r"has attention heads of size 16, for which vLLM has no CPU kernel; supp"):
+        check_model(_config(), tmp_path, on_cpu=True)
+    check_model(_config(), tmp_path, on_cpu=False)
+    for fits in (
+        {"head_dim": 32, "num_attention_heads": 4},
+        {"kv_lora_rank": 8, "head_dim": 16, "num_attention_heads": 4},
+        {},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fits))
+        check_model(_config(), tmp_path, on_cpu=True)
+
+
+def test_defaults_differ_between_cpu_and_gpu(tmp_path: Any) -> None:
+    config = _config(model={"name": "a/b", "max_model_len": 64}, parallel={"tp": 2, "dp": 3}, seed=5)
+    gpu, cpu = _defaults(config, tmp_path, on_cpu=False), _defaults(config, tmp_path, on_cpu=True)
+    assert (gpu["dtype"], gpu["enforce_eager"], gpu["tensor_parallel_size"], gpu["data_parallel_size"]) == (
+        "auto", False, 2, 3,
+    )  # fmt: skip
+    assert (cpu["dtype"], cpu["enforce_eager"], cpu["kv_cache_memory_bytes"]) == ("float32", True, 2**29)
+    assert (gpu["served_model_name"], gpu["model"], gpu["max_model_len"], gpu["seed"]) == (
+        ["a/b"],
+        str(tmp_path),
+        64,
+        5,
+    )
+    chosen = _defaults(_config(model={"dtype": "bfloat16", "enforce_eager": False}), tmp_path, on_cpu=True)
+    assert (chosen["dtype"], chosen["enforce_eager"]) == ("bfloat16", False)
+
+
+def test_defaults_enable_adapters_only_by_configuration(tmp_path: Any) -> None:
+    assert "enable_lora" not in _defaults(_config(), tmp_path, on_cpu=False)
+    values = _defaults(_config(enable_lora=True, max_loras=3, max_lora_rank=20), tmp_path, on_cpu=False)
+    assert (values["enable_lora"], values["max_loras"], values["max_lora_rank"]) == (True, 3, 32)

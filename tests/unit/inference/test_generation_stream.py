@@ -1,0 +1,609 @@
+"""The token stream between the real client and the real server protocol; only the engine is simulated."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from uvicorn.server import ServerState
+
+from prime_rl.core.types import PolicyVersion
+from prime_rl.inference import generation_stream
+from prime_rl.inference.generation_stream import ServerStream, StreamedSample, StreamHttpProtocol
+from prime_rl.inference.policy.version_pins import VersionPins
+from prime_rl.inference.request_layer import AccessRules, RequestLayer
+from prime_rl.inference.routes import make_router
+from prime_rl.rollouts.clients import generation_messages
+from prime_rl.rollouts.clients import generation_stream as client_stream
+from prime_rl.rollouts.clients.generation_messages import (
+    MAX_FRAME_BYTES,
+    PATH,
+    ClientFrame,
+    Completion,
+    FrameReader,
+    SampleRequest,
+    ServerFrame,
+    decode_server_frame,
+    encode,
+    pack,
+    split,
+)
+from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
+from tests.support.fake_engine import fake_engine
+from tests.support.recording_proxy import recording_proxy
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")
+
+
+@pytest.fixture
+def event_loop_policy() -> uvloop.EventLoopPolicy:
+    """The event loop of all processes that use streams."""
+    return uvloop.EventLoopPolicy()
+
+
+SAMPLING = {"temperature": 1.0, "max_tokens": 4}
+NO_KEY = "NO_SUCH_VARIABLE"
+
+
+class FakeEngine:
+    """A `Generator` whose completion is the prompt's first token and the seed."""
+
+    def __init__(self) -> None:
+        self.requests: list[SampleRequest] = []
+        self.waiting: list[tuple[StreamedSample, Completion]] = []
+        self.aborted: list[str] = []
+        self.load = 0
+        self.holds = False  # samples wait for `answer_all`
+        self.fault: Callable[[SampleRequest], Exception | None] = lambda request: None
+        self.change: Callable[[Completion], Completion] = lambda completion: completion
+        self.arrived = asyncio.Condition()
+        self._numbers = itertools.count()
+
+    async def start(self, request: SampleRequest, samples: Sequence[StreamedSample]) -> None:
+        self.requests.append(request)
+        if (error := self.fault(request)) is not None:
+            raise error
+        for sample, seed in zip(samples, request.seeds, strict=True):
+            if not sample.is_cancelled:
+                sample.name = f"request-{next(self._numbers)}"
+                first = np.frombuffer(request.token_ids, "<i4")[0]
+                ids = np.array([first, seed or 0], "<i4").tobytes()
+                logprobs = np.array([-0.5, -0.25], "<f4").tobytes()
+                completion = Completion(sample.id, ids, logprobs, [("0.3", 0, 1), ("0.4", 1, 2)], "stop")
+                self.waiting.append((sample, self.change(completion)))
+        if not self.holds:
+            self.answer_all()
+        async with self.arrived:
+            self.arrived.notify_all()
+
+    def answer_all(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for sample, completion in waiting:
+            sample.put(completion)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        self.aborted += names
+        async with self.arrived:
+            self.arrived.notify_all()
+
+    def add_load(self, samples: int) -> None:
+        self.load += samples
+
+    def status_of(self, error: Exception) -> tuple[int, str]:
+        return (400 if isinstance(error, ValueError) else 500), str(error)
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds after a start or an abort."""
+        async with asyncio.timeout(10), self.arrived:
+            await self.arrived.wait_for(condition)
+
+
+class Served:
+    """A listening server with a fake engine."""
+
+    def __init__(self, engine: FakeEngine, access: AccessRules) -> None:
+        self.engine, self.state = engine, ServerState()
+        self.version = PolicyVersion(0, 3)
+        app = FastAPI()
+        app.include_router(make_router(cast(Any, None), "m", access.admin_refusal))
+        layer = RequestLayer(app, access, VersionPins(60), lambda: self.version)
+        config = uvicorn.Config(layer, lifespan="off", log_level="critical")
+
+        def make() -> StreamHttpProtocol:
+            return StreamHttpProtocol(config, self.state, {}, access=access, generator=engine)
+
+        self._make = make
+        self.port = 0
+
+    async def listen(self) -> None:
+        self._server = await asyncio.get_running_loop().create_server(self._make, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def die(self) -> None:
+        self._server.close()
+        for connection in list(self.state.connections):
+            connection.transport.abort() if isinstance(
+                connection, StreamHttpProtocol
+            ) else self.stream._transport.abort()
+
+    @property
+    def stream(self) -> ServerStream:
+        [stream] = [each for each in cast("set[Any]", self.state.connections) if isinstance(each, ServerStream)]
+        return stream
+
+
+@asynccontextmanager
+async def serving(access: AccessRules | None = None) -> AsyncIterator[Served]:
+    served = Served(FakeEngine(), access or AccessRules.for_address(NO_KEY, "127.0.0.1"))
+    await served.listen()
+    try:
+        yield served
+    finally:
+        served.die()
+
+
+@asynccontextmanager
+async def connected(**options: Any) -> AsyncIterator[tuple[Served, InferenceClient]]:
+    async with serving() as served, InferenceClient(served.url, "m", "", **options) as client:
+        yield served, client
+
+
+class RawStream:
+    """An opened stream without our client."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: bytes) -> None:
+        self.reader, self.writer, self.status = reader, writer, status
+        self._frames = FrameReader()
+
+    async def frames(self) -> list[ServerFrame]:
+        """All frames until the server closes."""
+        async with asyncio.timeout(10):
+            return [decode_server_frame(frame) for frame in self._frames.feed(await self.reader.read(-1))]
+
+    async def frame(self) -> ServerFrame:
+        async with asyncio.timeout(10):
+            while not (frames := self._frames.feed(await self.reader.read(2**16))):
+                pass
+        [frame] = frames
+        return decode_server_frame(frame)
+
+
+@asynccontextmanager
+async def raw_stream(port: int, key: str = "") -> AsyncIterator[RawStream]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    authorization = f"Authorization: {key}\r\n" if key else ""
+    upgrade = f"Connection: Upgrade\r\nUpgrade: {generation_messages.PROTOCOL}\r\n"
+    writer.write(f"GET {PATH} HTTP/1.1\r\nHost: a\r\n{upgrade}{authorization}\r\n".encode())
+    head = await reader.readuntil(b"\r\n\r\n")
+    try:
+        yield RawStream(reader, writer, head.split()[1])
+    finally:
+        writer.close()
+
+
+def request(ids: list[int], token_ids: Sequence[int] = (1, 2)) -> SampleRequest:
+    sampling = msgspec.Raw(encode(SAMPLING))
+    return SampleRequest(ids, [None] * len(ids), "m", np.array(token_ids, "<i4").tobytes(), sampling)
+
+
+async def test_generate_returns_tokens_logprobs_and_the_version_of_each_token() -> None:
+    async with connected() as (served, client):
+        generation = await client.generate([7, 8], SAMPLING | {"seed": 5})
+    assert generation.token_ids.tolist() == [7, 5]
+    assert generation.logprobs.tolist() == [-0.5, -0.25]
+    assert generation.versions.tolist() == [3, 4]
+    assert not generation.is_truncated
+    [sent] = served.engine.requests
+    assert (sent.model, np.frombuffer(sent.token_ids, "<i4").tolist(), sent.seeds) == ("m", [7, 8], [5])
+    assert msgspec.msgpack.decode(sent.sampling) == SAMPLING
+
+
+async def test_many_requests_share_one_connection_and_get_their_own_answers() -> None:
+    async with connected() as (served, client):
+        served.engine.holds = True
+        tasks = [asyncio.create_task(client.generate([number], SAMPLING | {"seed": number})) for number in range(300)]
+        await served.engine.wait(lambda: len(served.engine.waiting) == 300)
+        served.engine.waiting.reverse()
+        served.engine.answer_all()
+        answers = await asyncio.gather(*tasks)
+        assert [answer.token_ids.tolist() for answer in answers] == [[number, number] for number in range(300)]
+        assert len(served.state.connections) == 1
+
+
+async def test_requests_of_one_turn_with_one_prompt_are_one_message() -> None:
+    async with connected() as (served, client):
+        prompts = [[1, 2], [1, 2], [3], [1, 2]]
+        samplings = [SAMPLING | {"seed": seed} for seed in range(3)] + [SAMPLING | {"temperature": 0.5}]
+        answers = await asyncio.gather(*map(client.generate, prompts, samplings))
+    assert [answer.token_ids.tolist() for answer in answers] == [[1, 0], [1, 1], [3, 2], [1, 0]]
+    assert [request.seeds for request in served.engine.requests] == [[0, 1], [2], [None]]
+
+
+async def test_long_prompts_are_sent_in_several_frames() -> None:
+    async with connected() as (_, client):
+        prompts = [[number] * 150_000 for number in range(6)]
+        answers = await asyncio.gather(*(client.generate(prompt, SAMPLING) for prompt in prompts))
+        assert [int(answer.token_ids[0]) for answer in answers] == list(range(6))
+        with pytest.raises(InferenceError, match="returned 413: the prompt has 9000000 tokens"):
+            await client.generate([1] * 9_000_000, SAMPLING)
+    assert [len(each) for each in split([400_000] * 5 + [2**21, 1], lambda size: size)] == [2, 2, 1, 1, 1]
+
+
+async def test_cancelled_request_is_aborted_and_the_others_continue() -> None:
+    async with connected() as (served, client):
+        served.engine.holds = True
+        tasks = [asyncio.create_task(client.generate([number], SAMPLING)) for number in range(3)]
+        await served.engine.wait(lambda: len(served.engine.waiting) == 3)
+        assert served.engine.load == 3
+        tasks[1].cancel()
+        await served.engine.wait(lambda: bool(served.engine.aborted))
+        assert served.engine.aborted == ["request-1"]
+        assert served.engine.load == 2
+        served.engine.answer_all()  # also the aborted one, whose result is dropped
+        assert [int((await task).token_ids[0]) for task in (tasks[0], tasks[2])] == [0, 2]
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        assert served.stream._bytes_in_progress == 0
+        assert served.engine.load == 0
+
+
+async def test_request_that_is_cancelled_in_its_own_frame_is_never_started() -> None:
+    async with serving() as served, raw_stream(served.port) as raw:
+        served.engine.holds = True
+        raw.writer.write(pack(ClientFrame([request([0, 1])], [0])))
+        await served.engine.wait(lambda: len(served.engine.requests) == 1)
+        assert [sample.id for sample, _ in served.engine.waiting] == [1]
+        assert not served.engine.aborted
+
+
+async def test_lost_client_aborts_its_samples_only() -> None:
+    async with connected() as (served, client):
+        served.engine.holds = True
+        async with raw_stream(served.port) as raw:
+            raw.writer.write(pack(ClientFrame([request([0, 1])])))
+            await served.engine.wait(lambda: len(served.engine.waiting) == 2)
+            task = asyncio.create_task(client.generate([9], SAMPLING))
+            await served.engine.wait(lambda: len(served.engine.waiting) == 3)
+        await served.engine.wait(lambda: bool(served.engine.aborted))
+        assert served.engine.aborted == ["request-0", "request-1"]
+        served.engine.answer_all()
+        assert (await task).token_ids.tolist() == [9, 0]
+
+
+async def test_client_timeout_raises_and_aborts() -> None:
+    async with connected(timeout_s=0.2) as (served, client):
+        served.engine.holds = True
+        with pytest.raises(
+            InferenceError, match=r"did not respond within 0\.2 s \(client\.timeout_seconds\)"
+        ) as caught:
+            await client.generate([1], SAMPLING)
+        assert caught.value.timed_out
+        await served.engine.wait(lambda: bool(served.engine.aborted))
+        assert len(served.engine.requests) == 1
+
+
+@pytest.mark.parametrize(("error", "status", "tries"), [(ValueError("no"), 400, 1), (RuntimeError("dead"), 500, 3)])
+async def test_refusal_raises_the_error_of_the_http_route(error: Exception, status: int, tries: int) -> None:
+    async with connected() as (served, client):
+        served.engine.fault = lambda request: error
+        with pytest.raises(InferenceError, match=f"{PATH} returned {status}: {error}") as caught:
+            await client.generate([1], SAMPLING)
+        assert caught.value.status == status
+        assert len(served.engine.requests) == tries
+        served.engine.fault = lambda request: None
+        assert (await client.generate([1], SAMPLING)).token_ids.tolist() == [1, 0]
+
+
+async def test_samples_that_started_before_a_failure_are_aborted_and_refused() -> None:
+    async with connected() as (served, client):
+        served.engine.holds = True
+
+        async def fail(self: FakeEngine, request: SampleRequest, samples: Sequence[StreamedSample]) -> None:
+            samples[0].name = "request-0"
+            raise ValueError("the second sample is invalid")
+
+        served.engine.start = fail.__get__(served.engine)  # type: ignore[method-assign]
+        group = [client.generate([1], SAMPLING | {"seed": seed}) for seed in range(2)]
+        errors = await asyncio.gather(*group, return_exceptions=True)
+        assert [error.status for error in errors if isinstance(error, InferenceError)] == [400, 400]
+        await served.engine.wait(lambda: bool(served.engine.aborted))
+        assert served.engine.aborted == ["request-0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"token_ids": b"123"}, "buffer size"),
+        ({"logprobs": b"1234"}, "2 ids, 1 logprobs"),
+        ({"versions": [("0.1", 0, 1)]}, "1 versions"),
+        ({"finish_reason": "abort"}, "abort"),
+        ({"token_ids": np.array([1, 200], "<i4").tobytes()}, "token id 200"),
+    ],
+)
+async def test_invalid_completion_is_repeated_and_then_raises(change: dict[str, Any], said: str) -> None:
+    async with connected(vocabulary=128) as (served, client):
+        served.engine.change = lambda completion: msgspec.structs.replace(completion, **change)
+        with pytest.raises(InferenceError, match=f"returned an invalid response: .*{said}") as caught:
+            await client.generate([1], SAMPLING)
+        assert caught.value.is_server_fault
+        assert len(served.engine.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pack(ServerFrame())[:4] + b"\xc1" * 20,
+        (MAX_FRAME_BYTES + 1).to_bytes(4, "big"),
+        pack(ClientFrame([request([0, 0])])),
+        pack(ClientFrame([msgspec.structs.replace(request([0, 1]), seeds=[1])])),
+        pack(ClientFrame([request([0]), request([0])])),
+        pack(ClientFrame([request([5])])),
+    ],
+    ids=["malformed", "oversize", "one id twice", "seeds", "two requests", "in progress"],
+)
+async def test_invalid_frame_closes_the_stream_with_the_reason(data: bytes) -> None:
+    async with serving() as served, raw_stream(served.port) as raw:
+        served.engine.holds = True
+        raw.writer.write(pack(ClientFrame([request([5])])))
+        await served.engine.wait(lambda: len(served.engine.waiting) == 1)
+        raw.writer.write(data)
+        [frame] = await raw.frames()
+        assert frame.closing.startswith("the server rejects the stream: ")
+        await served.engine.wait(lambda: bool(served.engine.aborted))
+        assert not served.state.connections
+
+
+async def test_invalid_frame_of_a_server_raises() -> None:
+    """A server that lies is never believed (I7)."""
+
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(generation_stream._ACCEPT)
+        await reader.read(1)
+        writer.write(b"\x00\x00\x00\x02\xc1\xc1")
+        await reader.read(-1)
+        writer.close()
+
+    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with InferenceClient(url, "m", "") as client:
+        with pytest.raises(InferenceError, match="returned an invalid response: the token stream has an invalid frame"):
+            await client.generate([1], SAMPLING)
+    server.close()
+
+
+async def test_death_of_the_server_raises_server_lost_and_its_restart_is_found() -> None:
+    async with connected() as (served, client):
+        served.engine.holds = True
+        tasks = [asyncio.create_task(client.generate([number], SAMPLING)) for number in range(4)]
+        await served.engine.wait(lambda: len(served.engine.waiting) == 4)
+        served.die()
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(error, InferenceServerLost)
+            assert f"inference at {served.url} cannot be reached" in str(error)
+        served.engine.holds = False
+        await served.listen()
+        assert (await client.generate([6], SAMPLING)).token_ids.tolist() == [6, 0]
+
+
+async def test_lost_connection_is_repeated_on_a_new_one() -> None:
+    async with connected() as (served, client):
+        served.engine.holds = True
+        task = asyncio.create_task(client.generate([6], SAMPLING))
+        await served.engine.wait(lambda: len(served.engine.waiting) == 1)
+        served.engine.holds = False
+        served.stream._transport.abort()
+        assert (await task).token_ids.tolist() == [6, 0]
+        assert served.engine.aborted == ["request-0"]
+
+
+async def test_server_that_ends_sends_the_results_in_progress_and_then_closes() -> None:
+    async with serving() as served, raw_stream(served.port) as raw, raw_stream(served.port) as idle:
+        served.engine.holds = True
+        raw.writer.write(pack(ClientFrame([request([5])])))
+        await served.engine.wait(lambda: len(served.engine.waiting) == 1)
+        for connection in list(served.state.connections):
+            connection.shutdown()
+        assert await idle.frames() == []
+        served.engine.answer_all()
+        [frame] = await raw.frames()
+        assert [completion.id for completion in frame.completions] == [5]
+
+
+@pytest.mark.parametrize("key", ["", "Bearer", "Bearer other", "Basic secret", "secret"])
+async def test_stream_without_the_key_is_refused_by_401(key: str) -> None:
+    access = AccessRules("secret", is_remote=True, variable="V")
+    async with serving(access) as served:
+        async with raw_stream(served.port, key) as raw:
+            assert raw.status == b"401"
+        async with InferenceClient(served.url, "m", "", "other" if key else None) as client:
+            with pytest.raises(
+                InferenceError, match="returned 401: this server needs its API key as a bearer"
+            ) as caught:
+                await client.generate([1], SAMPLING)
+        assert caught.value.status == 401
+    assert not served.engine.requests
+
+
+async def test_stream_with_the_key_is_accepted() -> None:
+    async with serving(AccessRules("secret", is_remote=True, variable="V")) as served:
+        async with InferenceClient(served.url, "m", "", "secret") as client:
+            assert (await client.generate([1], SAMPLING)).token_ids.tolist() == [1, 0]
+        assert len(served.engine.requests) == 1
+
+
+async def test_remote_server_without_a_key_accepts_streams_and_no_admin_requests() -> None:
+    """As on the HTTP routes: all clients may sample."""
+    async with serving(AccessRules.for_address(NO_KEY, "0.0.0.0")) as served:
+        async with raw_stream(served.port) as raw:
+            assert raw.status == b"101"
+        async with httpx.AsyncClient(base_url=served.url) as client:
+            assert (await client.post("/reload_weights", json={})).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "upgrade", "status"),
+    [
+        ("GET", PATH, "", 426),
+        ("GET", PATH, "h2c", 426),
+        ("POST", PATH, generation_messages.PROTOCOL, 405),
+        ("GET", "/inference/v1/streams", generation_messages.PROTOCOL, 404),
+    ],
+)
+async def test_other_requests_open_no_stream(method: str, path: str, upgrade: str, status: int) -> None:
+    headers = {"Connection": "Upgrade", "Upgrade": upgrade} if upgrade else {}
+    async with serving() as served, httpx.AsyncClient(base_url=served.url) as client:
+        answer = await client.request(method, path, headers=headers)
+        assert answer.status_code == status
+        assert answer.headers["x-policy-version"] == "0.3", "it passed the request layer"
+
+
+async def test_server_without_the_route_is_asked_once_and_used_by_http() -> None:
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as client:
+        generations = await asyncio.gather(*(client.generate([1], SAMPLING) for _ in range(3)))
+        assert [generation.token_ids.tolist() for generation in generations] == [[20, 21, 22, 23]] * 3
+        assert not client._stream.is_offered
+        assert len(fake.requests) == 3
+
+
+async def test_stream_is_tried_again_after_a_minute_of_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(client_stream, "time", SimpleNamespace(monotonic=lambda: now))
+    async with (
+        fake_engine() as old,
+        serving() as new,
+        recording_proxy(old.url) as proxy,
+        InferenceClient(proxy.url, "m", "") as client,
+    ):
+        await client.generate([1], SAMPLING)
+        proxy.target = new.url
+        now += 59
+        await client.generate([1], SAMPLING)
+        assert len(old.requests) == 2, "by the connection that is open"
+        now += 2
+        assert (await client.generate([1], SAMPLING | {"seed": 5})).token_ids.tolist() == [1, 5]
+    assert (len(old.requests), proxy.streams) == (2, 1)
+
+
+async def test_stream_is_tried_again_after_a_connection_of_http_is_lost() -> None:
+    async with (
+        fake_engine() as old,
+        serving() as new,
+        recording_proxy(old.url) as proxy,
+        InferenceClient(proxy.url, "m", "") as client,
+    ):
+        arrived = asyncio.Event()
+
+        async def wait(_: Any) -> None:
+            arrived.set()
+            await asyncio.Event().wait()
+
+        old.gate = wait  # type: ignore[assignment]
+        sent = asyncio.create_task(client.generate([1], SAMPLING))
+        await arrived.wait()
+        proxy.target = new.url
+        await old.die()
+        with pytest.raises(InferenceError, match="404"):  # repeated by HTTP, which this server lacks
+            await sent
+        assert (await client.generate([1], SAMPLING | {"seed": 5})).token_ids.tolist() == [1, 5]
+    assert (len(old.requests), proxy.streams) == (1, 1)
+
+
+@pytest.mark.parametrize(("status", "tries"), [(503, 3), (429, 3), (403, 1), (400, 0), (404, 0), (200, 0)])
+async def test_only_an_answer_that_offers_no_stream_leads_to_http(status: int, tries: int) -> None:
+    requests = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await reader.readline()
+        requests.append(line.split()[1].decode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = [int(each.split(b":")[1]) for each in head.lower().splitlines() if each.startswith(b"content-length")]
+        await reader.readexactly(sum(length))
+        body = b'{"error": "busy"}'
+        code = status if requests[-1] == PATH else 418
+        writer.write(f"HTTP/1.1 {code} X\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with InferenceClient(url, "m", "") as client:
+        with pytest.raises(InferenceError, match="busy") as caught:
+            await client.generate([1], SAMPLING)
+    server.close()
+    assert caught.value.status == (status if tries else 418)
+    assert requests == ([PATH] * tries or [PATH, "/inference/v1/generate"])
+
+
+async def test_no_requests_are_read_above_the_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_stream, "MAX_BYTES_IN_PROGRESS", 2**20)
+    async with connected() as (served, client):
+        served.engine.holds = True
+        long = [asyncio.create_task(client.generate([number] * 200_000, SAMPLING)) for number in range(4)]
+        await served.engine.wait(lambda: len(served.engine.waiting) == 2)
+        assert not served.stream._is_reading
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(served.engine.requests) == 2
+        served.engine.holds = False
+        served.engine.answer_all()
+        assert [int((await task).token_ids[0]) for task in long] == list(range(4))
+        assert served.stream._is_reading and served.stream._bytes_in_progress == 0
+
+
+async def test_no_requests_are_read_while_the_client_reads_no_completions() -> None:
+    large = np.zeros(500_000, "<i4").tobytes()
+    async with serving() as served, raw_stream(served.port) as raw:
+        raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        served.engine.change = lambda completion: msgspec.structs.replace(completion, token_ids=large)
+        for number in range(20):
+            raw.writer.write(pack(ClientFrame([request([number])])))
+        await served.engine.wait(lambda: len(served.engine.requests) == 20)
+        async with asyncio.timeout(10):
+            while served.stream._is_reading:
+                await asyncio.sleep(0)
+        raw.writer.write(pack(ClientFrame([request([20])])))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(served.engine.requests) == 20
+        raw.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        received = 0
+        while received < 21:
+            received += len((await raw.frame()).completions)
+        assert served.stream._is_reading
+
+
+def test_frame_reader_joins_parts_and_splits_joined_frames() -> None:
+    frames = [pack(ClientFrame([request([number])])) for number in range(5)]
+    data = b"".join(frames)
+    for size in (1, 3, len(frames[0]) + 2, len(data)):
+        reader = FrameReader()
+        parts = [data[start : start + size] for start in range(0, len(data), size)]
+        assert [body for part in parts for body in reader.feed(part)] == [frame[4:] for frame in frames]
+
+
+@pytest.mark.parametrize("offers_streams", [True, False])
+async def test_recording_proxy_forwards_and_records_both_ways(offers_streams: bool) -> None:
+    async with fake_engine() as engine, serving() as served:
+        target = served.url if offers_streams else engine.url
+        async with recording_proxy(target, offers_streams) as proxy, InferenceClient(proxy.url, "m", "") as client:
+            sent = [client.generate([7, 8], SAMPLING | {"seed": seed}) for seed in range(3)]
+            generations = await asyncio.gather(*sent)
+            if not offers_streams:
+                await client.policy()
+    assert proxy.streams == offers_streams
+    assert [prompt for prompt, _ in proxy.choices] == [[7, 8]] * 3
+    recorded = sorted(choice["token_ids"] for _, choice in proxy.choices)
+    assert recorded == sorted(generation.token_ids.tolist() for generation in generations)
+    choice = proxy.choices[0][1]
+    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == generations[0].logprobs.tolist()
+    assert [path for path, _, _ in proxy.calls] == ([] if offers_streams else ["/policy"])

@@ -1,0 +1,290 @@
+"""Nodes of one server over real sockets: admission, and detection of the end of a node."""
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import Queue
+from typing import Any
+
+import pytest
+
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.inference.multinode.node_connection import NodeConnection
+from prime_rl.inference.multinode.node_registry import (
+    NodeInfo,
+    NodeMonitor,
+    NodeRendezvous,
+    all_nodes,
+    follow_head,
+    join_head,
+    resolve,
+)
+from prime_rl.storage.weights.transfer_channel import ChannelError
+from tests.support.server import free_port
+
+SETTINGS = {"model.name": "m", "the hash of the model's weights": "abc", "vllm": {"max_num_seqs": 4}}
+HEAD = NodeInfo("h", 0, 1, SETTINGS)
+SILENCE_S = 30.0
+
+
+@pytest.fixture
+def address() -> tuple[str, int]:
+    return "127.0.0.1", free_port()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def assemble(
+    pool: ThreadPoolExecutor, address: tuple[str, int], *members: NodeInfo
+) -> tuple[dict[NodeConnection, NodeInfo], list[NodeConnection]]:
+    """A head with copy 0 and the given nodes; returns the connections of both sides."""
+    copies = 1 + sum(member.count for member in members)
+    head = pool.submit(NodeRendezvous(HEAD, copies).wait, address, 20, SILENCE_S)
+    nodes = [pool.submit(join_head, member, address, 20, SILENCE_S) for member in members]
+    return head.result(20), [node.result(20) for node in nodes]
+
+
+def watch(joined: dict[NodeConnection, NodeInfo], silence_s: float = SILENCE_S) -> tuple[NodeMonitor, "Queue[str]"]:
+    """A started monitor of the head, and the reasons that it reports."""
+    reasons: Queue[str] = Queue()
+    nodes = NodeMonitor(["0", "1"], list(joined), silence_s)
+    nodes.on_loss(reasons.put)
+    nodes.start()
+    return nodes, reasons
+
+
+def close(*links: NodeConnection) -> None:
+    for link in links:
+        link.close()
+
+
+def test_rendezvous_waits_for_all_copies(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
+    members = [NodeInfo("b", 3, 1, SETTINGS), NodeInfo("a", 1, 2, SETTINGS)]
+    joined, links = assemble(pool, address, *members)
+    assert sorted(member.first for member in joined.values()) == [1, 3]
+    assert {link.peer for link in joined} == {
+        "node a (data-parallel ranks 1, 2)",
+        "node b (data-parallel ranks 3)",
+    }
+    assert [link.address for link in links] == ["127.0.0.1"] * 2
+    with socket.socket() as vllms:  # vLLM binds the same port next, while the connections stay open
+        vllms.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        vllms.bind(address)
+        vllms.listen()
+    close(*joined, *links)
+
+
+@pytest.mark.parametrize(
+    ("member", "reason"),
+    [
+        (NodeInfo("n", 0, 1, SETTINGS), "node n has data-parallel ranks 0, missing are 1"),
+        (NodeInfo("n", 1, 2, SETTINGS), "node n has data-parallel ranks 1, 2, missing are 1"),
+        (NodeInfo("n", 1, 0, SETTINGS), "missing are 1"),
+        (
+            NodeInfo("n", 1, 1, {**SETTINGS, "the hash of the model's weights": "abd"}),
+            "the hash of the model's weights is abd on node n and abc on the head h",
+        ),
+        (NodeInfo("n", 1, 1, {**SETTINGS, "vllm": {}}), "vllm is {} on node n"),
+    ],
+)
+def test_rendezvous_refuses_a_wrong_node_and_accepts_the_right_one(
+    pool: ThreadPoolExecutor, address: tuple[str, int], member: NodeInfo, reason: str
+) -> None:
+    head = pool.submit(NodeRendezvous(HEAD, 2).wait, address, 20, SILENCE_S)
+    with pytest.raises(ConfigError, match=reason):
+        join_head(member, address, 20, SILENCE_S)
+    link = join_head(NodeInfo("n", 1, 1, SETTINGS), address, 20, SILENCE_S)
+    close(link, *head.result(20))
+
+
+def test_rendezvous_accepts_a_lost_node_again(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
+    head = pool.submit(NodeRendezvous(HEAD, 3).wait, address, 20, SILENCE_S)
+    first = join_half(address, NodeInfo("a", 1, 1, SETTINGS))
+    first.close()
+    nodes = [pool.submit(join_head, NodeInfo("a", rank, 1, SETTINGS), address, 20, SILENCE_S) for rank in (1, 2)]
+    close(*(node.result(20) for node in nodes), *head.result(20))
+
+
+def join_half(address: tuple[str, int], member: NodeInfo) -> NodeConnection:
+    """Send a join message without waiting for the answer."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            link = NodeConnection(socket.create_connection(address), "head")
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+    link.send_message(
+        "join", member={"host": member.host, "first": member.first, "count": 1, "settings": dict(member.settings)}
+    )
+    return link
+
+
+def test_receive_message_of_a_partial_message_does_not_block() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        connection, _ = server.accept()
+        node = NodeConnection(connection, "node n")
+        body = b'{"kind": "join", "member": {}}'
+        frame = len(body).to_bytes(4, "big") + body
+        for part in (frame[:2], frame[2:9]):
+            sender.sendall(part)
+            assert select.select([node], [], [], 20)[0]
+            assert node.receive_message() == {"kind": "beat"}
+        sender.sendall(frame[9:] + frame)
+        for _ in range(2):  # the second message keeps the connection readable
+            assert select.select([node], [], [], 20)[0]
+            assert node.receive_message() == {"kind": "join", "member": {}}
+        sender.sendall((2**31).to_bytes(4, "big"))
+        assert select.select([node], [], [], 20)[0]
+        with pytest.raises(RunError, match="node n sent a malformed message: 2147483648 bytes"):
+            node.receive_message()
+        node.close()
+
+
+def test_rendezvous_closes_connections_with_a_bad_handshake(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
+    head = pool.submit(NodeRendezvous(HEAD, 3).wait, address, 20, SILENCE_S)
+    first = join_half(address, NodeInfo("n", 1, 1, SETTINGS))  # the port is open now
+    bodies = (b"[1]", b'{"kind": "join"}', b'{"kind": "join", "member": 3}')
+    for words in (b"GET / HTTP/1.1\r\n", *(len(body).to_bytes(4, "big") + body for body in bodies)):
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(words)
+    link = join_head(NodeInfo("n", 2, 1, SETTINGS), address, 20, SILENCE_S)
+    close(first, link, *head.result(20))
+
+
+def test_rendezvous_and_join_raise_after_the_timeout(address: tuple[str, int]) -> None:
+    with pytest.raises(RunError, match=r"no node joined for data-parallel ranks 1, 2 at 127.0.0.1:\d+ within 0 s"):
+        NodeRendezvous(HEAD, 3).wait(address, 0, SILENCE_S)
+    with pytest.raises(RunError, match=r"no head at 127.0.0.1.*within 0 s.*refused"):
+        join_head(NodeInfo("n", 1, 1), address, 0.4, SILENCE_S)
+
+
+def test_rendezvous_after_a_lost_welcome_names_the_full_timeout(
+    pool: ThreadPoolExecutor, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = NodeConnection.send_message
+
+    def lose_the_welcome(link: NodeConnection, kind: str, **fields: Any) -> None:
+        if kind == "welcome":
+            threading.Event().wait(1)  # half of the limit
+            raise ChannelError("connection reset")
+        send(link, kind, **fields)
+
+    monkeypatch.setattr(NodeConnection, "send_message", lose_the_welcome)
+    head = pool.submit(NodeRendezvous(HEAD, 2).wait, address, 2, SILENCE_S)
+    link = join_half(address, NodeInfo("n", 1, 1, SETTINGS))
+    with pytest.raises(RunError, match=r"no node joined for data-parallel ranks 1 at .* within 2 s"):
+        head.result(30)
+    link.close()
+
+
+def test_monitor_reports_the_end_of_a_node(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
+    joined, (link,) = assemble(pool, address, NodeInfo("n", 1, 1, SETTINGS))
+    nodes, reasons = watch(joined)
+    link.close()
+    assert reasons.get(timeout=5).startswith("node n (data-parallel ranks 1) disconnected")
+    nodes.end(None)
+
+
+def test_monitor_reports_the_reason_of_a_failed_node(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
+    joined, (link,) = assemble(pool, address, NodeInfo("n", 1, 1, SETTINGS))
+    nodes, reasons = watch(joined)
+    link.send_message("failed", reason="EngineCore_DP1 died")
+    assert reasons.get(timeout=5) == "node n (data-parallel ranks 1): EngineCore_DP1 died"
+    nodes.end(None)
+    link.close()
+
+
+def test_monitor_reports_a_silent_node(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
+    joined, (link,) = assemble(pool, address, NodeInfo("n", 1, 1, SETTINGS))
+    nodes, reasons = watch(joined, silence_s=0.5)
+    assert "has sent nothing for" in reasons.get(timeout=5)
+    nodes.end(None)
+    link.close()
+
+
+def test_beats_keep_both_sides_connected(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
+    joined, (link,) = assemble(pool, address, NodeInfo("n", 1, 1, SETTINGS))
+    nodes, reasons = watch(joined, silence_s=2.5)
+    stop = time.monotonic() + 3.5
+    while time.monotonic() < stop:
+        assert follow_head(link, wait_readable(link, 0.5), silence_s=2.5)
+    assert reasons.empty()
+    nodes.end(None)
+    assert not wait_for_end(link)
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (lambda nodes, joined: nodes.end(None), False),
+        (lambda nodes, joined: nodes.end("the engine died"), "the head at .* has ended: the engine died"),
+        (lambda nodes, joined: close(*joined), "the head at .* disconnected"),
+    ],
+)
+def test_end_of_the_head_ends_the_node(
+    pool: ThreadPoolExecutor, address: tuple[str, int], end: Callable[[NodeMonitor, Any], None], expected: Any
+) -> None:
+    joined, (link,) = assemble(pool, address, NodeInfo("n", 1, 1, SETTINGS))
+    end(NodeMonitor(["0", "1"], list(joined), SILENCE_S), joined)
+    if expected is False:
+        assert wait_for_end(link) is False
+    else:
+        with pytest.raises(RunError, match=expected):
+            wait_for_end(link)
+    link.close()
+
+
+def wait_readable(link: NodeConnection, timeout_s: float) -> bool:
+    import select
+
+    return bool(select.select([link.fileno()], [], [], timeout_s)[0])
+
+
+def wait_for_end(link: NodeConnection) -> bool:
+    deadline = time.monotonic() + 10
+    while follow_head(link, wait_readable(link, 1), SILENCE_S):
+        assert time.monotonic() < deadline
+    return False
+
+
+def test_loss_interrupts_a_blocked_head(address: tuple[str, int]) -> None:
+    """The start of the engines blocks the main thread in C; the error must have the reason."""
+    members: Queue[NodeConnection] = Queue()
+
+    def node() -> None:
+        members.put(join_head(replace(HEAD, host="n", first=1), address, 20, SILENCE_S))
+
+    threading.Thread(target=node).start()
+    with (
+        pytest.raises(RunError, match=r"node n .data-parallel ranks 1. disconnected"),
+        all_nodes(HEAD, 2, address, 20, SILENCE_S) as nodes,
+    ):
+        assert nodes.places == ["data-parallel rank 0 on node h", "data-parallel rank 1 on node n"]
+        members.get(timeout=5).close()
+        left, _ = socket.socketpair()
+        left.settimeout(20)
+        left.recv(1)
+
+
+def test_all_nodes_of_a_single_node_needs_no_address() -> None:
+    with all_nodes(NodeInfo("h", 0, 2), 2, ("", 0), 1, 1) as nodes:
+        assert nodes.places == ["data-parallel rank 0", "data-parallel rank 1"]
+
+
+def test_wrong_address_is_named_in_the_error(address: tuple[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"parallel.address: no-such-host.invalid cannot be resolved"):
+        resolve("no-such-host.invalid")
+    with pytest.raises(
+        ConfigError, match=r"cannot listen on 203.0.113.1:\d+ .*the address must be one of this machine"
+    ):
+        NodeRendezvous(HEAD, 2).wait(("203.0.113.1", address[1]), 1, SILENCE_S)

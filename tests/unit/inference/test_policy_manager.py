@@ -1,0 +1,306 @@
+"""The order of a switch, with an engine that records its calls."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.core.types import PolicyVersion
+from prime_rl.inference.policy.policy_manager import PauseMode, PolicyManager, WrongWeightsError
+from prime_rl.inference.policy.run_lease import Lease, LeaseHeldError
+from prime_rl.inference.policy.weight_checks import PublishedPolicy, ServedModel, WeightsRefusedError
+from tests.support.tiny_model import publish_weights
+from tests.unit.inference.test_weight_checks import BASE, VERSION, _publish
+
+SWITCH = ["stage 0.7", "pause keep", "load 0.7", "commit 0.7", "resume"]
+CANARY = {"token_ids": [5, 6, 7], "logprobs": [-1.0, -2.0], "dtype": "float32"}
+
+
+class Engine:
+    """Records its calls; `stage` and `load` wait for their gates and fail on request."""
+
+    dtype = "float32"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.staging_gate = asyncio.Event()
+        self.staging_gate.set()
+        self.broken = False
+        self.fails_at = ""
+        self.altered = False
+        self.logprobs = [[-1.0, -2.0]]
+
+    async def stage(self, policy: PublishedPolicy, overtaken: Callable[[], str | None]) -> dict[str, Any]:
+        self.calls.append(f"stage {policy.version}")
+        while not self.staging_gate.is_set():
+            if reason := overtaken():
+                raise WeightsRefusedError(reason)
+            await asyncio.sleep(0)
+        if self.altered:
+            raise WeightsRefusedError("another hash")
+        return {"stage_s": 2.0, "bytes": 96}
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.calls.append(f"pause {mode}")
+        if self.fails_at == "pause":
+            raise RuntimeError("pause is still in flight")
+
+    async def load(self, policy: PublishedPolicy) -> None:
+        await self.gate.wait()
+        if self.broken:
+            raise OSError("disk gone")
+        self.calls.append(f"load {policy.version}")
+
+    async def commit(self, policy: PublishedPolicy) -> None:
+        self.calls.append(f"commit {policy.version}")
+
+    async def resume(self) -> float:
+        self.calls.append("resume")
+        if self.fails_at == "resume":
+            raise RuntimeError("an engine is dead")
+        return 0.25
+
+    async def measure(self) -> dict[str, Any]:
+        self.calls.append("measure")
+        await self.gate.wait()
+        return {"bytes": 1}
+
+    async def prompt_logprobs(self, token_ids: tuple[int, ...], number: int = 0) -> list[list[float]]:
+        self.calls.append(f"canary {token_ids}")
+        if self.fails_at == "canary":
+            raise RuntimeError("no answer")
+        return self.logprobs
+
+
+class Case:
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.failures: list[str] = []
+        base = PublishedPolicy(PolicyVersion(0, 0), "base", Path("/base"))
+        self.phases: list[tuple[str, str]] = []
+        self.server = PolicyManager(
+            self.engine, ServedModel(base, BASE, tied=False), Lease(30), self.failures.append,
+            on_phase=lambda name, start, version: self.phases.append((name, str(version))),
+        )  # fmt: skip
+
+
+@pytest.fixture
+async def case() -> Case:
+    return Case()
+
+
+def _also(tmp_path: Path, step: int, **fields: Any) -> Path:
+    """Publish the weights of `_publish` as another step."""
+    return publish_weights(tmp_path / str(step), tmp_path / "model", step, overrides=fields)
+
+
+async def test_update_loads_and_commits_during_the_pause(case: Case, tmp_path: Path) -> None:
+    await case.server.start()
+    answer = await case.server.update(VERSION, _publish(tmp_path), "run")
+    assert case.engine.calls == ["commit 0.0", *SWITCH]
+    assert {key: answer[key] for key in ("branch", "step", "hash", "canary_difference")} == {
+        "branch": 0, "step": 7, "hash": case.server.policy.hash, "canary_difference": None,
+    }  # fmt: skip
+    assert (answer["stage_s"], answer["pause_s"], answer["bytes"]) == (2.0, 0.25, 96)
+    assert answer["load_s"] >= 0
+    assert case.server.describe()["run_id"] == "run"
+    assert case.phases == [("stage", "0.7"), ("swap", "0.7"), ("pause", "0.7")]
+
+
+async def test_refused_call_does_not_change_the_engine(case: Case, tmp_path: Path) -> None:
+    directory = _publish(tmp_path)
+    with pytest.raises(WeightsRefusedError):
+        await case.server.update(PolicyVersion(0, 6), directory, "run")
+    with pytest.raises(LeaseHeldError):
+        await case.server.update(VERSION, directory, "other")
+    with pytest.raises(LeaseHeldError):
+        await case.server.stage(VERSION, directory, "other")
+    with pytest.raises(LeaseHeldError):
+        await case.server.reload(None)
+    assert case.engine.calls == []
+    case.engine.altered = True
+    with pytest.raises(WeightsRefusedError, match="another hash"):
+        await case.server.update(VERSION, directory, "run")
+    assert case.engine.calls == ["stage 0.7"], "sampling was not paused"
+    assert case.server.describe()["step"] == 0
+
+
+async def test_concurrent_updates_to_one_version_load_once(case: Case, tmp_path: Path) -> None:
+    directory = _publish(tmp_path)
+    first, second = await asyncio.gather(*(case.server.update(VERSION, directory, "run") for _ in range(2)))
+    assert case.engine.calls == SWITCH
+    assert (first["hash"], second["pause_s"]) == (second["hash"], 0.0)
+
+
+async def test_update_of_a_staged_version_does_not_read_it_again(case: Case, tmp_path: Path) -> None:
+    directory = _publish(tmp_path)
+    staged = await case.server.stage(VERSION, directory, "run")
+    assert (staged["step"], staged["stage_s"], staged["bytes"]) == (7, 2.0, 96)
+    assert case.engine.calls == ["stage 0.7"]
+    assert case.server.describe()["step"] == 0
+    answer = await case.server.update(VERSION, directory, "run")
+    assert case.engine.calls == SWITCH
+    assert answer["stage_s"] == 2.0
+
+
+async def test_version_overtaken_during_staging_is_refused(case: Case, tmp_path: Path) -> None:
+    older, newer = _publish(tmp_path), _also(tmp_path, 8, hash="")
+    case.engine.staging_gate.clear()
+    first = asyncio.create_task(case.server.update(VERSION, older, "run"))
+    while not case.engine.calls:
+        await asyncio.sleep(0)
+    second = asyncio.create_task(case.server.update(PolicyVersion(0, 8), newer, "run"))
+    with pytest.raises(WeightsRefusedError, match=r"version 0\.7 of .* was overtaken by version 0\.8"):
+        await first
+    case.engine.staging_gate.set()
+    with pytest.raises(WeightsRefusedError, match="its content hash does not match its tensors"):
+        await second
+    # The newer version was refused, so the older one can be requested again.
+    assert (await case.server.update(VERSION, older, "run"))["step"] == 7
+
+
+async def test_reload_overtakes_every_version(case: Case, tmp_path: Path) -> None:
+    case.engine.staging_gate.clear()
+    update = asyncio.create_task(case.server.update(VERSION, _publish(tmp_path), "run"))
+    while not case.engine.calls:
+        await asyncio.sleep(0)
+    assert (await case.server.reload("run"))["step"] == 0
+    with pytest.raises(WeightsRefusedError, match="overtaken by the base model"):
+        await update
+    assert case.engine.calls == ["stage 0.7", "pause abort", "commit 0.0", "resume"]
+
+
+async def test_reload_aborts_and_loads_only_other_weights(case: Case, tmp_path: Path) -> None:
+    await case.server.reload("run")
+    assert case.engine.calls == ["pause abort", "commit 0.0", "resume"]
+    await case.server.update(VERSION, _publish(tmp_path), "run")
+    await case.server.reload("run")
+    assert case.engine.calls[-5:] == ["stage 0.0", "pause abort", "load 0.0", "commit 0.0", "resume"]
+    with pytest.raises(LeaseHeldError):
+        case.server.release("other")
+    assert case.server.release("run")["run_id"] is None
+
+
+async def test_failed_load_ends_the_server_without_resume(case: Case, tmp_path: Path) -> None:
+    case.engine.broken = True
+    directory = _publish(tmp_path)
+    with pytest.raises(OSError, match="disk gone"):
+        await case.server.update(VERSION, directory, "run")
+    assert case.engine.calls == ["stage 0.7", "pause keep"], "not resumed, not tagged"
+    assert case.failures == [f"loading {directory} failed (disk gone): the weights are undefined; the server stops"]
+    assert case.server.describe()["step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "message"), [("pause", "pause is still in flight"), ("resume", "an engine is dead")]
+)
+async def test_failed_pause_or_resume_ends_the_server(case: Case, tmp_path: Path, fails_at: str, message: str) -> None:
+    case.engine.fails_at = fails_at
+    directory = _publish(tmp_path)
+    with pytest.raises(RuntimeError, match=message):
+        await case.server.update(VERSION, directory, "run")
+    assert case.failures == [f"loading {directory} failed ({message}): the engines may stay paused; the server stops"]
+    with pytest.raises(TimeoutError):  # the heartbeat waits for this
+        await asyncio.wait_for(case.server.wait_until_sampling(), 0.05)
+
+
+async def test_measure_and_update_do_not_overlap(case: Case, tmp_path: Path) -> None:
+    """The end of one pause would resume the engines during the other."""
+    case.engine.gate.clear()
+    measuring = asyncio.create_task(case.server.measure())
+    while "measure" not in case.engine.calls:
+        await asyncio.sleep(0)
+    switching = asyncio.create_task(case.server.update(VERSION, _publish(tmp_path), "run"))
+    await asyncio.sleep(0.05)
+    assert case.engine.calls == ["pause keep", "measure"]
+    case.engine.gate.set()
+    assert await measuring == {"bytes": 1}
+    await switching
+    assert case.engine.calls == ["pause keep", "measure", "resume", *SWITCH]
+    await case.server.wait_until_sampling()
+    case.engine.fails_at = "resume"
+    with pytest.raises(RuntimeError):
+        await case.server.measure()
+    assert "measuring a switch failed (an engine is dead)" in case.failures[0]
+
+
+async def test_cancelled_update_completes(case: Case, tmp_path: Path) -> None:
+    case.engine.gate.clear()
+    call = asyncio.create_task(case.server.update(VERSION, _publish(tmp_path), "run"))
+    while "pause keep" not in case.engine.calls:
+        await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    reload = asyncio.create_task(case.server.reload("run"))
+    await asyncio.sleep(0)
+    case.engine.gate.set()
+    await reload
+    assert case.engine.calls == [*SWITCH, "stage 0.0", "pause abort", "load 0.0", "commit 0.0", "resume"]
+
+
+async def test_update_compares_the_canary_after_the_switch(case: Case, tmp_path: Path) -> None:
+    case.engine.logprobs = [[-1.0, -2.00005], [-1.00002, -2.0]]
+    answer = await case.server.update(VERSION, _publish(tmp_path, canary=CANARY), "run")
+    assert case.engine.calls == [*SWITCH, "canary (5, 6, 7)"]
+    assert answer["canary_difference"] == pytest.approx(5e-5)
+    assert case.server.describe()["canary_difference"] == pytest.approx(5e-5)
+    await case.server.reload("run")
+    assert case.server.describe()["canary_difference"] is None
+
+
+@pytest.mark.parametrize(("logprob", "message"), [(-1.5, "is 0.5, more than 0.0001"), (math.nan, "is nan, more than")])
+async def test_update_with_a_different_canary_raises_every_time(
+    case: Case, tmp_path: Path, logprob: float, message: str
+) -> None:
+    """Also if one copy of the model differs, and for a repeated call."""
+    case.engine.logprobs = [[-1.0, -2.0], [logprob, -2.0]]
+    directory = _publish(tmp_path, canary=CANARY)
+    for _ in range(2):
+        with pytest.raises(WrongWeightsError) as caught:
+            await case.server.update(VERSION, directory, "run")
+        assert f"version 0.7 of {directory} is loaded, but is not the trainer's" in str(caught.value)
+        assert message in str(caught.value)
+    assert case.engine.calls == [*SWITCH, "canary (5, 6, 7)"]
+    assert case.server.describe()["step"] == 7
+    await case.server.reload("run")
+    assert case.server.describe()["step"] == 0
+
+
+async def test_update_after_a_failed_canary_repeats_it(case: Case, tmp_path: Path) -> None:
+    """The weights are loaded then, but a repeated call must not succeed without the comparison."""
+    directory = _publish(tmp_path, canary=CANARY)
+    case.engine.fails_at = "canary"
+    with pytest.raises(RuntimeError, match="no answer"):
+        await case.server.update(VERSION, directory, "run")
+    assert case.server.policy.version == VERSION
+    case.engine.fails_at = ""
+    case.engine.logprobs = [[-1.0, -3.0]]
+    with pytest.raises(WrongWeightsError):
+        await case.server.update(VERSION, directory, "run")
+    assert case.engine.calls == [*SWITCH, "canary (5, 6, 7)", "canary (5, 6, 7)"]
+
+
+async def test_update_within_the_canary_tolerance_succeeds(case: Case, tmp_path: Path) -> None:
+    case.engine.logprobs = [[-1.5, -2.0]]
+    case.server._canary_tolerance = 0.6
+    assert (await case.server.update(VERSION, _publish(tmp_path, canary=CANARY), "run"))["canary_difference"] == 0.5
+
+
+async def test_pin_delays_the_switch_but_not_the_staging(case: Case, tmp_path: Path) -> None:
+    case.server.pins.seconds = 60
+    pin = await case.server.pins.acquire()
+    update = asyncio.create_task(case.server.update(VERSION, _publish(tmp_path), "run"))
+    while case.engine.calls != ["stage 0.7"]:
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert case.engine.calls == ["stage 0.7"]
+    case.server.pins.release(pin)
+    await update
+    assert case.engine.calls == SWITCH

@@ -1,0 +1,203 @@
+"""Staging in a worker: a dropped version does not affect the next one."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from prime_rl.inference.policy.delta_cache import DeltaCache
+from prime_rl.storage.artifact import ArtifactError
+from prime_rl.storage.tensor_hashes import hash_tensors
+from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor
+from tests.support.vllm_modules import LazyModule, needs_vllm
+from tests.unit.inference.test_shadow_weights import Model, _make, _weights
+
+pytestmark = needs_vllm
+
+update = LazyModule("prime_rl.inference.worker.worker_weight_update")
+shadow = LazyModule("prime_rl.inference.worker.shadow_weights")
+
+TIMEOUT_S = 60
+
+
+class Gated(Model):
+    """Its loader waits at a tensor with one value until the test opens the gate."""
+
+    value = 5.0
+
+    def arm(self) -> None:
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.loaded: list[float] = []
+        self.first.weight.weight_loader, self.second.weight.weight_loader = self.wait, self.note
+
+    def wait(self, parameter: Tensor, loaded: Tensor) -> None:
+        if float(loaded[0, 0]) == self.value:
+            self.entered.set()
+            assert self.gate.wait(TIMEOUT_S)
+        parameter.data.copy_(loaded * 2)
+
+    def note(self, parameter: Tensor, loaded: Tensor) -> None:
+        self.loaded.append(float(loaded[0, 0]))
+        parameter.data.copy_(loaded * 3)
+
+
+def _worker(model: Model) -> Any:
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=None), lora_config=None, parallel_config=None)
+    runner = SimpleNamespace(get_model=lambda: model, reset_encoder_cache=lambda: None, reset_mm_cache=lambda: None)
+    return SimpleNamespace(
+        vllm_config=config,
+        device=torch.device("cpu"),
+        model_runner=runner,
+        model_config=SimpleNamespace(dtype=torch.float32),
+    )
+
+
+def _save(root: Path, value: float) -> Path:
+    directory = root / f"step_{value:.0f}"
+    directory.mkdir()
+    save_file(_weights(float(value)), directory / "model.safetensors")
+    return directory
+
+
+def _until(condition: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)  # the state of a version has no event: a server polls it, too
+    return condition()
+
+
+def _staging_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "stage"]
+
+
+def make_gated(tmp_path: Path) -> tuple[Any, Gated, Path]:
+    """The updates of a worker with such a model, the model, and a directory."""
+    model = _make(Gated)
+    model.arm()
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    record_metadata_for_reloading(model)
+    return update.WorkerWeightUpdate(_worker(model), _save(tmp_path, 1), DeltaCache(tmp_path / "here")), model, tmp_path
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> tuple[Any, Gated, Path]:
+    return make_gated(tmp_path)
+
+
+def _stage(one: Any, root: Path, value: float) -> None:
+    directory = _save(root, value)
+    one.stage(f"v{value:.0f}", str(directory), hash_tensors(directory))
+
+
+@pytest.mark.parametrize("emulates_cuda", [True, False])
+def test_dropped_version_does_not_write_to_the_memory_of_the_next(
+    gated: Any, monkeypatch: pytest.MonkeyPatch, emulates_cuda: bool
+) -> None:
+    """On a GPU all versions use the same page-locked buffer."""
+    one, model, root = gated
+    if emulates_cuda:
+        locked: list[int] = []
+        monkeypatch.setattr(
+            "prime_rl.inference.worker.shadow_weights.lock_pages", lambda buffer: locked.append(buffer.nbytes)
+        )
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        one._host = shadow.HostBuffer()
+    _stage(one, root, 5)
+    assert model.entered.wait(TIMEOUT_S), "the first tensor of version 5 is being loaded, the others were read"
+    one.drop("v5")
+    dropped = _staging_threads()
+    _stage(one, root, 6)
+    _until(lambda: one.state("v6")["state"] == "staged", seconds=0.5)  # times out unless version 6 fails to wait
+    model.gate.set()
+    for thread in dropped:
+        thread.join(TIMEOUT_S)
+    assert _until(lambda: one.state("v6")["state"] != "staging")
+    assert one.state("v6")["state"] == "staged", one.state("v6")["error"]
+    one.load("v6")
+    expected = {"first.weight": 12.0, "second.weight": 18.0, "statistics": 6.0}
+    assert {name: set(model.state_dict()[name].flatten().tolist()) for name in expected} == {
+        name: {value} for name, value in expected.items()
+    }
+    if emulates_cuda:
+        assert len(locked) == 1, "one buffer for all versions"
+
+
+def _use_vllms_reload(one: Any) -> dict[str, float]:
+    """Switch the weights of this worker by vLLM's reload; returns what the reload gets."""
+    given: dict[str, float] = {}
+
+    def reload_weights(weights_iterator: Any) -> None:
+        given.update({name: float(tensor.flatten()[0]) for name, tensor in weights_iterator})
+
+    one._unsupported = "weights are quantized"
+    vars(one._worker).update(reload_weights=reload_weights)
+    return given
+
+
+def test_version_for_vllms_reload_is_not_kept_in_memory(gated: Any) -> None:
+    """Each worker would keep the whole checkpoint, and a node has up to eight."""
+    one, _, root = gated
+    given = _use_vllms_reload(one)
+    _stage(one, root, 6)
+    assert _until(lambda: one.state("v6")["state"] == "staged")
+    assert one.state("v6")["bytes"] == sum(tensor.nbytes for tensor in _weights(6.0).values())
+    assert one._versions["v6"].tensors == []
+    one.load("v6")
+    assert given == dict.fromkeys(_weights(6.0), 6.0)
+
+
+def test_load_of_a_version_changed_after_staging_raises(gated: Any) -> None:
+    one, _, root = gated
+    _use_vllms_reload(one)
+    _stage(one, root, 6)
+    assert _until(lambda: one.state("v6")["state"] == "staged")
+    save_file(_weights(7.0), root / "step_6/model.safetensors")
+    with pytest.raises(ArtifactError, match=r"step_6/model.safetensors differs from its manifest"):
+        one.load("v6")
+
+
+def test_transferred_version_larger_than_the_memory_is_rejected(gated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _, root = gated
+    _use_vllms_reload(one)
+    one._worker.vllm_config.parallel_config = SimpleNamespace(world_size=8, data_parallel_size_local=1)
+    monkeypatch.setattr(update.psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
+    tensors = {"model.embed": ("BF16", (70_000_000, 1000))}
+    request = TransferDescriptor("nccl", "localhost", 1, "session", 1.0, tensors).fields()
+    one.stage("v6", str(root), {}, request)
+    assert _until(lambda: one.state("v6")["state"] == "failed")
+    assert "8 workers of this node would each hold 130.4 GiB" in one.state("v6")["error"]
+    assert "1024.0 GiB of memory are free; set weight_broadcast.type = filesystem" in one.state("v6")["error"]
+
+
+def test_measure_with_a_staged_version_returns_an_error(gated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU both use the same page-locked buffer."""
+    one, model, root = gated
+    monkeypatch.setattr("prime_rl.inference.worker.shadow_weights.lock_pages", lambda buffer: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    one._host = shadow.HostBuffer()
+    _stage(one, root, 6)
+    assert _until(lambda: one.state("v6")["state"] == "staged")
+    assert "a version is staged" in one.measure()["error"]
+    one.load("v6")
+    assert torch.equal(model.second.weight, torch.full((3, 3), 18.0))
+    assert _until(lambda: not _staging_threads())
+    assert one.measure()["bytes"] > 0
+
+
+def test_dropped_version_stops_at_its_next_tensor(gated: Any) -> None:
+    one, model, root = gated
+    _stage(one, root, 5)
+    assert model.entered.wait(TIMEOUT_S)
+    one.drop("v5")
+    model.gate.set()
+    for thread in _staging_threads():
+        thread.join(TIMEOUT_S)
+    assert model.loaded == [1.0], "of the base model, once"

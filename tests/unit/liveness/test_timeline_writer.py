@@ -1,0 +1,182 @@
+"""The timeline: every finished phase is on disk, and a disk that fails or hangs stops nothing."""
+
+import errno
+import json
+import os
+import queue
+import threading
+import time
+
+import pytest
+
+from prime_rl.liveness import timeline_writer
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.timeline_writer import TimelineWriter
+from prime_rl.storage.paths import RunPaths
+
+KEYS = ["name", "start", "end", "waiting_for", "step", "version"]
+
+
+def read(paths, name="trainer_0"):
+    return [json.loads(line) for line in paths.timeline(name).read_text().splitlines()]
+
+
+def make(tmp_path, **settings):
+    return TimelineWriter(RunPaths(tmp_path), "trainer_0", interval_seconds=0.001, **settings)
+
+
+def test_add_writes_one_line_per_phase_in_order(tmp_path):
+    writer = make(tmp_path)
+    writer.add("step", 1.0, 2.5, step=3)
+    writer.add("wait for batch", 2.5, 4.0, waiting_for="orchestrator", step=4)
+    writer.add("swap", 4.0, 5.0, version=5, busy=0.5)
+    writer.close()
+    lines = read(RunPaths(tmp_path))
+    assert [list(line) for line in lines] == [KEYS, KEYS, [*KEYS, "busy"]]
+    assert [tuple(line.values())[:6] for line in lines] == [
+        ("step", 1.0, 2.5, None, 3, None),
+        ("wait for batch", 2.5, 4.0, "orchestrator", 4, None),
+        ("swap", 4.0, 5.0, None, None, 5),
+    ]
+
+
+def test_add_leaves_out_phases_below_a_millisecond(tmp_path):
+    writer = make(tmp_path)
+    writer.add("short", 1.0, 1.0009)
+    writer.add("long", 1.0, 1.002)
+    writer.close()
+    assert [line["name"] for line in read(RunPaths(tmp_path))] == ["long"]
+
+
+def test_close_without_phases_writes_no_file(tmp_path):
+    make(tmp_path).close()
+    assert not RunPaths(tmp_path).timeline_dir.exists()
+
+
+def test_phase_that_raises_is_added(tmp_path):
+    writer = make(tmp_path)
+    with pytest.raises(KeyError), writer.phase("swap", version=2):
+        time.sleep(0.002)
+        raise KeyError
+    writer.close()
+    assert [(line["name"], line["version"]) for line in read(RunPaths(tmp_path))] == [("swap", 2)]
+
+
+def test_hanging_disk_drops_and_counts_phases_and_blocks_nobody(tmp_path, monkeypatch):
+    original, entered, release = timeline_writer._append, threading.Event(), threading.Event()
+
+    def append(*arguments):
+        entered.set()
+        release.wait()
+        original(*arguments)
+
+    monkeypatch.setattr(timeline_writer, "_append", append)
+    writer = make(tmp_path, max_queued=3)
+    writer.add("in the write that hangs", 0, 1)
+    entered.wait()
+    for number in range(10):
+        writer.add(f"phase {number}", number, number + 1)
+    writer.close(timeout_s=0)
+    assert writer.num_dropped == 7
+    release.set()
+    writer._thread.join()
+    assert [line["name"] for line in read(RunPaths(tmp_path))] == [
+        "in the write that hangs", "dropped", "phase 0", "phase 1", "phase 2",
+    ]  # fmt: skip
+    assert read(RunPaths(tmp_path))[1] == dict.fromkeys(KEYS) | {"name": "dropped", "start": 3, "end": 10, "count": 7}
+
+
+def test_full_disk_drops_counts_and_warns_once_then_continues(tmp_path, monkeypatch, said):
+    original, failures, failed = timeline_writer._append, iter(range(2)), queue.Queue()
+
+    def append(path, data, max_bytes):
+        if next(failures, None) is not None:
+            failed.put(None)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        original(path, data, max_bytes)
+
+    monkeypatch.setattr(timeline_writer, "_append", append)
+    writer = make(tmp_path)
+    for number in range(2):
+        writer.add("lost", number, number + 1)
+        failed.get(timeout=60)
+    writer.add("written", 5, 6)
+    writer.close()
+    lines = read(RunPaths(tmp_path))
+    assert [line["name"] for line in lines] == ["dropped", "written"]
+    assert (lines[0]["count"], lines[0]["start"], lines[0]["end"]) == (2, 0, 2)
+    assert sum("timeline: phases are not recorded: No space left on device" in line for line in said()) == 1
+
+
+def test_partial_write_on_a_full_disk_leaves_no_partial_line(tmp_path):
+    path = tmp_path / "trainer_0.jsonl"
+    timeline_writer._append(path, b'{"name": "a"}\n', 1000)
+    with pytest.raises(OSError, match="File too large"):
+        _append_with_limit(path, b'{"name": "b"}\n' * 50, limit=100)
+    assert path.read_bytes() == b'{"name": "a"}\n'
+
+
+def _append_with_limit(path, data, limit):
+    """Append while the kernel refuses files above `limit` bytes, after it has accepted a part."""
+    import resource
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        timeline_writer._append(path, data, 10**6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("torn", [b'{"name": "torn', b'{"name": "' + b"x" * 10_000])
+def test_incomplete_last_line_of_a_killed_process_is_removed(tmp_path, torn):
+    path = RunPaths(tmp_path).timeline("trainer_0")
+    path.parent.mkdir()
+    path.write_bytes(b'{"name": "whole"}\n' + torn)
+    writer = make(tmp_path)
+    writer.add("next", 1, 2)
+    writer.close()
+    assert [line["name"] for line in read(RunPaths(tmp_path))] == ["whole", "next"]
+
+
+def test_file_at_its_limit_is_renamed_once(tmp_path):
+    path = tmp_path / "trainer_0.jsonl"
+    for number in range(4):
+        timeline_writer._append(path, b"%d" % number * 39 + b"\n", 100)
+    assert path.read_bytes() == b"2" * 39 + b"\n" + b"3" * 39 + b"\n"
+    assert path.with_name("trainer_0.jsonl.1").read_bytes() == b"0" * 39 + b"\n" + b"1" * 39 + b"\n"
+
+
+def test_heartbeat_writes_each_phase_at_its_end(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("prime_rl.liveness.heartbeat_writer.time.time", lambda: now[0])
+    paths = RunPaths(tmp_path)
+    heartbeat = HeartbeatWriter(paths, "trainer_0", "trainer", interval_seconds=0.01)
+    phases = [
+        ("wait for batch 7", {"deadline_s": 60.0, "waiting_for": "orchestrator", "step": 7}),
+        ("step 7", {"step": 7}),
+        ("publish version 8", {"step": 7, "version": 8}),
+    ]
+    with heartbeat:
+        for phase, settings in phases:
+            now[0] += 1
+            heartbeat.enter(phase, **settings)
+            heartbeat.enter(phase, settings.get("deadline_s"), settings.get("waiting_for"))  # no effect
+        now[0] += 1
+    assert [tuple(line.values()) for line in read(paths)] == [
+        ("start", 100, 101, None, None, None),
+        ("wait for batch", 101, 102, "orchestrator", 7, None),
+        ("step", 102, 103, None, 7, None),
+        ("publish version", 103, 104, None, 7, 8),
+    ]
+
+
+def test_heartbeat_that_was_not_started_writes_no_timeline(tmp_path):
+    heartbeat = HeartbeatWriter(RunPaths(tmp_path), "inference", "inference")
+    heartbeat.enter("start engines")
+    heartbeat.enter("serve")
+    heartbeat.timeline.close()
+    assert not RunPaths(tmp_path).timeline_dir.exists()

@@ -1,0 +1,96 @@
+"""Declared metrics: lookup, deprecated names, undeclared names, and the generated page."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.monitors import Monitor
+from prime_rl.monitors.evaluation_metric_table import EVALUATION
+from prime_rl.monitors.metric_table import STRICT_VARIABLE, Metric, MetricTable, UndeclaredMetricError
+from prime_rl.monitors.orchestrator_metric_table import ORCHESTRATOR
+from prime_rl.monitors.trainer_metric_table import TRAINER
+from prime_rl.storage.paths import RunPaths
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "declared"),
+    [
+        (TRAINER, "loss", "loss"),
+        (TRAINER, "lr/matrix", "lr/<role>"),
+        (ORCHESTRATOR, "reward/sampled/mean", "reward/sampled/mean"),
+        (ORCHESTRATOR, "reward/primeintellect/gsm8k/mean", "reward/<env>/mean"),
+        (ORCHESTRATOR, "dropped/error/toy", "dropped/error/<env>"),
+        (ORCHESTRATOR, "dropped/filter/difficulty", "dropped/<reason>"),
+        (ORCHESTRATOR, "val/toy/pass@2", "val/<env>/pass@<k>"),
+        (EVALUATION, "eval/toy/metrics/accuracy", "eval/<env>/metrics/<name>"),
+    ],
+)
+def test_metric_table_find_declared_name_returns_its_metric(table, name, declared):
+    assert table.find(name).name == declared
+
+
+@pytest.mark.parametrize("name", ["losses", "loss/", "lr/", "reward", "Loss"])
+def test_metric_table_find_other_name_returns_none(name):
+    assert TRAINER.find(name) is None
+
+
+def test_monitor_log_renamed_metric_writes_the_deprecated_name_too(tmp_path):
+    monitor = Monitor(RunPaths(tmp_path), "orchestrator", None)
+    monitor.log(0, {"dropped/error/toy": 2, "weights/versions_skipped": 1})
+    [line] = map(json.loads, RunPaths(tmp_path).metrics("orchestrator").read_text().splitlines())
+    assert (line["dropped/error/toy"], line["error/toy"]) == (2, 2)
+    assert (line["weights/versions_skipped"], line["policy/skipped"]) == (1, 1)
+
+
+def test_metric_table_read_of_an_old_run_uses_the_deprecated_name():
+    assert ORCHESTRATOR.read({"batch/filled_degenerate": 3}, "batch/zero_advantage_filler") == 3
+    assert ORCHESTRATOR.read({}, "batch/zero_advantage_filler", 0) == 0
+
+
+def test_monitor_log_undeclared_metric_raises_in_tests(tmp_path):
+    with pytest.raises(UndeclaredMetricError, match="metric 'losss' of trainer is not declared"):
+        Monitor(RunPaths(tmp_path), "trainer", None).log(0, {"losss": 1.0})
+
+
+def test_monitor_log_undeclared_metric_in_production_warns_once_and_keeps_it(tmp_path, monkeypatch, said):
+    monkeypatch.setenv(STRICT_VARIABLE, "0")
+    monitor = Monitor(RunPaths(tmp_path), "trainer", None)
+    for step in range(2):
+        monitor.log(step, {"my/own": 1.0})
+    assert sum("'my/own'" in line for line in said()) == 1
+    lines = map(json.loads, RunPaths(tmp_path).metrics("trainer").read_text().splitlines())
+    assert [line["my/own"] for line in lines] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("table", [TRAINER, ORCHESTRATOR, EVALUATION])
+def test_metric_table_names_are_unique_and_have_a_meaning(table):
+    names = [metric.name for metric in table.metrics]
+    assert len(names) == len(set(names))
+    assert all(metric.meaning for metric in table.metrics)
+
+
+def test_metric_table_deprecated_name_keeps_its_placeholder():
+    table = MetricTable("test", [Metric("new/<env>/mean", "", "x", "old/<env>")])
+    assert table.old_name("new/a/b/mean") == "old/a/b"
+
+
+def test_reference_page_of_metrics_is_up_to_date():
+    command = [sys.executable, REPOSITORY / "scripts/generate_reference.py", "metrics", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_documented_names_of_other_guides_are_declared():
+    page = (REPOSITORY / "docs/monitoring.md").read_text()
+    table = page.partition("### Names in other guides")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")][1:]
+    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row[2])]
+    declared = {metric.name for table in (TRAINER, ORCHESTRATOR) for metric in table.metrics}
+    assert len(names) > 30
+    assert set(names) <= declared

@@ -1,0 +1,205 @@
+"""The stream is a function of seed and history (I3), and keeps the ratio of the environments."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.configs.buffer import DifficultyPoolBufferConfig, SimpleBufferConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.orchestrator.data.example_stream import Ended, ExampleStream, StreamEnvironment
+
+BUFFERS = st.sampled_from([SimpleBufferConfig(), DifficultyPoolBufferConfig(easy_fraction=0.3, hard_fraction=0.2)])
+
+
+@st.composite
+def mixtures(draw):
+    count = draw(st.integers(1, 4))
+    return [
+        StreamEnvironment(
+            f"env{i}", draw(st.integers(1, 25)), draw(st.sampled_from([0.5, 1.0, 3.0, 7.0])), draw(BUFFERS)
+        )
+        for i in range(count)
+    ]
+
+
+class Player:
+    """Simulates random histories of a stream: draws, ends in any order, ships."""
+
+    def __init__(self, stream, rng):
+        self.stream, self.rng = stream, rng
+        self.out, self.ended, self.draws = [], [], []
+
+    def draw(self):
+        self.out.append(self.stream.draw())
+        self.draws.append(self.out[-1])
+
+    def end(self, drop, env=None):
+        of_env = [i for i, draw in enumerate(self.out) if draw.env == env] or range(len(self.out))
+        draw = self.out.pop(self.rng.choice(of_env))
+        reward = None if self.rng.random() < 0.2 else float(self.rng.choice([0.0, 0.5, 1.0]))
+        self.ended.append(Ended(draw, reward, "zero_advantage" if drop else None))
+
+    def ship(self):
+        self.ended.sort(key=lambda end: end.draw.group_id)
+        self.stream.shipped(self.ended)
+        self.ended = []
+
+    def play(self, steps):
+        for _ in range(steps):
+            for _ in range(self.rng.integers(5)):
+                self.draw()
+            while self.out and self.rng.random() < 0.6:
+                self.end(drop=self.rng.random() < 0.4)
+            self.ship()
+
+
+@given(mixtures(), st.integers(-5, 5), st.integers(0, 9))
+def test_stream_same_seed_and_history_draws_the_same(sources, seed, history):
+    one, two = (Player(ExampleStream(sources, seed), np.random.default_rng(history)) for _ in range(2))
+    one.play(15)
+    two.play(15)
+    assert one.draws == two.draws
+    assert [draw.group_id for draw in one.draws] == list(range(len(one.draws)))
+    assert all(0 <= draw.example < sources[draw.env].examples for draw in one.draws)
+
+
+@given(mixtures(), st.integers(0, 9))
+def test_stream_restored_continues_identically(sources, history):
+    player = Player(ExampleStream(sources, 3), np.random.default_rng(history))
+    player.play(10)
+    copy = ExampleStream(sources, 3)
+    copy.restore(json.loads(json.dumps(player.stream.state())))
+    assert copy.state() == player.stream.state()
+    other = Player(copy, np.random.default_rng(history + 1))
+    other.out = list(player.out)
+    player.rng, player.draws = np.random.default_rng(history + 1), []
+    player.play(10)
+    other.play(10)
+    assert other.draws == player.draws
+    assert copy.metrics() == player.stream.metrics()
+
+
+@settings(max_examples=200)
+@given(
+    weights=st.lists(st.floats(0.05, 5), min_size=1, max_size=5),
+    moves=st.lists(st.tuples(st.sampled_from(["draw", "ship", "drop"]), st.integers(0, 30)), max_size=80),
+    history=st.integers(0, 99),
+)
+def test_stream_any_drops_keeps_the_ratio_of_started_groups(weights, moves, history):
+    """Drops hit the first environment if possible; it does not start more often."""
+    player = Player(
+        ExampleStream([StreamEnvironment(f"env{i}", 50, w) for i, w in enumerate(weights)], 1),
+        np.random.default_rng(history),
+    )
+    for move, times in moves:
+        for _ in range(times):
+            if move == "draw":
+                player.draw()
+            elif player.out:
+                player.end(drop=move == "drop", env=0 if move == "drop" else None)
+        if move == "ship":
+            player.ship()
+        counts = Counter(draw.env for draw in player.draws)
+        for env, weight in enumerate(weights):
+            share = len(player.draws) * weight / sum(weights)
+            assert abs(counts[env] - share) <= max(1, len(weights) - 1) + 1e-6
+
+
+@given(weights=st.lists(st.floats(0.05, 5), min_size=2, max_size=5), pauses=st.lists(st.integers(0, 4), max_size=20))
+def test_stream_paused_environments_pass_turns_without_catching_up(weights, pauses):
+    """After any pauses the next draws have the ratio of the weights; drawing for the recorded environments is equal."""
+    sources = [StreamEnvironment(f"env{i}", 50, w) for i, w in enumerate(weights)]
+    stream, again = ExampleStream(sources, 1), ExampleStream(sources, 1)
+    draws = []
+    for paused in (pause % len(weights) for pause in pauses):
+        draws += [stream.draw(lambda env, paused=paused: env != paused) for _ in range(7)]
+        assert all(draw.env != paused for draw in draws[-7:])
+    free = [stream.draw() for _ in range(200)]
+    for env, weight in enumerate(weights):
+        count = sum(draw.env == env for draw in free)
+        assert abs(count - 200 * weight / sum(weights)) <= 2 * len(weights)
+    assert [again.draw(lambda env, recorded=draw.env: env == recorded) for draw in draws + free] == draws + free
+    assert again.state() == stream.state()
+
+
+def test_stream_no_environment_can_start_raises():
+    stream = ExampleStream([StreamEnvironment("a", 5), StreamEnvironment("b", 5)], 0)
+    with pytest.raises(ValueError, match="no environment can start a group"):
+        stream.draw(lambda env: False)
+    assert stream.position == 0
+
+
+def test_stream_passed_turns_are_counted():
+    stream = ExampleStream([StreamEnvironment("a", 5), StreamEnvironment("b", 5, 3.0)], 0)
+    assert {stream.draw(lambda env: env == 0).env for _ in range(10)} == {0}
+    assert stream.metrics()["stream/a/passed_turns"] == 0
+    assert 27 <= stream.metrics()["stream/b/passed_turns"] <= 31
+    copy = ExampleStream([StreamEnvironment("a", 5), StreamEnvironment("b", 5, 3.0)], 0)
+    copy.restore(json.loads(json.dumps(stream.state())))
+    assert copy.metrics() == stream.metrics()
+
+
+def test_stream_order_of_an_environment_is_independent_of_others():
+    alone, mixed = (
+        ExampleStream([StreamEnvironment("a", 7)], 5),
+        ExampleStream([StreamEnvironment("b", 3), StreamEnvironment("a", 7)], 5),
+    )
+    order = [draw.example for draw in (mixed.draw() for _ in range(28)) if draw.env == 1]
+    assert [alone.draw().example for _ in range(14)] == order
+
+
+def test_stream_other_seed_or_name_shuffles_differently():
+    def order(name, seed, buffer=None):
+        stream = ExampleStream([StreamEnvironment(name, 30, 1.0, buffer or SimpleBufferConfig())], seed)
+        return tuple(stream.draw().example for _ in range(30))
+
+    assert len({order("a", 1), order("a", 2), order("b", 1), order("a", -1)}) == 4
+    assert order("a", 1, SimpleBufferConfig(seed=9)) == order("a", 2, SimpleBufferConfig(seed=9))
+
+
+def test_stream_dropped_rewards_update_difficulty_and_errors_do_not():
+    stream = ExampleStream([StreamEnvironment("a", 4, 1.0, DifficultyPoolBufferConfig())], 0)
+    draws = [stream.draw() for _ in range(4)]
+    rewards = [0.0, None, 1.0, 0.5]
+    reasons = ["filter/difficulty", "error/a", None, None]
+    stream.shipped([Ended(*item) for item in zip(draws, rewards, reasons, strict=True)])
+    metrics = stream.metrics()
+    assert (metrics["stream/a/hard"], metrics["stream/a/easy"], metrics["stream/a/normal"]) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([], "orchestrator.env is empty"),
+        ([StreamEnvironment("a", 0)], "'a' has no examples"),
+        ([StreamEnvironment("a", 1), StreamEnvironment("a", 2)], "two environments are called 'a'"),
+        ([StreamEnvironment("a", 1, 0.0)], "'a' has weight 0.0"),
+    ],
+)
+def test_stream_invalid_mixture_raises(sources, message):
+    with pytest.raises(ConfigError, match=message):
+        ExampleStream(sources, 0)
+
+
+@pytest.mark.parametrize(
+    ("sources", "seed", "message"),
+    [
+        ([StreamEnvironment("a", 5)], 1, "seed of a was 0 when the run began and is 1 now"),
+        ([StreamEnvironment("a", 6)], 0, "examples of a was 5 .* is 6 now"),
+        ([StreamEnvironment("b", 5)], 0, "environments was 'a' .* is 'b' now"),
+        ([StreamEnvironment("a", 5, 2.0)], 0, "weight of a was 1.0 .* is 2.0 now"),
+        (
+            [StreamEnvironment("a", 5, 1.0, DifficultyPoolBufferConfig())],
+            0,
+            "type of a was None .* is 'difficulty-pool' now",
+        ),
+    ],
+)
+def test_stream_restore_other_configuration_raises(sources, seed, message):
+    state = ExampleStream([StreamEnvironment("a", 5)], 0).state()
+    with pytest.raises(ConfigError, match=message):
+        ExampleStream(sources, seed).restore(json.loads(json.dumps(state)))

@@ -1,0 +1,239 @@
+"""The group filter: which groups are dropped, and when consecutive drops fill the batch or end the run."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.configs.buffer import DifficultyPoolBufferConfig, OnlineDifficultyBufferConfig, SimpleBufferConfig
+from prime_rl.core.types import Group, Rollout, Sample
+from prime_rl.orchestrator.group_filter import DropAction, DropPolicy, GroupFilter, is_off_difficulty, is_overlong
+from tests.unit.evaluation.fakes import make_rollout
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_drop_policy_consecutive_filtered_groups_fail():
+    drops = DropPolicy(batch_groups=2)
+    assert [drops.record_filtered() for _ in range(20)] == [DropAction.DROP] * 19 + [DropAction.FAIL]
+    assert drops.num_consecutive_drops == 20
+
+
+def test_drop_policy_errors_fail_after_failing_env_seconds():
+    clock = Clock()
+    drops = DropPolicy(batch_groups=2, failing_s=600, clock=clock)
+    for group_id in range(1000):
+        assert drops.record_error(group_id) is DropAction.DROP, "errors alone, however many, do not end the run at once"
+    clock.now += 599
+    assert drops.record_error(1000) is DropAction.DROP
+    clock.now += 1
+    assert drops.record_error(1001) is DropAction.FAIL
+    assert drops.num_consecutive_drops == 1002
+
+
+def test_drop_policy_group_without_error_restarts_the_timeout():
+    clock = Clock()
+    drops = DropPolicy(batch_groups=2, failing_s=600, clock=clock)
+    for outcome in (drops.record_kept, drops.record_filtered):
+        for group_id in range(10):
+            drops.record_error(group_id)
+        clock.now += 590
+        outcome()
+        assert drops.health[0].failing_s == 0
+        clock.now += 590
+    assert drops.record_error(10) is DropAction.DROP
+
+
+def test_drop_policy_fewer_errors_than_a_batch_do_not_fail():
+    clock = Clock()
+    drops = DropPolicy(batch_groups=3, failing_s=600, clock=clock)
+    assert drops.record_error(0) is DropAction.DROP
+    clock.now += 10_000
+    assert drops.record_error(1) is DropAction.DROP, "less than a batch of groups"
+    assert drops.record_error(2) is DropAction.FAIL
+
+
+def test_drop_policy_one_exhausted_environment_is_skipped_until_the_ship():
+    drops = DropPolicy(batch_groups=2, environments=2)
+    for _ in range(20):
+        assert drops.may_start(0)
+        assert drops.record_filtered(env=0) is DropAction.DROP
+    assert not drops.may_start(0)
+    assert drops.may_start(1)
+    assert drops.record_filtered(env=0) is DropAction.DROP, "one that was under way"
+    drops.record_kept(1)
+    assert not drops.may_start(0)
+    drops.start_batch()
+    assert drops.may_start(0)
+
+
+@pytest.mark.parametrize("zero_advantage", [False, True])
+def test_drop_policy_all_environments_exhausted_fails_or_fills(zero_advantage):
+    drops = DropPolicy(batch_groups=1, environments=2)
+    for _ in range(10):
+        drops.record_filtered(zero_advantage, env=0)
+    verdicts = [drops.record_filtered(env=1) for _ in range(10)]
+    assert verdicts == [DropAction.DROP] * 9 + [DropAction.DROP if zero_advantage else DropAction.FAIL]
+    if zero_advantage:
+        assert drops.may_start(0), "its groups fill the batch"
+        assert drops.record_filtered(zero_advantage=True, env=0) is DropAction.FILL
+
+
+def test_drop_policy_failing_environment_with_a_healthy_one_never_fails():
+    clock = Clock()
+    drops = DropPolicy(batch_groups=1, environments=2, failing_s=10, clock=clock)
+    for group_id in range(500):
+        clock.now += 30
+        assert drops.record_error(group_id, env=0) is DropAction.DROP
+    assert drops.may_start(1)
+
+
+def test_drop_policy_failing_and_saturated_environments_fill_the_batch():
+    clock = Clock()
+    drops = DropPolicy(batch_groups=1, environments=2, failing_s=10, clock=clock)
+    for _ in range(10):
+        drops.record_filtered(zero_advantage=True, env=1)
+    assert drops.record_error(0, env=0) is DropAction.DROP
+    clock.now += 10
+    assert drops.record_error(1, env=0) is DropAction.DROP
+    assert drops.record_filtered(zero_advantage=True, env=1) is DropAction.FILL
+
+
+def test_drop_policy_kept_group_restarts_the_count():
+    drops = DropPolicy(batch_groups=1)
+    for _ in range(50):
+        assert [drops.record_filtered() for _ in range(9)] == [DropAction.DROP] * 9
+        drops.record_kept()
+
+
+def test_drop_policy_consecutive_zero_advantages_fill_one_batch():
+    drops = DropPolicy(batch_groups=2)
+    assert [drops.record_filtered(zero_advantage=True) for _ in range(22)] == [DropAction.DROP] * 20 + [
+        DropAction.FILL
+    ] * 2
+    drops.start_batch()
+    assert drops.record_filtered(zero_advantage=True) is DropAction.DROP
+
+
+def test_drop_policy_one_zero_advantage_group_among_others_fills():
+    drops = DropPolicy(batch_groups=1)
+    kinds = [False] * 4 + [True] + [False] * 5
+    assert [drops.record_filtered(zero_advantage=kind) for kind in kinds] == [DropAction.DROP] * 10
+    assert drops.record_filtered(zero_advantage=True) is DropAction.FILL
+    assert [drops.record_filtered() for _ in range(10)][-1] is DropAction.FAIL, "errors alone go on"
+
+
+@given(st.integers(1, 3), st.lists(st.sampled_from(["kept", "error", "zero"]), max_size=200))
+def test_drop_policy_any_events_cost_less_than_20_batches_per_kept_group(batch_groups, events):
+    drops = DropPolicy(batch_groups)
+    kept = dropped = 0
+    for event in events:
+        if event == "kept":
+            drops.record_kept()
+            verdict = None
+        else:
+            verdict = drops.record_filtered(zero_advantage=event == "zero")
+            if verdict is DropAction.FAIL:
+                break
+        kept += verdict in (None, DropAction.FILL)
+        dropped += verdict is DropAction.DROP
+        assert dropped < 20 * batch_groups * (kept + 1)
+        if kept == batch_groups:
+            drops.start_batch()
+            kept = dropped = 0
+
+
+def test_drop_policy_credit_follows_the_drop_rate_up_to_the_limit():
+    drops = DropPolicy(batch_groups=10, oversampling=1.5)
+    assert drops.credit(in_flight=40) == 0, "no drop was seen"
+    for group in range(1000):
+        if group % 10:
+            drops.record_kept()
+        else:
+            drops.record_filtered(zero_advantage=True)
+    assert drops.credit(in_flight=40) == pytest.approx(4, abs=1)
+    for _ in range(90):
+        drops.record_filtered(zero_advantage=True)
+    assert drops.credit(in_flight=40) == 5, "half a batch"
+    assert DropPolicy(batch_groups=10).credit(in_flight=40) == 0
+
+
+def test_drop_policy_errors_before_the_first_success_fail_sooner():
+    clock = Clock()
+    drops = DropPolicy(batch_groups=2, failing_s=600, failing_at_start_s=120, clock=clock)
+    for group_id in range(100):
+        assert drops.record_error(group_id) is DropAction.DROP
+    clock.now += 119
+    assert drops.record_error(100) is DropAction.DROP
+    clock.now += 1
+    assert drops.failure_timeout(0) == (120, "orchestrator.failing_at_start_seconds")
+    assert drops.record_error(101) is DropAction.FAIL
+
+
+@pytest.mark.parametrize("outcome", ["record_kept", "record_filtered"])
+def test_drop_policy_errors_after_a_success_use_the_long_timeout(outcome):
+    clock = Clock()
+    drops = DropPolicy(batch_groups=2, failing_s=600, failing_at_start_s=120, clock=clock)
+    getattr(drops, outcome)()
+    for group_id in range(100):
+        drops.record_error(group_id)
+    clock.now += 599
+    assert drops.record_error(100) is DropAction.DROP
+    clock.now += 1
+    assert drops.record_error(101) is DropAction.FAIL
+    assert drops.failure_timeout(0) == (600, "orchestrator.failing_env_seconds")
+
+
+@pytest.mark.parametrize(
+    ("buffer", "rewards", "dropped"),
+    [
+        (SimpleBufferConfig(), [0, 0], False),
+        (SimpleBufferConfig(online_difficulty_filtering=True), [0, 0], True),
+        (SimpleBufferConfig(online_difficulty_filtering=True), [1, 1], True),
+        (SimpleBufferConfig(online_difficulty_filtering=True), [1, 0], False),
+        (DifficultyPoolBufferConfig(online_difficulty_filtering=True), [1, 1], True),
+        (OnlineDifficultyBufferConfig(), [0, 0], True),
+        (OnlineDifficultyBufferConfig(min_reward=0.5, max_reward=0.5), [1, 0], False),
+        (OnlineDifficultyBufferConfig(max_reward=0.4), [1, 0], True),
+    ],
+)
+def test_group_filter_mean_reward_decides_by_buffer(buffer, rewards, dropped):
+    assert is_off_difficulty(np.array(rewards, np.float64), buffer) is dropped
+
+
+def test_is_overlong_sample_longer_than_seq_len():
+    def rollout(length):
+        zeros = np.zeros(length, np.int32)
+        return Rollout((Sample(zeros, zeros == 0, zeros.astype(np.float32), zeros),), 0.0, {}, False, ())
+
+    assert not is_overlong([rollout(8), rollout(3)], seq_len=8)
+    assert is_overlong([rollout(8), rollout(9)], seq_len=8)
+
+
+def test_group_filter_equal_rewards_other_than_0_and_1_warns_once(said):
+    def drops(buffer, env, *rewards):
+        config = SimpleNamespace(buffer=buffer, seq_len=100, filter_zero_advantage=False)
+        group_filter = filters.setdefault(id(buffer), GroupFilter(config))
+        return group_filter.reason_to_drop(Group(0, tuple(map(make_rollout, rewards)), env, 0, 1.0)) is not None
+
+    filters = {}
+    filtering = SimpleBufferConfig(online_difficulty_filtering=True)
+    assert drops(filtering, "aqua", 1.0, 1.0)
+    assert not drops(filtering, "aqua", 1.1, 0.1)
+    assert said() == []
+    assert not drops(filtering, "aqua", 1.1, 1.1)
+    assert not drops(filtering, "aqua", 0.1, 0.1)
+    (line,) = said()
+    assert line.startswith("environment aqua gave all rollouts of a group the reward 1.1: online_difficulty_filtering")
+    plain, online = SimpleBufferConfig(), OnlineDifficultyBufferConfig(max_reward=2)
+    assert not drops(plain, "other", 1.1, 1.1)
+    assert not drops(online, "other", 1.1, 1.1)
+    assert len(said()) == 1

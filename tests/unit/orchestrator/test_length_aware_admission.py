@@ -1,0 +1,175 @@
+"""Order of admission: longest first within each window; every position starts exactly once, without long waits."""
+
+import json
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.orchestrator.length_aware_admission import LengthHistory, Lookahead
+from prime_rl.orchestrator.scheduler import DeadlineScheduler
+
+
+@dataclass(frozen=True)
+class Position:
+    group_id: int
+
+
+def pool_of(ahead):
+    """Positions that were drawn and not started, ascending."""
+    return sorted(ahead._pool, key=lambda position: position.group_id)
+
+
+def lookahead(lengths, batch_groups, length_aware=True, start=0) -> Lookahead:
+    """A lookahead over positions from `start`; `lengths` is a function or list of expected lengths."""
+    expected = lengths if callable(lengths) else lengths.__getitem__
+    positions = map(Position, count(start))
+    return Lookahead(lambda: next(positions), lambda p: expected(p.group_id), batch_groups, length_aware)
+
+
+def given_ids(ahead, places) -> list[int]:
+    return [ahead.next(placed).group_id for placed in places]
+
+
+def test_worked_example_of_the_docstring():
+    lengths = [5, 9, 1, 7, 2, 2, 8, 3, 0, 0, 0, 0]
+    ids = given_ids(lookahead(lengths, 4), range(8))
+    assert [lengths[i] for i in ids] == [9, 7, 5, 1, 8, 3, 2, 2]
+    ids = given_ids(lookahead(lengths, 4), [0, 1, 2, 2, 3, 4])
+    assert [lengths[i] for i in ids] == [9, 7, 5, 1, 2, 8], "the group of length 7 was dropped after three"
+
+
+def test_lookahead_drop_from_an_earlier_window_does_not_end_the_current_one():
+    ids = given_ids(lookahead([0, 0, 0, 0, 4, 5, 6, 7], 4), [0, 1, 2, 3, 4, 3])
+    assert ids[4:] == [7, 6]
+
+
+def test_lookahead_overdue_positions_start_first():
+    """Each call finds only the last place of a window: without a limit the shortest would always start."""
+    ids = given_ids(lookahead(lambda i: 9 if i < 3 else 1, 4), range(3, 80, 4))
+    assert {0, 1, 2} < set(ids[:12])
+
+
+def test_lookahead_unknown_lengths_count_as_longest():
+    lengths = [5, None, 9, None]
+    assert given_ids(lookahead(lengths, 4), range(4)) == [1, 3, 2, 0]
+
+
+@pytest.mark.parametrize("places", [range(12), [0, 0, 7, 3, 3, 12, 9]])
+def test_lookahead_not_length_aware_keeps_the_stream_order(places):
+    ahead = lookahead(lambda i: i, 4, length_aware=False)
+    assert given_ids(ahead, places) == list(range(len(places)))
+    assert pool_of(ahead) == []
+
+
+def test_lookahead_restored_positions_are_started():
+    before = lookahead(lambda i: i % 5, 4)
+    early = given_ids(before, range(6))
+    waiting = pool_of(before)
+    after = lookahead(lambda i: i % 5, 4, start=8)
+    after.restore(waiting)
+    assert sorted(early + given_ids(after, range(6, 16))) == list(range(16))
+    switched_off = lookahead(lambda i: i, 4, length_aware=False, start=8)
+    switched_off.restore(waiting)
+    assert given_ids(switched_off, range(6, 10)) == [p.group_id for p in waiting] + [8, 9]
+
+
+@settings(max_examples=50, deadline=None)
+@given(batch_groups=st.integers(1, 6), lengths=st.lists(st.integers(0, 9), min_size=60, max_size=60), data=st.data())
+def test_lookahead_any_jumps_of_placed_start_each_position_once(batch_groups, lengths, data):
+    """For any `placed`: each position once, at most a batch drawn ahead, none after 4 B later ones."""
+    ahead = lookahead(lambda i: lengths[i % 60], batch_groups)
+    seen: list[int] = []
+    for _ in range(80):
+        group = ahead.next(data.draw(st.integers(0, 200))).group_id
+        drawn = len(seen) + 1 + len(pool_of(ahead))
+        assert len(pool_of(ahead)) <= batch_groups
+        assert drawn - group <= 4 * batch_groups
+        assert all(drawn - 1 - p.group_id <= 4 * batch_groups for p in pool_of(ahead))
+        seen.append(group)
+    assert sorted(seen + [p.group_id for p in pool_of(ahead)]) == list(range(drawn))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    batch_groups=st.integers(1, 5),
+    async_level=st.integers(1, 3),
+    share_of_drops=st.integers(0, 8),
+    lengths=st.lists(st.integers(0, 9), min_size=50, max_size=50),
+    data=st.data(),
+)
+def test_lookahead_with_scheduler_no_position_waits_two_batches(
+    batch_groups, async_level, share_of_drops, lengths, data
+):
+    """With the scheduler's `placed`, random completions, drops and weight updates."""
+    scheduler = DeadlineScheduler(batch_groups, async_level)
+    ahead = lookahead(lambda i: lengths[i % 50], batch_groups)
+    drawn, version, running = 0, 0, []
+    for _ in range(60):
+        while scheduler.can_admit(version):
+            group = ahead.next(scheduler.placed).group_id
+            scheduler.admit(group, version)
+            running.append(group)
+            drawn = max([drawn, group + 1, *(p.group_id + 1 for p in pool_of(ahead))])
+            assert drawn - group <= 2 * batch_groups
+            assert all(drawn - p.group_id <= 2 * batch_groups for p in pool_of(ahead))
+        if version < scheduler.next_step and (not running or data.draw(st.booleans())):
+            version += 1
+            continue
+        group = running.pop(data.draw(st.integers(0, len(running) - 1)))
+        if data.draw(st.integers(0, 9)) < share_of_drops:
+            scheduler.drop(group)
+        else:
+            scheduler.complete(group)
+        while (batch := scheduler.ready()) is not None:
+            scheduler.ship(batch)
+
+
+def test_length_history_expects_from_example_else_environment():
+    history = LengthHistory()
+    assert history.expected("math", 0) is None
+    history.add("math", 0, 100)
+    history.add("math", 1, 300)
+    assert history.expected("math", 0) == 100
+    assert history.expected("math", 7) == 200
+    assert history.expected("code", 0) is None, "another environment, another length"
+    history.add("math", 0, 200)
+    assert history.expected("math", 0) == 150
+    history.add("math", 0, 350)
+    assert history.expected("math", 0) == 250, "the newest counts half: the policy changes"
+
+
+def test_length_history_restored_expects_the_same():
+    history = LengthHistory()
+    for example, longest in [(0, 10.0), (3, 20.0), (0, 15.0)]:
+        history.add("math", example, longest)
+    restored = LengthHistory()
+    restored.restore(json.loads(json.dumps(history.state())))
+    for known in (history, restored):
+        known.add("math", 3, 40.0)
+    for example in (0, 3, 5):
+        assert restored.expected("math", example) == history.expected("math", example)
+
+
+@pytest.mark.parametrize("length_aware", [True, False])
+def test_lookahead_blocked_positions_start_when_they_can(length_aware):
+    drawn = []
+
+    def draw():
+        drawn.append(Position(2 * len(drawn) + 1 if paused else len(drawn)))
+        return drawn[-1]
+
+    paused = False
+    ahead = Lookahead(draw, lambda position: 1.0, 4, length_aware)
+    given_first = ahead.next(0)
+    waiting = pool_of(ahead)
+    paused = True
+    odd = [ahead.next(placed, lambda position: position.group_id % 2 == 1) for placed in range(1, 12)]
+    assert all(position.group_id % 2 for position in odd)
+    assert len(pool_of(ahead)) <= 8
+    paused = False
+    rest = [ahead.next(placed) for placed in range(12, 12 + len(pool_of(ahead)))]
+    assert set(waiting) <= {given_first, *odd, *rest}
+    assert len({given_first, *odd, *rest}) == 12 + len(rest), "each once"

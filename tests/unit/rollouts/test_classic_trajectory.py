@@ -1,0 +1,642 @@
+"""What of a classic environment's calls of the model is trained on, and how they are sampled."""
+
+import asyncio
+import copy
+import functools
+import importlib.machinery
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import verifiers as vf
+from datasets import Dataset
+from verifiers.types import TrajectoryStep
+
+from prime_rl.configs.shared import EnvConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts import environment_loader
+from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong, UnsupportedEnvironment
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.replies import Generation
+from tests.support.tiny_model import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+RUN = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 20}
+
+
+class NumberingEngine:
+    """Answers call n with the word n, and keeps what it is asked for."""
+
+    def __init__(self, renderer, cut=()):
+        self.renderer = renderer
+        self.asked = []
+        self.cut = cut
+
+    async def generate(self, prompt_ids, sampling):
+        self.asked.append(sampling)
+        await asyncio.sleep(0)
+        number = len(self.asked) - 1
+        ids = [*self.renderer._encode(f"answer {number}"), 2]
+        n = len(ids)
+        return Generation(
+            np.array(ids, np.int32), np.full(n, -0.5, np.float32), np.zeros(n, np.int32), number in self.cut
+        )
+
+
+class Chat(vf.MultiTurnEnv):
+    """Says "again" after each answer, until `max_turns`."""
+
+    async def env_response(self, messages, state, **kwargs):
+        return [vf.UserMessage(content="again")]
+
+
+def rewarded(completion):
+    return 1.0
+
+
+def dataset():
+    return Dataset.from_list([{"question": "say it", "answer": "1"}])
+
+
+def make(kind=Chat, rubric=None, max_turns=2, **kwargs):
+    turns = {"max_turns": max_turns} if issubclass(kind, vf.MultiTurnEnv) else {}
+    return kind(dataset=dataset(), rubric=rubric or vf.Rubric(funcs=[rewarded]), **turns, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return Renderer(TOKENIZER)
+
+
+@pytest.fixture
+def load(monkeypatch, renderer):
+    """Install an environment object and load it; its warnings are in `load.warnings`."""
+
+    def loaded(env, keep_messages=False, split="train"):
+        module = types.ModuleType("environment_of_a_test")
+        module.load_environment = lambda: env
+        module.__spec__ = importlib.machinery.ModuleSpec("environment_of_a_test", None)
+        monkeypatch.setitem(sys.modules, "environment_of_a_test", module)
+        config = EnvConfig(id="environment-of-a-test")
+        return environment_loader.load(config, renderer, split, keep_messages, loaded.warnings.append)
+
+    loaded.warnings = []
+    return loaded
+
+
+@pytest.fixture
+def play(load, renderer):
+    async def played(env, count=1, seq_len=400, sampling=RUN, cut=(), keep_messages=False):
+        played.engine = NumberingEngine(renderer, cut)
+        played.warnings = load.warnings
+        return await load(env, keep_messages).run_group(0, count, played.engine, sampling, seq_len)
+
+    return played
+
+
+def trained(renderer, rollout):
+    """The words that are trained on, of each sample."""
+    return [TOKENIZER.decode(sample.tokens[sample.loss_mask], skip_special_tokens=True) for sample in rollout.samples]
+
+
+# Sampling parameters of the environment's own
+
+
+class Cold(Chat):
+    async def setup_state(self, state):
+        own = {"temperature": 0.1, "top_p": 0.5, "seed": id(state), "extra_body": {"top_k": 3}, "n": 2}
+        state["sampling_args"] = {**state["sampling_args"], **own}
+
+
+async def test_environment_sampling_parameters_are_ignored_with_a_warning(play):
+    await play(make(Cold), count=2)  # each rollout asks for another seed
+    for sampling in play.engine.asked:
+        assert {name: sampling.get(name) for name in ("temperature", "top_p")} == {"temperature": 1.0, "top_p": 1.0}
+        assert not {"seed", "extra_body", "n"} & sampling.keys()
+    (warning,) = play.warnings
+    assert "temperature = 0.1" in warning and "top_p = 0.5" in warning and "seed = " in warning
+
+
+async def test_environment_with_default_sampling_gets_no_warning(play):
+    class Usual(Chat):
+        async def get_prompt_messages(self, state):
+            state["sampling_args"] = {**state["sampling_args"], "n": 1, "extra_body": {}, "logprobs": True}
+            return await super().get_prompt_messages(state)
+
+    await play(make(Usual))
+    assert play.warnings == []
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize(("asked", "limit"), [(5, 5), (1000, 20), (np.int64(6), 6), (None, 20)])
+async def test_environment_max_tokens_lowers_the_limit_of_the_run(play, name, asked, limit):
+    class Brief(Chat):
+        async def setup_state(self, state):
+            state["sampling_args"] = {name: asked}
+
+    await play(make(Brief))
+    assert {sampling["max_tokens"] for sampling in play.engine.asked} == {limit}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0, not a whole number"),
+        ({"max_tokens": "5"}, "max_tokens is '5', not a whole number"),
+        ({"max_tokens": True}, "max_tokens is True, not a whole number"),
+        ({"stop": [3]}, r"stop is \[3\], not a text"),
+        ({"stop": [""]}, r"stop is \[''\], not a text"),
+        (["temperature"], "sampling_args is .*, not a dictionary"),
+    ],
+)
+async def test_environment_with_invalid_sampling_raises(play, asked, message):
+    class Odd(Chat):
+        async def setup_state(self, state):
+            state["sampling_args"] = asked
+
+    with pytest.raises(EnvironmentFailed, match=message):
+        await play(make(Odd))
+
+
+async def test_environment_stop_cuts_the_text_before_the_stop_string(play):
+    class Stopping(Chat):
+        async def setup_state(self, state):
+            state["sampling_args"] = {"stop": " 0"}
+
+    (rollout,) = await play(make(Stopping, max_turns=1))
+    assert play.engine.asked[0]["stop"] == [" 0"]
+    assert rollout.text[-1] == ("assistant", "answer")
+    assert rollout.samples[0].loss_mask.sum() == len(play.engine.renderer._encode("answer 0")) + 1
+
+
+async def test_min_tokens_is_lowered_to_the_available_tokens(play, load, renderer):
+    length = load(make()).prompt_tokens(0)
+    await play(make(max_turns=1), seq_len=length + 6, sampling={**RUN, "min_tokens": 10})
+    assert (play.engine.asked[0]["max_tokens"], play.engine.asked[0]["min_tokens"]) == (6, 6)
+    await play(make(max_turns=1), sampling={**RUN, "min_tokens": 10})
+    assert (play.engine.asked[0]["max_tokens"], play.engine.asked[0]["min_tokens"]) == (20, 10)
+
+
+# Calls that are no turn of the trajectory
+
+
+class Simulated(Chat):
+    """The policy plays its own user."""
+
+    async def env_response(self, messages, state, **kwargs):
+        asked = [vf.UserMessage(content=f"play the user, {len(state['trajectory'])}")]
+        response = await self.get_model_response(state, asked, sampling_args={"max_tokens": 7})
+        return [vf.UserMessage(content=response.message.content)]
+
+
+class SelfJudging(Chat):
+    """Judges the last answer in the same conversation; then the conversation goes on without that."""
+
+    async def add_model_response(self, state, prompt_messages, response):
+        await super().add_model_response(state, prompt_messages, response)
+        conversation = [*prompt_messages, response.message, vf.UserMessage(content="was that right?")]
+        await self.get_model_response(state, conversation)
+
+
+class Retrying(Chat):
+    """Asks each time twice, and takes the second answer."""
+
+    async def get_model_response(self, state, prompt, **kwargs):
+        await super().get_model_response(state, prompt, **kwargs)
+        return await super().get_model_response(state, prompt, **kwargs)
+
+
+class Forgetting(Chat):
+    """Takes the first turn out of the trajectory when the second is there."""
+
+    async def add_model_response(self, state, prompt_messages, response):
+        await super().add_model_response(state, prompt_messages, response)
+        if len(state["trajectory"]) == 2:
+            del state["trajectory"][0]
+            state["final_env_response"] = [vf.UserMessage(content="enough")]
+
+
+class Copying(Chat):
+    """Has copies of its steps."""
+
+    async def add_trajectory_step(self, state, trajectory_step):
+        state["trajectory"].append(copy.deepcopy(trajectory_step))
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers"),
+    [
+        (Chat, ["answer 0answer 1answer 2"]),
+        (Simulated, ["answer 0answer 2answer 4"]),
+        (SelfJudging, ["answer 0answer 2answer 4"]),
+        (Retrying, ["answer 1answer 3answer 5"]),
+        (Copying, ["answer 0answer 1answer 2"]),
+        (Forgetting, ["answer 1"]),
+    ],
+)
+async def test_only_turns_in_the_trajectory_are_trained(play, renderer, kind, answers):
+    (rollout,) = await play(make(kind, max_turns=3))
+    assert trained(renderer, rollout) == answers
+    for sample in rollout.samples:
+        assert (sample.versions >= 0).tolist() == sample.loss_mask.tolist()
+
+
+async def test_call_outside_the_trajectory_that_a_turn_extends_is_its_context(play, renderer):
+    class Thinking(Chat):
+        """A turn begins with a call whose answer stays in the conversation."""
+
+        async def get_prompt_messages(self, state):
+            thought = await self.get_model_response(state, state["prompt"])
+            return [*state["prompt"], thought.message, vf.UserMessage(content="and now?")]
+
+    (rollout,) = await play(make(Thinking, max_turns=1))
+    (sample,) = rollout.samples
+    assert trained(renderer, rollout) == ["answer 1"]
+    assert "answer 0" in TOKENIZER.decode(sample.tokens)
+
+
+async def test_replies_of_another_model_in_the_trajectory_are_not_trained(play, renderer):
+    class Mixed(Chat):
+        async def get_model_response(self, state, prompt, **kwargs):
+            response = await super().get_model_response(state, prompt, **kwargs)
+            if len(state["trajectory"]) == 0:
+                response = response.model_copy(update={"id": "chatcmpl-7"})  # as one of another server
+            return response
+
+    (rollout,) = await play(make(Mixed))
+    assert trained(renderer, rollout) == ["answer 1"]
+
+
+async def test_truncated_call_outside_the_trajectory_does_not_truncate_the_rollout(play):
+    (rollout,) = await play(make(Simulated), cut={1})
+    assert not rollout.is_truncated
+
+
+@pytest.mark.parametrize("cut", [{0}, {1}, {2}])
+async def test_rollout_is_truncated_if_any_turn_is(play, cut):
+    (rollout,) = await play(make(max_turns=3), cut=cut)
+    assert rollout.is_truncated
+    (whole,) = await play(make(max_turns=3))
+    assert not whole.is_truncated
+
+
+async def test_too_long_auxiliary_prompt_does_not_truncate_the_rollout(play):
+    class Verbose(Chat):
+        async def env_response(self, messages, state, **kwargs):
+            with pytest.raises(vf.OverlongPromptError):
+                await self.get_model_response(state, [vf.UserMessage(content="word " * 500)])
+            return [vf.UserMessage(content="again")]
+
+    (rollout,) = await play(make(Verbose))
+    assert not rollout.is_truncated and rollout.metrics["num_turns"] == 2
+
+
+async def test_conversation_counts_only_the_tokens_of_turns(play):
+    (rollout,) = await play(make(Simulated, max_turns=3), keep_messages=True)
+    assert rollout.completion_tokens == sum(int(sample.loss_mask.sum()) for sample in rollout.samples)
+
+
+# Masks and tokens of steps
+
+
+async def test_tokens_masked_by_the_environment_are_not_trained(play, renderer):
+    class Masking(Chat):
+        async def add_trajectory_step(self, state, trajectory_step):
+            tokens = trajectory_step["tokens"]
+            if len(state["trajectory"]) == 0:
+                tokens["completion_mask"] = [0] * len(tokens["completion_ids"])
+            await super().add_trajectory_step(state, trajectory_step)
+
+    (rollout,) = await play(make(Masking))
+    assert trained(renderer, rollout) == ["answer 1"]
+
+
+async def test_tokens_beyond_the_environments_max_seq_len_are_not_trained(play, load, renderer):
+    env = make(max_turns=1)
+    env.set_max_seq_len(load(env).prompt_tokens(0) + 2)
+    (rollout,) = await play(env)
+    assert rollout.samples[0].loss_mask.sum() == 2
+    assert rollout.is_truncated
+
+
+async def test_changed_completion_ids_raise(play):
+    class Rewriting(Chat):
+        async def add_trajectory_step(self, state, trajectory_step):
+            trajectory_step["tokens"]["completion_ids"] = [5, 6]
+            trajectory_step["tokens"]["completion_mask"] = [1, 1]
+            await super().add_trajectory_step(state, trajectory_step)
+
+    with pytest.raises(EnvironmentFailed, match="changes `completion_ids`"):
+        await play(make(Rewriting))
+
+
+async def test_tokens_of_a_step_behave_as_lists(play):
+    def looks(state):
+        first, second = (step["tokens"] for step in state["trajectory"])
+        context = first["prompt_ids"] + first["completion_ids"]
+        assert second["prompt_ids"][: len(context)] == context
+        assert [*context][-1] == first["completion_ids"][-1] == 2
+        assert list(first["completion_logprobs"]) == [-0.5] * len(first["completion_ids"])
+        assert np.array(first["prompt_mask"]).tolist() == [0] * len(first["prompt_ids"])
+        assert copy.deepcopy(first["completion_mask"]) == [1] * len(first["completion_ids"])
+        with pytest.raises(TypeError):
+            first["completion_mask"][0] = 0
+        return 1.0
+
+    (rollout,) = await play(make(rubric=vf.Rubric(funcs=[looks])))
+    assert rollout.reward == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+async def test_responses_can_be_dumped_with_their_tokens(play):
+    dumped = []
+
+    def dumps(state):
+        dumped.append(json.loads(state["trajectory"][0]["response"].model_dump_json()))
+        return 1.0
+
+    (rollout,) = await play(make(rubric=vf.Rubric(funcs=[dumps]), max_turns=1))
+    tokens = dumped[0]["message"]["tokens"]
+    assert tokens["prompt_ids"] + tokens["completion_ids"] == rollout.samples[0].tokens.tolist()
+
+
+async def test_rollout_memory_grows_linearly_with_turns(play):
+    kept = []
+
+    def keep(state):
+        kept.append(state)
+        return 1.0
+
+    await play(make(rubric=vf.Rubric(funcs=[keep]), max_turns=12), seq_len=4000)
+    (state,) = kept
+    buffers = {id(step["tokens"]["prompt_ids"]._array().base) for step in state["trajectory"]}
+    assert len(buffers) == 1, "all prompts are views of one array"
+    (rollout_lines,) = {len(step["response"].message.tokens.prompt_ids) > 0 for step in state["trajectory"]}
+    conversations = state["client"].recorder._conversations
+    assert rollout_lines and sum(map(len, conversations)) == 2
+
+
+# What cannot be done is said
+
+
+class Single(vf.Environment):
+    """An environment with a rollout() of its own."""
+
+    async def rollout(self, input, client, model, sampling_args=None):
+        state = await self.init_state(input, client, model, sampling_args)
+        await self.talk(state)
+        state["is_completed"] = True
+        return state
+
+
+class Scripted(Single):
+    async def talk(self, state):
+        state["completion"] = [vf.AssistantMessage(content="written by a script")]
+
+
+class Trackless(Single):
+    async def talk(self, state):
+        response = await self.get_model_response(state, state["prompt"])
+        state["completion"] = [response.message]
+
+
+class Own(Single):
+    async def talk(self, state):
+        response = await self.get_model_response(state, state["prompt"])
+        state["completion"] = response.message.content
+        step = TrajectoryStep(prompt=state["prompt"], response=response, tokens=None, reward=None, advantage=None)
+        state["trajectory"].append(step)
+
+
+class Raw(Chat):
+    async def setup_state(self, state):
+        await state["client"].client.chat.completions.create(model="m", messages=[])
+
+
+class Pictured(Chat):
+    async def env_response(self, messages, state, **kwargs):
+        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        return [vf.UserMessage(content=[picture])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (Scripted, EnvironmentFailed, "never called its client"),
+        (Trackless, EnvironmentFailed, "the model answered 1 calls, but no answer is the `response` of a step"),
+        (Raw, UnsupportedEnvironment, r"raw client, `state\['client'\]\.client`.*get_model_response"),
+        (Pictured, EnvironmentFailed, "content of the type 'image_url'; only text can be trained on"),
+    ],
+)
+async def test_environment_without_trainable_turns_raises_with_the_reason(play, kind, error, message):
+    with pytest.raises(error, match=message) as raised:
+        await play(make(kind))
+    assert "\n" not in str(raised.value)
+
+
+async def test_environment_with_its_own_rollout_is_trained_by_its_trajectory(play, renderer):
+    (rollout,) = await play(make(Own))
+    assert trained(renderer, rollout) == ["answer 0"]
+    assert rollout.text == (("user", "say it"), ("assistant", "answer 0"))
+
+
+async def test_environment_with_a_too_long_prompt_raises_sample_too_long(play):
+    with pytest.raises(SampleTooLong):
+        await play(make(Own), seq_len=3)
+
+
+# Scores
+
+
+class Alone(vf.Rubric):
+    """Overrides `score_rollout` and nothing else."""
+
+    async def score_rollout(self, state):
+        state["reward"] = 0.25 * len(state["trajectory"])
+        state["metrics"] = {"mine": 3.0}
+
+
+class AloneInGroup(vf.RubricGroup):
+    async def score_rollout(self, state):
+        state["reward"], state["metrics"] = 0.75, {}
+
+
+class Together(Alone):
+    """Overrides both: the group's is asked, as verifiers does."""
+
+    async def score_group(self, states):
+        for state in states:
+            state["reward"], state["metrics"] = 2.0, {}
+
+
+@pytest.mark.parametrize(
+    ("rubric", "reward"),
+    [
+        (Alone(), 0.5),
+        (vf.RubricGroup([Alone(), vf.Rubric([rewarded])]), 1.5),
+        (AloneInGroup([vf.Rubric([rewarded])]), 0.75),
+        (Together(), 2.0),
+    ],
+)
+async def test_rubric_with_only_score_rollout_is_called(play, rubric, reward):
+    rollouts = await play(make(rubric=rubric), count=2)
+    assert [rollout.reward for rollout in rollouts] == [reward] * 2
+
+
+async def test_partial_reward_functions_get_unique_names(play):
+    def scaled(completion, factor):
+        return factor * 1.0
+
+    functions = [functools.partial(scaled, factor=2), functools.partial(functools.partial(scaled), factor=3), rewarded]
+    (rollout,) = await play(make(rubric=vf.Rubric(funcs=functions)))
+    assert rollout.reward == 6.0
+    assert rollout.metrics == {"scaled": 2.0, "scaled_2": 3.0, "rewarded": 1.0, "num_turns": 2.0}
+
+
+async def test_answer_that_exceeds_the_grading_timeout_fails_instead_of_scoring_0(play):
+    """As MathRubric does it: what waits longer for its process pool counts 0, without an exception."""
+
+    class Grading(vf.Rubric):
+        HARD_TIMEOUT_SECONDS = 0.05
+
+        async def correct(self, completion):
+            await asyncio.sleep(2 * self.HARD_TIMEOUT_SECONDS)
+            return 0.0
+
+    rubric = Grading()
+    rubric.add_reward_func(rubric.correct)
+    with pytest.raises(EnvironmentFailed, match="reward function correct did not end within 0 s: its process pool is"):
+        await play(make(rubric=rubric))
+
+
+class WithAdvantages(vf.Rubric):
+    has_advantages = True
+
+
+def test_rubric_with_advantages_raises_for_training(load):
+    env = vf.EnvGroup([make(), make(rubric=WithAdvantages(funcs=[rewarded]))])
+    with pytest.raises(ConfigError, match=r"computes advantages .*orchestrator\.advantage"):
+        load(env)
+    assert len(load(env, keep_messages=True)) == len(load(env, split="eval")) == 2
+
+
+class StepRewarding(Chat):
+    name = "reward"
+
+    async def add_trajectory_step(self, state, trajectory_step):
+        trajectory_step[self.name] = 0.5
+        await super().add_trajectory_step(state, trajectory_step)
+
+
+class StepAdvantages(StepRewarding):
+    name = "advantage"
+
+
+class StateAdvantage(Chat):
+    async def setup_state(self, state):
+        state["advantage"] = 1.0
+
+
+async def test_step_rewards_log_one_warning(play):
+    def total(state):
+        return sum(step["reward"] for step in state["trajectory"])
+
+    rollouts = await play(make(StepRewarding, rubric=vf.Rubric(funcs=[total])), count=2)
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 2
+    (warning,) = play.warnings
+    assert "sets `reward` of single steps" in warning
+
+
+@pytest.mark.parametrize("kind", [StepAdvantages, StateAdvantage])
+async def test_environment_advantages_raise_for_training(play, kind):
+    with pytest.raises(UnsupportedEnvironment, match="sets `advantage` of a rollout or of a step"):
+        await play(make(kind))
+    assert (await play(make(kind), keep_messages=True))[0].reward == 1.0
+
+
+def test_environment_that_overrides_group_methods_raises(load):
+    class Hooked(Chat):
+        async def _run_group_states(self, *args):
+            raise AssertionError("not called")
+
+    with pytest.raises(ConfigError, match=r"overrides _run_group_states\(\), which is not called"):
+        load(make(Hooked))
+
+
+def test_constructor_sampling_args_log_a_warning(load):
+    load(make(sampling_args={"temperature": 0.2}))
+    assert load.warnings == [
+        "its sampling_args are ignored (temperature); set them in `sampling` of the environment's configuration"
+    ]
+
+
+# Cleanup
+
+
+class Cleaning(vf.Rubric):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.cleaned = []
+
+    @vf.cleanup
+    async def release(self, state):
+        await asyncio.sleep(0)
+        self.cleaned.append(state["trajectory_id"])
+
+
+async def test_rubric_cleans_up_after_scoring_raises(play):
+    def broken(completion):
+        raise KeyError("broken reward")
+
+    rubric = Cleaning(funcs=[broken])
+    with pytest.raises(EnvironmentFailed, match="broken reward"):
+        await play(make(rubric=rubric), count=3)
+    assert len(set(rubric.cleaned)) == 3
+
+
+async def test_rubric_cleans_up_after_a_rollout_raises(play):
+    class Breaking(Chat):
+        async def env_response(self, messages, state, **kwargs):
+            raise KeyError("broken environment")
+
+    rubric = Cleaning(funcs=[rewarded])
+    with pytest.raises(EnvironmentFailed, match="broken environment"):
+        await play(make(Breaking, rubric=rubric), count=2)
+    assert len(set(rubric.cleaned)) == 2
+
+
+@pytest.mark.parametrize("where", ["turn", "score"])
+async def test_rubric_cleans_up_after_the_group_is_cancelled(play, where):
+    waiting = asyncio.Event()
+
+    async def wait():
+        waiting.set()
+        await asyncio.Event().wait()
+
+    class Waiting(Chat):
+        async def env_response(self, messages, state, **kwargs):
+            await wait()
+
+    async def slow(completion):
+        await wait()
+
+    rubric = Cleaning(funcs=[slow if where == "score" else rewarded])
+    group = asyncio.create_task(play(make(Waiting if where == "turn" else Chat, rubric=rubric), count=2))
+    await asyncio.wait_for(waiting.wait(), 60)
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await group
+    assert len(set(rubric.cleaned)) == 2
+
+
+async def test_failed_cleanup_logs_a_warning_and_keeps_the_group(play):
+    class Failing(vf.Rubric):
+        @vf.cleanup
+        async def release(self, state):
+            raise KeyError("no such sandbox")
+
+    (rollout,) = await play(make(rubric=Failing(funcs=[rewarded])))
+    assert rollout.reward == 1.0
+    assert play.warnings == ["the cleanup of its rubric failed: KeyError: 'no such sandbox'"]

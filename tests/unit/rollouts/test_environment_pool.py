@@ -1,0 +1,541 @@
+"""Groups played in real worker processes against a fake engine; everything that can go wrong with them."""
+
+import asyncio
+import itertools
+import json
+import os
+import resource
+import signal
+from unittest import mock
+
+import numpy as np
+import psutil
+import pytest
+from aiohttp import web
+
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.liveness.timeline_writer import TimelineWriter
+from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
+from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.workers import worker_timeline
+from prime_rl.rollouts.workers.protocol import ModelAccess
+from prime_rl.storage.paths import RunPaths
+from tests.support.fake_engine import fake_engine
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SAMPLING = {"max_tokens": 4, "temperature": 1.0}
+
+
+def play(pool, engine, example=1, count=2, seq_len=64, seed=None):
+    return pool.run_group(example, count, engine.url, SAMPLING, seq_len, seed)
+
+
+def pid(rollouts):
+    return int(rollouts[0].metrics["worker"])
+
+
+def lines_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+async def until(true):
+    """Wait for something that announces itself only in another process."""
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.01)
+    return True
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def kill_idle_worker(pool):
+    """Kill the only worker while it waits for the engine, so that nobody's code can be blamed."""
+    process = pool._workers[0]._process
+    await until(lambda: process.crash_record.running_request is None)
+    os.kill(process.pid, signal.SIGKILL)
+
+
+class Gate:
+    """Holds completions back until opened; tells when one has arrived."""
+
+    def __init__(self, engine, held=lambda body: True):
+        self.arrived, self.opened = asyncio.Event(), asyncio.Event()
+        self.waiting = 0
+        self._held = held
+        engine.gate = self
+
+    async def arrivals(self, count):
+        while self.waiting < count:
+            self.arrived.clear()
+            await self.arrived.wait()
+
+    async def __call__(self, body):
+        if self._held(body):
+            self.waiting += 1
+            self.arrived.set()
+            await self.opened.wait()
+
+
+async def test_group_returns_the_tokens_that_the_server_reported(open_pool):
+    async with fake_engine() as engine, open_pool() as pool:
+        engine.step = 5
+        assert len(pool) == 8
+        rollouts = await play(pool, engine, example=3, count=2)
+        prompts = [request["token_ids"] for request in engine.requests]
+    assert len(rollouts) == 2
+    for rollout, prompt in zip(rollouts, prompts, strict=True):
+        (sample,) = rollout.samples
+        assert sample.tokens.tolist() == [*prompt, 20, 21, 22, 23]
+        assert sample.loss_mask.tolist() == [False] * len(prompt) + [True] * 4
+        assert sample.logprobs.tolist() == [0.0] * len(prompt) + [-0.5] * 4
+        assert sample.versions.tolist() == [-1] * len(prompt) + [5] * 4
+        assert [a.dtype for a in (sample.tokens, sample.loss_mask, sample.logprobs, sample.versions)] == [
+            np.int32, np.bool_, np.float32, np.int32,
+        ]  # fmt: skip
+        assert rollout.reward == 3 / 8
+        assert rollout.is_truncated
+        assert rollout.text[0] == ("user", "say it 3")
+        assert [role for role, _ in rollout.text] == ["user", "assistant"]
+        assert rollout.metrics["num_turns"] == 1
+
+
+async def test_groups_are_distributed_over_workers(open_pool):
+    async with fake_engine() as engine, open_pool(workers=2) as pool:
+        gate = Gate(engine)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(play(pool, engine, example)) for example in range(1, 5)]
+            await gate.arrivals(8)
+            gate.opened.set()
+    workers = [pid(task.result()) for task in tasks]
+    assert len(set(workers)) == 2
+    assert [workers.count(worker) for worker in set(workers)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        ("raise", "reward function reward raised KeyError: 'broken reward'"),
+        ("nan", "reward function reward is nan, not a finite number"),
+        ("inf", "reward function reward is inf, not a finite number"),
+        ("none", "reward function reward is None, not a number"),
+        ("text", "reward function reward is '1.0', not a number"),
+        ("list", "reward function reward is [1.0], not a number"),
+        ("huge", "the reward is 1e+30, above the limit of 1e+06"),
+        ("interrupt", "reward function reward raised KeyboardInterrupt: broken reward"),
+        ("cancelled", "reward function reward raised CancelledError: broken reward, although nothing was cancelled"),
+        ("base", "Custom: broken environment"),
+        ("sys.exit", "reward function reward raised SystemExit: 4"),
+        ("base interrupt", "KeyboardInterrupt: broken environment"),
+        ("base exit", "SystemExit: broken environment"),
+        ("exit in cleanup", "SystemExit: 5"),
+        ("base cancelled", "CancelledError: broken environment, although nothing was cancelled"),
+        ("setup", "KeyError: 'broken environment'"),
+        ("turn", "ToolCallError: no such tool (from ZeroDivisionError: division by zero)"),
+    ],
+)
+async def test_failed_environment_raises_instead_of_scoring_0(open_pool, trouble, message):
+    bad = range(8) if trouble in ("setup", "turn") else [0]
+    async with fake_engine() as engine, open_pool(trouble=trouble, bad=list(bad), turns=2) as pool:
+        with pytest.raises(EnvironmentFailed) as failure:
+            await play(pool, engine, example=0)
+        assert str(failure.value) == message
+        if len(bad) == 1:
+            assert (await play(pool, engine, example=2))[0].reward == 2 / 8
+        assert pool.deaths == 0
+
+
+async def test_reward_that_exceeds_the_time_limit_is_cancelled(open_pool):
+    async with fake_engine() as engine, open_pool(trouble="wait", timeout=0.3, grace_s=60) as pool:
+        before = pid(await play(pool, engine))
+        with pytest.raises(EnvironmentFailed, match=r"example 0 took longer than 0.3 s \(env.timeout_seconds\)"):
+            await play(pool, engine, example=0)
+        assert pid(await play(pool, engine)) == before, "the worker lives on"
+
+
+async def test_sampling_time_does_not_count_for_the_time_limit(open_pool):
+    """Twice the limit passes before the engine answers, and the rollout is whole."""
+    async with fake_engine() as engine, open_pool(timeout=0.3, grace_s=60) as pool:
+        gate = Gate(engine)
+        group = asyncio.create_task(play(pool, engine))
+        await gate.arrivals(2)
+        await asyncio.sleep(0.6)
+        gate.opened.set()
+        assert [rollout.reward for rollout in await group] == [1 / 8, 1 / 8]
+
+
+async def test_rollout_that_exceeds_the_time_limit_is_truncated_and_scored(open_pool):
+    """Its environment hangs in the second turn. No worker is killed for a cleanup that takes longer than the limit."""
+    args = {"trouble": "slow cleanup", "bad": [5], "marker": "0.5", "turns": 2}
+    async with fake_engine() as engine, open_pool(timeout=0.3, grace_s=60, **args) as pool:
+        rollouts = await play(pool, engine, example=5)
+        assert [(rollout.reward, rollout.is_truncated) for rollout in rollouts] == [(5 / 8, True)] * 2
+        assert [rollout.sampled_tokens for rollout in rollouts] == [4, 4]
+        assert pool.deaths == 0
+        assert pool.discarded.tokens.total() == 0
+
+
+async def test_rollout_that_exceeds_the_time_limit_before_its_first_turn_fails(open_pool, tmp_path):
+    marker = str(tmp_path / "marker")
+    async with fake_engine() as engine, open_pool(trouble="hang at first", marker=marker, timeout=0.5) as pool:
+        with pytest.raises(
+            EnvironmentFailed, match=r"a rollout of example 2 took longer than 0.5 s \(env.timeout_seconds\)"
+        ):
+            await play(pool, engine, example=2)
+        assert pool.deaths == 0
+
+
+@pytest.mark.parametrize(
+    ("trouble", "how"),
+    [
+        ("block", r"was killed: its event loop was blocked for \d+\.\d s"),
+        ("wait stubbornly", "nor after it was cancelled"),
+    ],
+)
+async def test_reward_that_cannot_be_cancelled_kills_its_worker(open_pool, trouble, how):
+    async with fake_engine() as engine, open_pool(trouble=trouble, timeout=1.5, grace_s=0.7, retries=1) as pool:
+        # So long a timeout that it does not end while the rollout is still being sampled, on whatever machine.
+        with pytest.raises(EnvironmentFailed, match=f"{how} while it ran example 0, the last of 2 attempts"):
+            await play(pool, engine, example=0)
+        assert pool.deaths == 1, "the second attempt was in a process of its own"
+        assert (await play(pool, engine, example=1))[0].reward == 1 / 8
+
+
+async def test_group_in_the_worker_of_a_blocking_group_succeeds(open_pool):
+    """It is overdue first, but it could do nothing about that; it has its whole time again, in another process."""
+    async with fake_engine() as engine, open_pool(trouble="block", timeout=2, grace_s=0.5, retries=0) as pool:
+        gate = Gate(engine, held=lambda body: body["sampling_params"]["max_tokens"] == 3)
+        other = asyncio.create_task(pool.run_group(5, 1, engine.url, {"max_tokens": 3}, 64))
+        await gate.arrived.wait()
+        blocking = asyncio.create_task(play(pool, engine, example=0))
+        assert await until(lambda: pool._workers[0]._process.crash_record.running_request is not None)
+        gate.opened.set()
+        with pytest.raises(EnvironmentFailed, match=r"was blocked .* while it ran example 0, the last of 1 att"):
+            await blocking
+        assert (await other)[0].reward == 5 / 8
+
+
+async def test_groups_in_the_worker_of_a_crashing_group_run_again(open_pool):
+    async with fake_engine() as engine, open_pool(trouble="exit") as pool:
+        gate = Gate(engine, held=lambda body: body["sampling_params"]["max_tokens"] == 3)
+        first = pid(await play(pool, engine, example=1))
+        others = [
+            asyncio.create_task(pool.run_group(example, 1, engine.url, {"max_tokens": 3}, 64)) for example in (3, 4, 5)
+        ]
+        await gate.arrivals(3)
+        with pytest.raises(
+            EnvironmentFailed, match="worker exited with code 7 while it ran example 0, the last of 3 attempts"
+        ):
+            await play(pool, engine, example=0)
+        assert pool.deaths == 1
+        gate.opened.set()
+        results = await asyncio.gather(*others)
+        assert [rollouts[0].reward for rollouts in results] == [3 / 8, 4 / 8, 5 / 8]
+        assert first not in [pid(rollouts) for rollouts in results]
+
+
+async def test_event_loop_continues_while_a_worker_is_blocked(open_pool):
+    async with fake_engine() as engine, open_pool(workers=2, trouble="block", timeout=60) as pool:
+        blocked = asyncio.create_task(play(pool, engine, example=0))
+        assert await until(
+            lambda: any(w._process.crash_record.running_request is not None and w.in_flight for w in pool._workers)
+        )
+        for example in range(1, 8):
+            await play(pool, engine, example=example)
+        assert not blocked.done()
+        blocked.cancel()
+        await asyncio.gather(blocked, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "how"),
+    [
+        ("kill", r"was killed by SIGKILL \(signal 9\)"),
+        ("exit in a task", "exited with code 4"),
+    ],
+)
+async def test_error_names_the_example_that_killed_its_worker(open_pool, trouble, how):
+    async with fake_engine() as engine, open_pool(trouble=trouble, retries=1) as pool:
+        with pytest.raises(EnvironmentFailed, match=f"{how} while it ran example 0, the last of 2 attempts"):
+            await play(pool, engine, example=0)
+        assert (await play(pool, engine, example=1))[0].reward == 1 / 8
+
+
+async def test_group_that_crashes_once_succeeds_on_retry(open_pool, tmp_path):
+    async with fake_engine() as engine, open_pool(trouble="exit once", marker=str(tmp_path / "marker")) as pool:
+        rollouts = await play(pool, engine, example=0)
+        assert rollouts[0].reward == 0
+        assert pool.deaths == 1
+
+
+async def test_externally_killed_worker_is_replaced_and_its_group_runs_again(open_pool):
+    async with fake_engine() as engine, open_pool() as pool:
+        gate = Gate(engine)
+        group = asyncio.create_task(play(pool, engine, example=6, seed=[1, 2]))
+        await gate.arrivals(2)
+        await kill_idle_worker(pool)
+        gate.opened.set()
+        rollouts = await group
+        assert rollouts[0].reward == 6 / 8
+        assert pool.deaths == 1
+        seeds = [request["sampling_params"]["seed"] for request in engine.requests]
+    assert set(seeds[:-2]) <= set(seeds[-2:]), "the second attempt is seeded as the first was"
+
+
+async def test_repeated_worker_deaths_without_a_known_cause_raise(open_pool):
+    async with fake_engine() as engine, open_pool(retries=1) as pool:
+        gate = Gate(engine)
+        group = asyncio.create_task(play(pool, engine, example=6))
+        for attempt in (1, 2):
+            await gate.arrivals(2 * attempt)
+            await kill_idle_worker(pool)
+        with pytest.raises(EnvironmentFailed, match=r"SIGKILL .* with example 6 in flight, the last of 2 attempts"):
+            await group
+
+
+async def test_child_processes_end_with_their_worker(open_pool, tmp_path):
+    marker = tmp_path / "marker"
+    async with fake_engine() as engine, open_pool(trouble="leave a child", marker=str(marker), retries=0) as pool:
+        with pytest.raises(EnvironmentFailed):
+            await play(pool, engine, example=0)
+        child = int(marker.read_text())
+        await until(lambda: not alive(child))
+
+
+async def test_environment_that_fails_to_reload_raises(open_pool, tmp_path):
+    async with fake_engine() as engine, open_pool(trouble="load once", marker=str(tmp_path / "marker")) as pool:
+        await play(pool, engine)
+        await kill_idle_worker(pool)
+        with pytest.raises(RunError, match=r"'troubled_environment' .* does not load: .*the data set is gone"):
+            await play(pool, engine)
+
+
+async def test_environment_with_a_changed_number_of_examples_raises(open_pool, tmp_path):
+    async with fake_engine() as engine, open_pool(trouble="grow", marker=str(tmp_path / "marker")) as pool:
+        await play(pool, engine)
+        await kill_idle_worker(pool)
+        with pytest.raises(RunError, match="had 8 examples and now has 9: its data set changed"):
+            await play(pool, engine)
+
+
+async def test_worker_has_a_raised_limit_of_open_files(open_pool):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    async with fake_engine() as engine, open_pool() as pool:
+        (rollout,) = await play(pool, engine, count=1)
+    assert rollout.metrics["open_files"] >= min(hard, 65536)
+
+
+async def test_pool_survives_the_death_of_the_fork_server(open_pool, host):
+    async with fake_engine() as engine, open_pool() as pool:
+        gate = Gate(engine)
+        group = asyncio.create_task(play(pool, engine))
+        await gate.arrived.wait()
+        host._server.kill()
+        gate.opened.set()
+        assert (await group)[0].reward == 1 / 8
+
+
+async def test_cancelling_a_group_cancels_it_in_its_worker(open_pool, tmp_path):
+    marker = tmp_path / "marker"
+    async with fake_engine() as engine, open_pool(trouble="wait", marker=str(marker)) as pool:
+        group = asyncio.create_task(play(pool, engine, example=0, count=1))
+        await until(marker.exists)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        assert (await play(pool, engine))[0].reward == 1 / 8
+        assert marker.read_text() == "cancelled"
+        assert pool._workers[0].in_flight == 0
+        assert pool.deaths == 0
+
+
+async def test_lost_or_refusing_server_raises_an_inference_error(open_pool):
+    async with fake_engine() as engine, open_pool() as pool:
+        engine.fault = lambda body: web.json_response({"error": {"message": "engine is dead"}}, status=500)
+        with pytest.raises(InferenceError, match="returned 500: engine is dead"):
+            await play(pool, engine)
+        with pytest.raises(InferenceServerLost, match=r"http://127.0.0.1:1 cannot be reached"):
+            await pool.run_group(1, 2, "http://127.0.0.1:1", SAMPLING, 64)
+
+
+async def test_unknown_token_id_raises_an_inference_error(open_pool, tokenizer_dir):
+    """In a batch it would end the trainer, which looks it up in an embedding."""
+    access = ModelAccess("m", str(tokenizer_dir), vocabulary=3)
+    async with fake_engine() as engine, open_pool(access=access) as pool:
+        with pytest.raises(InferenceError, match="the vocabulary has 3 tokens"):
+            await play(pool, engine)
+
+
+async def test_prompt_without_space_for_a_completion_raises_sample_too_long(open_pool):
+    async with fake_engine() as engine, open_pool() as pool:
+        with pytest.raises(SampleTooLong, match="does not fit into seq_len = 10"):
+            await play(pool, engine, seq_len=10)
+
+
+async def test_five_turns_are_trained_exactly_as_sampled(open_pool):
+    """Every turn's prompt begins with all ids that the engine was given and gave before: nothing is tokenised twice."""
+    async with fake_engine() as engine, open_pool(turns=5) as pool:
+        odd = [99, 126, 98, 2]  # 126 is no token of any text; 2 ends a turn
+
+        def answer(body):
+            choice = {
+                "token_ids": odd,
+                "logprobs": {"content": [{"token_id": i, "logprob": -0.25} for i in odd]},
+                "finish_reason": "stop",
+                "weight_versions": [{"version": f"0.{len(engine.requests)}", "start": 0, "end": len(odd)}],
+            }
+            return web.json_response({"choices": [choice]})
+
+        engine.fault = answer
+        (rollout,) = await play(pool, engine, count=1, seq_len=512)
+        prompts = [request["token_ids"] for request in engine.requests]
+    assert len(prompts) == 5
+    for earlier, later in itertools.pairwise(prompts):
+        assert later[: len(earlier) + len(odd)] == earlier + odd
+    (sample,) = rollout.samples
+    assert sample.tokens.tolist() == prompts[-1] + odd
+    assert sample.tokens[sample.loss_mask].tolist() == odd * 5
+    assert sample.versions[sample.loss_mask].tolist() == [v for v in range(1, 6) for _ in odd]
+    assert (sample.logprobs[sample.loss_mask] == -0.25).all()
+
+
+async def test_branching_gives_one_sample_per_turn(open_pool, tokenizer_dir):
+    access = ModelAccess("m", str(tokenizer_dir), trajectory_strategy="branching")
+    async with fake_engine() as engine, open_pool(turns=3, access=access) as pool:
+        (rollout,) = await play(pool, engine, count=1, seq_len=512)
+    assert len(rollout.samples) == 3
+
+
+async def test_seeds_differ_by_rollout_and_repeat_by_group(open_pool):
+    async with fake_engine() as engine, open_pool(workers=2) as pool:
+        for _ in range(2):
+            await play(pool, engine, count=3, seed=[7, 1])
+        seeds = [request["sampling_params"]["seed"] for request in engine.requests]
+        await play(pool, engine, count=1)
+        assert "seed" not in engine.requests[-1]["sampling_params"]
+    assert sorted(seeds[:3]) == sorted(seeds[3:])
+    assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            {"trouble": "load"},
+            r"environment 'troubled_environment' with env.args = {'trouble': 'load'} does not load: .*cannot load this",
+        ),
+        ({"no_such_argument": 1}, "does not load: .*unexpected keyword argument 'no_such_argument'"),
+        ({"examples": 0}, "environment 'troubled_environment' has no train examples; check env.args"),
+        ({"check_seq_len": 12}, "the prompt of example 0 of environment 'troubled_environment' has 16 tokens"),
+    ],
+)
+async def test_environment_that_does_not_load_raises_config_error(open_pool, args, message):
+    with pytest.raises(ConfigError, match=message) as failure:
+        async with open_pool(workers=2, **args):
+            pass
+    assert "\n" not in str(failure.value)
+
+
+async def test_worker_death_while_loading_raises_with_the_log_path(open_pool):
+    with pytest.raises(
+        RunError,
+        match=r"troubled_environment does not load: its worker exited with code 3; see .*env_troubled_.*0.log",
+    ):
+        async with open_pool(trouble="exit while loading", check_seq_len=64):
+            pass
+
+
+async def test_closing_ends_groups_and_processes(open_pool):
+    async with fake_engine() as engine:
+        gate = Gate(engine)
+        async with open_pool(workers=2) as pool:
+            group = asyncio.create_task(play(pool, engine))
+            await gate.arrived.wait()
+            pids = [worker._process.pid for worker in pool._workers]
+        with pytest.raises(RunError, match="environment troubled_environment is closed"):
+            await group
+        gate.opened.set()
+    assert not any(alive(pid) for pid in pids)
+
+
+async def test_tokens_of_a_worker_that_dies_are_counted(open_pool):
+    """They are known from the page that it shares with main; so are the rollouts of all its groups."""
+    async with fake_engine() as engine, open_pool(trouble="exit", retries=0) as pool:
+        gate = Gate(engine, held=lambda body: body["sampling_params"]["max_tokens"] == 3)
+        other = asyncio.create_task(pool.run_group(3, 1, engine.url, {"max_tokens": 3}, 64))
+        await gate.arrivals(1)
+        with pytest.raises(EnvironmentFailed, match="exited with code 7"):
+            await play(pool, engine, example=0, count=2)
+        assert pool.discarded.tokens == {"replayed": 8}
+        assert pool.discarded.rollouts == {"replayed": 3}
+        gate.opened.set()
+        await other
+        await play(pool, engine, example=1, count=2)
+        assert pool.discarded.tokens == {"replayed": 8}, "what arrives is not lost"
+
+
+async def test_tokens_of_a_cancelled_group_are_counted(open_pool, tmp_path):
+    marker = tmp_path / "marker"
+    async with fake_engine() as engine, open_pool(trouble="wait", marker=str(marker)) as pool:
+        group = asyncio.create_task(play(pool, engine, example=0, count=1))
+        await until(marker.exists)
+        group.cancel()
+        await asyncio.gather(group, return_exceptions=True)
+        await until(lambda: pool.discarded.tokens == {"cancelled": 4})
+        assert pool.discarded.rollouts == {"cancelled": 1}
+
+
+async def test_failed_metric_of_weight_0_is_missing(open_pool):
+    async with fake_engine() as engine, open_pool(trouble="metric", bad=[0]) as pool:
+        rollouts = await play(pool, engine, example=0)
+        assert [rollout.reward for rollout in rollouts] == [0, 0]
+        assert all("metric" not in rollout.metrics and "worker" in rollout.metrics for rollout in rollouts)
+        assert "metric" in (await play(pool, engine, example=1))[0].metrics
+
+
+@pytest.mark.parametrize("trouble", ["raise", "nan", "none"])
+async def test_reward_errors_zero_counts_a_failed_reward_as_0(open_pool, trouble):
+    config = {"reward_errors": "zero"}
+    async with fake_engine() as engine, open_pool(trouble=trouble, bad=[5], config=config) as pool:
+        assert [rollout.reward for rollout in await play(pool, engine, example=5)] == [0, 0]
+        rollouts = await play(pool, engine, example=5, count=1)
+        assert rollouts[0].metrics["reward_errors"] == 1
+        assert (await play(pool, engine, example=1))[0].metrics["reward_errors"] == 0
+
+
+async def test_timeline_has_the_share_of_busy_workers(open_pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_timeline, "INTERVAL_SECONDS", 0.02)
+    timeline = TimelineWriter(RunPaths(tmp_path), "env_troubled", interval_seconds=0.01)
+    file = RunPaths(tmp_path).timeline("env_troubled")
+    async with fake_engine() as engine, open_pool(timeline=timeline, workers=2) as pool:
+        await play(pool, engine)
+        await play(pool, engine, example=2)
+        await until(lambda: sum(line["groups"] for line in lines_of(file)) == 2)
+    lines = lines_of(file)
+    keys = {"name", "start", "end", "waiting_for", "step", "version", "busy", "groups", "rollouts"}
+    assert all(line.keys() == keys and line["name"] == "rollouts" for line in lines)
+    assert all(0 <= line["busy"] <= 1 for line in lines)
+    assert all(before["end"] <= after["start"] for before, after in itertools.pairwise(lines))
+
+
+async def test_timeline_counts_the_cpu_seconds_of_processes_that_live(monkeypatch):
+    seconds = {1: 3.0, 2: 5.0}
+
+    def process(pid):
+        if pid not in seconds:
+            raise psutil.NoSuchProcess(pid)
+        return mock.Mock(cpu_times=lambda: (seconds[pid], 0.0, 0.0, 0.0, 9.0))
+
+    monkeypatch.setattr(worker_timeline.psutil, "Process", process)
+    workers = worker_timeline.WorkerTimeline(mock.Mock())
+    assert workers.measure([1, 2]) == 0
+    seconds[1], seconds[2] = 3.5, 6.0
+    assert workers.measure([1, 2]) == 1.5
+    del seconds[2]
+    seconds[3], seconds[1] = 7.0, 3.75
+    assert workers.measure([1, 2, 3]) == 0.25

@@ -1,0 +1,225 @@
+"""The rollouts of a group: retries, survivors, clocks, and what foreign code may raise."""
+
+import asyncio
+
+import aiohttp
+import pytest
+import verifiers as vf
+
+from prime_rl.configs.shared import EnvConfig
+from prime_rl.rollouts import group_attempts
+from prime_rl.rollouts.clients.inference_client import InferenceServerLost
+from prime_rl.rollouts.group_attempts import GroupAttempts, RolloutClock
+from prime_rl.rollouts.group_failures import (
+    EnvironmentFailed,
+    RolloutTimedOut,
+    contain_failures,
+    is_infrastructure,
+)
+from prime_rl.rollouts.token_accounting import GroupAccount
+
+
+class Custom(BaseException):
+    pass
+
+
+class Overloaded(Exception):
+    status_code = 503
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(group_attempts, "RETRY_PAUSE_SECONDS", 0.001)
+
+
+def make_group(count=4, is_train=True, account=None, **config):
+    return GroupAttempts(EnvConfig(id="e", **config), 3, count, None, None, account or GroupAccount(), is_train)
+
+
+def failing(fails):
+    """An attempt that fails for the (rollout, attempt) of `fails`; returns what was tried as well."""
+    tried = []
+
+    async def attempt(this):
+        tried.append((this.index, this.number))
+        await asyncio.sleep(0)
+        if (error := fails.get((this.index, this.number))) is not None:
+            raise error
+        return this.index
+
+    return attempt, tried
+
+
+async def test_group_retries_only_the_rollout_with_an_infrastructure_failure():
+    attempt, tried = failing({(1, 0): EnvironmentFailed("sandbox", is_infrastructure=True)})
+    account = GroupAccount()
+    assert await make_group(account=account).run(attempt) == [0, 1, 2, 3]
+    assert sorted(tried) == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 0)]
+    assert account.discarded == {"retried": (1, 0)}
+
+
+async def test_group_with_an_environment_error_is_not_retried():
+    attempt, tried = failing({(1, 0): EnvironmentFailed("KeyError: x")})
+    with pytest.raises(EnvironmentFailed, match="KeyError: x"):
+        await make_group(num_retries=5).run(attempt)
+    assert (1, 1) not in tried
+
+
+async def test_group_without_retries_left_fails():
+    fault = EnvironmentFailed("sandbox", is_infrastructure=True)
+    attempt, tried = failing({(1, number): fault for number in range(3)})
+    with pytest.raises(EnvironmentFailed, match="sandbox"):
+        await make_group(num_retries=2).run(attempt)
+    assert (1, 2) in tried
+    assert (1, 3) not in tried
+
+
+@pytest.mark.parametrize(("bad", "survivors"), [([2], [0, 1, 3]), ([0, 2], [1, 3]), ([0, 1, 2], None)])
+async def test_group_with_enough_survivors_is_kept(bad, survivors):
+    attempt, _ = failing({(index, 0): EnvironmentFailed(f"broken {index}") for index in bad})
+    account = GroupAccount()
+    group = make_group(min_rollouts=2, account=account)
+    if survivors is None:
+        with pytest.raises(EnvironmentFailed, match="broken"):
+            await group.run(attempt)
+    else:
+        assert await group.run(attempt) == survivors
+        assert account.discarded == {"failed": (len(bad), 0)}
+
+
+async def test_evaluation_group_is_complete_or_fails():
+    attempt, _ = failing({(2, 0): EnvironmentFailed("broken")})
+    with pytest.raises(EnvironmentFailed):
+        await make_group(is_train=False, min_rollouts=2).run(attempt)
+
+
+async def test_group_reports_a_lost_server_before_other_failures():
+    attempt, _ = failing({(0, 0): EnvironmentFailed("broken"), (1, 0): InferenceServerLost("inference is gone")})
+    with pytest.raises((InferenceServerLost, EnvironmentFailed)):
+        await make_group().run(attempt)
+    attempt, _ = failing({(1, 0): InferenceServerLost("inference is gone")})
+    with pytest.raises(InferenceServerLost, match="inference is gone"):
+        await make_group(min_rollouts=1).run(attempt)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x"),
+        KeyboardInterrupt("x"),
+        Custom("x"),
+        GeneratorExit("x"),
+        SystemExit("x"),
+        asyncio.CancelledError("x"),
+    ],
+)
+async def test_contain_failures_converts_exceptions_of_foreign_code(error):
+    with pytest.raises(EnvironmentFailed, match=f"^{type(error).__name__}: x"), contain_failures():
+        raise error
+
+
+async def test_contain_failures_passes_a_real_cancellation():
+    started = asyncio.Event()
+
+    async def work():
+        started.set()
+        with contain_failures():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def raised_from(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (vf.InfraError("x"), True),
+        (vf.SandboxError("x"), True),
+        (ConnectionRefusedError("x"), True),
+        (TimeoutError("x"), True),
+        (aiohttp.ServerDisconnectedError(), True),
+        (Overloaded("x"), True),
+        (raised_from(RuntimeError("judge"), ConnectionError("x")), True),
+        (raised_from(vf.ToolCallError("x"), ZeroDivisionError("x")), False),
+        (KeyError("x"), False),
+        (FileNotFoundError("x"), False),
+    ],
+)
+def test_is_infrastructure_recognises_infrastructure_failures(error, expected):
+    assert is_infrastructure(error) is expected
+
+
+async def test_clock_stops_while_paused():
+    stuck = []
+    clock = RolloutClock(0.05, 60, lambda: stuck.append(1))
+    async with clock:
+        with clock.paused(), clock.paused():
+            await asyncio.sleep(0.15)
+    assert not clock.expired
+    with pytest.raises(RolloutTimedOut, match=r"a rollout took longer than 0\.05 s"):
+        async with (clock := RolloutClock(0.05, 60, lambda: stuck.append(1))):
+            await asyncio.Event().wait()
+    assert clock.expired
+    await asyncio.sleep(0.05)
+    assert stuck == []
+
+
+async def test_clock_measures_running_and_paused_time(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+
+    def passes(seconds):
+        now[0] += seconds
+
+    async with RolloutClock(None, 60, lambda: None) as clock:
+        passes(1)
+        with clock.paused():
+            passes(2)
+            with clock.paused():
+                passes(4)
+            passes(8)
+        passes(16)
+    assert (clock.running_seconds, clock.paused_seconds) == (17, 14)
+
+
+async def test_group_adds_the_seconds_of_its_finished_rollouts(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    account = GroupAccount()
+    group = make_group(2, account=account)
+
+    async def attempt(this):
+        if this.index == 1:
+            raise EnvironmentFailed("it does not count")
+        async with this.clock:
+            now[0] += 1
+            with this.clock.paused():
+                now[0] += 2
+
+    async def score():
+        now[0] += 4
+
+    with pytest.raises(EnvironmentFailed):
+        await group.run(attempt)
+    await group.repeat(score)
+    assert account.seconds == {"environment": 1, "engine": 2, "scoring": 4}
+
+
+async def test_clock_reports_a_block_that_does_not_end():
+    stuck = asyncio.Event()
+    clock = RolloutClock(0.01, 0.02, stuck.set)
+    async with clock:
+        while not stuck.is_set():
+            try:
+                await stuck.wait()
+            except asyncio.CancelledError:
+                continue
+    assert clock.expired

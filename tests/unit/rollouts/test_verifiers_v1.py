@@ -1,0 +1,328 @@
+"""v1 tasksets against a fake engine: what comes back, and everything that can go wrong."""
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from prime_rl.configs.shared import EnvConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts import environment_loader
+from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
+from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.verifiers.verifiers_v1 import TasksetEnvironment
+from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
+from prime_rl.rollouts.workers.protocol import ModelAccess
+from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+from tests.support.fake_engine import fake_engine
+from tests.support.tiny_model import make_tokenizer
+
+PACKAGES = Path(__file__).parents[2] / "support/packages"
+SAMPLING = {"temperature": 1.0, "max_tokens": 300}
+TOKENIZER = make_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.syspath_prepend(str(PACKAGES))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGES), os.environ.get("PYTHONPATH", "")]))
+
+
+def load(name="toy_taskset", strategy="interleaved", runtime=None, warn=None, **args):
+    config = EnvConfig(id=name, args=args, runtime=runtime)
+    return environment_loader.load(config, Renderer(TOKENIZER, strategy=strategy), "train", warn=warn)
+
+
+def says(text, cut=False):
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return (ids, "length") if cut else ([*ids, TOKENIZER.eos_token_id], "stop")
+
+
+@asynccontextmanager
+async def playing(name="toy_taskset", strategy="interleaved", **args):
+    """A loaded taskset, a fake engine that says 'it is 3', and a client of it."""
+    environment = load(name, strategy, **args)
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
+        fake.reply = lambda body: says("it is 3")
+        try:
+            yield environment, fake, engine
+        finally:
+            environment._server_task.cancel()
+            await asyncio.gather(environment._server_task, return_exceptions=True)
+
+
+async def test_group_returns_the_tokens_that_the_server_reported():
+    async with playing() as (environment, fake, engine):
+        fake.step = 5
+        rollouts = await environment.run_group(3, 2, engine, SAMPLING, 256, seed=[7])
+    for rollout, request in zip(rollouts, fake.requests, strict=True):
+        (sample,) = rollout.samples
+        sampled, _ = says("it is 3")
+        prompt = request["token_ids"]
+        assert TOKENIZER.decode(prompt) == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is it?<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert sample.tokens.tolist() == prompt + sampled
+        assert sample.loss_mask.tolist() == [False] * len(prompt) + [True] * len(sampled)
+        assert sample.versions.tolist() == [-1] * len(prompt) + [5] * len(sampled)
+        assert sample.logprobs.tolist() == [0.0] * len(prompt) + [-0.5] * len(sampled)
+        assert rollout.reward == 2.0  # right, weighted
+        assert rollout.metrics == {"num_turns": 1, "right": 1, "letters": 0, "length": len("it is 3")}
+        assert not rollout.is_truncated
+        assert rollout.text == (("system", "Be brief."), ("user", "What is it?"), ("assistant", "it is 3"))
+    seeds = {request["sampling_params"]["seed"] for request in fake.requests}
+    assert len(seeds) == 2
+    assert {request["sampling_params"]["temperature"] for request in fake.requests} == {1.0}
+
+
+async def test_seeds_repeat():
+    async with playing() as (environment, fake, engine):
+        for _ in range(2):
+            await environment.run_group(3, 2, engine, SAMPLING, 256, seed=[7])
+        await environment.run_group(3, 2, engine, SAMPLING, 256)
+    seeds = [request["sampling_params"].get("seed") for request in fake.requests]
+    assert sorted(seeds[:2]) == sorted(seeds[2:4]) and seeds[4:] == [None, None]
+
+
+async def test_truncated_completion_is_scored_and_marked():
+    async with playing() as (environment, fake, engine):
+        fake.reply = lambda body: says("it is 3, as"[: body["sampling_params"]["max_tokens"]], cut=True)
+        (rollout,) = await environment.run_group(3, 1, engine, {"max_tokens": 9}, 256)
+        assert (rollout.is_truncated, rollout.reward, rollout.text[-1][1]) == (True, 2.0, "it is 3, ")
+        prompt = len(fake.requests[0]["token_ids"])
+        await environment.run_group(3, 1, engine, {"max_tokens": 9}, prompt + 4)
+        assert fake.requests[1]["sampling_params"]["max_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"), [("setup", "KeyError.*broken task"), ("reward", "broken reward"), ("nan", "reward is nan")]
+)
+async def test_failed_task_fails_its_group(fail, message):
+    async with playing(task={"fail": fail}) as (environment, _, engine):
+        with pytest.raises(EnvironmentFailed, match=message):
+            await environment.run_group(3, 2, engine, SAMPLING, 256)
+
+
+async def test_server_refusal_raises_inference_error():
+    async with playing() as (environment, fake, engine):
+        fake.fault = lambda body: web.json_response({"error": "no such model"}, status=404)
+        with pytest.raises(InferenceError, match="no such model"):
+            await environment.run_group(3, 2, engine, SAMPLING, 256)
+        assert len(fake.requests) <= 2  # nobody tried again
+
+
+async def test_lost_server_raises_server_lost():
+    async with playing() as (environment, _, _), InferenceClient("http://127.0.0.1:9", "m", "") as gone:
+        with pytest.raises(InferenceServerLost):
+            await environment.run_group(3, 2, gone, SAMPLING, 256)
+
+
+async def test_too_long_prompt_raises_sample_too_long():
+    async with playing() as (environment, fake, engine):
+        with pytest.raises(SampleTooLong):
+            await environment.run_group(3, 2, engine, SAMPLING, environment.prompt_tokens(3))
+        assert fake.requests == []
+
+
+async def test_cancelled_group_leaves_no_trace_clients():
+    async with playing() as (environment, fake, engine):
+        asked = asyncio.Event()
+
+        async def gate(body):
+            asked.set()
+            await asyncio.Event().wait()
+
+        fake.gate = gate
+        task = asyncio.create_task(environment.run_group(3, 1, engine, SAMPLING, 256))
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert environment._client.traces == {}
+        assert not engine._session.connector._acquired  # the request is dropped, so that the server stops sampling
+        fake.gate = None
+        (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
+        assert rollout.reward == 2.0
+
+
+async def test_conversation_is_one_sample_of_the_sampled_tokens():
+    async with playing("talking_taskset") as (environment, fake, engine):
+        unusual = [9, 8, 7, TOKENIZER.eos_token_id]
+        fake.reply = lambda body: (unusual, "stop")
+        (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
+    (sample,) = rollout.samples
+    assert sample.tokens[sample.loss_mask].tolist() == unusual * 3
+    assert rollout.metrics["num_turns"] == 3
+    mine = [request["token_ids"] for request in fake.requests[::2]]  # the other agent has the turns between
+    assert sample.tokens.tolist() == mine[-1] + unusual
+    assert all(later[: len(earlier) + 4] == earlier + unusual for earlier, later in pairwise(mine))
+
+
+async def test_branching_makes_one_sample_per_turn():
+    async with playing("talking_taskset", "branching") as (environment, _, engine):
+        (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
+    sampled, _ = says("it is 3")
+    assert [sample.tokens[sample.loss_mask].tolist() for sample in rollout.samples] == [sampled] * 3
+
+
+async def test_conversation_that_exceeds_seq_len_is_scored():
+    async with playing("talking_taskset") as (environment, _, engine):
+        (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 40)
+        assert rollout.is_truncated and rollout.metrics["num_turns"] == 2 and rollout.reward == 2.0
+        with pytest.raises(SampleTooLong):  # the environment cannot go on without its second turn
+            await environment.run_group(3, 1, engine, SAMPLING, 25)
+
+
+async def test_two_trainable_agents_raise():
+    async with playing("talking_taskset", env={"train_both": True}) as (environment, _, engine):
+        with pytest.raises(EnvironmentFailed, match="2 trainable agents"):
+            await environment.run_group(3, 1, engine, SAMPLING, 256)
+
+
+async def test_agent_limit_ends_the_conversation_which_is_scored():
+    async with playing("talking_taskset", env={"agent": {"max_turns": 3}}) as (environment, _, engine):
+        (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
+        assert rollout.metrics["num_turns"] == 3 and rollout.reward == 2.0
+    async with playing(task={"stop_after": 0}) as (environment, fake, engine):
+        with pytest.raises(EnvironmentFailed, match="0 trainable agents"):
+            await environment.run_group(3, 1, engine, SAMPLING, 256)
+        assert fake.requests == []
+
+
+async def test_agent_sampling_uses_only_max_tokens():
+    sampling = {"max_tokens": 5, "temperature": 0.2}
+    async with playing(env={"agent": {"sampling": sampling}}) as (environment, fake, engine):
+        await environment.run_group(3, 1, engine, SAMPLING, 256)
+        await environment.run_group(3, 1, engine, {**SAMPLING, "max_tokens": 4}, 256)
+    asked = [request["sampling_params"] for request in fake.requests]
+    assert [(one["max_tokens"], one["temperature"]) for one in asked] == [(5, 1.0), (4, 1.0)]
+
+
+async def test_agents_use_the_chat_harness_by_default():
+    def harnesses(**env):
+        config = load("talking_taskset", runtime="subprocess", env=env)._env.config
+        return config.agent.harness.id, config.other.harness.id
+
+    assert harnesses() == ("prime_rl_chat", "prime_rl_chat")
+    assert harnesses(agent={"harness": {"id": "bash"}}) == ("bash", "prime_rl_chat")
+    assert harnesses(other={"harness": {"id": "null"}}) == ("prime_rl_chat", "null")
+
+
+SHELL = {"harness": {"id": "bash"}}
+
+
+@pytest.mark.parametrize("runtime", [{}, {"runtime": {"type": "subprocess"}}])
+def test_local_shell_raises_unless_allowed(runtime):
+    refusal = r"agent 'other' .*harness 'bash'.* on this machine.*runtime = \"subprocess\""
+    with pytest.raises(ConfigError, match=refusal) as error:
+        load("talking_taskset", env={"other": SHELL | runtime})
+    assert "\n" not in str(error.value)
+    warnings = []
+    environment = load("talking_taskset", runtime="subprocess", warn=warnings.append, env={"other": SHELL | runtime})
+    assert environment._env.config.other.runtime.type == "subprocess"
+    assert len(warnings) == 1 and "agent 'other'" in warnings[0] and "without isolation" in warnings[0]
+
+
+def test_shell_of_the_taskset_raises_unless_allowed():
+    """Its harness has no options that a user named: what it executes is what counts."""
+    with pytest.raises(ConfigError, match=r"agent 'agent' .*harness 'shell_taskset'"):
+        load("shell_taskset")
+    assert len(load("shell_taskset", runtime="subprocess")) == 1
+
+
+@pytest.mark.parametrize("runtime", ["docker", "prime"])
+def test_shell_in_a_container_needs_no_permission(runtime):
+    environment = load(env={"agent": SHELL | {"runtime": {"type": runtime}}})
+    assert environment._env.config.agent.runtime.type == runtime
+
+
+def test_permission_without_a_shell_logs_a_warning():
+    warnings = []
+    load("talking_taskset", runtime="subprocess", warn=warnings.append, env={"other": {"harness": {"id": "null"}}})
+    assert warnings == ["runtime = 'subprocess' has no effect: none of its agents runs programs on this machine"]
+
+
+async def test_replies_outside_the_trace_are_not_trained():
+    """The second answer is rewritten by the task's hook: what the trace has of it was never sampled."""
+    async with playing("rewriting_taskset") as (environment, fake, engine):
+        (rollout,) = await environment.run_group(0, 1, engine, SAMPLING, 512)
+    assert len(fake.requests) == 3
+    assert rollout.metrics["num_turns"] == 2
+    sampled, _ = says("it is 3")
+    trained = [token for sample in rollout.samples for token in sample.tokens[sample.loss_mask].tolist()]
+    assert trained == sampled * 2
+
+
+@pytest.mark.slow
+async def test_tools_are_called():
+    calls = ['{"name": "math_add", "arguments": {"a": 2, "b": 2}}', '{"name": "math_fail", "arguments": {}}']
+    calls += ['{"name": "sub", "arguments": {}}']
+    said = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    async with playing("tool_taskset") as (environment, fake, engine):
+        fake.reply = lambda body: says("4" if "<tool_response>" in TOKENIZER.decode(body["token_ids"]) else said)
+        (rollout,) = await environment.run_group(0, 1, engine, SAMPLING, 2048)
+    (sample,) = rollout.samples
+    assert sample.tokens[sample.loss_mask].tolist() == says(said)[0] + says("4")[0]
+    assert rollout.reward == 1.0
+    prompt = TOKENIZER.decode(fake.requests[0]["token_ids"])
+    assert '"name": "math_add"' in prompt and "Add two numbers." in prompt
+    user, asked, added, failed, unknown, answer = rollout.text
+    assert user == ("user", "What is 2 + 2?")
+    assert asked[1].splitlines() == ['math_add({"a": 2, "b": 2})', "math_fail({})", "sub({})"]
+    assert added == ("tool", "4")
+    assert "broken tool" in failed[1] or "rror" in failed[1]
+    assert unknown == ("tool", "error: there is no tool 'sub'")
+    assert answer == ("assistant", "4")
+
+
+async def test_arguments_configure_the_taskset():
+    environment = load(question="And now?", examples=2)
+    assert isinstance(environment, TasksetEnvironment)
+    assert len(environment) == 2
+    assert environment.prompt_tokens(0) == load().prompt_tokens(0) - len("What is it?") + len("And now?")
+    assert len(load(env={"num_tasks": 3})) == 3
+    assert len(load(endless=True, env={"num_tasks": 3})) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"exmaples": 3}, "exmaples"),
+        ({"examples": "many"}, "examples"),
+        ({"examples": 0}, "has no tasks"),
+        ({"endless": True}, r"env\.args\.env\.num_tasks"),
+        ({"env": {"agent": {"harness": {"id": "nothing_such"}}}}, "nothing_such"),
+    ],
+)
+async def test_invalid_arguments_raise_with_their_name(args, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        load(**args)
+    assert "\n" not in str(error.value)
+
+
+async def test_module_without_environment_raises_with_its_name(tmp_path, monkeypatch):
+    (tmp_path / "no_environment.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="nor as a taskset"):
+        load("no_environment")
+
+
+@pytest.mark.slow
+async def test_v1_taskset_runs_in_a_worker_process(tokenizer_dir):
+    async with fake_engine() as fake, WorkerLauncher() as host:
+        fake.reply = lambda body: says("it is 3")
+        config = EnvConfig(id="owner/toy-taskset")
+        async with EnvironmentPool(config, host, ModelAccess("m", str(tokenizer_dir))) as pool:
+            assert len(pool) == 5
+            groups = await asyncio.gather(*(pool.run_group(i, 4, fake.url, SAMPLING, 256) for i in (2, 3)))
+            assert [[rollout.reward for rollout in group] for group in groups] == [[0.0] * 4, [2.0] * 4]
+            fake.fault = lambda body: web.json_response({"error": "no"}, status=400)
+            with pytest.raises(InferenceError):
+                await pool.run_group(2, 4, fake.url, SAMPLING, 256)
+            with pytest.raises(InferenceServerLost):
+                await pool.run_group(2, 4, "http://127.0.0.1:9", SAMPLING, 256)

@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from prime_rl.storage.artifact import ArtifactError
+from prime_rl.storage.batch import ROWS_FILE, TRAIN_FILE, Batch, delete_rows, read_batch, write_batch
+from prime_rl.storage.paths import RunPaths
+
+
+def make_batch(seq_lens=((3, 2), (4,))) -> Batch:
+    """Rows of samples of the given lengths; all but the first token of each sample is trained on."""
+    lengths = [n for row in seq_lens for n in row]
+    tokens = sum(lengths)
+    mask = np.ones(tokens, np.uint8)
+    mask[np.cumsum(lengths) - lengths] = 0
+    return Batch(
+        tokens=np.arange(tokens, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.full(tokens, -0.5, np.float32),
+        advantages=np.ones(tokens, np.float32),
+        versions=np.where(mask == 1, 4, -1).astype(np.int32),
+        temperature=np.ones(tokens, np.float32),
+        segment_ids=np.concatenate([np.repeat(np.arange(len(r)), r) for r in seq_lens]).astype(np.int32),
+        row_offsets=np.cumsum([0, *(sum(r) for r in seq_lens)]).astype(np.int64),
+        row_cost=np.array([sum(r) for r in seq_lens], np.float32),
+        seq_lens=np.array(lengths, np.int32),
+        sample_group=np.arange(len(lengths), dtype=np.int64),
+        sample_rollout=np.zeros(len(lengths), np.int32),
+    )
+
+
+def test_batch_round_trip_keeps_every_array(tmp_path):
+    batch = make_batch()
+    write_batch(tmp_path / "step_5", batch, {"branch": 0, "step": 5, "async_level": 2})
+    read, manifest = read_batch(tmp_path / "step_5", step=5)
+    for field in Batch.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(read, field), getattr(batch, field))
+    assert (manifest["min_version"], manifest["loss_tokens"], manifest["sequences"]) == (4, 6, 3)
+    assert manifest["group_ids"] == [0, 1, 2]
+
+
+def test_read_batch_of_another_step_raises(tmp_path):
+    write_batch(tmp_path / "step_5", make_batch(), {"branch": 0, "step": 5, "async_level": 2})
+    with pytest.raises(ArtifactError, match="holds step 5, not 6"):
+        read_batch(tmp_path / "step_5", step=6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("loss_mask", np.ones(9, np.uint8), "first token"),
+        ("logprobs", np.zeros(9, np.float64), "logprobs is float64"),
+        ("advantages", np.zeros(8, np.float32), "advantages has shape"),
+        ("row_offsets", np.array([0, 4, 9], np.int64), "seq_lens do not divide"),
+    ],
+)
+def test_validate_names_the_invalid_array(field, value, message):
+    batch = make_batch()
+    object.__setattr__(batch, field, value)
+    with pytest.raises(ValueError, match=message):
+        batch.validate()
+
+
+def test_delete_rows_keeps_those_that_are_kept(tmp_path):
+    paths = RunPaths(tmp_path)
+    for step in range(4):
+        write_batch(paths.rollouts(step), make_batch(), {"branch": 0, "step": step, "async_level": 2})
+    delete_rows(paths, below=3, keeps=lambda step: step == 1)
+    assert [(paths.rollouts(step) / ROWS_FILE).exists() for step in range(4)] == [False, True, False, True]
+
+
+def test_read_batch_ignores_what_the_trainer_added(tmp_path):
+    batch = make_batch()
+    write_batch(tmp_path / "step_3", batch, {"branch": 0, "step": 3, "async_level": 2})
+    save_file({"logprobs": np.zeros(5, np.float32)}, tmp_path / "step_3" / TRAIN_FILE)
+    read, _ = read_batch(tmp_path / "step_3", 3)
+    np.testing.assert_array_equal(read.logprobs, batch.logprobs)
+
+
+def test_delete_rows_keeps_manifests_and_skips_deleted_steps(tmp_path, monkeypatch):
+    """A long run deletes rows at every checkpoint and must not visit deleted steps again."""
+    paths, asked = RunPaths(tmp_path), []
+    for step in range(6):
+        write_batch(paths.rollouts(step), make_batch(), {"branch": 0, "step": step, "async_level": 2})
+    delete_rows(paths, below=2)
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda file, **options: (asked.append(file), unlink(file, **options)))
+    delete_rows(paths, below=4, first=2)
+    assert asked == [paths.rollouts(step) / ROWS_FILE for step in (2, 3)]
+    assert [(paths.rollouts(step) / ROWS_FILE).exists() for step in range(6)] == [False] * 4 + [True] * 2
+    assert all((paths.rollouts(step) / "manifest.json").exists() for step in range(6))

@@ -1,0 +1,113 @@
+"""A wait for a message ends immediately when the peer exits, and at a deadline otherwise (I7)."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.storage.weights.transfer_channel import ChannelError, TransferChannel, connect, receive_all
+
+
+@pytest.fixture
+def pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = connect("127.0.0.1", listener.getsockname()[1], 5, "the other")
+        connection, _ = listener.accept()
+        there = TransferChannel(connection, "the first")
+        yield here, there
+        here.close()
+        there.close()
+
+
+def test_receive_returns_complete_messages_in_order(pair):
+    here, there = pair
+    large = {"names": [f"layer.{number}" for number in range(200_000)]}  # more than a socket's buffer
+    sender = threading.Thread(target=lambda: [here.send({"n": 1}), here.send(large)])
+    sender.start()
+    assert there.receive(10) == {"n": 1}
+    assert there.receive(10) == large
+    sender.join()
+
+
+def test_receive_all_raises_immediately_when_any_peer_disconnects(pair):
+    here, there = pair
+    threading.Timer(0.1, here.disconnect).start()
+    begun = time.monotonic()
+    with pytest.raises(ChannelError, match="the first disconnected"):
+        there.receive(60)
+    with pytest.raises(ChannelError, match="the first disconnected"):
+        while True:
+            there.send({})
+    assert time.monotonic() - begun < 5
+
+
+def test_receive_slow_message_raises_at_the_deadline(pair):
+    """Each byte arrives in time, but the complete message does not."""
+    here, there = pair
+    stop = threading.Event()
+
+    def trickle():
+        here._socket.sendall((1000).to_bytes(4, "big"))
+        while not stop.wait(0.05):
+            here._socket.sendall(b" ")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    started = time.monotonic()
+    try:
+        with pytest.raises(DeadlineError, match="the first stopped in the middle of a message"):
+            there.receive(0.5)
+    finally:
+        stop.set()
+        thread.join()
+    assert time.monotonic() - started < 20
+
+
+def test_receive_message_above_the_limit_raises(pair):
+    here, there = pair
+    here.send({"n": 1})
+    assert there.receive(10, max_bytes=7) == {"n": 1}
+    here.send({"n": 10})
+    with pytest.raises(ChannelError, match=r"the first sent a malformed message: 8 bytes .limit 7"):
+        there.receive(10, max_bytes=7)
+
+
+def test_receive_all_at_the_deadline_names_the_silent_peers(pair):
+    here, there = pair
+    with pytest.raises(DeadlineError, match="waited 0 s for the other, the first"):
+        receive_all([here, there], 0.3)
+    here.send({"n": 1})
+    with pytest.raises(DeadlineError, match=r"waited 0 s for the other$"):
+        receive_all([here, there], 0.3)
+
+
+def test_receive_ends_when_check_raises(pair):
+    def check():
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        pair[0].receive(60, check)
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02{]", b"\x00\x00\x00\x02[]"])
+def test_receive_malformed_message_raises(pair, data):
+    here, there = pair
+    here._socket.sendall(data)
+    with pytest.raises(ChannelError, match="the first sent a malformed message"):
+        there.receive(5)
+
+
+def test_receive_partial_message_raises_at_the_deadline(pair):
+    here, there = pair
+    here._socket.sendall(b"\x00\x00\x00\x02{")
+    with pytest.raises(DeadlineError, match="the first stopped in the middle of a message"):
+        there.receive(0.3)
+
+
+def test_connect_without_listener_raises():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ChannelError, match=rf"the trainer cannot be reached at 127.0.0.1:{port} \("):
+        connect("127.0.0.1", port, 5, "the trainer")

@@ -1,0 +1,32 @@
+import asyncio
+import threading
+
+import pytest
+
+from prime_rl.storage.wait_for import DeadlineError, wait_for, watch_directory
+
+
+def test_wait_for_returns_when_the_path_appears(tmp_path):
+    target = tmp_path / "later" / "step_0"
+    thread = threading.Timer(0.1, lambda: target.mkdir())
+    thread.start()
+    wait_for(target, timeout_s=30, owner="the test")
+    assert target.exists()
+    thread.join()
+
+
+def test_wait_for_at_the_deadline_names_path_and_owner(tmp_path):
+    with pytest.raises(DeadlineError, match=r"step_7, which the trainer \(log x\) should have written"):
+        wait_for(tmp_path / "step_7", timeout_s=0.3, owner="the trainer (log x)")
+
+
+async def test_watch_directory_yields_immediately_and_after_events_until_stopped(tmp_path):
+    stop, seen = asyncio.Event(), []
+    async for _ in watch_directory(tmp_path / "weights", stop):
+        seen.append((tmp_path / "weights" / "step_1").exists())
+        if seen[-1]:
+            stop.set()
+        elif len(seen) == 1:
+            (tmp_path / "weights" / "step_1").mkdir()
+    assert seen[0] is False
+    assert seen[-1] is True

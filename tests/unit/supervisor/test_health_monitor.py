@@ -1,0 +1,222 @@
+"""Health checks, event log and process specs, without processes of a run."""
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
+from prime_rl.liveness.heartbeat_monitor import HeartbeatRecord, KernelState, LivenessReport, ProcessState
+from prime_rl.storage.checkpoint_artifacts import ResumeRecord, write_resume
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.health_monitor import HealthMonitor, StopTracker
+from prime_rl.supervisor.launch_specs import make_process_specs
+from prime_rl.supervisor.lifecycle_events import EventLog
+from prime_rl.supervisor.process_tree import Descendant, ProcessTree
+
+WORKER = Descendant(7, 100.0, "orchestrator", "worker", psutil.STATUS_SLEEPING)
+HALTED = replace(WORKER, status=psutil.STATUS_STOPPED)
+BEAT = HeartbeatRecord(
+    "trainer_0", "trainer", 8, "here", "boot", 1, 1, "step 3", 1, None, 0.0, None, "trainer.log", 0.0
+)
+RANK = Descendant(8, 100.0, "trainer", "train", psutil.STATUS_SLEEPING)
+ROLES = {1: "orchestrator", 2: "trainer"}
+
+
+class Scene:
+    """A health monitor over made-up processes and reports."""
+
+    def __init__(self, tmp_path):
+        self.now, self.members, self.reports = 0.0, [], []
+        self.printed, self.file = [], tmp_path / "events.jsonl"
+        limits = HeartbeatLimits(warn_after_seconds=5, dead_after_seconds=60)
+        self.health = HealthMonitor(
+            RunPaths(tmp_path), limits, EventLog(self.file, self.printed.append), lambda: self.now
+        )
+        self.health.process_tree = SimpleNamespace(scan=lambda roles: self.members)
+        self.health._heartbeats = SimpleNamespace(poll=lambda: self.reports)
+
+    def look(self, members, reports=(), after=1.0):
+        self.now += after
+        self.members, self.reports = list(members), list(reports)
+        return self.health.check(ROLES)
+
+    @property
+    def events(self):
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        return [(e["event"], e["name"]) for e in map(json.loads, lines)]
+
+
+@pytest.fixture
+def scene(tmp_path):
+    return Scene(tmp_path)
+
+
+def test_stop_tracker_does_not_count_time_in_which_it_was_suspended():
+    stops = StopTracker()
+    assert stops.observe([HALTED], 10) == {HALTED: 0}
+    assert stops.observe([HALTED], 11) == {HALTED: 1}
+    assert stops.observe([HALTED], 1000) == {HALTED: 3}, "a gap is time in which it was suspended"
+    assert stops.observe([WORKER], 1001) == {}
+    assert stops.observe([HALTED], 1002) == {HALTED: 0}, "another stop"
+    assert stops.observe([replace(HALTED, created=200.0)], 1003) == {replace(HALTED, created=200.0): 0}, "another one"
+
+
+def test_check_stopped_process_is_reported_then_returned_once(scene):
+    assert scene.look([HALTED]) == []
+    assert scene.look([HALTED]) == []
+    assert scene.events == [("stopped", "orchestrator/7")]
+    found = [one for _ in range(9) for one in scene.look([HALTED])]
+    assert [(one.pid, one.role) for one in found] == [(7, "orchestrator")]
+    assert "was stopped (SIGSTOP?) for 5 s" in found[0].reason
+    assert scene.events == [("stopped", "orchestrator/7")]
+
+
+def test_check_process_that_continues_is_reported_and_not_returned(scene):
+    for member in (HALTED, HALTED, WORKER, WORKER):
+        assert scene.look([member]) == []
+    assert scene.events == [("stopped", "orchestrator/7"), ("resumed", "orchestrator/7")]
+
+
+def test_check_traced_process_is_not_returned(scene):
+    beat = LivenessReport(
+        "trainer_0", ProcessState.DEAD, BEAT, 90, KernelState.TRACED, True, "has written no heartbeat for 90 s"
+    )
+    held = replace(RANK, status=psutil.STATUS_TRACING_STOP)
+    for _ in range(100):
+        assert scene.look([held], [beat]) == []
+    assert ("traced", "trainer_0") in scene.events
+
+
+@pytest.mark.parametrize(
+    ("state", "life", "for_s", "phase", "killed", "event"),
+    [
+        (ProcessState.ALIVE, KernelState.RUNNING, 1, "step 3", False, None),
+        (ProcessState.SILENT, KernelState.RUNNING, 6, "step 3", False, "silent"),
+        (ProcessState.DEAD, KernelState.RUNNING, 61, "step 3", True, "silent"),
+        (ProcessState.STUCK, KernelState.RUNNING, 30, "step 3", True, "stuck"),
+        (ProcessState.DEAD, KernelState.GONE, 1, "step 3", False, None),
+        (ProcessState.DEAD, KernelState.RUNNING, 3, "failed", False, None),
+        (ProcessState.DEAD, KernelState.RUNNING, 61, "failed", True, None),
+        (ProcessState.ENDED, KernelState.RUNNING, 3, "ended", False, None),
+        (ProcessState.ENDED, KernelState.RUNNING, 61, "ended", True, None),
+    ],
+)
+def test_check_heartbeat_states_are_reported_or_returned(scene, state, life, for_s, phase, killed, event):
+    report = LivenessReport("trainer_0", state, replace(BEAT, phase=phase), for_s, life, True, "is so")
+    found = scene.look([RANK], [report])
+    assert [one.name for one in found] == ["trainer_0"] * killed
+    assert scene.events == ([(event, "trainer_0")] if event else [])
+
+
+def test_check_foreign_process_is_reported_and_not_returned(scene):
+    foreign = LivenessReport(
+        "inference", ProcessState.STUCK, replace(BEAT, pid=99), 30, KernelState.UNKNOWN, True, "is stuck"
+    )
+    assert scene.look([RANK], [foreign]) == []
+    assert scene.events == [("stuck", "inference")]
+    assert scene.look([RANK], [replace(foreign, seen_alive=False)]) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "phase"), [(ProcessState.DEAD, "step 3"), (ProcessState.STUCK, "serve"), (ProcessState.DEAD, "failed")]
+)
+def test_check_foreign_heartbeat_with_a_local_pid_returns_nothing(scene, state, phase):
+    """Process ids of another host or container can coincide with local ones."""
+    beat = replace(BEAT, name="inference_node2_8000", role="inference", host="node2", phase=phase)
+    foreign = LivenessReport("inference_node2_8000", state, beat, 90, KernelState.UNKNOWN, True, "is silent")
+    ours = LivenessReport("trainer_0", ProcessState.ALIVE, BEAT, 0, KernelState.RUNNING, True)
+    for _ in range(3):
+        assert scene.look([RANK], [foreign, ours]) == []
+    assert scene.health.name_of(RANK) == "trainer_0"
+    event = {ProcessState.DEAD: "silent", ProcessState.STUCK: "stuck"}[state]
+    assert scene.events == ([] if phase == "failed" else [(event, "inference_node2_8000")]), "reported, and only once"
+
+
+def test_check_dead_child_with_the_pid_of_a_foreign_heartbeat_is_returned(scene):
+    foreign = LivenessReport("trainer_1", ProcessState.ALIVE, replace(BEAT, host="node2"), 0, KernelState.UNKNOWN, True)
+    ours = LivenessReport(
+        "trainer_0", ProcessState.DEAD, BEAT, 61, KernelState.RUNNING, True, "has written no heartbeat for 61 s"
+    )
+    for reports in ([foreign, ours], [ours, foreign]):
+        scene.health._killed.clear()
+        assert [one.name for one in scene.look([RANK], reports)] == ["trainer_0"]
+
+
+def test_check_exits_of_lasting_descendants_are_reported(scene):
+    alive = LivenessReport("trainer_0", ProcessState.ALIVE, BEAT, 0, KernelState.RUNNING, True)
+    passing = replace(WORKER, pid=9)
+    child = Descendant(2, 1.0, "trainer", "torch.distributed.run", psutil.STATUS_SLEEPING)
+    scene.look([child, RANK, WORKER], [alive])
+    scene.look([child, RANK, WORKER, passing], [alive])
+    scene.look([])
+    assert sorted(scene.events) == [("ended", "orchestrator/7"), ("ended", "trainer_0")]
+
+
+def test_process_tree_scan_reaps_orphans_only():
+    """The exit codes of the children are read elsewhere."""
+    orphan, child = (subprocess.Popen(["true"]) for _ in range(2))
+    for process in (orphan, child):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    ProcessTree().scan({child.pid: "trainer"})
+    with pytest.raises(ChildProcessError):
+        os.waitpid(orphan.pid, os.WNOHANG)
+    assert os.waitpid(child.pid, os.WNOHANG)[0] == child.pid
+
+
+def test_event_log_write_error_is_reported_once(tmp_path):
+    printed = []
+    events = EventLog(tmp_path, printed.append)  # a directory
+    events.add("started", "trainer")
+    events.add("ended", "trainer")
+    assert len(printed) == 1
+    assert "cannot be written" in printed[0]
+
+
+def roles_of(tmp_path, *keys):
+    config = RLConfig.load(["--output-dir", str(tmp_path), "--inference", *keys])
+    return {role.name: role for role in make_process_specs(config, config.run_paths)}, config.run_paths
+
+
+def test_restart_specs_keep_restarts_and_start_id(tmp_path):
+    roles, paths = roles_of(tmp_path, "--max-restarts", "3", "--grace-timeout-seconds", "20")
+    trainer, orchestrator = roles["trainer"], roles["orchestrator"]
+    assert "--max-restarts=3" in trainer.argv
+    assert trainer.env["PRIME_RL_RESTART"] == "0"
+    assert trainer.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "19", "torchrun takes whole seconds"
+    again = trainer.restart_spec(2)
+    assert "--max-restarts=2" in again.argv
+    assert again.env["PRIME_RL_RESTART"] == "1"
+    assert again.env["PRIME_RL_START"] == trainer.env["PRIME_RL_START"]
+    assert again.is_last and again.restart_spec(0).max_restarts == 3
+    assert orchestrator.restart_spec(2).argv == [*orchestrator.argv, "--restart"]
+    assert orchestrator.restart_spec(2).needs_rerun is orchestrator.needs_rerun
+    for attempt in ("one/attempt_0", "one/attempt_1", "one/attempt_2", "two/attempt_0", "two/attempt_1"):
+        (paths.torchrun_logs / attempt).mkdir(parents=True)
+    assert trainer.num_launcher_restarts() == 3
+
+
+def test_specs_without_restarts_have_no_restart_variable(tmp_path):
+    roles, _ = roles_of(tmp_path)
+    assert "PRIME_RL_RESTART" not in roles["trainer"].env
+    assert "--max-restarts=0" in roles["trainer"].argv
+    assert {role.max_restarts for role in roles.values()} == {0}
+
+
+def test_orchestrator_needs_rerun_while_the_trainer_is_on_a_later_branch(tmp_path):
+    roles, paths = roles_of(tmp_path, "--ckpt")
+    needs_rerun = roles["orchestrator"].needs_rerun
+    assert not needs_rerun()
+    paths.ledger_dir.mkdir()
+    paths.ledger(0).touch()
+    paths.checkpoints_dir.mkdir()
+    assert not needs_rerun()
+    write_resume(paths.checkpoints_dir, ResumeRecord(4, 1))
+    assert needs_rerun()
+    paths.ledger(1).touch()
+    assert not needs_rerun()

@@ -1,0 +1,54 @@
+"""The page that `rl --page` serves, in a real process."""
+
+import asyncio
+import socket
+import urllib.error
+import urllib.request
+
+import psutil
+import pytest
+
+from prime_rl.configs.rl import PageConfig
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.page_process import serve_page
+from prime_rl.supervisor.process_tree import ProcessTree
+from tests.support.server import free_port
+
+
+def fetch(url):
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return response.status
+
+
+@pytest.fixture
+def paths(tmp_path):
+    (tmp_path / "run.toml").write_text("max_steps = 1\n")
+    return RunPaths(tmp_path)
+
+
+async def test_page_is_served_until_the_run_ends(paths):
+    lines, tree, port = [], ProcessTree(), free_port()
+    task = asyncio.ensure_future(serve_page(PageConfig(port=port), paths, lines.append, tree.ignored))
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                status = await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert not task.done(), lines
+                await asyncio.sleep(0.1)
+    assert status == 200 and lines == [f"page: http://127.0.0.1:{port}, log {paths.log('page')}"]
+    (page,) = [child for child in psutil.Process().children() if "prime_rl.entrypoints.page" in child.cmdline()]
+    assert page.pid not in [member.pid for member in tree.scan({})]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not psutil.pid_exists(page.pid) and len(lines) == 1
+
+
+async def test_page_that_cannot_start_is_a_warning(paths):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        lines = []
+        await serve_page(PageConfig(port=other.getsockname()[1]), paths, lines.append, set())
+    assert lines[1].startswith("warning: the page exited with code 2; the run continues"), lines
+    assert "cannot listen" in paths.log("page").read_text()

@@ -1,0 +1,270 @@
+"""Checks before `rl` starts processes, the clearing of a run directory, process specs, and metrics of a run."""
+
+import json
+import os
+import socket
+
+import pytest
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.ports import claim_port
+from prime_rl.liveness.file_locks import hold_run_lock
+from prime_rl.liveness.parent_process import SUPERVISED
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor import launch_specs, preflight
+from prime_rl.supervisor.launch import tail
+from prime_rl.supervisor.launch_specs import make_process_specs
+from prime_rl.supervisor.run_progress import JsonTail, RunProgress
+
+
+def refused(call, *args):
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_check_port_in_use_names_port_and_flag():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        text = refused(preflight.check_port, "127.0.0.1", port, "--inference.server.port")
+        assert str(port) in text
+        assert "--inference.server.port" in text
+    preflight.check_port("127.0.0.1", port, "--inference.server.port")
+    with claim_port(port):
+        assert str(port) in refused(preflight.check_port, "127.0.0.1", port, "--inference.server.port")
+    assert "no.such.host.invalid" in refused(preflight.check_port, "no.such.host.invalid", 1, "--x")
+
+
+def test_check_model_without_a_directory_is_rejected(tmp_path):
+    preflight.check_model("Qwen/Qwen3-0.6B")
+    for name in ("configs/no/model", "./model", str(tmp_path / "model")):
+        assert name in refused(preflight.check_model, name)
+    assert "config.json" in refused(preflight.check_model, str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    preflight.check_model(str(tmp_path))
+
+
+def test_check_before_start_missing_environment_is_rejected():
+    config = RLConfig.load(["--orchestrator.env.id", "owner/no-such-environment"])
+    text = refused(preflight.check_before_start, config)
+    assert "orchestrator.env.0.id = owner/no-such-environment is not installed" in text
+    config = RLConfig.load(
+        ["--orchestrator.env.id", "someone/Reverse_Text@0.1.0", "--orchestrator.eval.env.id", "none-such"]
+    )
+    assert "orchestrator.eval.env.0.id = none-such is not installed" in refused(preflight.check_before_start, config)
+    assert "environments/no_such_environment" in text
+
+
+def test_check_gpus_missing_ids_are_rejected():
+    config = RLConfig.load(["--inference"])
+    preflight.check_gpus(config, [])
+    preflight.check_gpus(config, ["0", "1"])
+    text = refused(preflight.check_gpus, config, ["0"])
+    assert "trainer_gpu_ids names GPU 1, but 1 GPU(s)" in text
+    assert "--trainer-gpu-ids 0 --inference-gpu-ids 0" in text
+    shared = RLConfig.load(["--inference", "--trainer-gpu-ids", "0", "--inference-gpu-ids", "0"])
+    preflight.check_gpus(shared, ["0"])
+    assert "trainer_ranks = 3" in refused(preflight.check_gpus, RLConfig.load(["--trainer-ranks", "3"]), ["0", "1"])
+
+
+def test_visible_gpus_reads_cuda_visible_devices(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert preflight.visible_gpus() == ["3", "5"]
+    for nothing in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert preflight.visible_gpus() == []
+
+
+def test_hold_run_lock_unwritable_directory_is_rejected(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"), hold_run_lock(RunPaths(tmp_path / "file/out")):
+        pass
+
+
+def test_unreachable_servers_lists_a_missing_server():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+        config = RLConfig.load(["--orchestrator.client.port", port, "--orchestrator.client.host", "127.0.0.1"])
+        assert list(preflight.unreachable_servers(config)) == [f"http://127.0.0.1:{port}"]
+        server.listen()
+        assert list(preflight.unreachable_servers(config)) == []
+
+
+@pytest.fixture
+def earlier_run(tmp_path):
+    paths = RunPaths(tmp_path)
+    for file in (paths.rollouts(0), paths.weights(1), paths.checkpoint(1), paths.torchrun_logs):
+        file.mkdir(parents=True)
+    for file in (
+        paths.metrics("trainer"),
+        paths.samples(0),
+        paths.ledger(0),
+        paths.spool(0),
+        tmp_path / "mine.txt",
+        paths.log("trainer"),
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    return paths
+
+
+def test_clear_run_directory_keeps_checkpoints_of_an_earlier_run(earlier_run):
+    removed = preflight.clear_run_directory(RLConfig(), earlier_run)
+    assert len(removed) == 7
+    left = {path.name for path in earlier_run.root.iterdir()}
+    assert left == {"mine.txt", "logs", "abandoned"}
+    (moved,) = earlier_run.abandoned_dir.iterdir()
+    assert (moved / "checkpoints/step_1").is_dir()
+    assert preflight.clear_run_directory(RLConfig(clean=False), earlier_run) == []
+
+
+def test_clear_run_directory_symbolic_links_are_emptied_and_checkpoints_kept(earlier_run, tmp_path_factory):
+    """The run directory itself, its rollouts and its checkpoints are links to another disk."""
+    disk = tmp_path_factory.mktemp("disk")
+    for path in (earlier_run.rollouts_dir, earlier_run.checkpoints_dir):
+        path.rename(disk / path.name)
+        path.symlink_to(os.path.relpath(disk / path.name, path.parent))
+    link = disk / "run"
+    link.symlink_to(earlier_run.root)
+    paths = RunPaths(link)
+    assert len(preflight.clear_run_directory(RLConfig(), paths)) == 7
+    assert paths.rollouts_dir.is_symlink() and list((disk / "rollouts").iterdir()) == []
+    (moved,) = paths.abandoned_dir.iterdir()
+    assert (moved / "checkpoints/step_1").is_dir()
+    assert not paths.checkpoints_dir.exists()
+    assert preflight.clear_run_directory(RLConfig(clean=False), paths) == []
+
+
+@pytest.mark.parametrize("name", ["weights", "heartbeats"])
+def test_clear_run_directory_broken_symbolic_link_is_rejected(tmp_path, name):
+    """Otherwise the processes would fail to create the directory, and write no heartbeat."""
+    (tmp_path / name).symlink_to("/mnt/not_mounted")
+    message = refused(preflight.clear_run_directory, RLConfig(), RunPaths(tmp_path))
+    assert f"{tmp_path / name} is a symbolic link to /mnt/not_mounted, which does not exist" in message
+
+
+def test_clear_run_directory_without_clean_or_with_resume_keeps_the_earlier_run(earlier_run):
+    assert "rollouts/ of an earlier run" in refused(preflight.clear_run_directory, RLConfig(clean=False), earlier_run)
+    assert preflight.clear_run_directory(RLConfig.load(["--ckpt.resume-step", "1"]), earlier_run) == []
+    assert earlier_run.weights(1).is_dir()
+
+
+def test_check_resume_missing_checkpoint_is_rejected(tmp_path):
+    (tmp_path / "checkpoints/step_2").mkdir(parents=True)
+    config = RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "2"])
+    message = refused(preflight.check_resume, config)
+    assert "no complete checkpoint of this step (was not finished:" in message and "complete steps: none" in message
+    preflight.check_resume(RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "-1"]))
+
+
+def test_make_process_specs_sets_configuration_gpus_and_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_specs, "visible_gpus", lambda: ["4", "5", "6"])
+    argv = ["--inference", "--output-dir", str(tmp_path), "--inference-gpus", "2", "--max-steps", "3"]
+    config = RLConfig.load(argv)
+    paths = RunPaths(tmp_path)
+    inference, orchestrator, trainer = made = make_process_specs(config, paths)
+    assert [role.name for role in made] == ["inference", "orchestrator", "trainer"]
+    assert [role.env["CUDA_VISIBLE_DEVICES"] for role in made] == ["4,5", "", "6"]
+    assert "--nproc-per-node=1" in trainer.argv
+    assert (inference.must_finish, orchestrator.must_finish, trainer.is_last) == (False, True, True)
+    for role, part in zip(made, (config.inference, config.orchestrator, config.trainer), strict=True):
+        assert role.env[SUPERVISED] == "1"
+        assert role.argv[-2:] == ["@", str(paths.config(role.name))]
+        assert type(part).load(["@", str(paths.config(role.name))]) == part
+    assert RLConfig.load(["@", str(paths.run_toml)]) == config
+
+
+def test_make_process_specs_without_gpu_or_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_specs, "visible_gpus", lambda: [])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    made = make_process_specs(
+        RLConfig.load(["--output-dir", str(tmp_path), "--trainer-ranks", "2"]), RunPaths(tmp_path)
+    )
+    assert [role.name for role in made] == ["orchestrator", "trainer"]
+    assert "CUDA_VISIBLE_DEVICES" not in made[1].env
+    assert "--nproc-per-node=2" in made[1].argv
+
+
+def test_json_tail_incomplete_line_is_read_later(tmp_path):
+    file = tmp_path / "trainer.jsonl"
+    lines = JsonTail(file)
+    assert list(lines.read()) == []
+    file.write_text('{"step": 0}\n{"st')
+    assert list(lines.read()) == [{"step": 0}]
+    with file.open("a") as more:
+        more.write('ep": 1}\n')
+    assert list(lines.read()) == [{"step": 1}]
+
+
+def test_json_tail_file_replaced_by_a_rollback_yields_only_new_lines(tmp_path):
+    """It starts at the beginning of a line and does not repeat the lines that both files have."""
+    file = tmp_path / "trainer.jsonl"
+    lines = JsonTail(file)
+    file.write_text("".join(f'{{"step": {step}, "old": true}}\n' for step in range(4)))
+    assert len(list(lines.read())) == 4
+    cut = tmp_path / "cut"
+    cut.write_text("".join(file.read_text().splitlines(keepends=True)[:2]) + '{"step": 2, "new": "and rather long"}\n')
+    cut.rename(file)
+    assert list(lines.read()) == [{"step": 2, "new": "and rather long"}]
+    with file.open("a") as more:
+        more.write('{"step": 3}\n')
+    assert list(lines.read()) == [{"step": 3}]
+
+
+def test_run_progress_joins_the_metrics_of_trainer_and_orchestrator():
+    story = RunProgress()
+    assert list(story.add("orchestrator", {"step": 0, "reward/mean": 0.5, "staleness/max": 1, "time/step": 9})) == []
+    assert list(story.add("orchestrator", {"step": 1, "reward/mean": 0.7, "staleness/max": 0})) == []
+    (step,) = story.add("trainer", {"step": 0, "loss": 1.0, "time/step": 2})
+    assert step == {"step": 0, "reward/mean": 0.5, "staleness/max": 1, "loss": 1.0, "time/step": 2}
+    assert story.eta_seconds(5) is None
+    assert len(list(story.add("trainer", {"step": 1, "loss": 1.0}))) == 1
+    assert (story.steps, story.rewards, story.staleness) == (2, [0.5, 0.7], 1)
+    assert story.eta_seconds(5) >= 0
+    assert story.eta_seconds(None) is None
+
+
+def test_run_progress_counts_repeated_steps_once():
+    """After a restart the trainer rolls back, and both processes report these steps again."""
+    story = RunProgress()
+    for steps, reward in (((0, 1, 2), 0.1), ((1,), 0.5)):
+        for step in steps:
+            list(story.add("orchestrator", {"step": step, "reward/mean": reward}))
+            list(story.add("trainer", {"step": step}))
+    assert (story.steps, story.rewards) == (2, [0.1, 0.5])
+
+
+def test_tail_returns_the_last_lines_of_a_log(tmp_path):
+    (tmp_path / "log").write_text("\n".join(map(str, range(1000))))
+    assert tail(tmp_path / "log", lines=2) == ["998", "999"]
+    assert tail(tmp_path / "none") == []
+
+
+def test_error_file_keeps_the_first_error(tmp_path, monkeypatch):
+    from prime_rl.core.entry_point import ERROR_FILE, ReportedError, read_error_file, run_main
+    from prime_rl.core.errors import RunError
+
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+
+    def fail(error):
+        def main():
+            raise error
+
+        with pytest.raises(SystemExit):
+            run_main(main)
+
+    fail(ConfigError("first"))
+    fail(RunError("second"))
+    error = json.loads((tmp_path / "error.json").read_text())
+    assert (error["code"], error["message"]) == (2, "first")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    fail(RunError("of a later attempt"))
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == "of a later attempt"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    fail(ConfigError("no file a\udcff.toml"))
+    assert read_error_file(tmp_path / "error.json") == ReportedError(2, "no file a?.toml", "2")

@@ -1,0 +1,424 @@
+"""First starts and restarts: their order, orphans before a restart, and signals."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.liveness.heartbeat_monitor import ENDED, SERVING, read_heartbeat
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor import child_processes
+from prime_rl.supervisor import supervisor as module
+from prime_rl.supervisor.child_processes import ChildProcess, ProcessSpec, kill_all
+from prime_rl.supervisor.launch_specs import make_process_specs
+from prime_rl.supervisor.lifecycle_events import EventLog
+from prime_rl.supervisor.process_tree import ProcessTree
+from prime_rl.supervisor.supervisor import SupervisorTimeouts
+from tests.unit.supervisor.test_supervisor import FOREVER, REPORT, Run, assert_gone
+
+REPOSITORY = Path(__file__).parents[3]
+# A server that is ready as soon as the file `go_<its number>` is there.
+SERVER = """
+import os, pathlib, sys, time
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.heartbeat_monitor import SERVING
+from prime_rl.storage.paths import RunPaths
+root = pathlib.Path(os.environ["RUN"])
+go = root / ("go_2" if "again" in sys.argv else "go_1")
+heart = HeartbeatWriter(RunPaths(root), "inference", "inference", interval_seconds=0.1)
+heart.start()
+print("up", os.getpid(), flush=True)
+while not go.exists(): time.sleep(0.02)
+heart.enter(SERVING)
+time.sleep(600)
+"""
+# Its first thread has ended, another has not: the kernel calls it a zombie.
+HALF_DEAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+class FakeChild(ChildProcess):
+    """A child without a process."""
+
+    def __init__(self, spec, pid):
+        self.spec, self.pid, self.exited = spec, pid, asyncio.get_running_loop().create_future()
+
+    def end(self, code):
+        self.exited.set_result(code)
+
+
+class Scene:
+    """A run over children without processes; the test ends them."""
+
+    def __init__(self, monkeypatch, tmp_path, **fields):
+        self.children = []
+        make = {"inference": {"must_finish": False}, "orchestrator": {}, "trainer": {"is_last": True}}
+        self.roles = [
+            replace(
+                ProcessSpec(name, ["x"], {}, tmp_path / f"{name}.log", tmp_path / f"{name}.error", max_restarts=1),
+                **(make[name] | fields.get(name, {})),
+            )
+            for name in make
+        ]
+        monkeypatch.setattr(module, "CHECK_INTERVAL_SECONDS", 0.02)
+        monkeypatch.setattr(module.ChildProcess, "start", self._start)
+        monkeypatch.setattr(ProcessTree, "leftovers", lambda self, role, roles: [])
+        stopped = asyncio.get_running_loop().create_future()
+        self.run = module._Supervision(
+            self.roles,
+            SupervisorTimeouts(exit_seconds=0.2, startup_seconds=0.0, culprit_seconds=0.05),
+            EventLog(None, print),
+            None,
+            stopped,
+        )
+        self.outcome = asyncio.ensure_future(self.run.until_over())
+
+    def _start(self, spec, reason=None):
+        self.children.append(FakeChild(spec, 2**22 + len(self.children)))
+        return self.children[-1]
+
+    async def started(self, name, times=1):
+        async with asyncio.timeout(10):
+            while len(found := [child for child in self.children if child.spec.name == name]) < times:
+                await asyncio.sleep(0.01)
+        return found[-1]
+
+
+async def test_supervise_last_child_ends_while_orphans_are_ended_succeeds(monkeypatch, tmp_path):
+    async def end_slowly(find, kill_s):
+        orchestrator.end(0)
+        await asyncio.sleep(0.05)
+        return []
+
+    monkeypatch.setattr(module, "kill_all", end_slowly)
+    scene = Scene(monkeypatch, tmp_path)
+    orchestrator = await scene.started("orchestrator")
+    (await scene.started("trainer")).end(0)
+    (await scene.started("inference")).end(-9)
+    assert (await scene.outcome).ok
+
+
+async def test_supervise_bad_input_while_orphans_are_ended_is_not_delayed(monkeypatch, tmp_path):
+    """A process that is about to be restarted is not the culprit."""
+
+    async def end_never(find, kill_s):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(module, "kill_all", end_never)
+    scene = Scene(monkeypatch, tmp_path)
+    (await scene.started("inference")).end(-9)
+    (await scene.started("orchestrator")).end(2)
+    outcome = await asyncio.wait_for(scene.outcome, 10)
+    assert (outcome.culprit.name, outcome.code) == ("orchestrator", 2)
+
+
+async def test_supervise_second_failure_while_orphans_are_ended_restarts_both(monkeypatch, tmp_path):
+    released = asyncio.Event()
+
+    async def end_when_released(find, kill_s):
+        await released.wait()
+        return []
+
+    monkeypatch.setattr(module, "kill_all", end_when_released)
+    scene = Scene(monkeypatch, tmp_path)
+    (await scene.started("inference")).end(-9)
+    (await scene.started("trainer")).end(1)
+    await asyncio.sleep(0.4)  # longer than `straggle`: the orchestrator is not late, since the trainer is not done
+    assert [child.spec.name for child in scene.children] == ["inference", "orchestrator", "trainer"]
+    released.set()
+    await scene.started("inference", 2)
+    (await scene.started("trainer", 2)).end(0)
+    (await scene.started("orchestrator")).end(0)
+    assert (await scene.outcome).ok
+
+
+async def test_supervise_orphan_that_does_not_end_fails_with_its_pid(monkeypatch, tmp_path):
+    async def end_in_vain(find, kill_s):
+        return [4711]
+
+    monkeypatch.setattr(module, "kill_all", end_in_vain)
+    scene = Scene(monkeypatch, tmp_path)
+    (await scene.started("inference")).end(-9)
+    outcome = await asyncio.wait_for(scene.outcome, 10)
+    assert (outcome.culprit.name, outcome.code) == ("inference", -9)
+    assert "process 4711" in outcome.reason
+    assert len(scene.children) == 3, "it is not restarted"
+
+
+async def test_supervise_start_after_waits_until_the_server_is_ready(monkeypatch, tmp_path):
+    serving = set()
+    fields = {"inference": {"is_ready": serving.__contains__}, "trainer": {"start_after": "inference"}}
+    scene = Scene(monkeypatch, tmp_path, **fields)
+    server, orchestrator = await scene.started("inference"), await scene.started("orchestrator")
+    await asyncio.sleep(0.2)
+    assert len(scene.children) == 2
+    serving.add(server.pid)
+    trainer = await scene.started("trainer")
+    server.end(-9)
+    trainer.end(-9)
+    second = await scene.started("inference", 2)
+    await asyncio.sleep(0.2)
+    assert len(scene.children) == 4, "the trainer waits for the new server"
+    serving.add(second.pid)
+    (await scene.started("trainer", 2)).end(0)
+    orchestrator.end(0)
+    assert (await scene.outcome).ok
+
+
+async def test_supervise_start_after_an_unknown_process_is_rejected(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="start_after = evaluation of trainer is not one of"):
+        Scene(monkeypatch, tmp_path, trainer={"start_after": "evaluation"})
+
+
+async def test_kill_all_process_without_first_thread_is_ended():
+    process = subprocess.Popen([sys.executable, "-c", HALF_DEAD], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        await asyncio.sleep(0.01)
+    try:
+        tree = ProcessTree()
+        assert process.pid in [member.pid for member in tree.scan({process.pid: "trainer"})]
+        assert await kill_all(lambda: [m.pid for m in tree.scan({}) if m.pid == process.pid], 20) == []
+    finally:
+        process.kill()
+
+
+async def test_kill_all_process_that_cannot_be_killed_is_returned(monkeypatch):
+    def refuse(pid, number):
+        raise PermissionError(1, "Operation not permitted")
+
+    process = subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.DEVNULL)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", refuse)
+            assert await kill_all(lambda: [process.pid], 0.2) == [process.pid]
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_stop_all_third_signal_gives_up_on_what_cannot_be_killed(monkeypatch, tmp_path):
+    """The second one skips the stop timeout."""
+    role = ProcessSpec(
+        "trainer", [sys.executable, "-c", FOREVER], dict(os.environ), tmp_path / "log", tmp_path / "error"
+    )
+    child, hurry = ChildProcess.start(role), asyncio.Event()
+    rounds = []
+
+    async def kill_in_vain(find, kill_s, own):
+        rounds.append(list(find()))
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(child_processes, "kill_all", kill_in_vain)
+    monkeypatch.setattr(child_processes, "_descendants", lambda: [child.pid])
+    monkeypatch.setattr(child, "terminate", lambda: None)
+    try:
+        ending = asyncio.ensure_future(child_processes.stop_all([child], 600, 600, hurry))
+        await asyncio.sleep(0.1)
+        hurry.set()
+        async with asyncio.timeout(30):
+            while not rounds:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert not ending.done()
+        hurry.set()
+        assert await asyncio.wait_for(ending, 30) == [child.pid]
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+
+
+async def test_kill_all_process_that_forks_while_it_dies_leaves_nothing(tmp_path):
+    """A later round finds a process that started meanwhile."""
+    processes = [subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.DEVNULL) for _ in range(2)]
+    rounds = [[processes[0].pid], [processes[1].pid], []]
+    assert await kill_all(lambda: rounds.pop(0), 20) == []
+    assert_gone([process.pid for process in processes])
+
+
+async def test_child_start_sets_the_death_signal_and_a_session_and_ignores_no_signal(tmp_path):
+    """A Python program sets the death signal; Python ignores SIGPIPE, which the command must not inherit."""
+    script = "import ctypes, os, signal; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n))\n"
+    script += "print(n.value, os.getsid(0) == os.getpid())"
+    role = ProcessSpec(
+        "trainer", [sys.executable, "-c", script], dict(os.environ), tmp_path / "log", tmp_path / "error"
+    )
+    child = ChildProcess.start(role)
+    assert await asyncio.wait_for(child.exited, 30) == 0
+    assert role.log.read_text().split() == ["9", "True"]
+    child = ChildProcess.start(replace(role, argv=["grep", "SigIgn", "/proc/self/status"]))
+    assert await asyncio.wait_for(child.exited, 30) == 0
+    assert not int(role.log.read_text().split()[1], 16) & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
+
+
+def roles_of(tmp_path, *keys):
+    config = RLConfig.load(["--output-dir", str(tmp_path), "--inference", *keys])
+    return {role.name: role for role in make_process_specs(config, config.run_paths)}, config.run_paths
+
+
+@pytest.mark.parametrize(
+    ("visible", "keys", "after"),
+    [
+        ("0,1", (), None),
+        ("0", ("--trainer-gpu-ids", "0"), "inference"),
+        ("0,1,2", ("--inference-gpu-ids", "0,1", "--trainer-gpu-ids", "1,2"), "inference"),
+        ("0", ("--trainer-gpu-ids", "0", "--trainer.device", "cpu"), None),
+        ("", ("--trainer-gpu-ids", "0"), None),
+    ],
+)
+def test_make_process_specs_shared_gpu_starts_the_trainer_after_inference(tmp_path, monkeypatch, visible, keys, after):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    roles, _ = roles_of(tmp_path, "--max-restarts", "2", *keys)
+    assert roles["trainer"].start_after == after
+    assert roles["trainer"].restart_spec(1).start_after == after
+    assert roles["orchestrator"].start_after is None
+
+
+def test_inference_restart_on_a_shared_gpu_keeps_its_kv_cache_size(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    paths = RunPaths(tmp_path)
+    paths.kv_cache.write_text('{"bytes": 1}')
+    roles, _ = roles_of(tmp_path, "--trainer-gpu-ids", "0")
+    role = roles["inference"]
+    assert role.restart_spec(0).argv == role.argv, "the size of an earlier run does not count"
+    paths.kv_cache.write_text('{"bytes": 123456}')
+    extra = role.restart_spec(0).argv[len(role.argv) :]
+    assert extra == ["--vllm.kv-cache-memory-bytes", "123456", "--gpu-memory-utilization", "0.01"]
+    paths.kv_cache.write_text('{"bytes"')
+    assert role.restart_spec(0).argv == role.argv
+
+
+def test_inference_is_ready_only_as_the_started_process(tmp_path):
+    roles, paths = roles_of(tmp_path)
+    serves = roles["inference"].is_ready
+    assert not serves(os.getpid())
+    heart = HeartbeatWriter(paths, "inference", "inference")
+    heart.enter("start engines")
+    heart._write()
+    assert not serves(os.getpid())
+    heart.enter(SERVING)
+    heart._write()
+    assert serves(os.getpid())
+    assert not serves(os.getpid() + 1)
+    beat = json.loads(paths.heartbeat("inference").read_text())
+    paths.heartbeat("inference").write_text(json.dumps(beat | {"host": "another"}))
+    assert not serves(os.getpid()), "the same pid on another host"
+    heart.close(ENDED)
+    assert not serves(os.getpid())
+
+
+@pytest.fixture
+def start(tmp_path):
+    runs = []
+
+    def _start(roles, *keys, **kwargs):
+        runs.append(Run(tmp_path / "out", roles, keys=keys, **kwargs))
+        return runs[-1]
+
+    yield _start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.kill()
+
+
+def wait_until(holds, what, within=60.0):
+    deadline = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_trainer_on_a_shared_gpu_starts_and_restarts_after_inference(start):
+    """Real processes: the order in `events.jsonl`, compared with the heartbeats of each server."""
+    roles = {"inference": SERVER, "orchestrator": FOREVER, "trainer": {"script": FOREVER, "after": "inference"}}
+    run = start(roles, "--max-restarts", "1")
+    heartbeat = RunPaths(run.output_dir).heartbeat("inference")
+
+    def events(name):
+        lines = map(json.loads, (run.output_dir / "events.jsonl").read_text().splitlines())
+        return [line["time"] for line in lines if line["name"] == name and line["event"] in ("started", "restarted")]
+
+    def serve(number, since):
+        wait_until(lambda: (b := read_heartbeat(heartbeat)) and b.pid != since and b.beat > 15, "no heartbeat")
+        assert len(events("trainer")) == number - 1
+        (run.output_dir / f"go_{number}").touch()
+        wait_until(lambda: len(events("trainer")) == number, "the trainer was not started")
+        beat = read_heartbeat(heartbeat)
+        assert beat.phase == SERVING
+        assert events("inference")[-1] < beat.phase_since <= events("trainer")[-1]
+        return beat.pid
+
+    first = serve(1, None)
+    trainer = int(run.wait_for_log("trainer", "up").split()[1])
+    os.kill(first, signal.SIGKILL)
+    # A server that is dying still counts as ready.
+    wait_until(lambda: len(events("inference")) == 2, "inference was not restarted")
+    os.kill(trainer, signal.SIGKILL)
+    serve(2, first)
+    run.process.send_signal(signal.SIGTERM)
+    code, output = run.end(within=60)
+    assert code == 143, output
+    assert "trainer starts when inference is ready" in output
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "code"),
+    [(["setsid", "--ctty"], 129), (["setsid", "--ctty", "nohup"], 0), (["setsid"], 0)],
+    ids=["terminal", "nohup", "setsid"],
+)
+def test_rl_closed_terminal_ends_only_a_run_that_belongs_to_it(tmp_path, monkeypatch, wrapper, code):
+    """Under nohup SIGHUP is ignored; under setsid none is sent, and each write to the terminal fails."""
+    monkeypatch.chdir(tmp_path)  # for nohup.out
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    until = (
+        "import os, pathlib, time; p = pathlib.Path(os.environ['RUN']) / 'done'\nwhile not p.exists(): time.sleep(0.02)"
+    )
+    report = REPORT.replace("ROWS", "[{'reward/mean': 1.0, 'loss': 0.5}]")
+    roles = {"orchestrator": until + report, "trainer": until + report + "time.sleep(2)"}
+    out = tmp_path / "out"
+    master, slave = os.openpty()
+    command = [*wrapper, sys.executable, "-m", "tests.unit.supervisor.driver", str(out), json.dumps(roles), "1.0"]
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave)
+    try:
+        os.close(slave)
+        wait_until(lambda: (out / "events.jsonl").exists(), "rl has not started anything")
+        os.close(master)
+        if code == 0:
+            (out / "done").touch()
+        assert process.wait(60) == code
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_rl_signal_ignored_at_start_stays_ignored(start, number, tmp_path):
+    """As with nohup; the child processes ignore it as well."""
+    script = "import os, signal; print('ignored', signal.getsignal({}) is signal.SIG_IGN, flush=True)\n" + FOREVER
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        run = start({"orchestrator": script.format(int(number)), "trainer": FOREVER})
+    finally:
+        signal.signal(number, before)
+    log = run.wait_for_log("orchestrator", "up")
+    assert "ignored True" in log
+    trainer = int(run.wait_for_log("trainer", "up").split()[1])
+    run.process.send_signal(number)
+    os.kill(trainer, signal.SIGSTOP)  # what is reported after the signal shows that it was dealt with
+    wait_until(lambda: '"stopped"' in (run.output_dir / "events.jsonl").read_text(), "rl has ended")
+    os.kill(trainer, signal.SIGCONT)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end(within=60)[0] == 143

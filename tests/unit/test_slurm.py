@@ -1,0 +1,141 @@
+"""deploy/slurm/rl.sbatch under a real Slurm with daemons on this machine as nodes. `uv` is a script that records."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import slurm
+
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(
+        bool(slurm.missing()),
+        reason=f"{', '.join(slurm.missing())} not installed (Debian: munge slurmctld slurmd slurm-client)",
+    ),
+]
+SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "rl.sbatch"
+# Records its node and arguments, then runs the command in the variable DO_<name>.
+UV = """\
+#!/usr/bin/env bash
+shift
+name=$1
+[[ $name != inference ]] || name=inference_$SLURMD_NODENAME
+printf '%s %s %s\\n' "$name" "$SLURMD_NODENAME" "$*" >> "$OUTPUT_DIR/calls" # in one write
+[[ $INFERENCE_SERVER_API_KEY ]] || exit 9
+echo "$name ${CUDA_VISIBLE_DEVICES:-none} ${SLURM_STEP_GPUS:-none}" >> "$OUTPUT_DIR/gpus"
+until (($(wc -l < "$OUTPUT_DIR/calls") >= STARTED)); do sleep 0.05; done
+variable=DO_$name
+eval "${!variable:-sleep 300}"
+"""
+SAVE = "trap 'echo saved >> $OUTPUT_DIR/saved; exit 0' TERM; sleep 300 & wait"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with slurm.start(tmp_path_factory.mktemp("slurm"), count=4, gpus=8) as running:
+        yield running
+
+
+@pytest.fixture
+def job(cluster, tmp_path):
+    """Submit the script: `job(servers, started, orchestrator="exit 0", ...)`; returns exit code, log, calls."""
+    tmp_path.chmod(0o755)
+    programs, target, output = tmp_path / "bin", tmp_path / "target", tmp_path / "link"
+    programs.mkdir()
+    (programs / "uv").write_text(UV)
+    (programs / "uv").chmod(0o755)
+    target.mkdir()
+    output.symlink_to(target)
+    log = tmp_path / "log"
+
+    def submit(nodes=4, servers=1, end_when=None, sbatch=(), **behaviours):
+        variables = {f"DO_{name}": command for name, command in behaviours.items()}
+        given = {
+            "PATH": f"{programs}:{cluster.environment['PATH']}",
+            "OUTPUT_DIR": str(output), "INFERENCE": "i.toml", "ORCHESTRATOR": "o.toml", "TRAINER": "t.toml",
+            "STARTED": str(nodes + 1), "GRACE_SECONDS": "3", **variables,
+        }  # fmt: skip
+        options = [f"--nodes={nodes}", f"--output={log}", f"--export=ALL,INFERENCE_NODES={servers}", *sbatch]
+        submitted = cluster.run("sbatch", "--parsable", *options, str(SCRIPT), **given)
+        assert submitted.returncode == 0, submitted.stderr
+        number = submitted.stdout.strip()
+        if end_when is not None:
+            wait_until(lambda: end_when(output), log)
+            cluster.run("scancel", "--batch", "--signal", "TERM", number)
+        state = {}
+
+        def is_over():
+            shown = cluster.run("scontrol", "show", "job", number, "--oneliner").stdout
+            state.update(word.split("=", 1) for word in shown.split() if "=" in word)
+            return state["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+
+        wait_until(is_over, log)
+        lines = (output / "calls").read_text().splitlines() if (output / "calls").exists() else []
+        return int(state["ExitCode"].split(":")[0]), log.read_text(), [line.split(" ", 2) for line in lines], output
+
+    return submit
+
+
+def wait_until(holds, log, within=90):
+    deadline = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
+        time.sleep(0.1)
+
+
+def test_slurm_job_starts_one_torchrun_per_trainer_node_and_stops_servers(job):
+    """One server saves before it exits, the other ignores SIGTERM and is killed."""
+    code, log, calls, output = job(
+        servers=2, inference_n1=SAVE, inference_n2="trap '' TERM; while :; do sleep 0.2; done",
+        orchestrator="exit 0", torchrun="exit 0",
+    )  # fmt: skip
+    assert code == 0, log
+    assert sorted((name, node) for name, node, _ in calls) == [
+        ("inference_n1", "n1"),
+        ("inference_n2", "n2"),
+        ("orchestrator", "n1"),
+        ("torchrun", "n3"),
+        ("torchrun", "n4"),
+    ]
+    words = {name: command for name, _, command in calls}
+    assert "--client.base-url http://n1:8000/v1,http://n2:8000/v1" in words["orchestrator"]
+    assert "--nnodes 2 --nproc-per-node 8" in words["torchrun"]
+    assert "--rdzv-endpoint n3:29400" in words["torchrun"]
+    assert (output / "saved").read_text() == "saved\n"
+
+
+def test_slurm_job_with_more_tasks_requested_starts_one_of_each(job):
+    """As a site or a user may configure sbatch."""
+    sbatch = ["--ntasks=6", "--ntasks-per-node=2", "--exclusive"]
+    code, log, calls, _ = job(nodes=3, sbatch=sbatch, orchestrator="exit 0", torchrun="exit 0")
+    assert code == 0, log
+    assert sorted(node for name, node, _ in calls if name == "torchrun") == ["n2", "n3"]
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("behaviours", "code", "message"),
+    [
+        ({"inference_n1": "exit 0"}, 1, "error: inference on n1 ended before the run was over"),
+        ({"inference_n1": "kill -KILL $$", "orchestrator": "exit 0"}, 137, "error: inference on n1 ended with exit"),
+        # srun's code is that of the task on the other node, which it ends with SIGTERM.
+        ({"torchrun": "[[ $SLURMD_NODENAME != n3 ]] || exit 3; sleep 300"}, 143, "Exited with exit code 3"),
+    ],
+    ids=["server ends", "server is killed", "trainer fails on one node"],
+)
+def test_slurm_job_exits_with_the_code_of_the_failed_process(job, behaviours, code, message):
+    ended, log, _, _ = job(nodes=3, **behaviours)
+    assert ended == code, log
+    assert message in log
+
+
+def test_slurm_job_sigterm_of_the_batch_script_stops_all(job):
+    """As two minutes before its time limit, or by `scancel --batch --signal TERM`."""
+
+    def all_started(output):
+        return (output / "gpus").exists() and len((output / "gpus").read_text().splitlines()) == 3
+
+    code, log, _, output = job(nodes=2, end_when=all_started, inference_n1=SAVE, orchestrator=SAVE, torchrun=SAVE)
+    assert code == 143, log
+    assert (output / "saved").read_text() == "saved\n" * 3, log

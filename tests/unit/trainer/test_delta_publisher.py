@@ -1,0 +1,204 @@
+"""Deltas rebuild the full versions, on any number of ranks and after errors (I5)."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl.configs.broadcast import FileBroadcastConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.types import PolicyVersion
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.delta.chain import chain_of, rebuild
+from prime_rl.storage.paths import steps_in
+from prime_rl.storage.tensor_hashes import RawTensor, hash_tensors
+from prime_rl.trainer.weight_sync import delta, filesystem, gather_plan, transport
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.test_publish_worlds import Training
+from tests.unit.trainer.world import run_world
+
+
+def deltas(interval, **options):
+    return FileBroadcastConfig(delta=None if interval is None else {"full_interval": interval}, **options)
+
+
+def nudge(training, seed):
+    """Change some of every weight a little, the same on any number of ranks: by the whole tensors."""
+    for index, parameter in enumerate(training.policy.parameters()):
+        whole = parameter.detach().full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+        noise = torch.rand(whole.shape, generator=torch.Generator().manual_seed(100 * seed + index))
+        changed = torch.where(noise < 0.05, whole * 1.01, whole)
+        parameter.grad = parameter.detach() - distribute(changed, parameter)
+    training.optimizer.step()
+
+
+def distribute(whole, like):
+    if not hasattr(like, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements)
+
+
+def publish_steps(training, directory, count, first=1, last=None, branch=0):
+    for step in range(first, first + count):
+        nudge(training, step)
+        training.publisher.start(directory / f"step_{step}", PolicyVersion(branch, step), step == last)
+    training.publisher.close()
+
+
+def made_of(directory, tmp_path):
+    """The hashes of what a chain leads to."""
+    *behind, full = chain_of(directory)
+    target = tmp_path / "rebuilt"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    rebuild(full, behind[::-1], target)
+    return hash_tensors(target), target
+
+
+def kinds(directory):
+    return "".join("f" if len(chain_of(directory / f"step_{step}")) == 1 else "d" for step in steps_in(directory))
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(1, "fffffff"), (3, "fddfddf"), (10, "fdddddf"), (None, "fffffff")])
+def test_full_interval_first_last_and_every_nth_are_full(tiny, world, weights, interval, expected):
+    training = Training(tiny, world, deltas(interval))
+    publish_steps(training, weights, 7, last=7)
+    assert kinds(weights) == expected
+    manifests = [read_manifest(weights / f"step_{step}", WEIGHTS_FORMAT) for step in range(1, 8)]
+    assert "delta" not in manifests[-1], "nothing follows the last one"
+    assert ["delta" in manifest for manifest in manifests[:-1]] == [interval is not None] * 6
+    assert (weights / "step_7/config.json").exists() and (weights / "step_7/tokenizer.json").exists()
+
+
+def test_rebuilt_deltas_equal_full_versions(tiny, world, weights, tmp_path):
+    """Bit by bit, with the canary, in two files and bfloat16; and they are small."""
+    plan_limit, gather_plan._LEAST_FILE_BYTES = gather_plan._LEAST_FILE_BYTES, 1
+    try:
+        options = {"shard_bytes": 100_000, "canary": torch.float32, "dtype": torch.bfloat16}
+        one, other = (Training(tiny, world, deltas(interval), **options) for interval in (10, None))
+    finally:
+        gather_plan._LEAST_FILE_BYTES = plan_limit
+    publish_steps(one, weights, 5)
+    publish_steps(other, tmp_path / "full", 5)
+    assert kinds(weights) == "fdddd"
+    for step in range(1, 6):
+        full = read_manifest(tmp_path / f"full/step_{step}", WEIGHTS_FORMAT)
+        delta = read_manifest(weights / f"step_{step}", WEIGHTS_FORMAT)
+        assert all(delta[key] == full[key] for key in ("tensors", "hash", "canary", "step", "branch"))
+        hashes, target = made_of(weights / f"step_{step}", tmp_path)
+        assert hashes == full["tensors"]
+        assert {path.name for path in target.iterdir()} == set(full["files"]) | {"manifest.json"}
+        if step > 1:
+            assert len([name for name in delta["files"] if name.endswith(".delta")]) > 1
+            assert set(delta["files"]) == {f"{Path(n).stem}.delta" for n in full["files"] if n.startswith("model-")}
+            assert sum(delta["files"].values()) < 0.15 * sum(
+                size for name, size in full["files"].items() if name.endswith(".safetensors")
+            )
+
+
+def publish_on_ranks(world, argument):
+    """Runs on every rank: small files, so that all ranks write."""
+    gather_plan._LEAST_FILE_BYTES = 1
+    root = Path(argument)
+    training = Training(root / "tiny", world, deltas(3), shard_bytes=30_000)
+    publish_steps(training, root / f"out{world.size}", 4)
+    return [file.owner for file in training.publisher._plan.files]
+
+
+def test_deltas_of_several_ranks_equal_those_of_one(tmp_path):
+    """I9."""
+    make_tiny_model(tmp_path / "tiny")
+    found = []
+    for size in (1, 2, 4):
+        (owners, *_) = run_world(size, publish_on_ranks, str(tmp_path), tmp_path)
+        assert set(owners) == set(range(size))
+        directory = tmp_path / f"out{size}"
+        assert kinds(directory) == "fddf"
+        found.append([made_of(directory / f"step_{step}", tmp_path)[0] for step in range(1, 5)])
+    assert found[0] == found[1] == found[2]
+    assert all(a != b for a, b in zip(found[0], found[0][1:], strict=False))
+
+
+def test_version_after_an_error_is_full(tiny, world, weights, tmp_path, monkeypatch):
+    """What was kept is then part of a version that does not exist."""
+    training = Training(tiny, world, deltas(10))
+    publish_steps(training, weights, 2)
+
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(delta, "encode_delta", full_disk)
+        with pytest.raises(RunError, match=r"cannot publish .*step_3: No space left on device"):
+            publish_steps(training, weights, 1, first=3)
+    assert sorted(entry.name for entry in weights.iterdir()) == ["step_1", "step_2"]
+    publish_steps(training, weights, 2, first=3)
+    assert kinds(weights) == "fdfd"
+    assert made_of(weights / "step_4", tmp_path)[0] == read_manifest(weights / "step_4", WEIGHTS_FORMAT)["tensors"]
+
+
+def test_changed_base_in_memory_raises(tiny, world, weights):
+    training = Training(tiny, world, deltas(10))
+    publish_steps(training, weights, 1)
+    kept = training.publisher._files._kept["model"]
+    next(iter(kept.values())).data[7] ^= 1
+    with pytest.raises(RunError, match=r"cannot publish .*step_2: the copy of step_1 in memory is not what was"):
+        publish_steps(training, weights, 1, first=2)
+    assert steps_in(weights) == [1]
+
+
+def test_delta_without_changes_is_small(tiny, world, weights, tmp_path):
+    training = Training(tiny, world, deltas(10))
+    for step in (1, 2):
+        training.publisher.publish(weights / f"step_{step}", PolicyVersion(0, step))
+    manifest = read_manifest(weights / "step_2", WEIGHTS_FORMAT)
+    assert manifest["files"]["model.delta"] < 3000
+    assert manifest["hash"] == manifest["delta"]["hash"]
+    assert made_of(weights / "step_2", tmp_path)[0] == hash_tensors(tiny)
+
+
+def test_deltas_in_directory_have_base_beside_them(tiny, world, weights, tmp_path):
+    """`weight_broadcast.directory`: a base lies beside its delta, where the links lead too."""
+    training = Training(tiny, world, deltas(10, directory=tmp_path / "memory"))
+    publish_steps(training, weights, 4, last=4)
+    assert kinds(weights) == "fddf"
+    resolved = (weights / "step_3").resolve()
+    assert [path.parent for path in chain_of(resolved)] == [resolved.parent] * 3
+    expected = read_manifest(weights / "step_3", WEIGHTS_FORMAT)["tensors"]
+    assert made_of(resolved, tmp_path)[0] == made_of(weights / "step_3", tmp_path)[0] == expected
+    assert not (weights / "step_4").is_symlink()
+
+
+def test_publisher_without_deltas_keeps_nothing(tiny, world, weights):
+    training = Training(tiny, world)
+    publish_steps(training, weights, 2)
+    assert not isinstance(training.publisher._files, delta.DeltaTransport)
+
+
+def test_directory_without_space_for_three_versions_raises(tiny, world, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(ConfigError, match=r"has 0\.0 GiB free, but 3 versions need"):
+        Training(tiny, world, deltas(10, directory=tmp_path / "memory"))
+
+
+def test_delta_with_adapters_is_refused():
+    """An adapter changes everywhere, so the two do not go together."""
+    model = {"name": "x", "lora": {"publish": "adapter"}}
+    with pytest.raises(ValueError, match=r"weight_broadcast\.delta does not support adapters"):
+        TrainerConfig(model=model, weight_broadcast={"type": "filesystem", "delta": {}})
+    merged = TrainerConfig(
+        model={"name": "x", "lora": {}}, weight_broadcast={"type": "filesystem", "delta": {"full_interval": 4}}
+    )
+    assert merged.weight_broadcast.delta.full_interval == 4
+
+
+def test_raw_tensors_equal_file(tmp_path):
+    tensors = {"a": torch.randn(3, 5).to(torch.bfloat16), "b": torch.randn(2), "c": torch.zeros(0, 4)}
+    hashes = filesystem.write_safetensors(tmp_path / "model.safetensors", tensors)
+    raw = transport.raw_tensors(tensors)
+    assert all(isinstance(tensor, RawTensor) for tensor in raw.values())
+    assert {name: tensor.digest(name) for name, tensor in raw.items()} == hashes == hash_tensors(tmp_path)

@@ -1,0 +1,136 @@
+"""A published version can be loaded by transformers; an error on rank 0 raises on every rank."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from prime_rl.configs.shared import TokenizerConfig
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.core.errors import RunError
+from prime_rl.core.types import PolicyVersion
+from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.tensor_hashes import content_hash, hash_tensors
+from prime_rl.trainer.fsdp import shard_policy
+from prime_rl.trainer.model.policy_model import load_tokenizer
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.weight_sync import filesystem as files
+from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weights.policy_loading import load_policy
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.test_policy_model import ARCHITECTURES, save
+from tests.unit.trainer.world import run_world
+
+
+def make_publisher(world, path, tokenizer_path, dtype=torch.float32, **options):
+    config = TrainerModelConfig(name=str(path))
+    policy = shard_policy(load_policy(config, seed=0), config, world)
+    tokenizer = load_tokenizer(TokenizerConfig(name=str(tokenizer_path)), config)
+    return Publisher(policy, tokenizer, dtype, world, **options)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return make_tiny_model(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_publish_reload_gives_the_same_model(name, world, tmp_path, tiny):
+    reference = save(ARCHITECTURES[name](), tmp_path / "base")
+    target = tmp_path / "weights" / "step_1"
+    make_publisher(world, tmp_path / "base", tiny).publish(target, PolicyVersion(0, 1))
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens).logits, reference(tokens).logits)
+    # The names are those of the checkpoint that was loaded, which is what an inference engine expects.
+    assert hash_tensors(target) == hash_tensors(tmp_path / "base")
+
+
+def test_publish_writes_manifest_and_companions(world, tmp_path, tiny):
+    target = tmp_path / "weights" / "step_7"
+    make_publisher(world, tiny, tiny).publish(target, PolicyVersion(2, 7))
+    manifest = read_manifest(target, WEIGHTS_FORMAT)
+    assert (manifest["branch"], manifest["step"]) == (2, 7)
+    assert manifest["tensors"] == hash_tensors(target)
+    assert manifest["hash"] == content_hash(manifest["tensors"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    assert tokenizer.chat_template
+    assert tokenizer("ab")["input_ids"] == transformers.AutoTokenizer.from_pretrained(tiny)("ab")["input_ids"]
+    assert not list(target.parent.glob(".tmp*"))
+
+
+def test_publish_dtype_is_in_files_and_config(world, tmp_path, tiny):
+    target = tmp_path / "weights" / "step_1"
+    make_publisher(world, tiny, tiny, torch.bfloat16).publish(target, PolicyVersion(0, 1))
+    with safe_open(target / "model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in hash_tensors(target)} == {"BF16"}
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_publish_large_model_writes_shards_and_index(world, tmp_path, tiny):
+    target = tmp_path / "weights" / "step_1"
+    make_publisher(world, tiny, tiny, shard_bytes=60_000).publish(target, PolicyVersion(0, 1))
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in target.glob("*.safetensors"))
+    assert len(files) > 1 and files == sorted(set(index["weight_map"].values()))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert hash_tensors(target) == hash_tensors(tiny)
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        models = [transformers.AutoModelForCausalLM.from_pretrained(p) for p in (target, tiny)]
+        assert torch.equal(*(model(tokens).logits for model in models))
+
+
+def test_publish_existing_target_raises(world, tmp_path, tiny):
+    publisher, target = make_publisher(world, tiny, tiny), tmp_path / "weights" / "step_1"
+    publisher.publish(target, PolicyVersion(0, 1))
+    with pytest.raises(RunError, match="exists already"):
+        publisher.publish(target, PolicyVersion(0, 1))
+
+
+def fail_to_publish(world: World, argument: str):
+    """Runs on every rank: the first publication fails before, the second amid the gathers, the third works."""
+    root = Path(argument)
+    publisher = make_publisher(world, root / "tiny", root / "tiny", shard_bytes=60_000)
+    messages = []
+
+    def attempt(target):
+        try:
+            publisher.publish(target, PolicyVersion(0, 1))
+        except RunError as error:
+            messages.append(str(error))
+
+    (root / "exists").mkdir(exist_ok=True)
+    attempt(root / "exists")
+    write = files.write_safetensors
+    if world.is_main:
+        files.write_safetensors = _full_disk
+    attempt(root / "full" / "step_1")
+    files.write_safetensors = write
+    attempt(root / "fine" / "step_1")
+    return messages
+
+
+def _full_disk(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_publish_error_on_rank_0_raises_on_all_ranks(tmp_path, tiny):
+    leader, other = run_world(2, fail_to_publish, str(tmp_path), tmp_path, timeout=60)
+    assert "exists already" in leader[0] and "No space left on device" in leader[1]
+    assert leader == other and len(leader) == 2
+    assert hash_tensors(tmp_path / "fine" / "step_1") == hash_tensors(tiny)
+    assert not (tmp_path / "full" / "step_1").exists()
+
+
+def test_publish_files_are_readable_with_numpy(world, tmp_path, tiny):
+    target = tmp_path / "weights" / "step_1"
+    make_publisher(world, tiny, tiny).publish(target, PolicyVersion(0, 1))
+    with safe_open(target / "model.safetensors", "np") as file:
+        assert np.isfinite(file.get_tensor("model.norm.weight")).all()

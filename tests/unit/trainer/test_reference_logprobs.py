@@ -1,0 +1,191 @@
+"""Reference and proximal log-probabilities, on one rank and on two."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prime_rl.configs.lora import LoRAConfig
+from prime_rl.configs.loss import AIPOLossConfig, DecoupledPPOLossConfig, GSPOLossConfig, KLConfig, ReferenceConfig
+from prime_rl.configs.optim import AdamWConfig
+from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
+from prime_rl.configs.trainer_model import DebugModelConfig, TrainerModelConfig
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
+from prime_rl.trainer.rl.reference_logprobs import References
+from prime_rl.trainer.rl.rl_objective import build_objective
+from prime_rl.trainer.train_step import TrainStep
+from prime_rl.trainer.weights.policy_loading import make_policy
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.world import run_world
+
+VOCABULARY, ROOM = 103, 100
+KL = AIPOLossConfig(kl=KLConfig(coef=0.5))
+
+
+def make_batch(step=0):
+    """Seven rows: on two ranks the last of one is padding."""
+    config = FakeDataConfig(batch_size=14, seq_len=40, micro_batch_size=2, variable_length=True)
+    return fake_batch(config, VOCABULARY, row_length=80, seed=3, step=step)
+
+
+class Trained:
+    """A policy that is trained as a configuration says, and what it needs."""
+
+    def __init__(self, world, path, lr=1e-2, minibatches=1, **keys):
+        self.lora = keys.pop("lora", None)
+        self.config = TrainerConfig(model=TrainerModelConfig(name=str(path), lora=self.lora), **keys)
+        self.world, self.minibatches = world, minibatches
+        self.policy = make_policy(self.config.model, 0, world)
+        self.engine = TrainStep(self.policy, build_optimizer(AdamWConfig(lr=lr), self.policy), world, None)
+        self.references = References(self.config, self.policy, world)
+        self.objective = build_objective(self.config.loss, 64)
+
+    def split(self, batch):
+        return self.references.score(split_batch(batch, 0, self.minibatches, self.world, ROOM))
+
+    def step(self, batch=None):
+        return self.engine.step(self.split(batch or make_batch()), self.objective, 1.0)
+
+    @torch.no_grad()
+    def logprobs(self, minibatches):
+        return [[self.policy(row)[0] for row in minibatch.rows] for minibatch in minibatches]
+
+
+def on_ranks(world, path):
+    """Runs on every rank."""
+    base = Trained(world, path, loss=KL)
+    by_sequence = GSPOLossConfig(eps_low=0.2, eps_high=0.2, kl=KL.kl)
+    lora = Trained(world, path, loss=KL, lora=LoRAConfig(rank=4))
+    other = Trained(world, path, loss=by_sequence, reference=ReferenceConfig(name=path.replace("policy", "reference")))
+    decoupled = Trained(world, path, loss=DecoupledPPOLossConfig(), minibatches=3)
+    results = {}
+    for name, trained in {"base": base, "lora": lora, "other": other, "decoupled": decoupled}.items():
+        steps = [trained.step() for _ in range(3)]
+        results[name] = [dataclasses.asdict(step) for step in steps]
+    base_first, lora_first = (
+        torch.cat([row.ref_logprobs for row in trained.split(make_batch())[0].rows]) for trained in (base, lora)
+    )
+    results["gap"] = (base_first - lora_first).abs().max().item()
+    return results
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    make_tiny_model(root / "policy", seed=0)
+    make_tiny_model(root / "reference", seed=1)
+    return {size: run_world(size, on_ranks, str(root / "policy"), root) for size in (1, 2)}
+
+
+@pytest.mark.parametrize("case", ["base", "lora", "other", "decoupled"])
+def test_reference_logprobs_do_not_depend_on_world_size(worlds, case):
+    """I9, with a second sharded model beside the first, and padding rows."""
+    for one, two in zip(worlds[1][0][case], worlds[2][0][case], strict=True):
+        for key in ("loss", "grad_norm"):
+            assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5)
+        assert two["means"] == pytest.approx(one["means"], rel=1e-3, abs=1e-5)
+    assert worlds[2][0][case] == worlds[2][1][case]
+
+
+def test_reference_kl_starts_at_zero_and_grows(worlds):
+    for case in ("base", "lora"):
+        kl = [step["means"]["kl/reference"] for step in worlds[1][0][case]]
+        assert kl[0] == pytest.approx(0, abs=1e-7) and kl[2] > 1e-4
+    assert worlds[1][0]["other"][0]["means"]["kl/reference"] > 1e-4
+
+
+def test_policy_without_adapters_equals_base(worlds):
+    """The frozen copy, and the trained policy whose adapters are off, after three steps."""
+    assert worlds[1][0]["gap"] < 1e-5
+
+
+@pytest.fixture
+def lone(tmp_path):
+    import torch.distributed as dist
+
+    from prime_rl.trainer.parallel.process_group import World
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, torch.device("cpu")), str(make_tiny_model(tmp_path / "policy"))
+    dist.destroy_process_group()
+
+
+def test_kl_penalty_reduces_distance_to_reference(lone):
+    """The same steps with a heavy and with no penalty: the first ends nearer to where it began."""
+    kl = {}
+    for coef in (0.0, 20.0):
+        trained = Trained(*lone, lr=1e-3, loss=AIPOLossConfig(kl=KLConfig(coef=coef)))
+        kl[coef] = [trained.step().means["kl/reference"] for _ in range(6)][-1]
+    assert kl[20.0] < 0.5 * kl[0.0]
+
+
+def test_proximal_logprobs_are_those_before_the_first_update(lone):
+    trained = Trained(*lone, loss=DecoupledPPOLossConfig(), minibatches=3)
+    trained.step()
+    minibatches = trained.split(make_batch())
+    wanted = trained.logprobs(minibatches)
+    assert all(row.proximal_logprobs is None for row in minibatches[0].rows)
+    for minibatch, logprobs in zip(minibatches[1:], wanted[1:], strict=True):
+        for row, values in zip(minibatch.rows, logprobs, strict=True):
+            assert torch.equal(row.proximal_logprobs, values)
+    clipped = trained.step().means["importance_ratio/clipped"]
+    assert 0 < clipped < 1  # the later minibatches, after updates, leave the trust region here and there
+
+
+def test_proximal_logprobs_are_computed_only_for_decoupled_ppo(lone):
+    trained = Trained(*lone, loss=AIPOLossConfig(), minibatches=3)
+    rows = [row for minibatch in trained.split(make_batch()) for row in minibatch.rows]
+    assert all(row.proximal_logprobs is None and row.ref_logprobs is None for row in rows)
+    assert trained.references._model is None
+
+
+def test_ref_logprobs_of_the_batch_are_kept(lone):
+    batch = make_batch()
+    batch = dataclasses.replace(batch, ref_logprobs=np.full(len(batch.tokens), -2.5, np.float32))
+    trained = Trained(*lone, loss=KL)
+    (minibatch,) = trained.split(batch)
+    assert all((row.ref_logprobs == -2.5).all() for row in minibatch.rows)
+
+
+def test_reference_model_has_forward_precision(lone):
+    world, path = lone
+    config = TrainerConfig(model=TrainerModelConfig(name=path, dtype="bfloat16"), loss=KL)
+    policy = make_policy(config.model, 0, world)
+    references = References(config, policy, world)
+    (minibatch,) = references.score(split_batch(make_batch(), 0, 1, world, ROOM))
+    assert {p.dtype for p in references._model.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in references._model.parameters())
+    with torch.no_grad():
+        assert all(torch.equal(row.ref_logprobs, policy(row)[0]) for row in minibatch.rows)
+
+
+def test_other_reference_ignores_debug_settings(lone, tmp_path):
+    world, path = lone
+    teacher = str(make_tiny_model(tmp_path / "teacher", seed=1))
+    debug = DebugModelConfig(num_layers=1, random_init=True)
+    model = TrainerModelConfig(name=path, debug=debug)
+    policy = make_policy(model, 0, world)
+    for name in (path, teacher):
+        config = TrainerConfig(model=model, loss=KL, reference=ReferenceConfig(name=name))
+        frozen = References(config, policy, world)._model
+        assert len(frozen.blocks) == (1 if name == path else 2)
+    wanted = load_file(Path(teacher) / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(frozen.causal_lm.get_input_embeddings().weight.full_tensor(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({}, None),
+        ({"loss": KL}, "m"),
+        ({"loss": KL, "reference": ReferenceConfig(name="r")}, "r"),
+        ({"loss": KL, "reference": ReferenceConfig(source="batch")}, None),
+        ({"reference": ReferenceConfig(name="teacher")}, "teacher"),
+    ],
+)
+def test_reference_name_selects_the_model(keys, name):
+    assert TrainerConfig(model=TrainerModelConfig(name="m"), **keys).reference_name == name

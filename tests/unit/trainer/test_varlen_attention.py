@@ -1,0 +1,159 @@
+"""Arguments of the CUDA kernel, with a stand-in on a CPU; the kernel itself on a GPU."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.attention.varlen as varlen
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.trainer.attention import varlen_attention
+from prime_rl.trainer.fsdp import shard_policy
+from prime_rl.trainer.parallel.process_group import join_world
+from prime_rl.trainer.weights.policy_loading import load_policy
+from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.test_policy_model import LENGTHS, pack, segments
+
+
+def by_definition(q, k, v, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, heads_per_kv):
+    """Attention token by token; q [T, H, D]. Asserts what the kernel would."""
+    assert torch.equal(bounds_q, bounds_k) and longest_q == longest_k == max(bounds_q.diff())
+    assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and window_size[1] == 0
+    out = torch.zeros(q.shape)
+    for begin, end in pairwise(bounds_q.tolist()):
+        for t in range(begin, end):
+            first = begin if window_size[0] < 0 else max(begin, t - window_size[0])
+            for h in range(q.shape[1]):
+                keys = k[first : t + 1, h // heads_per_kv]
+                weights = torch.softmax(keys @ q[t, h] * scale, 0)
+                out[t, h] = weights @ v[first : t + 1, h // heads_per_kv]
+    return out
+
+
+def kernel(*args, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """The signature of torch 2.13."""
+    assert enable_gqa
+    return by_definition(*args, scale=scale, window_size=window_size, heads_per_kv=2)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_kernel_gets_the_segments_and_window(monkeypatch, window):
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    # Two segments have the same length, which are attended to together without the kernel.
+    bounds = torch.tensor([0, 4, 5, 9, 15], dtype=torch.int32)
+    query, key, value = torch.randn(1, 4, 15, 8), torch.randn(1, 2, 15, 8), torch.randn(1, 2, 15, 8)
+    shared = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": bounds, "max_length_q": 6}
+    wanted, _ = varlen_attention.packed_attention(torch.nn.Module(), query, key, value, None, **shared)
+    got = varlen_attention._flash(query, key, value, bounds, 6, 0.3, window)
+    assert got.shape == wanted.shape == (1, 15, 4, 8)
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [None, [0.5, -1.0, 2.0, 0.0]])
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_and_softcap_equal_their_definition(softcap, sinks, window):
+    bounds = torch.tensor([0, 4, 5, 11], dtype=torch.int32)
+    query, key, value = torch.randn(1, 4, 11, 8), torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8)
+    got, _ = varlen_attention.packed_attention(
+        torch.nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=6, scaling=0.7,
+        sliding_window=window, softcap=softcap, s_aux=None if sinks is None else torch.tensor(sinks),
+    )  # fmt: skip
+    for begin, end in pairwise(bounds.tolist()):
+        for t in range(begin, end):
+            first = begin if window is None else max(begin, t + 1 - window)
+            for h in range(4):
+                scores = 0.7 * (key[0, h // 2, first : t + 1] @ query[0, h, t])
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                weights = scores.exp() / (scores.exp().sum() + (0 if sinks is None else torch.tensor(sinks[h]).exp()))
+                torch.testing.assert_close(got[0, t, h], weights @ value[0, h // 2, first : t + 1])
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements that any operator returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, torch.Tensor):
+                self.most = max(self.most, one.numel())
+        return result
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_use_memory_linear_in_the_row(window, dtype):
+    """Forward and backward of one long segment; all its scores would be 4 x 1024 x 1024."""
+    heads, length, width = 4, 1024, 8
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    query = torch.randn(1, heads, length, width, dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(1, 2, length, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    sinks = torch.zeros(heads, dtype=dtype, requires_grad=True)
+    with Largest() as largest:
+        out, _ = varlen_attention.packed_attention(
+            torch.nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=length, scaling=0.3,
+            sliding_window=window, s_aux=sinks,
+        )  # fmt: skip
+        out.float().square().sum().backward()
+    assert sinks.grad.abs().min() > 0 and query.grad is not None
+    assert largest.most <= heads * length * (2 * 16 + 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_packed_samples_on_cuda_have_the_logprobs_of_single_ones(tmp_path, dtype, tolerance):
+    """I8 with FSDP, mixed precision and the real kernel."""
+    config = TrainerModelConfig(name=str(make_tiny_model(tmp_path)), dtype=dtype)
+    reference = load_policy(config, seed=0)
+    parts = segments(103)
+    with join_world("cuda", 60) as world:
+        policy = shard_policy(load_policy(config, seed=0), config, world)
+        packed, _ = policy(pack(parts).to(world.device))
+        packed.sum().backward()
+    with torch.no_grad():
+        single = torch.cat([reference(pack([part]))[0] for part in parts])
+    assert len(packed) == sum(LENGTHS)
+    torch.testing.assert_close(packed.cpu(), single, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("attn", "capability", "installed", "activated"),
+    [
+        ("auto", (9, 0), True, True),
+        ("auto", (8, 0), True, False),
+        ("auto", None, True, False),
+        ("auto", (9, 0), False, False),
+        ("varlen", (9, 0), True, False),
+    ],
+)
+def test_auto_activates_flash_attention_3_on_hopper_if_installed(monkeypatch, attn, capability, installed, activated):
+    calls = []
+    monkeypatch.setattr(varlen_attention, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(varlen_attention.torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(varlen_attention.torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(varlen_attention, "activate_flash_attention_impl", calls.append)
+    varlen_attention._activate_flash_attention_3.cache_clear()
+    assert varlen_attention.implementation(attn) == varlen_attention.ATTENTION_NAME
+    assert calls == (["FA3"] if activated else [])
+    varlen_attention._activate_flash_attention_3.cache_clear()
+
+
+def test_flash_attention_3_that_fails_to_load_is_not_used(monkeypatch):
+    def fail(name):
+        raise RuntimeError("Module 'flash_attn_interface' does not expose FA3 kernels")
+
+    monkeypatch.setattr(varlen_attention, "find_spec", lambda name: object())
+    monkeypatch.setattr(varlen_attention.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(varlen_attention.torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(varlen_attention, "activate_flash_attention_impl", fail)
+    varlen_attention._activate_flash_attention_3.cache_clear()
+    assert varlen_attention.implementation("auto") == varlen_attention.ATTENTION_NAME
+    varlen_attention._activate_flash_attention_3.cache_clear()
+
+
+def test_attn_of_transformers_is_passed_on():
+    assert [varlen_attention.implementation(a) for a in ("sdpa", "eager")] == ["sdpa", "eager"]
