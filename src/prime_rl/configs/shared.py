@@ -235,7 +235,8 @@ class EnvConfig(BaseConfig):
     }
 
     id: str = Field("reverse_text", json_schema_extra=common("Rollouts"))
-    """Name of the installed environment package (`-` and `_` are equivalent)."""
+    """Name of the installed environment package (`-` and `_` are equivalent), or of a file: `my_env` finds my_env.py in
+    the working directory, `path/my_env.py` any file."""
 
     args: dict[str, object] = Field({}, json_schema_extra=common("Rollouts"))
     """Arguments of the environment's load_environment()."""
@@ -299,7 +300,7 @@ class EnvConfig(BaseConfig):
     @property
     def label(self) -> str:
         """Name of the environment in metrics and messages."""
-        return self.name or self.id
+        return self.name or (Path(self.id).stem if self.id.endswith(".py") else self.id)
 
 
 class HeartbeatConfig(BaseConfig):

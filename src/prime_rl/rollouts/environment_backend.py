@@ -22,6 +22,7 @@ class EnvironmentBackend(ABC):
 
     Attributes:
         config: the environment.
+        module: name of its imported module.
         split: which examples.
         trains: the rollouts are trained on.
         eval_split: source of its evaluation examples.
@@ -32,6 +33,7 @@ class EnvironmentBackend(ABC):
     def __init__(
         self,
         config: EnvConfig,
+        module: str,
         renderer: Renderer | None,
         split: Split,
         keep_messages: bool = False,
@@ -39,6 +41,7 @@ class EnvironmentBackend(ABC):
     ) -> None:
         """Load the environment; see `environment_loader.load`."""
         self.config = config
+        self.module = module
         self.split = split
         self.trains = split == "train" and not keep_messages
         self._renderer = renderer

@@ -1,40 +1,120 @@
-"""Resolves `env.id` (`name`, `owner/name` or `owner/name@version`) to an installed package."""
+"""Resolves `env.id` to a module: an installed package, or a file of the user.
+
+| id | environment |
+|---|---|
+| `name` | installed package, or `name.py` (or the package `name/`) in the working directory |
+| `owner/name`, `owner/name@version` | installed package |
+| `path/name.py` | file |
+"""
 
 import importlib.util
+import sys
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
 
 from packaging.utils import canonicalize_version
 
 from prime_rl.core.errors import ConfigError
 
 
-def find_environment(env_id: str, key: str = "env.id") -> str:
-    """Return the module name of an environment; `key` is its configuration key, for errors.
+@dataclass(frozen=True, slots=True)
+class FoundEnvironment:
+    """The module of an environment, not imported yet.
+
+    Attributes:
+        module: its name.
+        origin: its file; `__init__.py` of a package.
+        directory: the directory from which a file of the user is imported; None for an installed package.
+    """
+
+    module: str
+    origin: Path
+    directory: Path | None = None
+
+    def load(self) -> ModuleType:
+        """Import the module. Raises whatever its code raises."""
+        if self.directory is not None and str(self.directory) not in sys.path:
+            sys.path.append(str(self.directory))  # last, so that its modules do not shadow installed ones
+        return importlib.import_module(self.module)
+
+
+def find_environment(env_id: str, key: str = "env.id") -> FoundEnvironment:
+    """Find the module of an environment; `key` is its configuration key, for errors.
 
     `-` equals `_`. Lower case is tried if no package has the given case. The owner is ignored, because an installed
     package does not record it. A version must equal the installed one, unless it is `latest`.
 
     Raises:
-        ConfigError: no such package is installed, or another version is.
+        ConfigError: there is none, another version is installed, or two modules have the name.
     """
-    name, _, wanted = env_id.split("/")[-1].partition("@")
+    if env_id.endswith(".py"):
+        return _find_file(Path(env_id).expanduser(), f"{key} = {env_id}")
+    owner, _, name = env_id.rpartition("/")
+    name, _, wanted = name.partition("@")
     module = name.replace("-", "_")
-    found = next((candidate for candidate in (module, module.lower()) if _is_installed(candidate)), None)
-    if found is None:
+    names = [candidate for candidate in (module, module.lower()) if candidate.isidentifier()]
+    installed = next(filter(None, map(_find_installed, names)), None)
+    local = None if owner or wanted else next(filter(None, (_find_in(Path.cwd(), name) for name in names)), None)
+    if installed is None and local is None:
+        raise ConfigError(f"{key} = {env_id} is not installed; {_hint(env_id, module, owner)}")
+    if installed is not None and local is not None and installed.origin != local.origin:
         raise ConfigError(
-            f"{key} = {env_id} is not installed; run `uv pip install -e environments/{module}` for an "
-            f"environment of this repository, `prime env install {env_id}` for one of the hub"
+            f"{key} = {env_id} is both {local.origin} and the installed {installed.origin}; rename the former"
         )
+    if installed is not None:
+        _check_version(installed, env_id, wanted, key)
+    found = installed or local
+    assert found is not None, "checked above"
+    return found
+
+
+def _find_file(path: Path, what: str) -> FoundEnvironment:
+    if not path.is_file():
+        raise ConfigError(f"{what}: there is no such file (looked in {Path.cwd()})")
+    path = path.resolve()
+    if not path.stem.isidentifier():
+        raise ConfigError(f"{what}: {path.stem!r} cannot be imported; rename the file to letters, digits and _")
+    found = FoundEnvironment(path.stem, path, path.parent)
+    other = _find_installed(path.stem)
+    if other is not None and other.origin != path:
+        raise ConfigError(f"{what}: {other.origin} is also called {path.stem}; rename your file")
+    return found
+
+
+def _find_installed(module: str) -> FoundEnvironment | None:
+    return _found(importlib.util.find_spec(module))
+
+
+def _find_in(directory: Path, module: str) -> FoundEnvironment | None:
+    return _found(PathFinder.find_spec(module, [str(directory)]), directory)
+
+
+def _found(spec: ModuleSpec | None, directory: Path | None = None) -> FoundEnvironment | None:
+    """Return the module of a spec; None for a namespace package, which any directory is."""
+    if spec is None or spec.origin is None:
+        return None
+    return FoundEnvironment(spec.name, Path(spec.origin).resolve(), directory)
+
+
+def _check_version(found: FoundEnvironment, env_id: str, wanted: str, key: str) -> None:
     with suppress(PackageNotFoundError):  # a plain module, or a package with another distribution name
-        installed = version(found)
+        installed = version(found.module)
         if wanted not in ("", "latest") and canonicalize_version(installed) != canonicalize_version(wanted):
             raise ConfigError(
                 f"{key} = {env_id}: version {installed} is installed; run `prime env install {env_id}`, "
                 f"or remove @{wanted}"
             )
-    return found
 
 
-def _is_installed(module: str) -> bool:
-    return module.isidentifier() and importlib.util.find_spec(module) is not None
+def _hint(env_id: str, module: str, owner: str) -> str:
+    if owner and Path(f"{env_id}.py").expanduser().is_file():
+        return f"for your file, write {env_id}.py"
+    return (
+        f"run `uv pip install -e environments/{module}` for an environment of this repository, "
+        f"`prime env install {env_id}` for one of the hub, or write {module}.py with load_environment() into "
+        f"{Path.cwd()}"
+    )

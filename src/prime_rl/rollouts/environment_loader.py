@@ -29,16 +29,16 @@ def load(
         warn: gets warnings about the environment, now and later.
 
     Raises:
-        ConfigError: it is not installed, rejects its arguments, or needs another verifiers release.
+        ConfigError: there is none, it rejects its arguments, or needs another verifiers release.
     """
-    name = find_environment(config.id)
+    found = find_environment(config.id)
     has_classic_api = importlib.util.find_spec("verifiers.legacy") is not None
     needs_classic_api = ConfigError(
         f"environment {config.id!r} uses the classic API, which verifiers {version('verifiers')} does not have; "
         f"run `uv pip install verifiers=={LAST_CLASSIC}`"
     )
     try:
-        module = importlib.import_module(name)
+        module = found.load()
     except Exception as error:  # foreign code may raise anything
         if isinstance(error, AttributeError | ImportError) and not has_classic_api:
             raise needs_classic_api from error
@@ -47,9 +47,9 @@ def load(
     if not hasattr(module, "load_environment"):
         from prime_rl.rollouts.verifiers.verifiers_v1 import TasksetEnvironment
 
-        return TasksetEnvironment(config, renderer, split, keep_messages, warn)
+        return TasksetEnvironment(config, found.module, renderer, split, keep_messages, warn)
     if not has_classic_api:
         raise needs_classic_api
     from prime_rl.rollouts.verifiers.verifiers_classic import ClassicEnvironment
 
-    return ClassicEnvironment(config, renderer, split, keep_messages, warn)
+    return ClassicEnvironment(config, found.module, renderer, split, keep_messages, warn)

@@ -48,7 +48,7 @@ class ClassicEnvironment(EnvironmentBackend):
             self.warn("runtime", f"runtime = {config.runtime!r} has no effect: it applies to agents of v1 environments")
         with _keep_signal_handlers():
             with config_errors(f"environment {config.id!r} with env.args = {config.args} does not load"):
-                self._env = vf.load_environment(config.id.split("@")[0], **config.args)
+                self._env = vf.load_environment(self.module, **config.args)
             self._check_environment()
             with config_errors(f"the {split} examples of environment {config.id!r} do not load"):
                 self._rows = self._env.get_dataset() if split == "train" else self._env.get_eval_dataset()

@@ -52,7 +52,7 @@ class TasksetEnvironment(EnvironmentBackend):
             f"environment {config.id!r} with env.args = {config.args} does not load, neither by load_environment() "
             "nor as a taskset"
         ):
-            env_config = _env_config(config.id, settings, env)
+            env_config = _env_config(self.module, settings, env)
             self._check_shells(env_config)
             self._env: Env = load_environment(env_config)
             taskset = self._env.taskset
@@ -124,7 +124,7 @@ class TasksetEnvironment(EnvironmentBackend):
 
     def _check_shells(self, env: Any) -> None:
         """Raise ConfigError if an agent runs the model's code on this machine without permission."""
-        config, default = self.config, default_harness_id(self.config.id)
+        config, default = self.config, default_harness_id(self.module)
         on_this_machine = [
             (role, default if agent.harness is None else str(agent.harness.id))
             for role, agent in env
