@@ -1,6 +1,6 @@
 """A custom environment with its own reward and metric: count how often a letter occurs in a word.
 
-    PYTHONPATH=examples/extend uv run --extra cpu rl @ my.toml --orchestrator.env.id count_letters
+    uv run --extra cpu rl @ my.toml --orchestrator.env.id examples/extend/count_letters.py
 
 An environment is a module with `load_environment(**args)` that returns a verifiers environment; `env.args` are its
 keyword arguments. Functions of the rubric with a weight are rewards. Functions with weight 0 are metrics: they are

@@ -13,7 +13,6 @@ import torch
 from prime_rl.configs.advantage import CustomAdvantageConfig
 from prime_rl.configs.loss import CustomLossConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.shared import EnvConfig
 from prime_rl.orchestrator.algorithms.advantages import Scores, advantage_function
 from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient
@@ -85,9 +84,11 @@ def test_custom_advantage_of_the_example_is_the_rank(monkeypatch):
 
 
 async def test_environment_of_the_example_rewards_and_measures(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES / "extend"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(ROOT)
     tokenizer = make_tokenizer()
-    environment = environment_loader.load(EnvConfig(id="count_letters"), Renderer(tokenizer), "train")
+    config = RLConfig.load(typed_command(EXAMPLES / "extend/count_letters.py")[2:]).orchestrator.env[0]
+    environment = environment_loader.load(config, Renderer(tokenizer), "train")
     async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
         replies = iter(["0", "10", "no idea"])
         fake.reply = lambda body: (

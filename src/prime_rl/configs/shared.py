@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from prime_rl.configs.bench import STEPS, limit_to_bench_steps
+from prime_rl.configs.environment_rewards import RewardConfig
 from prime_rl.configs.monitoring import LogExtrasConfig, MetricLoggerConfig, TensorBoardConfig, TrackioConfig
 from prime_rl.core.api_key import API_KEY_VAR
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
@@ -243,6 +244,9 @@ class EnvConfig(BaseConfig):
 
     name: str | None = None
     """Name in metrics; None uses the id."""
+
+    rewards: list[RewardConfig] = Field([])
+    """Reward functions to add to those of the environment."""
 
     weight: float = Field(1.0, gt=0)
     """Share of the started groups, relative to the other environments."""

@@ -18,6 +18,8 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
 
 from prime_rl.rollouts.group_failures import EnvironmentFailed, WorkerUnusable, as_number, contain_failures
+from prime_rl.rollouts.rendering.messages import normalise
+from prime_rl.rollouts.verifiers.added_rewards import last_reply
 from prime_rl.rollouts.verifiers.signatures import call_parameters
 
 Check = Callable[[str, Any], Any]
@@ -101,6 +103,26 @@ async def score_group(
         for state in states:
             state["metrics"]["reward_errors"] = float(scoring.zeros[id(state)])
     return failures
+
+
+def with_rewards(rubric: Any, rewards: Sequence[tuple[Callable[..., Any], float]]) -> Any:
+    """Return a rubric that scores with `rubric` (None: no rubric) and with further functions of given weights.
+
+    These functions may also take `text`, the last reply, or `texts` for a whole group.
+    """
+    if not rewards:
+        return rubric
+    functions, weights = zip(*rewards, strict=True)
+    added = Rubric(funcs=list(functions), weights=list(weights), parser=getattr(rubric, "parser", None))
+    added.class_objects = {**getattr(rubric, "class_objects", {}), **added.class_objects}
+    added.add_score_object_provider(lambda state: {"text": _text(state)})
+    added.add_group_score_object_provider(lambda states: {"texts": list(map(_text, states))})
+    return added if rubric is None else RubricGroup([rubric, added])
+
+
+def _text(state: Any) -> str:
+    completion = state["completion"]
+    return completion if isinstance(completion, str) else last_reply(normalise(completion))
 
 
 def _prepare(rubric: Any) -> None:

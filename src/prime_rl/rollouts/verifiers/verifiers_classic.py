@@ -6,7 +6,7 @@ reward of 0 raise here.
 
 import asyncio
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from prime_rl.rollouts.rendering.messages import normalise
 from prime_rl.rollouts.replies import Reply
 from prime_rl.rollouts.trajectory_merging import Mask
 from prime_rl.rollouts.verifiers import classic_patches, rubrics
+from prime_rl.rollouts.verifiers.added_rewards import check_names, load_rewards
 from prime_rl.rollouts.verifiers.classic_client import RolloutClient, is_whole, tool_definition
 
 Row = Mapping[str, Any]
@@ -50,6 +51,7 @@ class ClassicEnvironment(EnvironmentBackend):
             with config_errors(f"environment {config.id!r} with env.args = {config.args} does not load"):
                 self._env = vf.load_environment(self.module, **config.args)
             self._check_environment()
+            self._added_rewards = self._load_rewards()
             with config_errors(f"the {split} examples of environment {config.id!r} do not load"):
                 self._rows = self._env.get_dataset() if split == "train" else self._env.get_eval_dataset()
         if len(self._rows) == 0:
@@ -120,12 +122,13 @@ class ClassicEnvironment(EnvironmentBackend):
         states = [client.state for client in finished]
 
         async def score() -> dict[int, EnvironmentFailed]:
-            if not env.score_rollouts:
+            rubric = rubrics.with_rewards(env.rubric if env.score_rollouts else None, self._added_rewards)
+            if rubric is None:
                 with contain_failures():
                     await env.rubric.dummy_score_group(states)
                 return {}
             try:
-                failures = await rubrics.score_group(env.rubric, states, self.config.reward_errors == "zero", self.warn)
+                failures = await rubrics.score_group(rubric, states, self.config.reward_errors == "zero", self.warn)
             except EnvironmentFailed:
                 _raise_failures(finished)
                 raise
@@ -180,6 +183,14 @@ class ClassicEnvironment(EnvironmentBackend):
             metrics={name: as_number(f"metric {name}", value) for name, value in (state["metrics"] or {}).items()},
             is_truncated=bool(state.get("is_truncated") or state.get("timed_out")),
         )
+
+    def _load_rewards(self) -> list[tuple[Callable[..., Any], float]]:
+        """Import the functions of `env.rewards`, whose names must differ from those of each rubric."""
+        rewards = load_rewards(self.config.rewards, self.config.id)
+        for leaf in _leaf_environments(self._env) if rewards else ():
+            own = set(leaf.rubric._get_reward_func_names())
+            check_names([*own, *(reward.label for reward in self.config.rewards)], self.config.id)
+        return rewards
 
     def _check_environment(self) -> None:
         """Reject an environment with features that would otherwise be ignored.

@@ -6,6 +6,7 @@ The turns that our recorder saw are trained on, not the content of the traces. A
 import asyncio
 from collections.abc import Mapping
 from contextvars import Context
+from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
 
@@ -20,11 +21,13 @@ from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
 from prime_rl.rollouts.group_failures import (
     EnvironmentFailed,
     SampleTooLong,
+    UnsupportedEnvironment,
     as_number,
     config_errors,
     contain_failures,
 )
 from prime_rl.rollouts.rendering.messages import normalise
+from prime_rl.rollouts.verifiers.added_rewards import load_rewards, score_trace
 from prime_rl.rollouts.verifiers.v1_chat_harness import HARNESS_ID, ChatHarnessConfig
 from prime_rl.rollouts.verifiers.v1_client import InterceptionClient, TraceClient
 
@@ -61,6 +64,7 @@ class TasksetEnvironment(EnvironmentBackend):
             self._tasks = list(islice(taskset, limit))
         if not self._tasks:
             raise ConfigError(f"taskset {config.id!r} has no tasks; check env.args")
+        self._added_rewards = load_rewards(config.rewards, config.id)
         self._client = InterceptionClient()
         self._ready: asyncio.Future[None] | None = None
         self._server_task: asyncio.Task[None] | None = None
@@ -96,7 +100,13 @@ class TasksetEnvironment(EnvironmentBackend):
                     finally:
                         for trace in clients:
                             del self._client.traces[trace]
-                    return _rollout(episode, clients)
+                    trace, rollout = _rollout(episode, clients)
+                    added, values = await score_trace(
+                        self._added_rewards, trace, self.config.reward_errors == "zero", self.warn
+                    )
+                    if clash := rollout.metrics.keys() & values.keys():
+                        raise UnsupportedEnvironment(f"it has its own metric {min(clash)!r}; set env.rewards.name")
+                    return replace(rollout, reward=rollout.reward + added, metrics={**rollout.metrics, **values})
 
         return await group.run(attempt)
 
@@ -169,8 +179,8 @@ def _env_config(taskset: str, settings: dict[str, Any], env: dict[str, Any]) -> 
     return config.model_copy(update=agents)
 
 
-def _rollout(episode: Any, clients: Mapping[str, TraceClient]) -> Rollout:
-    """Return the rollout of a finished episode; raises the same as `run_group`."""
+def _rollout(episode: Any, clients: Mapping[str, TraceClient]) -> tuple[Any, Rollout]:
+    """Return the trained trace of a finished episode and its rollout; raises the same as `run_group`."""
     recorders = [client.recorder for client in clients.values()]
     for recorder in recorders:
         if recorder.server_error is not None:
@@ -191,10 +201,11 @@ def _rollout(episode: Any, clients: Mapping[str, TraceClient]) -> Rollout:
     ((trace, trained),) = candidates
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {"num_turns": len(trained), **scores, **trace.metrics}
-    return clients[trace.id].recorder.rollout(
+    rollout = clients[trace.id].recorder.rollout(
         trained,
         normalise(trace.messages),
         reward=as_number("the reward", trace.reward),
         metrics={name: as_number(f"metric {name}", value) for name, value in metrics.items()},
         is_truncated=clients[trace.id].recorder.prompt_too_long,
     )
+    return trace, rollout

@@ -1,0 +1,164 @@
+"""`env.rewards`: functions that the configuration adds to classic environments and v1 tasksets."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.shared import EnvConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts import environment_loader
+from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.group_failures import EnvironmentFailed, UnsupportedEnvironment
+from prime_rl.rollouts.rendering.renderer import Renderer
+from tests.support.fake_engine import fake_engine
+from tests.support.tiny_model import make_tokenizer
+
+PACKAGES = Path(__file__).parents[2] / "support/packages"
+TOKENIZER = make_tokenizer()
+SAYS = "it is 3"
+
+FUNCTIONS = """
+import asyncio
+
+
+def is_short(text, limit=100):
+    return float(len(text.strip()) <= limit)
+
+
+async def letters(text, completion, answer):
+    await asyncio.sleep(0)
+    assert text.strip() == completion[-1]["content"].strip()
+    return len(text.strip()) + 100 * float(answer or 0)
+
+
+def ranks(texts, states):
+    assert len(texts) == len(states)
+    return [float(i) for i in range(len(states))]
+
+
+def broken(text):
+    raise KeyError("broken reward")
+
+
+def right(text):
+    return 1.0
+
+
+NUMBER = 3
+"""
+
+ENVIRONMENT = """
+import verifiers as vf
+from datasets import Dataset
+
+
+def three(completion):
+    return float("3" in completion[-1]["content"])
+
+
+def load_environment(scored=True, group=False):
+    data = Dataset.from_list([{"question": "What is it?", "answer": "2"}])
+    env = vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[three]), score_rollouts=scored)
+    return vf.EnvGroup([env, env]) if group else env
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    (tmp_path / "rewarded_environment.py").write_text(ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(PACKAGES))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGES), os.environ.get("PYTHONPATH", "")]))
+    yield
+    for module in ("my_rewards", "rewarded_environment"):
+        sys.modules.pop(module, None)
+
+
+async def rollouts(*rewards, env_id="rewarded_environment", warnings=None, **keys):
+    """Three rollouts of the first example; the model says "it is 3"."""
+    rewards = [{"import_path": f"my_rewards:{name}", **options} for name, options in rewards]
+    config = EnvConfig(id=env_id, rewards=rewards, **keys)
+    warn = None if warnings is None else warnings.append
+    environment = environment_loader.load(config, Renderer(TOKENIZER), "train", warn=warn)
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
+        ids = TOKENIZER(SAYS, add_special_tokens=False)["input_ids"]
+        fake.reply = lambda body: ([*ids, TOKENIZER.eos_token_id], "stop")
+        try:
+            return await environment.run_group(0, 3, engine, {"temperature": 1.0}, 512)
+        finally:
+            if task := getattr(environment, "_server_task", None):
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_rewards_add_to_a_classic_environment_with_their_own_metrics():
+    group = await rollouts(
+        ("is_short", {"weight": 0.5}),
+        ("is_short", {"weight": 0.0, "name": "very_short", "kwargs": {"limit": 2}}),
+        ("letters", {"weight": 0.01}),
+    )
+    for rollout in group:
+        metrics = {name: rollout.metrics[name] for name in ("three", "is_short", "very_short", "letters")}
+        assert metrics == {"three": 1.0, "is_short": 1.0, "very_short": 0.0, "letters": 207.0}
+        assert rollout.reward == pytest.approx(1.0 + 0.5 + 2.07)
+
+
+async def test_reward_of_a_group_adds_to_every_rollout():
+    group = await rollouts(("ranks", {"weight": 2.0}))
+    assert [rollout.reward for rollout in group] == [1.0, 3.0, 5.0]
+
+
+async def test_rewards_add_to_every_environment_of_a_group():
+    group = await rollouts(("is_short", {}), args={"group": True})
+    assert [rollout.reward for rollout in group] == [2.0] * 3
+
+
+async def test_rewards_alone_score_an_environment_that_does_not():
+    group = await rollouts(("is_short", {"weight": 4.0}), args={"scored": False})
+    assert [(rollout.reward, rollout.metrics.get("three")) for rollout in group] == [(4.0, None)] * 3
+
+
+async def test_rewards_add_to_a_taskset():
+    plain = await rollouts(env_id="toy_taskset")
+    count = ("letters", {"weight": 0.0, "name": "count"})
+    group = await rollouts(("is_short", {"weight": 0.5}), count, env_id="toy_taskset")
+    for rollout, before in zip(group, plain, strict=True):
+        assert rollout.reward == before.reward + 0.5
+        assert (rollout.metrics["is_short"], rollout.metrics["count"]) == (1.0, 7.0)
+
+
+@pytest.mark.parametrize("env_id", ["rewarded_environment", "toy_taskset"])
+async def test_failed_reward_drops_the_rollout_or_counts_as_zero(env_id):
+    with pytest.raises(EnvironmentFailed, match="reward function broken raised KeyError"):
+        await rollouts(("broken", {}), env_id=env_id)
+    warnings = []
+    zero = await rollouts(("broken", {}), ("is_short", {}), env_id=env_id, reward_errors="zero", warnings=warnings)
+    plain = await rollouts(env_id=env_id)
+    assert [rollout.reward for rollout in zero] == [rollout.reward + 1 for rollout in plain]
+    assert "counts as 0" in warnings[0]
+    metric = await rollouts(("broken", {"weight": 0.0}), env_id=env_id, warnings=(only := []))
+    assert all("broken" not in rollout.metrics for rollout in metric)
+    assert "only its metric is missing" in only[0]
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("missing", {}, r"env\.rewards\.0\.import_path of environment 'rewarded_environment' = .*has no 'missing'"),
+        ("NUMBER", {}, r"'NUMBER' is int, not a function"),
+        ("letters", {"name": "three"}, r"two reward functions called 'three'; set env\.rewards\.name of one"),
+    ],
+)
+async def test_reward_that_cannot_be_added_is_one_line(name, options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        await rollouts((name, options))
+    assert "\n" not in str(caught.value)
+
+
+async def test_reward_with_the_name_of_a_taskset_metric_is_refused():
+    with pytest.raises(UnsupportedEnvironment, match=r"own metric 'right'; set env\.rewards\.name"):
+        await rollouts(("right", {}), env_id="toy_taskset")
