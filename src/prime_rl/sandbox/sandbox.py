@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self, get_args
 
 from loguru import logger
 
@@ -40,8 +40,7 @@ from prime_rl.sandbox.jail.bubblewrap import explain_refusal
 from prime_rl.sandbox.jail.jail import JailStartError
 from prime_rl.sandbox.jail.jail_pool import JailPool
 from prime_rl.sandbox.session import Answer, Session
-
-BackendName = Literal["bwrap", "unsafe-subprocess"]
+from prime_rl.sandbox.settings import BackendName, current_settings
 
 _NUM_ATTEMPTS = 3
 
@@ -49,10 +48,12 @@ _NUM_ATTEMPTS = 3
 class Sandbox:
     """A pool of isolated interpreters. Use it with `async with`; one instance serves any number of tasks of one loop.
 
+    Backend, limits, num_jails and max_running that are None come from `current_settings`, the run's configuration.
+
     Args:
         backend: `bwrap` isolates by the kernel. `unsafe-subprocess` isolates nothing, and logs a warning.
         limits: limits of each execution.
-        num_jails: jails, None for one per processor.
+        num_jails: jails; one per processor if neither this nor the settings say otherwise.
         num_warm: prepared processes per jail.
         max_running: executions at once in each jail; further ones wait.
         preload: modules that each execution finds imported already.
@@ -62,28 +63,29 @@ class Sandbox:
 
     def __init__(
         self,
-        backend: BackendName = "bwrap",
+        backend: BackendName | None = None,
         *,
         limits: SandboxLimits | None = None,
         num_jails: int | None = None,
         num_warm: int = 8,
-        max_running: int = 128,
+        max_running: int | None = None,
         preload: Sequence[str] = escape_test.DEFAULT_PRELOAD,
         paths: Sequence[Path] = (),
         python: Path | None = None,
     ) -> None:
-        if backend not in ("bwrap", "unsafe-subprocess"):
-            raise ConfigError(f"sandbox backend {backend!r} is unknown; use bwrap or unsafe-subprocess")
-        self.backend, self.limits = backend, limits or SandboxLimits()
+        settings = current_settings()
+        self.backend, self.limits = backend or settings.backend, limits or settings.limits
+        if self.backend not in get_args(BackendName):
+            raise ConfigError(f"sandbox backend {backend!r} is unknown; use {' or '.join(get_args(BackendName))}")
         start = build_start(
-            isolated=backend == "bwrap",
+            isolated=self.backend == "bwrap",
             limits=self.limits,
             num_warm=num_warm,
             preload=preload,
             paths=paths,
             python=python,
         )
-        self._pool = JailPool(start, self.limits, num_jails, max_running)
+        self._pool = JailPool(start, self.limits, num_jails or settings.num_jails, max_running or settings.max_running)
 
     async def __aenter__(self) -> Self:
         """Start the jails and try to escape from one.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import verifiers as vf
+from pydantic import ValidationError
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Rollout
@@ -48,7 +49,8 @@ class ClassicEnvironment(EnvironmentBackend):
         if config.runtime is not None:
             self.warn("runtime", f"runtime = {config.runtime!r} has no effect: it applies to agents of v1 environments")
         with _keep_signal_handlers():
-            with config_errors(f"environment {config.id!r} with env.args = {config.args} does not load"):
+            problem = f"environment {config.id!r} with env.args = {config.args} does not load"
+            with config_errors(problem), _name_local_sandbox(problem):
                 self._env = vf.load_environment(self.module, **config.args)
             self._check_environment()
             self._added_rewards = self._load_rewards()
@@ -241,6 +243,21 @@ def _raise_failures(clients: Iterable[RolloutClient]) -> None:
     """
     for client in clients:
         client.raise_failure()
+
+
+@contextmanager
+def _name_local_sandbox(problem: str) -> Iterator[None]:
+    """Raise ConfigError with the replacement for verifiers' sandbox environments, which cannot be constructed."""
+    try:
+        yield
+    except Exception as error:  # verifiers wraps what a constructor raises
+        cause = error.__cause__ or error
+        if not isinstance(cause, ValidationError) or cause.title != "CreateSandboxRequest":
+            raise
+        raise ConfigError(
+            f"{problem}: no published prime-sandboxes can run verifiers' SandboxEnv and PythonEnv; derive the "
+            "environment from prime_rl.sandbox.python_env.PythonEnv, which runs code on this machine (docs/sandbox.md)"
+        ) from None
 
 
 @contextmanager

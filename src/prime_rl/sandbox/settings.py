@@ -1,0 +1,39 @@
+"""What a `Sandbox` uses unless it is constructed with other values; a worker sets it from the run's configuration."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prime_rl.sandbox.execution import SandboxLimits
+
+BackendName = Literal["bwrap", "unsafe-subprocess"]
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSettings:
+    """How this process runs code that a model writes.
+
+    Attributes:
+        backend: see `Sandbox`.
+        limits: of each execution.
+        num_jails: jails, None for one per processor.
+        max_running: executions at once in each jail.
+    """
+
+    backend: BackendName = "bwrap"
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    num_jails: int | None = None
+    max_running: int = 128
+
+
+_current = SandboxSettings()
+
+
+def current_settings() -> SandboxSettings:
+    """Return the settings of this process."""
+    return _current
+
+
+def use_settings(settings: SandboxSettings) -> None:
+    """Set the settings for sandboxes that this process constructs from now on."""
+    global _current
+    _current = settings

@@ -1,0 +1,62 @@
+"""One sandbox for all rollouts of an environment, started by the first that needs it."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from prime_rl.sandbox.execution import SandboxLimits
+from prime_rl.sandbox.sandbox import Sandbox
+from prime_rl.sandbox.settings import current_settings
+
+
+class SharedSandbox:
+    """The sandbox of the running event loop. It starts with the first `open`, and ends with `close` or the process.
+
+    Args:
+        options: keyword arguments of `Sandbox`; what is missing comes from the run's configuration.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._sandbox: Sandbox | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def limits(self) -> SandboxLimits:
+        """Limits of each execution."""
+        return self._options.get("limits") or current_settings().limits
+
+    def check(self) -> None:
+        """Start and end a sandbox in another thread, so that a machine that cannot isolate code fails at the start.
+
+        Raises:
+            ConfigError: this machine cannot isolate code. The message contains the fix.
+        """
+
+        async def start() -> None:
+            async with Sandbox(**{**self._options, "num_jails": 1, "num_warm": 1}):
+                pass
+
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, start()).result()
+
+    async def open(self) -> Sandbox:
+        """Return the sandbox of the running loop.
+
+        Raises:
+            ConfigError: this machine cannot isolate code.
+        """
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._sandbox, self._loop, self._lock = None, loop, asyncio.Lock()
+        async with self._lock:
+            if self._sandbox is None:
+                self._sandbox = await Sandbox(**self._options).__aenter__()
+            return self._sandbox
+
+    async def close(self) -> None:
+        """End the sandbox; the next `open` starts another one."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.__aexit__(None, None, None)
