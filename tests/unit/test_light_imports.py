@@ -18,6 +18,8 @@ MODULES = [
     "prime_rl.entrypoints.rl",
     "prime_rl.entrypoints.doctor",
     "prime_rl.entrypoints.orchestrator",
+    "prime_rl.api.run",
+    "prime_rl.api.guides",
 ]
 
 
@@ -67,3 +69,14 @@ print([name for name in ("torch", "vllm", "psutil") if name in sys.modules] + co
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.stdout.splitlines()[-1:] == ["[]"], result.stderr or result.stdout.splitlines()[-1]
+
+
+def test_package_alone_imports_nothing_and_its_names_exist():
+    code = """
+import sys, prime_rl
+print([name for name in ("pydantic", "torch", "transformers") if name in sys.modules])
+print([name for name in prime_rl.__all__ if getattr(prime_rl, name).__name__ != name])
+print([name for name in ("torch", "vllm") if name in sys.modules])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.splitlines() == ["[]", "[]", "[]"], result.stderr

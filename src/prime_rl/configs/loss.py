@@ -202,7 +202,7 @@ class CustomLossConfig(_Loss):
     type: Literal["custom"] = "custom"
 
     import_path: ImportPath = ""
-    """The function as package.module:function, importable or in the working directory."""
+    """The function as package.module:function, importable or in the working directory, or folder/file.py:function."""
 
     kwargs: dict[str, object] = Field({})
     """Keyword arguments of the function, after the LossInputs."""

@@ -28,8 +28,8 @@ def common(topic: Topic) -> dict[str, JsonValue]:
 
 
 def _check_import_path(value: str) -> str:
-    if not re.fullmatch(r"\w+(\.\w+)*[.:]\w+", value):
-        raise ValueError("name your function as package.module:function")
+    if not re.fullmatch(r"\w+(\.\w+)*[.:]\w+|.+\.py:\w+", value):
+        raise ValueError("name your function as package.module:function or folder/file.py:function")
     return value
 
 

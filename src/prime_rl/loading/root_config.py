@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -18,7 +18,7 @@ from prime_rl.loading.diagnostics import explain, keys_without_effect, refuse_se
 from prime_rl.loading.dump import write_config
 from prime_rl.loading.help import format_help
 from prime_rl.loading.provenance import Assignment, ConfigState, complete
-from prime_rl.loading.sources import read_environment, take_wandb_variables
+from prime_rl.loading.sources import read_environment, read_values, take_wandb_variables
 from prime_rl.storage.paths import RunPaths
 
 DEFAULT_OUTPUT_DIR = Path("outputs")
@@ -36,8 +36,12 @@ class RootConfig(BaseConfig):
     """Name of the experiment: output_dir becomes output_dir/NAME, and runs of W&B and trackio are called NAME."""
 
     @classmethod
-    def load(cls, argv: list[str] | None = None) -> Self:
+    def load(cls, argv: list[str] | None = None, values: Mapping[str, object] | None = None) -> Self:
         """Read the configuration from `argv` (None: `sys.argv[1:]`), TOML files, environment and defaults.
+
+        Args:
+            argv: the command line.
+            values: values of a Python program, which rank as flags: nested dicts, or keys with dots.
 
         Raises:
             ConfigError: bad input, as one line.
@@ -54,7 +58,9 @@ class RootConfig(BaseConfig):
             state.apply(source)
         flags, negations = state.hold_back(line.flags)
         state.apply(flags)
-        for source in (*sources, line.flags):
+        given = read_values(cls, values or {})
+        state.apply(given)
+        for source in (*sources, line.flags, given):
             for warning in (assignment.warning for assignment in source if assignment.warning):
                 _warn(warning)
         config = cls.build(state, negations)

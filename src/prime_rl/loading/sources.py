@@ -4,7 +4,7 @@ import ast
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path as FilePath
 from typing import Any
@@ -33,6 +33,12 @@ def read_file(root: type[BaseConfig], file: str, section: Sequence[str] = ()) ->
     origin = Origin(Rank.FILE, file)
     blocks = [Assignment(resolve(root, section)[0], {}, origin)] if section else []
     return [*blocks, *flatten(root, tuple(section), data, origin)]
+
+
+def read_values(root: type[BaseConfig], values: Mapping[str, object]) -> list[Assignment]:
+    """Read the values of a Python program; raise ConfigError for an unknown key."""
+    origin = Origin(Rank.COMMAND_LINE, "given in Python")
+    return [one for key, value in values.items() for one in flatten(root, key.split("."), value, origin)]
 
 
 def read_environment(root: type[BaseConfig]) -> list[Assignment]:

@@ -28,8 +28,10 @@ from prime_rl.supervisor.preflight import check_before_start, clear_run_director
 from prime_rl.supervisor.supervisor import Outcome, SupervisorTimeouts, supervise
 
 
-def run(config: RLConfig) -> int:
+def run(config: RLConfig, keep_serving: bool = False) -> int:
     """Run to the end, report the outcome, and return the exit code: 0, or 128 + the signal that stopped the run.
+
+    With `keep_serving`, inference serves after the last step until a signal arrives.
 
     Raises:
         ConfigError: bad input, found here or by one of the processes.
@@ -48,7 +50,7 @@ def run(config: RLConfig) -> int:
             outcome = _benchmark(config, paths, console)
         else:
             display = ConsoleProgress(paths, config.max_steps, console)
-            outcome = asyncio.run(_run(config, paths, display, console))
+            outcome = asyncio.run(_run(config, paths, display, console, keep_serving))
             display.refresh()
             if outcome.ok or display.progress.steps:
                 console.print(display.summary())
@@ -62,7 +64,9 @@ def run(config: RLConfig) -> int:
     return 0
 
 
-async def _run(config: RLConfig, paths: RunPaths, display: ConsoleProgress, console: Console) -> Outcome:
+async def _run(
+    config: RLConfig, paths: RunPaths, display: ConsoleProgress, console: Console, keep_serving: bool
+) -> Outcome:
     specs = make_process_specs(config, paths)
     for spec in specs:
         remove_heartbeats(paths, spec.name, keep=())  # of an earlier run
@@ -72,7 +76,7 @@ async def _run(config: RLConfig, paths: RunPaths, display: ConsoleProgress, cons
     with HeartbeatWriter(paths, "rl", "rl") as heartbeat:
         heartbeat.enter("watch over the run")
         heartbeat.watch_event_loop(asyncio.get_running_loop())
-        work = asyncio.ensure_future(supervise(specs, timeouts, events, health))
+        work = asyncio.ensure_future(supervise(specs, timeouts, events, health, keep_serving))
         following = asyncio.ensure_future(display.follow())
         page = None
         if config.page is not None:

@@ -83,11 +83,16 @@ class Outcome:
 
 
 async def supervise(
-    specs: Sequence[ProcessSpec], timeouts: SupervisorTimeouts, events: EventLog, health: HealthMonitor | None
+    specs: Sequence[ProcessSpec],
+    timeouts: SupervisorTimeouts,
+    events: EventLog,
+    health: HealthMonitor | None,
+    keep_serving: bool = False,
 ) -> Outcome:
     """Start the processes, and return when the run is over and no process is left.
 
     Those without `start_after` start at once. `health` finds stopped, silent and stuck processes; None disables this.
+    With `keep_serving`, servers stay when the work is done, until a signal arrives, which is then a success.
 
     Raises:
         RunError: a process cannot be started. Those already started have been stopped.
@@ -95,7 +100,7 @@ async def supervise(
     become_subreaper()
     left: list[int] = []
     async with stop_signals() as (stopped, hurry):
-        run = _Supervision(specs, timeouts, events, health, stopped)
+        run = _Supervision(specs, timeouts, events, health, stopped, keep_serving)
         try:
             outcome = await run.until_over()
         except RunError as error:
@@ -135,6 +140,7 @@ class _Supervision:
         events: EventLog,
         health: HealthMonitor | None,
         stopped: asyncio.Future[signal.Signals],
+        keep_serving: bool = False,
     ) -> None:
         names = {spec.name for spec in specs}
         for spec in specs:
@@ -145,6 +151,7 @@ class _Supervision:
         self._pending = {spec.name: _PendingStart(spec) for spec in specs}
         self._timeouts, self._health, self._stopped = timeouts, health, stopped
         self._process_tree = health.process_tree if health else ProcessTree()
+        self._keep_serving, self._has_finished = keep_serving, False
         self._num_restarts = dict.fromkeys(names, 0)
         self._launcher_restarts = {spec.name: spec.num_launcher_restarts() for spec in specs}
         self._earlier_launcher_restarts = dict(self._launcher_restarts)
@@ -172,15 +179,19 @@ class _Supervision:
                 return self._give_up(failed, failed.exited.result())
             await self._wait_for_change()
             if self._stopped.done():
+                if self._has_finished:
+                    return Outcome()
                 number = self._stopped.result()
                 self.events.add("finished", "rl", detail=f"stopped by {number.name}")
                 return Outcome(stopped_by=number)
             for child in self.children:
                 if child.exited.done() and not child.has_failed:
                     self._report_exit(child)
-            if self._all_done():
+            if self._all_done() and not self._has_finished:
+                self._has_finished = True
                 self.events.add("finished", "rl")
-                return Outcome()
+                if not self._keep_serving:
+                    return Outcome()
             if (outcome := await self._handle_exits()) is not None:
                 return outcome
             if time.monotonic() >= self._next_check:

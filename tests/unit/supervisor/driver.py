@@ -44,12 +44,13 @@ def main():
         )
         return replace(role, restart_spec=lambda left: replace(role, argv=[*role.argv, "again", str(left)]))
 
-    def supervise_sooner(specs, timeouts, events, health):
+    def supervise_sooner(specs, timeouts, events, health, keep_serving):
         return supervise(
             specs,
             SupervisorTimeouts(timeouts.stop_seconds, kill_seconds=3, culprit_seconds=0.5, exit_seconds=2),
             events,
             health,
+            keep_serving,
         )
 
     module.make_process_specs = make_specs

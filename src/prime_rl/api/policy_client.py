@@ -1,0 +1,67 @@
+"""A client of a served policy, without dependencies: messages in, texts out."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prime_rl.configs.shared import server_root
+from prime_rl.core.api_key import API_KEY_VAR, read_api_key
+from prime_rl.core.errors import RunError
+
+Messages = str | Sequence[Mapping[str, Any]]
+"""A conversation in the form of chat templates, or the text of a single message of the user."""
+
+
+class PolicyClient:
+    """Samples completions from an `inference` server, or from any server with an OpenAI-compatible API.
+
+    Args:
+        url: the server, with or without `/v1`.
+        model: name of the served model; None asks the server.
+        api_key_var: environment variable with the server's API key; no key is sent if it is unset.
+        timeout_seconds: of one request.
+    """
+
+    def __init__(
+        self, url: str, model: str | None = None, api_key_var: str = API_KEY_VAR, timeout_seconds: float = 1200
+    ) -> None:
+        self.base_url = f"{server_root(url)}/v1"
+        self._model, self._key_var, self._timeout = model, api_key_var, timeout_seconds
+
+    def generate(self, messages: Messages, num_samples: int = 1, **sampling: Any) -> list[str]:
+        """Sample `num_samples` completions of a conversation.
+
+        Args:
+            messages: the conversation.
+            num_samples: number of independent completions.
+            sampling: fields of the request: `max_tokens`, `temperature`, `top_p`, ...
+
+        Raises:
+            RunError: the server cannot be reached or refuses the request.
+        """
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        body = {"model": self.model, "messages": conversation, "n": num_samples, **sampling}
+        choices = self._request("/chat/completions", body)["choices"]
+        return [choice["message"]["content"] or "" for choice in choices]
+
+    @property
+    def model(self) -> str:
+        """Name of the served model."""
+        if self._model is None:
+            self._model = str(self._request("/models", None)["data"][0]["id"])
+        return self._model
+
+    def _request(self, route: str, body: Mapping[str, Any] | None) -> Any:
+        url, key = self.base_url + route, read_api_key(self._key_var)
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+                return json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            reason = " ".join(error.read().decode(errors="replace").split())[:300]
+            raise RunError(f"{url} answered {error.code}: {reason}") from None
+        except OSError as error:
+            raise RunError(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from None

@@ -1,0 +1,127 @@
+"""`Run` over the real supervisor and small scripts: steps in order, errors, and no process left."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+import prime_rl
+from prime_rl.api import active_run
+from prime_rl.api.child_command import ChildCommand
+from tests.support.command import until
+
+FEW = {"max_steps": 3, "grace_timeout_seconds": 1}
+
+
+@pytest.fixture
+def small_run(monkeypatch, tmp_path):
+    """Make runs of scripts: `small_run("three")`."""
+
+    def start(command, arguments, paths):
+        return ChildCommand("tests.unit.api.small_run" if command == "rl" else command, arguments, paths)
+
+    def make(kind, **values):
+        monkeypatch.setenv("SMALL_RUN", kind)
+        return prime_rl.Run(output_dir=tmp_path / "out", config={**FEW, **values})
+
+    monkeypatch.setattr(active_run, "ChildCommand", start)
+    return make
+
+
+def processes_of(pid):
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def assert_ended(processes, within_seconds=15):
+    _, left = psutil.wait_procs(processes, timeout=within_seconds)
+    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_run_yields_each_step_once_and_serves_until_the_block_ends(small_run):
+    with small_run("three") as run:
+        steps = list(run)
+        processes = processes_of(run.pid)
+        assert len(processes) >= 2, "rl and the server"
+        assert run.is_over
+        assert list(run) == []
+    assert [step.number for step in steps] == [0, 1, 2]
+    assert [step.reward for step in steps] == [0.0, 0.1, 0.2]
+    assert steps[2].staleness == 2
+    assert_ended(processes)
+
+
+async def test_run_async_break_ends_all_processes(small_run):
+    async with small_run("endless") as run:
+        async for step in run:
+            if step.number == 2:
+                break
+        processes = processes_of(run._run.pid)
+    assert len(processes) >= 4
+    assert_ended(processes)
+
+
+async def test_run_synchronous_form_works_inside_an_event_loop_and_skips_an_earlier_run(small_run):
+    assert asyncio.get_running_loop().is_running()
+    with small_run("three") as run:
+        assert run.wait().number == 2
+    with small_run("three") as run:  # in the same directory
+        assert [step.number for step in run] == [0, 1, 2]
+
+
+def test_run_exception_in_the_loop_ends_all_processes_and_is_raised(small_run):
+    processes = []
+    with pytest.raises(ZeroDivisionError), small_run("endless") as run:
+        for _ in run:
+            processes += processes_of(run.pid)
+            raise ZeroDivisionError
+    assert_ended(processes)
+
+
+def test_run_failed_process_raises_run_error_with_its_log(small_run):
+    with (
+        pytest.raises(prime_rl.RunError, match=r"trainer exited with code 3; log .*trainer\.log"),
+        small_run("failing") as run,
+    ):
+        run.wait()
+
+
+def test_run_failure_outside_the_loop_is_raised_at_the_end(small_run):
+    with pytest.raises(prime_rl.ConfigError, match=r"trainer.optim.lr = -1"), small_run("bad_input") as run:
+        until(lambda: run._rl.exit_code is not None, "rl to exit")
+
+
+SCRIPT = """
+import os, sys, prime_rl
+from prime_rl.api import active_run
+from prime_rl.api.child_command import ChildCommand
+active_run.ChildCommand = lambda command, *rest: ChildCommand("tests.unit.api.small_run", *rest)
+os.environ["SMALL_RUN"] = "endless"
+with prime_rl.Run(output_dir=sys.argv[1], config={"grace_timeout_seconds": 1}) as run:
+    for step in run:
+        print(run.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, id="ctrl_c", marks=pytest.mark.extended), pytest.param(signal.SIGKILL, id="killed")],
+)
+def test_run_ends_with_the_program_that_started_it(tmp_path, number):
+    program = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    pid = int(program.stdout.readline())
+    processes = processes_of(pid)
+    start = time.monotonic()
+    os.kill(program.pid, number)
+    program.stdout.close()
+    assert program.wait(timeout=30) == -number
+    assert_ended(processes, 15 - (time.monotonic() - start))
+
+
+def test_run_methods_before_the_block_are_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="with Run"):
+        prime_rl.Run(output_dir=tmp_path).page()

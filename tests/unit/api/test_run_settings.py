@@ -1,0 +1,80 @@
+"""The arguments of `Run` become keys of `rl`, with its errors."""
+
+import pytest
+
+import prime_rl
+from prime_rl.core.import_utils import load_function
+
+
+def named_advantage(groups):
+    return [list(group.rewards) for group in groups]
+
+
+def test_run_arguments_override_config_over_file(tmp_path):
+    file = tmp_path / "rl.toml"
+    file.write_text("max_steps = 5\n[orchestrator]\nbatch_size = 16\n")
+    assert prime_rl.Run(config=file, output_dir=tmp_path).config.max_steps == 5
+    config = prime_rl.Run("some/model", config=file, output_dir=tmp_path, max_steps=7).config
+    assert (config.max_steps, config.orchestrator.batch_size, config.trainer.max_steps) == (7, 16, 7)
+    assert config.trainer.model.name == "some/model"
+
+
+@pytest.mark.parametrize("config", [{"orchestrator.batch_size": 32}, {"orchestrator": {"batch_size": 32}}])
+def test_run_config_may_be_nested_or_dotted(config, tmp_path):
+    assert prime_rl.Run(config=config, output_dir=tmp_path).config.orchestrator.batch_size == 32
+
+
+def test_run_starts_a_server_unless_there_is_another(tmp_path):
+    assert prime_rl.Run(output_dir=tmp_path).config.inference is not None
+    own = prime_rl.Run(output_dir=tmp_path, config={"inference": None}).config
+    other = prime_rl.Run(output_dir=tmp_path, config={"orchestrator.client.base_url": "http://localhost:1"}).config
+    assert own.inference is None and other.inference is None
+
+
+def test_run_resume_sets_the_checkpoint_of_both_processes(tmp_path):
+    config = prime_rl.Run(output_dir=tmp_path, resume=-1, ckpt={"interval": 2}).config
+    assert (config.trainer.ckpt.resume_step, config.orchestrator.ckpt.interval) == (-1, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"config": {"orchestrator.batch_sise": 8}},
+            r"unknown key orchestrator.batch_sise .*did you mean .*batch_size",
+        ),
+        ({"max_steps": "many"}, "max_steps .*given in Python"),
+        ({"config": {"orchestrator.batch_size": 12, "orchestrator.rollouts_per_example": 8}}, "not a multiple"),
+        ({"config": "missing.toml"}, "missing.toml does not exist"),
+        ({"reward": named_advantage}, "give env"),
+    ],
+)
+def test_run_bad_input_is_a_config_error_of_one_line(values, message, tmp_path):
+    with pytest.raises(prime_rl.ConfigError, match=message) as caught:
+        prime_rl.Run(output_dir=tmp_path, **values)
+    assert "\n" not in str(caught.value)
+
+
+def test_run_functions_become_import_paths(tmp_path):
+    config = prime_rl.Run(
+        env="reverse_text",
+        advantage=named_advantage,
+        loss=lambda inputs: 7,
+        reward=named_advantage,
+        output_dir=tmp_path,
+    ).config
+    path = f"{__name__}:named_advantage"
+    assert config.orchestrator.advantage.import_path == path
+    assert config.orchestrator.env[0].rewards[0].import_path == path
+    assert load_function(config.trainer.loss.import_path, "key")(None) == 7
+
+
+def test_run_environment_function_becomes_a_file(tmp_path):
+    def load_environment(limit=3):
+        return limit
+
+    config = prime_rl.Run(env={"id": load_environment, "args": {"limit": 4}, "weight": 2}, output_dir=tmp_path).config
+    env = config.orchestrator.env[0]
+    assert env.id.startswith(str(tmp_path / "code/load_environment_"))
+    assert (env.args, env.weight) == ({"limit": 4}, 2)
+    assert load_function(f"{env.id}:load_environment", "key")(**env.args) == 4
