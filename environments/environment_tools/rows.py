@@ -1,5 +1,7 @@
 """Rows of data from a local file or the Hugging Face hub, and errors that name the source and the row."""
 
+import csv
+import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,18 +15,25 @@ Example = TypeVar("Example")
 
 
 def read_file(path: str | Path) -> list[Row]:
-    """Read the rows of a `.jsonl` file (one JSON object a line) or a `.json` file (a list of objects).
+    """Read the rows of a file.
+
+    The formats are `.csv` (with a header), `.parquet`, `.json` (a list of objects), and, with any other suffix, one
+    JSON object a line.
 
     Raises:
-        ValueError: there is no such file, or something in it is not a JSON object; the message names file and row.
+        ValueError: there is no such file, or it is malformed; the message names file and row.
     """
     path = Path(path).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
+    if path.suffix == ".csv":
+        return _read_csv(path, text)
     if path.suffix == ".json":
         rows = _parse(text, str(path))
         if not isinstance(rows, list):
@@ -36,6 +45,37 @@ def read_file(path: str | Path) -> list[Row]:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise ValueError(f"{path}, row {number}: not a JSON object but {_short(row)}")
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
+
+
+def _read_csv(path: Path, text: str) -> list[Row]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header, *lines = [line for line in reader if line] or [[]]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+    if duplicates := [column for index, column in enumerate(header) if column in header[:index]]:
+        raise ValueError(f"{path} has two columns {duplicates[0]!r}")
+    for number, line in enumerate(lines, 1):
+        if len(line) != len(header):
+            raise ValueError(
+                f"{path}, row {number}: {len(line)} values for {len(header)} columns; quote text with commas"
+            )
+    if not lines:
+        raise ValueError(f"{path} has no rows")
+    return [dict(zip(header, line, strict=True)) for line in lines]
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows: list[Row] = parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a Parquet file: {_short(str(error))}") from error
     if not rows:
         raise ValueError(f"{path} has no rows")
     return rows

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from gsm8k.numbers import final_number, numbers_in
-
+from .environment_tools.numbers import final_number, numbers_in
 from .environment_tools.rows import Row, Source, pick, text_of
 
 if TYPE_CHECKING:

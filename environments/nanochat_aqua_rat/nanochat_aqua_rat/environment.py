@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .environment_tools.letters import LETTERS, stated_letter
 from .environment_tools.rows import Row, Source, pick
-from .letters import LETTERS, stated_letter
 from .rows import example_of
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .environment_tools.letters import LETTERS, stated_letter
 from .environment_tools.rows import Row, text_of
-from .letters import LETTERS, stated_letter
 
 _OWN_LABEL = re.compile(r"\s*\(?[A-Ea-e]\s*[).:]\s*")
 

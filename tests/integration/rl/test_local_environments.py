@@ -1,5 +1,6 @@
-"""An environment in a file of the working directory learns, without packaging."""
+"""Environments without packaging learn: a file of the working directory, and a CSV file without Python code."""
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -40,3 +41,20 @@ def test_file_of_the_working_directory_learns(
     assert run.end() == 0, run.story()
     rewards = [line["reward/mean"] for line in metrics_of(run.paths, "orchestrator")]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2, rewards
+
+
+def test_csv_file_of_fifty_questions_learns(
+    start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The committed model reverses words; these are short enough to be exactly right now and then."""
+    words = ["".join(letters) for letters in product("aeo", "nst", "rmlpdb")][:50]
+    (tmp_path / "words.csv").write_text("word,backwards\n" + "".join(f"{word},{word[::-1]}\n" for word in words))
+    monkeypatch.chdir(tmp_path)
+    values = rl_values(tmp_path / "run", inference=own_server(), max_steps=20, async_level=1)
+    values["orchestrator"] = {"batch_size": 128, "rollouts_per_example": 8, "sampling": {"max_tokens": 8}}
+    args = {"data_path": "words.csv", "question_column": "word", "answer_column": "backwards"}
+    values["orchestrator"]["env"] = [{"id": "dataset", "args": args}]
+    run = start("rl", values, tmp_path / "run")
+    assert run.end() == 0, run.story()
+    rewards = [line["reward/mean"] for line in metrics_of(run.paths, "orchestrator")]
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.15, rewards

@@ -10,7 +10,7 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 from gsm8k import load_environment
-from gsm8k.numbers import final_number, numbers_in
+from gsm8k.environment_tools.numbers import final_number, numbers_in
 from hypothesis import given
 from hypothesis import strategies as st
 

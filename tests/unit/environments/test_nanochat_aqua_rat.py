@@ -12,7 +12,7 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 from nanochat_aqua_rat import load_environment
-from nanochat_aqua_rat.letters import stated_letter
+from nanochat_aqua_rat.environment_tools.letters import stated_letter
 
 from .scripted import play, scores
 

@@ -22,6 +22,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "alphabet_sort": {"num_train_examples": 2},
     "calculator": {"num_train_examples": 2},
     "code_tests": {"num_generated": 2},
+    "dataset": {"data_path": "question.jsonl", "grader": "math"},
     "gsm8k": {"data_path": "question.jsonl"},
     "hendrycks_math": {"data_path": "question.jsonl"},
     "intellect_math": {"data_path": "question.jsonl"},

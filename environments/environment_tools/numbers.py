@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from .environment_tools.answers import final_part, last_boxed
+from .answers import final_part, last_boxed
 
 # ASCII digits only; commas group thousands. A sign counts where nothing stands before it that it could be subtracted
 # from.

@@ -2,7 +2,7 @@
 
 import re
 
-from .environment_tools.answers import final_part, last_boxed
+from .answers import final_part, last_boxed
 
 LETTERS = "ABCDE"
 

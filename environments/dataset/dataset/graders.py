@@ -1,0 +1,137 @@
+"""Graders: what a right answer of the data set is, and whether a reply states it."""
+
+import importlib
+import inspect
+import re
+import sys
+from abc import ABC, abstractmethod
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from .environment_tools.answers import final_part, last_boxed
+from .environment_tools.letters import LETTERS, stated_letter
+from .environment_tools.math_grading import MathGrader
+from .environment_tools.numbers import final_number, numbers_in
+
+
+class Grader(ABC):
+    """Compares replies with the answers of the data set."""
+
+    def gold(self, answer: str) -> str:
+        """Return the right answer in the form that `grade` takes. Raises ValueError if it is none."""
+        return answer
+
+    @abstractmethod
+    async def grade(self, text: str, answer: str) -> float:
+        """Return the reward of a reply, which is untrusted."""
+
+    def close(self) -> None:
+        """Release resources."""
+        return
+
+
+class ExactGrader(Grader):
+    r"""The final part of the reply, or its last `\boxed{}`, is the answer, white space aside."""
+
+    async def grade(self, text: str, answer: str) -> float:
+        """1 if the texts are equal."""
+        text = final_part(text)
+        boxed = last_boxed(text)
+        return float(" ".join((text if boxed is None else boxed).split()) == " ".join(answer.split()))
+
+
+class ContainsGrader(Grader):
+    """The final part of the reply contains the answer as complete words, in any case."""
+
+    async def grade(self, text: str, answer: str) -> float:
+        """1 if the answer occurs."""
+        words = r"\s+".join(map(re.escape, answer.split()))
+        return float(re.search(rf"(?<!\w){words}(?!\w)", final_part(text), re.IGNORECASE) is not None)
+
+
+class NumberGrader(Grader):
+    """The final number of the reply is the answer; see `final_number`."""
+
+    def gold(self, answer: str) -> str:
+        """Return the only number of the answer, or the one after `####`."""
+        numbers = numbers_in(answer.rpartition("####")[2])
+        if len(numbers) != 1 or numbers[0].is_nan():
+            raise ValueError(f"the answer is not one number: {answer[-60:]!r}")
+        return str(numbers[0])
+
+    async def grade(self, text: str, answer: str) -> float:
+        """1 if the numbers are equal."""
+        number = final_number(text)
+        return float(number is not None and number == Decimal(answer))
+
+
+class LetterGrader(Grader):
+    """The letter A to E that the reply states is the answer; see `stated_letter`."""
+
+    def gold(self, answer: str) -> str:
+        """Return the letter."""
+        letter = answer.strip("() .").upper()
+        if letter not in tuple(LETTERS):
+            raise ValueError(f"the answer is not one of the letters {', '.join(LETTERS)}: {answer[:60]!r}")
+        return letter
+
+    async def grade(self, text: str, answer: str) -> float:
+        """1 if the letters are equal."""
+        return float(stated_letter(text) == answer)
+
+
+class MathVerifyGrader(Grader):
+    r"""math-verify finds the last `\boxed{}` of the reply equal to the answer; in separate, limited processes."""
+
+    def __init__(self) -> None:
+        self._grader = MathGrader()
+
+    def gold(self, answer: str) -> str:
+        """Return the answer without a box around it."""
+        return last_boxed(answer) or answer
+
+    async def grade(self, text: str, answer: str) -> float:
+        """1 if the answers are equal."""
+        return float((await self._grader.grade(answer, last_boxed(final_part(text)) or "")).correct)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._grader.close()
+
+
+class FunctionGrader(Grader):
+    """Your function of the text of the reply and the answer returns the reward; it may be a coroutine function."""
+
+    def __init__(self, import_path: str) -> None:
+        """Import it from an installed package or the working directory. Raises ValueError if that fails."""
+        module_name, _, name = import_path.replace(":", ".").rpartition(".")
+        if str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))  # last, so that its modules do not shadow installed ones
+        try:
+            self._function = getattr(importlib.import_module(module_name), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"grader = {import_path!r} cannot be imported: {error}") from error
+
+    async def grade(self, text: str, answer: str) -> float:
+        """What the function returns."""
+        value: Any = self._function(text, answer)
+        return float(await value if inspect.isawaitable(value) else value)
+
+
+GRADERS: dict[str, type[Grader]] = {
+    "exact": ExactGrader,
+    "contains": ContainsGrader,
+    "number": NumberGrader,
+    "math": MathVerifyGrader,
+    "letter": LetterGrader,
+}
+
+
+def make_grader(name: str) -> Grader:
+    """Return a grader by name, or by the import path of a function. Raises ValueError if there is none."""
+    if name in GRADERS:
+        return GRADERS[name]()
+    if not re.fullmatch(r"\w+(\.\w+)*[.:]\w+", name):
+        raise ValueError(f"grader = {name!r} is none of {', '.join(GRADERS)}, and no package.module:function")
+    return FunctionGrader(name)
