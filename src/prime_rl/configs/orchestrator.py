@@ -186,6 +186,11 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
             yield f"ckpt.{key}", "has no effect on the orchestrator; give it to the trainer"
 
     @property
+    def identities(self) -> dict[str, str | None]:
+        """Which code each environment is, by name; known once the run starts."""
+        return {env.label: env.identity for env in self.env}
+
+    @property
     def max_staleness(self) -> int:
         """Maximum number of versions between the one that sampled a token and the one trained on it."""
         return self.async_level if self.max_off_policy_steps is None else self.max_off_policy_steps

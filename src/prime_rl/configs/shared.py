@@ -248,6 +248,12 @@ class EnvConfig(BaseConfig):
     rewards: list[RewardConfig] = Field([])
     """Reward functions to add to those of the environment."""
 
+    install: bool = False
+    """Install an environment of the hub (`owner/name`) with `prime env install` if it, or its version, is missing."""
+
+    identity: str | None = None
+    """Module, version and content hash; set when a run starts. Another given value logs a warning."""
+
     weight: float = Field(1.0, gt=0)
     """Share of the started groups, relative to the other environments."""
 

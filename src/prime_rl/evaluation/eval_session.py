@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from prime_rl.rollouts.clients.inference_client import (
     InferenceServerLost,
     LoadedPolicy,
 )
+from prime_rl.rollouts.environment_identity import identify_environments
 from prime_rl.rollouts.workers.environment_pool import (
     EnvironmentPool,
     start_pools,
@@ -105,6 +106,8 @@ class EvalSession:
             "model": config.model.name,
             "api": self.api,
             "env": task.env.id,
+            "identity": task.env.identity,
+            "rewards": [reward.model_dump() for reward in task.env.rewards],
             "args": task.env.args,
             "split": self.split,
             "timeout": task.env.timeout_seconds,
@@ -128,6 +131,8 @@ async def open_session(
     config: EvalConfig | SynthesizeConfig, tasks: Sequence[EvalTask], split: Literal["train", "eval"]
 ) -> AsyncIterator[EvalSession]:
     """Detect the protocol of the servers and start the environments. Raises ConfigError, RunError."""
+    identified = identify_environments([task.env for task in tasks], "env", logger.warning)
+    tasks = [replace(task, env=env) for task, env in zip(tasks, identified, strict=True)]
     api = await _detect_api(config)
     urls = config.client.urls
     addresses = [config.client.chat_url(index) for index in range(len(urls))] if api == "chat" else urls

@@ -115,7 +115,7 @@ async def _evaluate_loaded(
     for task, pool in session.pools:
         folder, rows = await session.run_or_resume(task, pool, loaded, RunPaths(config.output_dir).evals_dir)
         summary = summarise(rows, config.pass_threshold)
-        header = {"env": task.name, "model": config.model.name, "version": version}
+        header = {"env": task.name, "identity": task.env.identity, "model": config.model.name, "version": version}
         write_json(folder / SUMMARY, header | summary)
         metrics |= prefix_metrics("eval", task.name, summary)
         samples += sample_rows(task.name, rows, _MAX_SAMPLES)

@@ -108,7 +108,9 @@ class Orchestrator:
         self._progress = Progress()
         self._evaluator = OnlineEvaluator(schedules, self._inference, monitor, self._paths)
         self._writing: asyncio.Future[Any] | None = None
-        self._samples = SampleFiles(self._paths, config.num_samples_per_batch, config.num_kept_sample_files)
+        self._samples = SampleFiles(
+            self._paths, config.num_samples_per_batch, config.num_kept_sample_files, config.identities
+        )
         self._ledger: Ledger
         self._scheduler: DeadlineScheduler
         self._dispatcher: Dispatcher

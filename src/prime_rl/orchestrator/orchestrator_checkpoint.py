@@ -77,7 +77,7 @@ def _write_part(
     for name, data in files.items():
         (temporary / name).write_bytes(data)
     hashes = {name: hash_file(temporary / name) for name in files}
-    settings = {key: getattr(config, key) for key in _SETTINGS}
+    settings = {key: getattr(config, key) for key in _SETTINGS} | {"environments": config.identities}
     fields = {"step": state.step, "branch": branch, "batch": hash_file(batch_manifest), "settings": settings}
     seal_part(temporary, checkpoint / ORCHESTRATOR, fields, hashes)
 
@@ -95,6 +95,9 @@ def read_checkpoint_part(checkpoint: Path, config: OrchestratorConfig) -> Orches
     for key in _SETTINGS:
         if (now := getattr(config, key)) != (before := manifest["settings"][key]):
             logger.info("{} = {}, but {} when {} was written", key, now, before, checkpoint)
+    for label, before in manifest["settings"].get("environments", {}).items():
+        if (now := config.identities.get(label, before)) != before:
+            logger.warning("environment {!r} is {}, but {} when {} was written", label, now, before, checkpoint)
     state = json.loads((part / _STATE).read_text())
     files = [part / name for name in sorted(manifest["files"]) if name.startswith(_GROUP)]
     finished = [decode_group(file.read_bytes(), file) for file in files]

@@ -34,6 +34,7 @@ from prime_rl.orchestrator.resume import (
     waits_for_trainer,
 )
 from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.environment_identity import identify_all
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
@@ -45,6 +46,7 @@ _THREADS = 32
 
 def orchestrate(config: OrchestratorConfig) -> None:
     """Run the orchestrator; after a trainer rollback, start again from the checkpoint. Raises ConfigError, RunError."""
+    config = identify_all(config, "", logger.warning)
     with HeartbeatWriter(config.run_paths, "orchestrator", "orchestrator") as heartbeat:
         trainer = PeerMonitor(config.run_paths, "trainer", config.heartbeat.limits, raises=not is_supervised())
         while True:

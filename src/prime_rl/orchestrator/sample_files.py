@@ -1,7 +1,8 @@
 """Writes the rollouts of each batch as text, for people and the page: samples/step_n.jsonl."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,17 @@ class SampleFiles:
         paths: of the run.
         num_rollouts: rollouts per batch at most, in complete groups, at least one group; None keeps all.
         num_files: number of newest files to keep; None keeps all.
+        identities: of the environments, by name.
     """
 
-    def __init__(self, paths: RunPaths, num_rollouts: int | None = None, num_files: int | None = None) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        num_rollouts: int | None = None,
+        num_files: int | None = None,
+        identities: Mapping[str, str | None] = MappingProxyType({}),
+    ) -> None:
+        self._identities = identities
         self._paths, self._num_rollouts, self._num_files = paths, num_rollouts, num_files
         self._oldest = 0
 
@@ -41,6 +50,7 @@ class SampleFiles:
                 "group_id": groups[i].group_id,
                 "rollout": index,
                 "env": groups[i].env,
+                "identity": self._identities.get(groups[i].env),
                 "reward": rollout.reward,
                 "advantage": float(advantages[i][index]),
                 "metrics": rollout.metrics,

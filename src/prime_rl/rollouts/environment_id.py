@@ -8,13 +8,21 @@
 """
 
 import importlib.util
+import json
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import (
+    Distribution,
+    PackageNotFoundError,
+    distribution,
+    distributions,
+    packages_distributions,
+)
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote, urlsplit
 
 from packaging.utils import canonicalize_version
 
@@ -100,14 +108,33 @@ def _found(spec: ModuleSpec | None, directory: Path | None = None) -> FoundEnvir
     return FoundEnvironment(spec.name, Path(spec.origin).resolve(), directory)
 
 
+def distribution_of(found: FoundEnvironment) -> Distribution | None:
+    """Return the installed distribution that a module belongs to; None for a plain module."""
+    if found.directory is not None:
+        return None
+    with suppress(PackageNotFoundError):
+        return distribution(found.module)
+    for name in packages_distributions().get(found.module, ()):
+        return distribution(name)
+    return next((each for each in distributions() if _is_editable_part(found.origin, each)), None)
+
+
+def _is_editable_part(origin: Path, each: Distribution) -> bool:
+    """Return whether a file belongs to an editable installation, which does not list its modules."""
+    url = json.loads(each.read_text("direct_url.json") or "{}")
+    if not url.get("dir_info", {}).get("editable"):
+        return False
+    return origin.is_relative_to(Path(unquote(urlsplit(url["url"]).path)).resolve())
+
+
 def _check_version(found: FoundEnvironment, env_id: str, wanted: str, key: str) -> None:
-    with suppress(PackageNotFoundError):  # a plain module, or a package with another distribution name
-        installed = version(found.module)
-        if wanted not in ("", "latest") and canonicalize_version(installed) != canonicalize_version(wanted):
-            raise ConfigError(
-                f"{key} = {env_id}: version {installed} is installed; run `prime env install {env_id}`, "
-                f"or remove @{wanted}"
-            )
+    if wanted in ("", "latest"):
+        return
+    owner = distribution_of(found)
+    installed = owner.version if owner is not None else None
+    if installed is None or canonicalize_version(installed) != canonicalize_version(wanted):
+        found_version = f"version {installed} is installed" if installed else f"{found.origin} has no version"
+        raise ConfigError(f"{key} = {env_id}: {found_version}; run `prime env install {env_id}`, or remove @{wanted}")
 
 
 def _hint(env_id: str, module: str, owner: str) -> str:

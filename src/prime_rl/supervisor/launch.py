@@ -17,6 +17,7 @@ from prime_rl.liveness.file_locks import hold_run_lock
 from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.monitors.bench_report import print_bench_report
+from prime_rl.rollouts.environment_identity import identify_all
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.child_processes import BAD_INPUT, describe_exit
 from prime_rl.supervisor.console_progress import ConsoleProgress, DisconnectableOutput
@@ -41,6 +42,10 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
     paths = config.run_paths
     with hold_run_lock(paths):
         check_before_start(config)
+        orchestrator = identify_all(
+            config.orchestrator, "orchestrator.", lambda text: console.print(f"warning: {text}", soft_wrap=True)
+        )
+        config = config.model_copy(update={"orchestrator": orchestrator})
         for old in clear_run_directory(config, paths):
             action = "archived" if old == paths.checkpoints_dir else "removed"
             console.print(f"{action} {old} of an earlier run")

@@ -14,23 +14,18 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.core.import_utils import require_packages
 from prime_rl.core.ports import claim_port
 from prime_rl.monitors.loggers.metric_logger import check_loggers_installed
-from prime_rl.rollouts.environment_id import find_environment
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.earlier_run import clear_earlier_run, find_earlier_run
 from prime_rl.storage.paths import RunPaths
 
 
 def check_before_start(config: RLConfig) -> None:
-    """Check checkpoint, packages, models, environments, API key, port and GPUs; raise ConfigError for a problem."""
+    """Check checkpoint, packages, models, API key, port and GPUs; raise ConfigError for a problem."""
     check_resume(config)
     require_packages("torch", *(["vllm"] if config.inference is not None else []))
     check_loggers_installed([*config.trainer.metric_loggers, *config.orchestrator.metric_loggers])
     for name in {config.trainer.model.name, config.orchestrator.model.name, config.model.name}:
         check_model(name)
-    evaluation = config.orchestrator.eval
-    for block, environments in (("env", config.orchestrator.env), ("eval.env", evaluation.env if evaluation else [])):
-        for index, env in enumerate(environments):
-            find_environment(env.id, f"orchestrator.{block}.{index}.id")
     if config.inference is not None:
         check_key(config.inference.server)
         check_port(config.inference.server.host, config.inference.server.port, "--inference.server.port")

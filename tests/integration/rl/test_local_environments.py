@@ -1,11 +1,16 @@
 """Environments without packaging learn: a file of the working directory, and a CSV file without Python code."""
 
+import json
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from prime_rl.configs.rl import RLConfig
+from prime_rl.rollouts.environment_id import FoundEnvironment
+from prime_rl.rollouts.environment_identity import identify
+from prime_rl.storage.artifact import MANIFEST
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.support.command import metrics_of
 
@@ -35,12 +40,18 @@ def test_file_of_the_working_directory_learns(
     folder.mkdir()
     (folder / "my_env.py").write_text(MY_ENV)
     monkeypatch.chdir(folder)
-    values = rl_values(folder / "run", inference=own_server(), max_steps=15, async_level=1)
+    values = rl_values(folder / "run", inference=own_server(), max_steps=15, async_level=1, ckpt={"interval": 10})
     values["orchestrator"] = {"batch_size": 64, "rollouts_per_example": 8, "sampling": {"max_tokens": 8}}
     run = start("rl", values, folder / "run", "--orchestrator.env.id", "my_env")
     assert run.end() == 0, run.story()
     rewards = [line["reward/mean"] for line in metrics_of(run.paths, "orchestrator")]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.2, rewards
+    identity = str(identify(FoundEnvironment("my_env", folder / "my_env.py", folder)))
+    assert RLConfig.load(["@", str(run.paths.run_toml)]).orchestrator.identities == {"my_env": identity}
+    samples = [json.loads(line) for line in run.paths.samples(14).read_text().splitlines()]
+    assert {sample["identity"] for sample in samples} == {identity}
+    part = json.loads((run.paths.checkpoints_dir / "step_10/orchestrator" / MANIFEST).read_text())
+    assert part["settings"]["environments"] == {"my_env": identity}
 
 
 def test_csv_file_of_fifty_questions_learns(
@@ -50,8 +61,9 @@ def test_csv_file_of_fifty_questions_learns(
     words = ["".join(letters) for letters in product("aeo", "nst", "rmlpdb")][:50]
     (tmp_path / "words.csv").write_text("word,backwards\n" + "".join(f"{word},{word[::-1]}\n" for word in words))
     monkeypatch.chdir(tmp_path)
-    values = rl_values(tmp_path / "run", inference=own_server(), max_steps=20, async_level=1)
-    values["orchestrator"] = {"batch_size": 128, "rollouts_per_example": 8, "sampling": {"max_tokens": 8}}
+    trainer = {"optim": {"lr": 4e-4}, "num_minibatches": 2, "model": {"seq_len": 2048}}
+    values = rl_values(tmp_path / "run", inference=own_server(), max_steps=25, async_level=1, trainer=trainer)
+    values["orchestrator"] = {"batch_size": 400, "rollouts_per_example": 8, "sampling": {"max_tokens": 8}}
     args = {"data_path": "words.csv", "question_column": "word", "answer_column": "backwards"}
     values["orchestrator"]["env"] = [{"id": "dataset", "args": args}]
     run = start("rl", values, tmp_path / "run")

@@ -52,7 +52,7 @@ def test_plan_invalid_input_raises_config_error(environments, named, message):
 def test_missing_benchmark_raises_with_the_install_command(monkeypatch):
     with pytest.raises(ConfigError, match=r"run `prime env install primeintellect/livecodebench`$"):
         benchmark_environment("livecodebench")
-    monkeypatch.setattr(environment_id, "_is_installed", lambda module: False)
+    monkeypatch.setattr(environment_id, "_find_installed", lambda module: None)
     with pytest.raises(ConfigError, match=r"run `uv pip install -e environments/hendrycks_math`$"):
         benchmark_environment("math500")
 

@@ -133,7 +133,7 @@ async def test_published_versions_are_evaluated_in_turn_and_the_base_model_is_re
         ({"steps": [1]}, "set --weights-dir too"),
         ({"weights_dir": "nowhere"}, "holds no step_N folder"),
         ({"weights_dir": "nowhere", "steps": [3]}, "does not hold step 3"),
-        ({"env": [{"id": "no_such_environment"}]}, "env.id = no_such_environment is not installed"),
+        ({"env": [{"id": "no_such_environment"}]}, r"env\.0\.id = no_such_environment is not installed"),
     ],
 )
 async def test_invalid_input_raises_config_error(evaluate, keys, message):

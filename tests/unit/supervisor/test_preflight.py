@@ -48,17 +48,6 @@ def test_check_model_without_a_directory_is_rejected(tmp_path):
     preflight.check_model(str(tmp_path))
 
 
-def test_check_before_start_missing_environment_is_rejected():
-    config = RLConfig.load(["--orchestrator.env.id", "owner/no-such-environment"])
-    text = refused(preflight.check_before_start, config)
-    assert "orchestrator.env.0.id = owner/no-such-environment is not installed" in text
-    config = RLConfig.load(
-        ["--orchestrator.env.id", "someone/Reverse_Text@0.1.0", "--orchestrator.eval.env.id", "none-such"]
-    )
-    assert "orchestrator.eval.env.0.id = none-such is not installed" in refused(preflight.check_before_start, config)
-    assert "environments/no_such_environment" in text
-
-
 def test_check_gpus_missing_ids_are_rejected():
     config = RLConfig.load(["--inference"])
     preflight.check_gpus(config, [])
