@@ -149,8 +149,9 @@ async def run_events(run: RunView, cursor: str, interval_seconds: float) -> Asyn
     their new values.
     """
     last: dict[str, Any] = {}
-    examined = asyncio.ensure_future(asyncio.to_thread(run.health.read))
     ticks = 0
+    await asyncio.sleep(interval_seconds)  # the browser asks for its first curves now, and reading the rest takes time
+    examined = asyncio.ensure_future(asyncio.to_thread(run.health.read))
     try:
         while True:
             if examined.done() and ticks * interval_seconds >= _HEALTH_INTERVAL_SECONDS:

@@ -267,7 +267,7 @@ def _lane_order(name: str) -> tuple[int, str]:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300:
+    if (type(value) is float or type(value) is int) and -1e300 < value < 1e300:
         return float(value)
     return math.nan
 
