@@ -17,6 +17,8 @@ from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import is_supervised
 
 ROLE = "inference"
+PAUSE = "pause"
+UPDATES = "updates"
 _INTERVAL_S = 1.0
 
 
@@ -36,12 +38,17 @@ def server_heartbeat(config: InferenceConfig) -> Iterator[HeartbeatWriter]:
 def phase_recorder(writer: HeartbeatWriter) -> Callable[[str, float, PolicyVersion], None]:
     """Return a function that adds a phase, which ends now, to the timeline: name, start in Unix seconds, version.
 
-    It does nothing for a server without the run's directory.
+    `pause` interrupts serving. The others overlap serving or the pause, so they are in the timeline of the updates. The
+    function does nothing for a server without the run's directory.
     """
 
     def record(name: str, start: float, version: PolicyVersion) -> None:
-        if writer.is_started:
-            writer.timeline.add(name, start, time.time(), version=version.step)
+        if not writer.is_started:
+            return
+        if name == PAUSE:
+            writer.interrupt(name, start, version.step)
+        else:
+            writer.part(UPDATES).add(name, start, time.time(), version=version.step)
 
     return record
 

@@ -12,7 +12,15 @@ from types import TracebackType
 from typing import Self
 
 from prime_rl.core.terminal_escape import replace_surrogates
-from prime_rl.liveness.heartbeat_monitor import ENDED, FAILED, FORMAT, boot_id, read_process_stat, stderr_log
+from prime_rl.liveness.heartbeat_monitor import (
+    ENDED,
+    FAILED,
+    FORMAT,
+    boot_id,
+    read_heartbeat,
+    read_process_stat,
+    stderr_log,
+)
 from prime_rl.liveness.timeline_writer import TimelineWriter
 from prime_rl.storage.paths import RunPaths
 
@@ -26,7 +34,7 @@ class HeartbeatWriter:
     `enter` and `advance` may be called from any thread and do no I/O.
 
     Attributes:
-        timeline: gets every phase when it ends, and may get other phases of this process.
+        timeline: gets every phase when it ends.
         is_started: `start` was called; without it, nothing is written.
     """
 
@@ -38,6 +46,7 @@ class HeartbeatWriter:
             "started": read_process_stat(os.getpid())[1], "log": stderr_log(),
         }  # fmt: skip
         self.timeline = TimelineWriter(paths, name, interval_seconds)
+        self._paths, self._parts = paths, dict[str, TimelineWriter]()
         self._phase: tuple[str, float | None, str | None, float] = ("start", None, None, time.time())
         self._place: tuple[int | None, int | None] = (None, None)
         """Step and version of the phase."""
@@ -50,7 +59,14 @@ class HeartbeatWriter:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Write the first heartbeat and start the background thread. A failed write is not an error."""
+        """Write the first heartbeat and start the background thread. A failed write is not an error.
+
+        The last phase of an earlier process of this name that was killed is added to the timeline.
+        """
+        earlier = read_heartbeat(self._path)
+        if earlier is not None and earlier.phase not in (ENDED, FAILED):
+            name = _NUMBER.sub("", earlier.phase)
+            self.timeline.add(name, earlier.phase_since, earlier.written, waiting_for=earlier.waiting_for)
         self._write()
         self.is_started = True
         self._thread.start()
@@ -83,6 +99,26 @@ class HeartbeatWriter:
             name, ended_waiting_for, since = _NUMBER.sub("", ended[0]), ended[2], ended[3]
             self.timeline.add(name, since, now, waiting_for=ended_waiting_for, step=place[0], version=place[1])
 
+    def interrupt(self, phase: str, start: float, version: int) -> None:
+        """Record a phase that has interrupted the present one since `start` (Unix seconds) and ends now.
+
+        The present phase continues, from now on with this version.
+        """
+        with self._lock:
+            (present, deadline_s, waiting_for, since), place, now = self._phase, self._place, time.time()
+            self._phase, self._place = (present, deadline_s, waiting_for, now), (place[0], version)
+        if self.is_started:
+            name = _NUMBER.sub("", present)
+            self.timeline.add(name, since, start, waiting_for=waiting_for, step=place[0], version=place[1])
+            self.timeline.add(phase, start, now, version=version)
+
+    def part(self, name: str) -> TimelineWriter:
+        """The timeline `<process>_<name>`, for phases that overlap those of the process; `close` closes it."""
+        if name not in self._parts:
+            timeline = TimelineWriter(self._paths, f"{self._identity['name']}_{name}", self._interval_seconds)
+            self._parts[name] = timeline
+        return self._parts[name]
+
     def advance(self, units: int = 1) -> None:
         """Count completed work."""
         with self._lock:
@@ -103,7 +139,8 @@ class HeartbeatWriter:
             self._thread.join(10 * self._interval_seconds)
         self.enter(last_phase)
         self._write()
-        self.timeline.close()
+        for timeline in (self.timeline, *self._parts.values()):
+            timeline.close()
 
     def __enter__(self) -> Self:
         self.start()

@@ -52,7 +52,7 @@ def server_versions(timeline: Timeline, latest_metrics: Mapping[str, float]) -> 
     """The policy version of each inference server, from its timeline; else from the metrics."""
     servers = []
     for name, lane in sorted(timeline.lanes.items()):
-        if not name.startswith("inference"):
+        if not name.startswith("inference") or name.endswith("_updates"):
             continue
         if (served := lane.served_version()) is not None:
             servers.append({"name": name, "version": served[0], "since": served[1]})

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.liveness.heartbeat_monitor import read_heartbeats
+from prime_rl.liveness.heartbeat_monitor import ENDED, FAILED, HeartbeatRecord, read_heartbeats
 from prime_rl.page.json_lines import JsonLinesFile
 from prime_rl.storage.paths import RunPaths
 
-FOLDER = "timeline"
 _MAX_EVENTS = 500
 _ROLE_ORDER = ("rl", "orchestrator", "inference", "trainer", "env")
 
@@ -67,10 +66,9 @@ class Lane:
         return list(self._texts)
 
     def served_version(self) -> tuple[int, float] | None:
-        """The version of the newest phase that names one, and its end. A staged version is not served yet."""
-        staged = self._texts.get("stage")
+        """The version of the newest phase that names one, and its end."""
         for index in reversed(range(len(self))):
-            if math.isfinite(self.versions[index]) and self.names[index] != staged:
+            if math.isfinite(self.versions[index]):
                 return int(self.versions[index]), self.ends[index]
         return None
 
@@ -161,7 +159,7 @@ class Timeline:
 
     def refresh(self) -> None:
         """Read what is new."""
-        folder = self._paths.root / FOLDER
+        folder = self._paths.timeline_dir
         names = sorted(path.stem for path in folder.glob("*.jsonl")) if folder.is_dir() else []
         for name in names:
             if name not in self.lanes:
@@ -186,7 +184,11 @@ class Timeline:
 
     def bounds(self) -> tuple[float, float] | None:
         """Time of the first and of the last phase or event; None if there are none."""
+        return self._bounds({})
+
+    def _bounds(self, unfinished: Mapping[str, dict[str, Any]]) -> tuple[float, float] | None:
         times = [float(event["time"]) for event in self._events]
+        times += [span[key] for span in unfinished.values() for key in ("start", "end")]
         for lane in self.lanes.values():
             if len(lane):
                 times += [min(lane.starts), lane.ends[-1]]
@@ -194,21 +196,21 @@ class Timeline:
 
     def window(self, begin: float | None, end: float | None, num_pixels: int) -> dict[str, Any]:
         """Lanes, events and totals between two times; None is the beginning or the end of the run."""
-        if (bounds := self.bounds()) is None:
-            return {
-                "begin": None,
-                "end": None,
-                "lanes": [],
-                "events": [],
-                "current": self._current(),
-                "has_phases": False,
-            }
+        beats = read_heartbeats(self._paths)
+        unfinished = {name: span for name, beat in beats.items() if (span := self._unfinished(beat)) is not None}
+        current = _current(beats)
+        if (bounds := self._bounds(unfinished)) is None:
+            nothing: dict[str, Any] = {"begin": None, "end": None, "lanes": [], "events": []}
+            return {**nothing, "current": current, "has_phases": False}
         begin, end = bounds[0] if begin is None else begin, bounds[1] if end is None else end
         min_seconds = max(0.0, end - begin) / max(100, min(num_pixels, 4000))
-        lanes = [
-            {"name": lane.name, "spans": lane.window(begin, end, min_seconds), **lane.totals(begin, end)}
-            for lane in sorted(self.lanes.values(), key=lambda lane: _lane_order(lane.name))
-        ]
+        lanes = []
+        for name in sorted({*self.lanes, *unfinished}, key=_lane_order):
+            lane = self.lanes.get(name) or Lane(name, JsonLinesFile(self._paths.timeline(name)))
+            spans = lane.window(begin, end, min_seconds)
+            if (span := unfinished.get(name)) is not None and span["end"] >= begin and span["start"] <= end:
+                spans.append(span)
+            lanes.append({"name": name, "spans": spans, **lane.totals(begin, end)})
         events = [
             {
                 key: event.get(key)
@@ -220,20 +222,32 @@ class Timeline:
         ]
         return {
             "begin": begin, "end": end, "first": bounds[0], "last": bounds[1], "lanes": lanes,
-            "events": events[-_MAX_EVENTS:], "current": self._current(), "has_phases": bool(self.num_spans),
+            "events": events[-_MAX_EVENTS:], "current": current, "has_phases": bool(self.num_spans or unfinished),
         }  # fmt: skip
 
-    def _current(self) -> dict[str, Any]:
-        beats = read_heartbeats(self._paths)
-        return {
-            name: {
-                "phase": beat.phase,
-                "since": beat.phase_since,
-                "written": beat.written,
-                "waiting_for": beat.waiting_for,
-            }
-            for name, beat in sorted(beats.items())
+    def _unfinished(self, beat: HeartbeatRecord) -> dict[str, Any] | None:
+        """The phase in which a process is, or was when it was killed, up to its last heartbeat; None if it exited."""
+        if beat.phase in (ENDED, FAILED):
+            return None
+        lane = self.lanes.get(beat.name)
+        start = max(beat.phase_since, lane.ends[-1] if lane is not None and len(lane) else -math.inf)
+        if beat.written <= start:
+            return None
+        name = {"name": beat.phase, "waiting_for": beat.waiting_for, "unfinished": True}
+        return {"start": round(start, 4), "end": round(beat.written, 4), **name}
+
+
+def _current(beats: Mapping[str, HeartbeatRecord]) -> dict[str, Any]:
+    """The last known phase of each process."""
+    return {
+        name: {
+            "phase": beat.phase,
+            "since": beat.phase_since,
+            "written": beat.written,
+            "waiting_for": beat.waiting_for,
         }
+        for name, beat in sorted(beats.items())
+    }
 
 
 def chrome_trace(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The timeline: every finished phase is on disk, and a disk that fails or hangs stops nothing."""
 
 import errno
+import itertools
 import json
 import os
 import queue
@@ -180,3 +181,37 @@ def test_heartbeat_that_was_not_started_writes_no_timeline(tmp_path):
     heartbeat.enter("serve")
     heartbeat.timeline.close()
     assert not RunPaths(tmp_path).timeline_dir.exists()
+
+
+def test_interrupting_phase_splits_the_present_one_and_the_parts_have_files_of_their_own(tmp_path):
+    paths = RunPaths(tmp_path)
+    with HeartbeatWriter(paths, "inference", "inference", interval_seconds=0.001) as writer:
+        writer.enter("serve", version=0)
+        time.sleep(0.01)
+        start = time.time()
+        time.sleep(0.002)
+        writer.interrupt("pause", start, 1)
+        time.sleep(0.002)
+        writer.part("updates").add("stage", start - 1, start, version=1)
+    phases = [(line["name"], line["version"]) for line in read(paths, "inference") if line["name"] != "start"]
+    assert phases == [("serve", 0), ("pause", 1), ("serve", 1)]
+    lines = [line for line in read(paths, "inference") if line["name"] != "start"]
+    for before, after in itertools.pairwise(lines):
+        assert before["end"] == after["start"], "a lane neither overlaps itself nor has gaps"
+    assert [line["name"] for line in read(paths, "inference_updates")] == ["stage"]
+
+
+def test_phase_in_which_a_process_was_killed_is_added_by_its_successor(tmp_path):
+    paths = RunPaths(tmp_path)
+    killed = HeartbeatWriter(paths, "trainer_0", "trainer")
+    killed.enter("wait for batch 7", waiting_for="orchestrator")
+    time.sleep(0.01)
+    killed._write()
+    with HeartbeatWriter(paths, "trainer_0", "trainer", interval_seconds=0.001):
+        pass
+    line = read(paths)[0]
+    assert (line["name"], line["waiting_for"]) == ("wait for batch", "orchestrator") and line["end"] > line["start"]
+    count = len(read(paths))
+    with HeartbeatWriter(paths, "trainer_0", "trainer", interval_seconds=0.001):
+        pass
+    assert "wait for batch" not in [line["name"] for line in read(paths)[count:]], "the second one has ended"

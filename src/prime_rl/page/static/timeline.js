@@ -197,7 +197,7 @@ export class TimelineView {
     if (event) return visibleString(`${event.event} at ${formatClock(event.time)}${event.detail ? `\n${event.detail}` : ""}${event.code ? `\nexit code ${event.code}` : ""}`);
     const span = lane.spans.find((one) => one.start - tolerance / 4 <= time && time <= one.end + tolerance / 4);
     if (!span) return null;
-    const lines = [visibleString(span.name || "phase"), `${formatSeconds(span.end - span.start)} from ${formatClock(span.start)}`];
+    const lines = [visibleString(span.name || "phase"), `${formatSeconds(span.end - span.start)} from ${formatClock(span.start)}${span.unfinished ? ", not finished" : ""}`];
     if (span.waiting_for) lines.push(`waits for ${visibleString(span.waiting_for)}`);
     if (span.step !== undefined) lines.push(`step ${span.step}`);
     if (span.version !== undefined) lines.push(`version ${span.version}`);
