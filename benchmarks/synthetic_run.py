@@ -45,7 +45,7 @@ WORDS = [
 def write_run(root: Path, steps: int, groups_per_step: int = 2, *, num_token_steps: int = 2, seed: int = 0) -> RunPaths:
     """Write `steps` steps; the newest `num_token_steps` have rows and the trainer's values per token."""
     paths, rng = RunPaths(root), random.Random(seed)
-    for folder in (paths.metrics_dir, paths.samples_dir, root / "timeline"):
+    for folder in (paths.metrics_dir, paths.samples_dir, paths.timeline_dir):
         folder.mkdir(parents=True, exist_ok=True)
     paths.run_toml.write_text(f"max_steps = {steps + steps // 4}\nasync_level = 2\n\n[trainer.optim]\nlr = 1e-5\n")
     events = [
@@ -56,7 +56,7 @@ def write_run(root: Path, steps: int, groups_per_step: int = 2, *, num_token_ste
     )
     paths.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     _write_metrics(paths, steps, rng)
-    _write_timeline(root, steps)
+    _write_timeline(paths, steps)
     for step in range(steps):
         rows = sample_rows(step, groups_per_step, _progress(step, steps), rng)
         paths.samples(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -149,7 +149,7 @@ def _write_metrics(paths: RunPaths, steps: int, rng: random.Random) -> None:
                 shipped.write(json.dumps({"step": step, "time": START + STEP_SECONDS * step, **values}) + "\n")
 
 
-def _write_timeline(root: Path, steps: int) -> None:
+def _write_timeline(paths: RunPaths, steps: int) -> None:
     lanes: dict[str, list[dict[str, Any]]] = {"trainer_0": [], "orchestrator": [], "inference": []}
     for step in range(steps):
         begin = START + STEP_SECONDS * step
@@ -163,7 +163,7 @@ def _write_timeline(root: Path, steps: int) -> None:
         _add(lanes["inference"], f"stage version {step + 1}", begin + 5.5, 0.35, None, None, step + 1)
         _add(lanes["inference"], f"swap version {step + 1}", begin + 5.85, 0.15, None, None, step + 1)
     for name, spans in lanes.items():
-        (root / "timeline" / f"{name}.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
+        paths.timeline(name).write_text("".join(json.dumps(span) + "\n" for span in spans))
 
 
 def _add(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.responses import Response, StreamingResponse
 
 from prime_rl.page.page_access import AccessLayer, PageAccess
@@ -27,29 +27,11 @@ _MEDIA_TYPES = {
 }  # fmt: skip
 
 
-class SampleQuery(BaseModel):
+class SampleQuery(SampleFilter):
     """Query parameters of a search for rollouts."""
 
-    step_from: int | None = None
-    step_to: int | None = None
-    env: str | None = None
-    reward_from: float | None = None
-    reward_to: float | None = None
-    staleness_from: int | None = None
-    truncated: bool | None = None
-    group: int | None = None
-    text: str | None = Field(None, max_length=500)
-    order: str = "step"
-    ascending: bool = False
     position: int = Field(0, ge=0)
     count: int = Field(50, ge=1, le=200)
-
-    def as_filter(self) -> SampleFilter:
-        """The conditions of the search."""
-        return SampleFilter(
-            self.step_from, self.step_to, self.env, self.reward_from, self.reward_to, self.staleness_from,
-            self.truncated, self.group, self.text, self.order, self.ascending,
-        )  # fmt: skip
 
 
 def make_app(runs: Sequence[RunView], access: PageAccess, interval_seconds: float = STREAM_INTERVAL_SECONDS) -> Any:
@@ -118,7 +100,7 @@ def _add_queries(app: FastAPI, by_name: dict[str, RunView], find: Any) -> None:
 
     @app.get("/api/runs/{name}/rollouts")
     def rollouts(name: str, query: Annotated[SampleQuery, Query()]) -> dict[str, Any]:
-        return find(name).search(query.as_filter(), query.position, query.count)
+        return find(name).search(query, query.position, query.count)
 
     @app.get("/api/runs/{name}/rollouts/{step}/{group}/{rollout}")
     def rollout(name: str, step: int, group: int, rollout: int) -> dict[str, Any]:

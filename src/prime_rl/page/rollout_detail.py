@@ -10,11 +10,9 @@ from numpy.typing import NDArray
 
 from prime_rl.doctor.collect import read_toml
 from prime_rl.page.sample_index import SampleIndex
-from prime_rl.storage.batch import ROWS_FILE
+from prime_rl.storage.batch import ROWS_FILE, TRAIN_FILE
 from prime_rl.storage.paths import RunPaths, steps_in
 
-TRAIN_FILE = "train.safetensors"
-"""Values of the trainer per token, in the order of `rows.safetensors`; written only if the run is configured to."""
 MAX_MESSAGE_CHARACTERS = 200_000
 MAX_TOKENS = 20_000
 """Tokens of a rollout that the page shows at most."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 from prime_rl.page.json_lines import decode_object
 from prime_rl.storage.paths import RunPaths
@@ -41,9 +42,11 @@ class _Line(msgspec.Struct):
     max_version: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFilter:
-    """Conditions on rollouts; None means any. `text` is searched in the conversation, without regard to case."""
+class SampleFilter(BaseModel):
+    """Conditions on rollouts, and their order, with the names that the URL of the page has; None means any.
+
+    `text` is searched in the conversation, without regard to case.
+    """
 
     step_from: int | None = None
     step_to: int | None = None
@@ -51,11 +54,11 @@ class SampleFilter:
     reward_from: float | None = None
     reward_to: float | None = None
     staleness_from: int | None = None
-    is_truncated: bool | None = None
-    group_id: int | None = None
-    text: str | None = None
+    truncated: bool | None = None
+    group: int | None = None
+    text: str | None = Field(None, max_length=500)
     order: str = "step"
-    is_ascending: bool = False
+    ascending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class SampleIndex:
         key = entries[ORDERS.get(wanted.order, "step")][chosen].astype(np.float64)
         if wanted.order == "staleness":
             key = entries["step"][chosen] - key
-        chosen = chosen[np.argsort(key if wanted.is_ascending else -key, kind="stable")]
+        chosen = chosen[np.argsort(key if wanted.ascending else -key, kind="stable")]
         rows: list[dict[str, Any]] = []
         needle = wanted.text.casefold() if wanted.text else None
         end = time.monotonic() + budget_seconds
@@ -188,10 +191,10 @@ class SampleIndex:
                 mask &= column >= limit - 1e-6 if is_lower else column <= limit + 1e-6
         if wanted.staleness_from is not None:
             mask &= (entries["min_version"] >= 0) & (entries["step"] - entries["min_version"] >= wanted.staleness_from)
-        if wanted.is_truncated is not None:
-            mask &= entries["is_truncated"] == wanted.is_truncated
-        if wanted.group_id is not None:
-            mask &= entries["group_id"] == wanted.group_id
+        if wanted.truncated is not None:
+            mask &= entries["is_truncated"] == wanted.truncated
+        if wanted.group is not None:
+            mask &= entries["group_id"] == wanted.group
         if wanted.env is not None:
             known = wanted.env in self.env_names
             mask &= entries["env"] == (self.env_names.index(wanted.env) if known else -1)

@@ -47,11 +47,11 @@ FILTERS = {
     "unknown env": ({"env": "none"}, []),
     "reward": ({"reward_from": 0.5, "reward_to": 0.7}, [(1, 2, 1), (0, 0, 1)]),
     "staleness": ({"staleness_from": 1}, [(1, 2, 0), (1, 2, 1)]),
-    "truncated": ({"is_truncated": True}, [(0, 0, 1)]),
-    "group": ({"group_id": 0}, [(0, 0, 0), (0, 0, 1)]),
+    "truncated": ({"truncated": True}, [(0, 0, 1)]),
+    "group": ({"group": 0}, [(0, 0, 0), (0, 0, 1)]),
     "text": ({"text": "WORLD"}, [(1, 2, 1)]),
     "no text": ({"text": "absent"}, []),
-    "order": ({"order": "reward", "is_ascending": True}, [(0, 0, 0), (0, 0, 1), (1, 2, 1), (1, 2, 0)]),
+    "order": ({"order": "reward", "ascending": True}, [(0, 0, 0), (0, 0, 1), (1, 2, 1), (1, 2, 0)]),
     "text and order": ({"order": "reward", "text": "hello"}, [(1, 2, 0), (0, 0, 1), (0, 0, 0)]),
 }
 
