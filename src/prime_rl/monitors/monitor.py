@@ -55,8 +55,11 @@ class Monitor:
         self._table = METRIC_TABLES[role]
         self._lock = threading.Lock()
         self._paths, self._is_benchmark = paths, getattr(config, "bench", False)
+        threshold = getattr(config, "pass_threshold", 1.0)
         self._loggers = [
-            BackgroundLogger(start_logger(logger, role, paths.root, config), logger, _table_interval(logger, role))
+            BackgroundLogger(
+                start_logger(logger, role, paths.root, config), logger, _table_interval(logger, role), threshold
+            )
             for logger in loggers or ()
         ]
 

@@ -39,7 +39,7 @@ def distribution_over_steps(
     shares = [(np.histogram(values[step], bins=edges)[0] / len(values[step])).tolist() for step in steps]
     rows = [list(row) for row in zip(*shares, strict=True)]
     centers = [(a + b) / 2 for a, b in pairwise(edges)]
-    figure = _grid_figure(title, ("step", label, "share"), steps, centers, rows, three_d)
+    figure = grid_figure(title, ("step", label, "share"), steps, centers, rows, three_d)
     if not three_d:
         means = [float(np.mean(values[step])) for step in steps]
         line = {"type": "scatter", "mode": "lines", "name": "mean", "line": {"color": "white", "width": 2}}
@@ -52,7 +52,7 @@ def gradient_flow(norms: Mapping[int, Mapping[int, float]], three_d: bool = Fals
     steps = list(norms)
     layers = sorted({layer for row in norms.values() for layer in row})
     rows = [[_log10(norms[step].get(layer)) for step in steps] for layer in layers]
-    return _grid_figure("Gradient flow", ("step", "layer", "log10 of the norm"), steps, layers, rows, three_d)
+    return grid_figure("Gradient flow", ("step", "layer", "log10 of the norm"), steps, layers, rows, three_d)
 
 
 def pass_at_k_curves(curves: Mapping[str, PassAtK]) -> Figure:
@@ -70,25 +70,7 @@ def pass_at_k_curves(curves: Mapping[str, PassAtK]) -> Figure:
     return {"data": data, "layout": {"title": {"text": "pass@k"}, **axes}}
 
 
-def loss_surface(
-    x: Sequence[float],
-    y: Sequence[float],
-    losses: Sequence[Sequence[float]],
-    path: Sequence[tuple[int, float, float]],
-    three_d: bool = False,
-) -> Figure:
-    """Draw the loss over a plane of weights, and the path of the versions (step, x, y) through it."""
-    labels = ("first direction", "second direction", "loss")
-    figure = _grid_figure("Loss surface", labels, list(x), list(y), [list(row) for row in losses], three_d)
-    if not three_d:
-        figure["data"][0]["type"] = "contour"
-        line = {"type": "scatter", "mode": "lines+markers+text", "name": "versions", "textposition": "top center"}
-        coordinates = {"x": [point[1] for point in path], "y": [point[2] for point in path]}
-        figure["data"].append({**line, **coordinates, "text": [f"v{point[0]}" for point in path]})
-    return figure
-
-
-def _grid_figure(
+def grid_figure(
     title: str,
     labels: tuple[str, str, str],
     x: Sequence[float],
@@ -96,6 +78,7 @@ def _grid_figure(
     rows: Sequence[Sequence[float | None]],
     three_d: bool,
 ) -> Figure:
+    """Draw a grid of values; `labels` name x, y and the value, `rows` has one row per y."""
     axes = {name: {"title": {"text": label}} for name, label in zip("xyz", labels, strict=True)}
     trace = {"x": x, "y": y, "z": rows, "colorscale": "Viridis", "colorbar": {"title": {"text": labels[2]}}}
     layout: Figure = {"title": {"text": title}}

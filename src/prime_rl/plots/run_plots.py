@@ -13,6 +13,13 @@ from prime_rl.storage.paths import RunPaths
 _SAMPLES = re.compile(r"step_(\d+)\.jsonl")
 
 
+def pass_threshold(settings: Mapping[str, Any]) -> float:
+    """Return the reward from which a rollout of the run with this run.toml solves its example."""
+    orchestrator = settings.get("orchestrator")
+    value = orchestrator.get("pass_threshold") if isinstance(orchestrator, Mapping) else None
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
 def read_history(paths: RunPaths, pass_threshold: float = 1.0) -> FigureHistory:
     """Read what the figures need from metrics/trainer.jsonl and samples/; incomplete lines are skipped."""
     history = FigureHistory(pass_threshold)

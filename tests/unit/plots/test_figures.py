@@ -10,7 +10,8 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.entrypoints.plots import _main
 from prime_rl.plots import figures as module
 from prime_rl.plots.figure_history import MAX_STEPS, FigureHistory
-from prime_rl.plots.figures import distribution_over_steps, gradient_flow, loss_surface, pass_at_k_curves
+from prime_rl.plots.figures import distribution_over_steps, gradient_flow, pass_at_k_curves
+from prime_rl.plots.loss_surface import LossSurface, read_loss_surface, write_loss_surface
 from prime_rl.plots.pass_at_k_curve import pass_at_k_curve
 from prime_rl.storage.paths import RunPaths
 
@@ -60,10 +61,17 @@ def test_pass_at_k_figure_has_a_line_and_a_band_per_curve():
     assert figure["data"][1]["fill"] == "tonexty"
 
 
-def test_loss_surface_shows_the_path_of_the_versions():
-    contour, path = loss_surface([0, 1], [0, 1], [[1.0, 2.0], [3.0, 4.0]], [(1, 0.5, 0.5), (2, 1.0, 0.0)])["data"]
+def test_loss_surface_is_kept_and_shows_the_path_of_the_versions(tmp_path):
+    paths = RunPaths(tmp_path)
+    assert read_loss_surface(paths) is None
+    surface = LossSurface([0, 1], [0, 1], [[1.0, 2.0], [3.0, 4.0]], [(1, 0.5, 0.5), (2, 1.0, 0.0)])
+    write_loss_surface(paths, surface)
+    contour, path = read_loss_surface(paths).figure()["data"]
     assert (contour["type"], contour["z"]) == ("contour", [[1.0, 2.0], [3.0, 4.0]])
     assert (path["x"], path["y"], path["text"]) == ([0.5, 1.0], [0.5, 0.0], ["v1", "v2"])
+    for damaged in ('{"x": [0]', '{"x": [0, 1], "y": [0], "losses": [[1]], "path": []}'):
+        paths.loss_surface.write_text(damaged)
+        assert read_loss_surface(paths) is None
 
 
 def rows_of(step, groups=3):

@@ -6,11 +6,14 @@ import torch
 
 from prime_rl.configs.loss import AIPOLossConfig
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.shared import CkptConfig
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.dump import write_config
 from prime_rl.storage.batch import write_batch
 from prime_rl.storage.paths import RunPaths
+from prime_rl.trainer.checkpoints.checkpointer import Checkpointer
+from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.parallel.process_group import join_world
 from prime_rl.trainer.rl import loss_surface as module
 from prime_rl.trainer.rl.batch_source import fake_batch
@@ -90,6 +93,29 @@ def test_loss_surface_without_its_inputs_is_one_line(run, tmp_path):
     for step in (1, 2):
         (paths.weights(step) / "manifest.json").unlink(missing_ok=True)
         paths.weights(step).rename(tmp_path / f"gone_{step}")
-    with pytest.raises(ConfigError, match="holds 1 versions; the loss surface needs at least three"):
+    with pytest.raises(ConfigError, match=r"holds 1 versions in .*--ckpt"):
         measure_loss_surface(paths)
     assert RLConfig.load([]).trainer.keep_batches is False
+
+
+def test_loss_surface_reads_versions_that_the_run_deleted_from_its_checkpoints(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "GRID_SIZE", 2)
+    paths, config, _ = run
+    expected = measure_loss_surface(paths)
+    empty = RunPaths(tmp_path / "empty")  # the checkpointer refuses a directory with weights
+    with join_world("cpu", 30) as world:
+        saving = config.model_copy(update={"ckpt": CkptConfig(interval=1), "output_dir": empty.root})
+        checkpoints = Checkpointer(saving, empty, world)
+        for step in (1, 2):
+            policy = load(config, paths, step)
+            optimizer = build_optimizer(config.optim, policy)
+            progress = checkpoints.restore(policy, optimizer)
+            progress.step = step
+            checkpoints.step_done(progress, last=False)
+        checkpoints.close()
+    empty.checkpoints_dir.rename(paths.checkpoints_dir)
+    for step in (1, 2):
+        paths.weights(step).rename(tmp_path / f"gone_{step}")
+    found = measure_loss_surface(paths)
+    assert [step for step, _, _ in found.path] == [1, 2, 3]
+    np.testing.assert_allclose(np.abs(found.path), np.abs(expected.path), atol=1e-4)

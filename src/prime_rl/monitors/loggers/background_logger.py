@@ -24,16 +24,19 @@ class BackgroundLogger:
 
     Args:
         interval: steps between two tables of samples or distributions.
+        pass_threshold: reward from which a rollout solves its example, for the figure of pass@k.
     """
 
-    def __init__(self, target: MetricLogger, config: MetricLoggerConfig, interval: int) -> None:
+    def __init__(
+        self, target: MetricLogger, config: MetricLoggerConfig, interval: int, pass_threshold: float = 1.0
+    ) -> None:
         self._target, self._interval = target, interval
         self._extras, self._timeout_s = config.log_extras, config.timeout_seconds
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_PENDING)
         self._num_dropped, self._failed = 0, False
         extras = config.log_extras
         self._figures = extras if isinstance(extras, WandbExtrasConfig) and extras.figures else None
-        self._history, self._last_step = FigureHistory(), 0
+        self._history, self._last_step = FigureHistory(pass_threshold), 0
         self._thread = threading.Thread(target=self._work, name=f"{target.name}-logger", daemon=True)
         self._thread.start()
 

@@ -5,7 +5,6 @@ surrogate of one kept batch, without a KL penalty: a true landscape of the rewar
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,12 @@ from prime_rl.configs.loss import LossConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.trainer_model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.plots.loss_surface import LossSurface
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.batch import ROWS_FILE, Batch, read_batch
+from prime_rl.storage.checkpoint_artifacts import TRAINER, find_checkpoints
 from prime_rl.storage.paths import RunPaths, steps_in
+from prime_rl.trainer.checkpoints.dcp_reader import load_model_and_optimizer
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.parallel.process_group import World, join_world
 from prime_rl.trainer.rl.batch_source import split_batch
@@ -34,22 +36,6 @@ MAX_VERSIONS = 8
 _MARGIN = 0.2
 """Part of the extent of the versions by which the grid exceeds them on each side."""
 _NEGLIGIBLE = 1e-10
-
-
-@dataclass(frozen=True, slots=True)
-class LossSurface:
-    """A grid of losses.
-
-    Attributes:
-        x, y: coordinates of the grid in units of the weights.
-        losses: one row per y.
-        path: step, x and y of each version.
-    """
-
-    x: list[float]
-    y: list[float]
-    losses: list[list[float]]
-    path: list[tuple[int, float, float]]
 
 
 class WeightPlane:
@@ -89,7 +75,7 @@ class WeightPlane:
 
 
 def measure_loss_surface(paths: RunPaths, step: int | None = None) -> LossSurface:
-    """Measure the surface for the versions in weights/ of a run, in one process on the CPU.
+    """Measure the surface for the versions in weights/ and checkpoints of a run, in one process on the CPU.
 
     Args:
         step: the batch; None uses the newest one whose rows are kept (`keep_batches`).
@@ -104,16 +90,33 @@ def measure_loss_surface(paths: RunPaths, step: int | None = None) -> LossSurfac
     if config.model.lora is not None and config.model.lora.publish == "adapter":
         raise ConfigError("the run publishes adapters; the loss surface needs whole versions")
     batch, number = _read_kept_batch(paths, step)
-    steps = steps_in(paths.weights_dir)
+    found = _find_versions(config, paths)
+    steps = sorted(found)
     chosen = sorted({steps[i * (len(steps) - 1) // (MAX_VERSIONS - 1)] for i in range(MAX_VERSIONS)} if steps else ())
     if len(chosen) < 3:
-        raise ConfigError(f"{paths.weights_dir} holds {len(chosen)} versions; the loss surface needs at least three")
+        raise ConfigError(
+            f"{paths.root} holds {len(chosen)} versions in weights/ and checkpoints; the loss surface needs at least "
+            "three (--ckpt --ckpt.interval N keeps checkpoints)"
+        )
     with join_world("cpu", 600) as world:
+        policy = _load(config.model, paths.weights(steps_in(paths.weights_dir)[-1]), config.seed)
         versions = {}
         for version in chosen:
-            policy = _load(config.model, paths.weights(version), config.seed)
+            if found[version].parent == paths.weights_dir:
+                policy = _load(config.model, found[version], config.seed)
+            else:
+                load_model_and_optimizer(found[version] / TRAINER, policy, None)
             versions[version] = {name: p.detach().float().clone() for name, p in policy.named_parameters()}
         return surface(policy, versions, batch_loss(config.loss, config.model.seq_len, batch, number, world))
+
+
+def _find_versions(config: TrainerConfig, paths: RunPaths) -> dict[int, Path]:
+    """Return weights and checkpoints by step. A run deletes old weights; checkpoints of adapters are no whole model."""
+    if not (published := steps_in(paths.weights_dir)):
+        return {}
+    directory = paths.checkpoints_dir if config.ckpt is None else paths.root / config.ckpt.path
+    saved = find_checkpoints(directory).steps if config.model.lora is None else []
+    return {step: directory / f"step_{step}" for step in saved} | {step: paths.weights(step) for step in published}
 
 
 def surface(
