@@ -98,6 +98,10 @@ def _add_queries(app: FastAPI, by_name: dict[str, RunView], find: Any) -> None:
     def series(name: str, metric: Annotated[list[str], Query()], points: int = 800) -> dict[str, Any]:
         return find(name).series(metric, max(10, min(points, _MAX_POINTS)))
 
+    @app.get("/api/runs/{name}/figures")
+    def figures(name: str) -> dict[str, Any]:
+        return {"figures": find(name).figures()}
+
     @app.get("/api/runs/{name}/rollouts")
     def rollouts(name: str, query: Annotated[SampleQuery, Query()]) -> dict[str, Any]:
         return find(name).search(query, query.position, query.count)

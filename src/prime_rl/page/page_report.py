@@ -25,8 +25,8 @@ _MAX_STEPS = 40
 _PLACEHOLDER = "<data of the report>"
 _TIMELINE_PIXELS = 1600
 _MODULES = (
-    "dom", "state", "source", "series_store", "chart", "overview", "tokens", "rollouts", "timeline", "health",
-    "compare", "main",
+    "dom", "state", "source", "series_store", "chart", "canvas", "overview", "tokens", "rollouts", "timeline",
+    "figure_plane", "figure_surface", "plots", "health", "compare", "main",
 )  # fmt: skip
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
@@ -97,6 +97,7 @@ def report_answers(run: RunView, budget_bytes: int) -> dict[str, Any]:
         f"{base}/series": run.series([*names, "efficiency:run"], _MAX_POINTS),
         f"{base}/timeline": run.timeline(None, None, _TIMELINE_PIXELS),
         f"{base}/health": health,
+        f"{base}/figures": {"figures": run.figures()},
     }
     left = budget_bytes - _compressed_bytes(answers)
     rows = []

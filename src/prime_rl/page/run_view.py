@@ -22,9 +22,11 @@ from prime_rl.page.metric_series import (
     wait_share,
 )
 from prime_rl.page.rollout_detail import TokenTexts, rollout_detail
+from prime_rl.page.run_figures import run_figures
 from prime_rl.page.run_health import RunHealth, server_versions
 from prime_rl.page.sample_index import SampleFilter, SampleIndex
 from prime_rl.page.timeline_spans import Timeline
+from prime_rl.plots.figures import Figure
 from prime_rl.storage.paths import RunPaths
 
 _MAX_UPDATE_BYTES = 2**20
@@ -155,6 +157,13 @@ class RunView:
         with self._sample_lock:
             self._samples.refresh(math.inf)
             return self._samples.entries()
+
+    def figures(self) -> dict[str, Figure]:
+        """The figures of the run by name; see `run_figures`. Reads all sample files."""
+        entries = self.read_samples()
+        self.refresh()
+        with self._lock:
+            return run_figures(self.paths, self.settings(), self._metrics["trainer"].series, entries)
 
     def rollout(self, step: int, group_id: int, rollout: int) -> dict[str, Any] | None:
         """One rollout with its group and tokens; None if it does not exist."""

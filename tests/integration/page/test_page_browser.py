@@ -11,6 +11,7 @@ import pytest
 
 from prime_rl.page.page_report import make_report
 from prime_rl.page.run_view import RunView
+from prime_rl.plots.loss_surface import LossSurface, write_loss_surface
 from tests.support.browser import CHROMIUM, open_browser, wait_until
 from tests.support.synthetic_run import synthetic_run, write_run
 
@@ -191,6 +192,38 @@ def test_timeline_zoom_is_in_the_url_and_shows_who_waited(served, tab):
     assert page.get_by_text("for orchestrator").first.is_visible()
 
 
+def colours_of(page, name):
+    """How many different colours a figure has."""
+    return page.evaluate(
+        "name => (canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width,"
+        " canvas.height).data.buffer)).size)(document.querySelector(`canvas[data-figure=${name}]`))",
+        name,
+    )
+
+
+def test_plots_are_heatmaps_or_surfaces_that_turn(paths, served, tab):
+    write_loss_surface(paths, LossSurface([0, 1, 2], [0, 1], [[1, 2, 5], [3, 4, 6]], [(1, 0, 0), (2, 1, 1)]))
+    page = tab.page
+    page.goto(f"{served}/#view=plots")
+    canvas = page.locator("canvas[data-figure=reward_landscape]")
+    canvas.wait_for()
+    for name in ("reward_landscape", "advantage_distribution", "pass_at_k", "loss_surface"):
+        assert colours_of(page, name) > 20, name
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + 59, box["y"] + 15)
+    tip = page.get_by_role("tooltip")
+    assert tip.text_content().startswith("step 0\nreward 0.98")
+    page.get_by_role("button", name="Surfaces").click()
+    assert "plots=3d" in page.url
+    before = canvas.screenshot()
+    page.mouse.move(box["x"] + 200, box["y"] + 150)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 150)
+    page.mouse.up()
+    wait_until(page, "() => location.hash.includes('turn=85')")
+    assert canvas.screenshot() != before and colours_of(page, "reward_landscape") > 20
+
+
 def test_health_and_comparison_are_shown(paths, served, tab):
     page = tab.page
     page.goto(f"{served}/#view=health")
@@ -237,4 +270,7 @@ def test_report_opens_from_disk(paths, browser, tmp_path):
     assert watched.page.locator(".tokens span").count() > 0
     watched.page.get_by_role("link", name="Timeline").click()
     watched.page.get_by_label("phases of trainer_0").wait_for()
+    watched.page.get_by_role("link", name="Plots").click()
+    watched.page.locator("canvas[data-figure=pass_at_k]").wait_for()
+    assert colours_of(watched.page, "reward_landscape") > 20
     watched.check(("file", ""))

@@ -15,6 +15,9 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.page.page_access import PageAccess
 from prime_rl.page.page_app import make_app, run_events
 from prime_rl.page.run_view import RunView, find_runs
+from prime_rl.plots.loss_surface import LossSurface, write_loss_surface
+from prime_rl.plots.run_plots import read_history
+from prime_rl.storage.paths import RunPaths
 from tests.support.synthetic_run import synthetic_run, write_run
 
 LOCAL = PageAccess(None, is_remote=False)
@@ -258,3 +261,32 @@ def test_scripts_write_text_only_as_text():
             for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
                 assert name not in source, f"{file.name} uses {name}"
             assert "http://" not in source and "https://" not in source, f"{file.name} names another origin"
+
+
+def test_figures_are_those_of_the_run_with_its_threshold(root, client):
+    figures = get(client, "figures")["figures"]
+    assert list(figures) == ["reward_landscape", "advantage_distribution", "pass_at_k"]
+    assert figures["reward_landscape"]["data"][0]["x"] == list(range(120))
+    whole = read_history(RunPaths(root)).figures()
+    assert figures["advantage_distribution"] == whole["advantage_distribution"]
+    line = next(trace for trace in figures["pass_at_k"]["data"] if trace.get("name") == "steps 80 to 119")
+    assert line["x"] == [1, 2, 4, 8] and line["y"] == pytest.approx(
+        next(trace["y"] for trace in whole["pass_at_k"]["data"] if trace.get("name") == "steps 80 to 119")
+    )
+
+
+def test_figures_have_gradient_norms_the_threshold_and_the_loss_surface(tmp_path):
+    paths = write_run(tmp_path / "run", steps=4)
+    paths.run_toml.write_text("[orchestrator]\npass_threshold = 2.0\n")
+    rows = [{"step": step, "grad_norm/layer_0": 1.0, "grad_norm/layer_1": 10.0 + step} for step in range(4)]
+    paths.metrics("trainer").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_loss_surface(paths, LossSurface([0, 1], [0, 1], [[1, 2], [3, 4]], [(1, 0, 0)]))
+    figures = RunView("run", paths.root).figures()
+    assert figures["gradient_flow"]["data"][0]["y"] == [0, 1] and figures["gradient_flow"]["data"][0]["x"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert figures["loss_surface"]["data"][0]["z"] == [[1, 2], [3, 4]]
+    assert {tuple(trace["y"]) for trace in figures["pass_at_k"]["data"]} == {(0.0,) * 4}, "no reward reaches 2"

@@ -3,13 +3,14 @@ import { CompareView } from "./compare.js";
 import { element, formatNumber, formatPercent, formatSeconds, replaceChildren, visibleString } from "./dom.js";
 import { HealthView } from "./health.js";
 import { OverviewView } from "./overview.js";
+import { PlotsView } from "./plots.js";
 import { RolloutView } from "./rollouts.js";
 import { SeriesStore } from "./series_store.js";
 import { getJson, isReport, openSource, openStream } from "./source.js";
 import { onState, readState, setState, stateUrl } from "./state.js";
 import { TimelineView } from "./timeline.js";
 
-const VIEWS = [["overview", "Overview"], ["timeline", "Timeline"], ["rollouts", "Rollouts"], ["health", "Health"]];
+const VIEWS = [["overview", "Overview"], ["timeline", "Timeline"], ["rollouts", "Rollouts"], ["plots", "Plots"], ["health", "Health"]];
 
 class Page {
   constructor(runs) {
@@ -72,6 +73,7 @@ class Page {
   makeView(name) {
     if (name === "timeline") return new TimelineView(this.run);
     if (name === "rollouts") return new RolloutView(this.run);
+    if (name === "plots") return new PlotsView(this.run);
     if (name === "health") return new HealthView(this.run);
     if (name === "compare") return new CompareView(this.runs);
     return new OverviewView(this.run, this.store, this.overview);

@@ -1,4 +1,5 @@
 // A lane per process: what it did when, and whom it waited for.
+import { prepareCanvas } from "./canvas.js";
 import { colour, element, formatClock, formatPercent, formatSeconds, hideTip, replaceChildren, showTip, visibleString } from "./dom.js";
 import { getJson, isReport } from "./source.js";
 import { readState, setState } from "./state.js";
@@ -240,17 +241,6 @@ export class TimelineView {
 function clipWindow(data, begin, end) {
   if (data.begin === null) return data;
   return { ...data, begin: begin ?? data.begin, end: end ?? data.end };
-}
-
-function prepareCanvas(canvas, height) {
-  const ratio = devicePixelRatio || 1;
-  const width = canvas.clientWidth || 600;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
-  const context = canvas.getContext("2d");
-  context.scale(ratio, ratio);
-  context.clearRect(0, 0, width, height);
-  return { context, width };
 }
 
 function niceStep(seconds) {
