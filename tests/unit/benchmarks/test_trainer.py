@@ -38,6 +38,7 @@ def test_memory_of_the_head_is_below_that_of_all_logits(tmp_path):
     assert figures["ours_float32"]["logprob_error"] < 1e-3
 
 
+@pytest.mark.extended
 def test_heads_of_the_gpu_benchmark_run_on_a_cpu(tmp_path):
     shape = "--device", "cpu", "--tokens", 70, "--vocabulary", 300, "--hidden", 32, "--repeats", 1
     run("gpu/lm_head.py", *shape, "--json", tmp_path / "figures.json")

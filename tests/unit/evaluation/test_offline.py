@@ -23,6 +23,7 @@ def rows_in(folder):
     return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.extended
 async def test_evaluation_logs_rollouts_and_distributions_to_wandb(evaluate, tmp_path):
     async with fake_engine() as engine:
         extras = {"offline": True, "log_extras": {}}

@@ -156,6 +156,7 @@ def test_background_logger_draws_figures_of_all_steps_at_the_interval_and_at_the
     assert target.calls[-1] == "closed"
 
 
+@pytest.mark.extended
 def test_wandb_offline_run_contains_figures_as_lists(tmp_path):
     pytest.importorskip("plotly")
     config = WandbConfig(offline=True, log_extras=WandbExtrasConfig(figures=True))

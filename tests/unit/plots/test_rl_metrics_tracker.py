@@ -11,6 +11,7 @@ from prime_rl.plots.rl_metrics_tracker import (
 )
 
 
+@pytest.mark.extended
 def test_custom_loop_writes_metrics_and_figures_to_wandb(tmp_path):
     pytest.importorskip("plotly")
     wandb_run = setup_prime_rl_wandb(

@@ -32,6 +32,7 @@ def test_bench_reports_steps_after_the_first(command, model, tmp_path):
     assert not list((tmp_path / "weights").iterdir())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", ["trainer", "sft"])
 def test_bench_with_wandb_writes_distributions_and_figures(command, model, tmp_path):
     data = ["--data.fake.seq-len", "24"] if command == "trainer" else ["--data.type", "fake", "--data.batch-size", "3"]
