@@ -123,11 +123,11 @@ def test_wait_for_without_watcher_finds_the_file(tmp_path, monkeypatch):
 async def test_watch_directory_without_watcher_yields(tmp_path, monkeypatch):
     import asyncio
 
-    async def refuse(*args, **kwargs):
+    def refuse(*args, **kwargs):
         raise wait.WatchfilesRustInternalError("no inotify instance left")
         yield
 
-    monkeypatch.setattr(wait, "awatch", refuse)
+    monkeypatch.setattr(wait, "watch", refuse)
     stop, looks = asyncio.Event(), 0
     async with asyncio.timeout(20):
         async for _ in wait.watch_directory(tmp_path, stop):

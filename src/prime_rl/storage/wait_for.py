@@ -8,10 +8,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from watchfiles import awatch, watch
+from watchfiles import watch
 from watchfiles._rust_notify import WatchfilesRustInternalError
 
-from prime_rl.core.daemon_futures import run_in_daemon_thread
+from prime_rl.core.daemon_futures import run_in_daemon_thread, start_daemon_future
 from prime_rl.core.errors import RunError
 
 # Watching is only an optimization: network file systems send no events, and the kernel limits the number of watchers.
@@ -60,7 +60,7 @@ def wait_until(
     directory.mkdir(parents=True, exist_ok=True)
     if condition():
         return
-    for _ in _ticks(directory):
+    for _ in _ticks(directory, threading.Event()):
         if condition():
             return
         check()
@@ -72,28 +72,37 @@ async def watch_directory(directory: Path, stop: asyncio.Event) -> AsyncIterator
     """Yield whenever `directory` may have changed: immediately, at each event, and four times a second."""
     await run_in_daemon_thread(partial(directory.mkdir, parents=True, exist_ok=True))
     yield
-    with suppress(*_NO_WATCHER):
-        async for _ in awatch(
-            directory, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS, rust_timeout=_RECHECK_MS,
-            yield_on_timeout=True, recursive=False,
-        ):  # fmt: skip
+    loop, changed, over = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def watch_in_thread() -> None:
+        with suppress(RuntimeError):  # the event loop is closed
+            for _ in _ticks(directory, over):
+                if over.is_set():
+                    return
+                loop.call_soon_threadsafe(changed.set)
+
+    watching = asyncio.wrap_future(start_daemon_future(watch_in_thread, "watch_directory"))
+    stopping = asyncio.ensure_future(stop.wait())
+    for end in (watching, stopping):
+        end.add_done_callback(lambda _: changed.set())
+    try:
+        while await changed.wait() and not stop.is_set():
+            if watching.done():
+                watching.result()
+            changed.clear()
             yield
-    while not stop.is_set():
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_RECHECK_MS / 1000):
-                await stop.wait()
-        yield
+    finally:
+        over.set()
+        stopping.cancel()
 
 
-def _ticks(directory: Path) -> Iterator[None]:
-    """Yield at each event and four times a second."""
+def _ticks(directory: Path, stop: threading.Event) -> Iterator[None]:
+    """Yield at each event and four times a second, until `stop` is set."""
     with suppress(*_NO_WATCHER):
         for _ in watch(
-            directory, stop_event=threading.Event(), debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS,
+            directory, stop_event=stop, debounce=_DEBOUNCE_MS, step=_DEBOUNCE_MS,
             rust_timeout=_RECHECK_MS, yield_on_timeout=True, recursive=False, raise_interrupt=True,
         ):  # fmt: skip
             yield
-    pause = threading.Event()
-    while True:
-        pause.wait(_RECHECK_MS / 1000)
+    while not stop.wait(_RECHECK_MS / 1000):
         yield

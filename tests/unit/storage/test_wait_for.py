@@ -1,8 +1,10 @@
 import asyncio
 import threading
+from contextlib import aclosing
 
 import pytest
 
+from prime_rl.storage import wait_for as wait_for_module
 from prime_rl.storage.wait_for import DeadlineError, wait_for, watch_directory
 
 
@@ -30,3 +32,24 @@ async def test_watch_directory_yields_immediately_and_after_events_until_stopped
             (tmp_path / "weights" / "step_1").mkdir()
     assert seen[0] is False
     assert seen[-1] is True
+
+
+async def test_watch_directory_raises_what_its_thread_raises(tmp_path, monkeypatch):
+    def fail(directory, stop):
+        raise MemoryError
+        yield
+
+    monkeypatch.setattr(wait_for_module, "_ticks", fail)
+    with pytest.raises(MemoryError):
+        async with asyncio.timeout(20):
+            async for _ in watch_directory(tmp_path, asyncio.Event()):
+                pass
+
+
+async def test_abandoned_watch_ends_its_thread(tmp_path):
+    async with aclosing(watch_directory(tmp_path, asyncio.Event())) as changes:
+        await anext(changes)
+        await anext(changes)
+        (watching,) = [thread for thread in threading.enumerate() if thread.name == "watch_directory"]
+    await asyncio.to_thread(watching.join, 20)
+    assert not watching.is_alive()

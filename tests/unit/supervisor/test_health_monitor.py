@@ -183,6 +183,13 @@ def roles_of(tmp_path, *keys):
     return {role.name: role for role in make_process_specs(config, config.run_paths)}, config.run_paths
 
 
+def test_processes_keep_freed_memory_unless_the_user_says_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "7")
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    for role in roles_of(tmp_path)[0].values():
+        assert (role.env["MALLOC_TRIM_THRESHOLD_"], role.env["MALLOC_MMAP_THRESHOLD_"]) == ("7", str(2**25))
+
+
 def test_restart_specs_keep_restarts_and_start_id(tmp_path):
     roles, paths = roles_of(tmp_path, "--max-restarts", "3", "--grace-timeout-seconds", "20")
     trainer, orchestrator = roles["trainer"], roles["orchestrator"]

@@ -1,6 +1,6 @@
 """Finished groups on disk until they are shipped, so that a restart does not sample them again.
 
-A file is complete or absent (I4); the ledger holds its hash. Groups are msgpack with the raw bytes of their arrays.
+The ledger records a file only once it is complete on disk (I4), with its hash. Groups are msgpack with the raw bytes of their arrays.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,10 +53,8 @@ def decode_group(data: bytes, path: Path) -> Group:
 def write_groups(files: Sequence[tuple[Path, bytes]]) -> None:
     """Write files; when this returns they survive a crash. Raises OSError."""
     for path, data in files:
-        temporary = path.with_name(f".tmp-{path.name}")
-        temporary.write_bytes(data)
-        fsync(temporary)
-        temporary.rename(path)
+        path.write_bytes(data)
+        fsync(path)
     for directory in {path.parent for path, _ in files}:
         fsync(directory)
 
@@ -76,7 +74,7 @@ def clean_spool(directory: Path, keep: Iterable[Path]) -> None:
     kept = set(keep)
     if directory.is_dir():
         for path in directory.iterdir():
-            if path not in kept and path.name.removeprefix(".tmp-").startswith("group_"):
+            if path not in kept and path.name.removeprefix(".tmp-").startswith("group_"):  # .tmp-: of version 0.1.0
                 path.unlink()
 
 
