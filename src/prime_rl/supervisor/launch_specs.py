@@ -87,7 +87,14 @@ def _trainer(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> Proces
 
 
 def _spec(config: RLConfig, paths: RunPaths, name: str, argv: list[str], env: dict[str, str]) -> ProcessSpec:
-    env = {**_KEEP_FREED_MEMORY, **os.environ, **env, SUPERVISED: "1", ERROR_FILE: str(paths.error(name)), "PYTHONUNBUFFERED": "1"}
+    env = {
+        **_KEEP_FREED_MEMORY,
+        **os.environ,
+        **env,
+        SUPERVISED: "1",
+        ERROR_FILE: str(paths.error(name)),
+        "PYTHONUNBUFFERED": "1",
+    }
     return ProcessSpec(name, argv, env, paths.log(name), paths.error(name), max_restarts=config.max_restarts)
 
 

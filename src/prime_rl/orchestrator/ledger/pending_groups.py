@@ -1,6 +1,7 @@
 """Finished groups on disk until they are shipped, so that a restart does not sample them again.
 
-The ledger records a file only once it is complete on disk (I4), with its hash. Groups are msgpack with the raw bytes of their arrays.
+The ledger records a file only once it is complete on disk (I4), with its hash. Groups are msgpack with the raw bytes of
+their arrays.
 """
 
 from collections.abc import Iterable, Sequence
