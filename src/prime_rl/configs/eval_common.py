@@ -33,6 +33,9 @@ class AnyServerConfig(ClientConfig):
         return given if urlsplit(given).path else f"{given}/v1"
 
 
+_OF_TRAINING = {"weight", "rollouts_per_example", "max_concurrent", "max_rollouts_per_minute"}
+
+
 class EvalEnvConfig(EnvConfig):
     """An environment, and how much of it to run."""
 
@@ -52,10 +55,15 @@ class EvalEnvConfig(EnvConfig):
             raise ValueError("weight is a share in training; env.num_examples sets how many examples run")
         return weight
 
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """Report limits of training."""
+        for key in ("max_concurrent", "max_rollouts_per_minute"):
+            yield key, "limits training only; max_concurrent without env limits an evaluation"
+
     @classmethod
     def from_training(cls, env: EnvConfig) -> Self:
-        """Return the keys of a training environment, without its share."""
-        return cls.model_validate(env.model_dump(exclude={"weight"}))
+        """Return the keys of a training environment, without those of its groups."""
+        return cls.model_validate(env.model_dump(exclude=_OF_TRAINING))
 
     def as_env_config(self) -> EnvConfig:
         """Return the keys of the environment itself."""

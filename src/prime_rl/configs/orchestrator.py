@@ -8,9 +8,10 @@ from pydantic import Field, model_validator
 from prime_rl.configs.advantage import GROUP_BASELINES, AdvantageConfig, GRPOAdvantageConfig, RewardShapingConfig
 from prime_rl.configs.bench import sample_without_trainer
 from prime_rl.configs.buffer import BufferConfig, SimpleBufferConfig
+from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.online_eval import OnlineEvalConfig, ValConfig
 from prime_rl.configs.rollout_options import ConcurrencyConfig, RolloutsConfig
-from prime_rl.configs.shared import ClientConfig, EnvConfig, HeartbeatConfig, RunConfig, SamplingConfig
+from prime_rl.configs.shared import ClientConfig, EnvConfig, RunConfig, SamplingConfig
 from prime_rl.loading.base_config import common
 from prime_rl.loading.provenance import ConfigState
 
@@ -37,7 +38,8 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
     """Environments to train in; one table is a list of one."""
 
     batch_size: int = Field(128, ge=1, json_schema_extra=common("Rollouts"))
-    """Rollouts per batch (one step); a multiple of rollouts_per_example."""
+    """Rollouts per batch (one step); a multiple of rollouts_per_example. A batch consists of batch_size /
+    rollouts_per_example groups, also if an environment has its own group size."""
 
     rollouts_per_example: int = Field(8, ge=1, json_schema_extra=common("Rollouts"))
     """Rollouts G of each example, which form a group. 1 needs an advantage without a group baseline (advantage.type
@@ -149,7 +151,7 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
                 f"batch_size = {self.batch_size} is not a multiple of "
                 f"rollouts_per_example = {self.rollouts_per_example}; a batch consists of whole groups"
             )
-        if self.rollouts_per_example == 1 and self.advantage.type in GROUP_BASELINES and not self.bench:
+        if 1 in map(self.group_size, self.env) and self.advantage.type in GROUP_BASELINES and not self.bench:
             raise ValueError(
                 f"rollouts_per_example = 1 makes every advantage 0 with advantage.type {self.advantage.type!r}, which "
                 "compares the rollouts of one example; set rollouts_per_example = 8, or advantage.type none"
@@ -162,7 +164,7 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
         if self.oversampling_factor > 1 and not self.async_level:
             raise ValueError("oversampling_factor > 1 needs async_level >= 1: at 0 a surplus could join no batch")
         for env in self.env:
-            fewest, most = min(2, self.rollouts_per_example), self.rollouts_per_example
+            fewest, most = min(2, self.group_size(env)), self.group_size(env)
             if env.min_rollouts is not None and not fewest <= env.min_rollouts <= most:
                 raise ValueError(
                     f"env.min_rollouts = {env.min_rollouts} of environment {env.label!r} is not between {fewest} and "
@@ -184,6 +186,10 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
         """Report checkpoint keys that only the trainer uses."""
         for key in ("save_async", "timeout_seconds", "keep_last", "keep_interval"):
             yield f"ckpt.{key}", "has no effect on the orchestrator; give it to the trainer"
+
+    def group_size(self, env: EnvConfig) -> int:
+        """Return the number of rollouts of each example of an environment."""
+        return env.rollouts_per_example or self.rollouts_per_example
 
     @property
     def identities(self) -> dict[str, str | None]:

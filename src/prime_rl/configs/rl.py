@@ -8,11 +8,11 @@ from pydantic import Field, model_validator
 from prime_rl.configs.algorithm import Algorithm, apply_algorithm, set_fixed_length
 from prime_rl.configs.bench import limit_to_bench_steps, use_fake_data
 from prime_rl.configs.broadcast import check_placement
+from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared import (
     SERVER_ADDRESS_VAR,
-    HeartbeatConfig,
     IntList,
     NameConfig,
     RunConfig,

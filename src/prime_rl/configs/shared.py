@@ -10,7 +10,6 @@ from prime_rl.configs.bench import STEPS, limit_to_bench_steps
 from prime_rl.configs.environment_rewards import RewardConfig
 from prime_rl.configs.monitoring import LogExtrasConfig, MetricLoggerConfig, TensorBoardConfig, TrackioConfig
 from prime_rl.core.api_key import API_KEY_VAR
-from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
 from prime_rl.loading.base_config import BaseConfig, common
 from prime_rl.loading.provenance import ConfigState
 from prime_rl.loading.root_config import RootConfig
@@ -257,6 +256,15 @@ class EnvConfig(BaseConfig):
     weight: float = Field(1.0, gt=0)
     """Share of the started groups, relative to the other environments."""
 
+    rollouts_per_example: int | None = Field(None, ge=1)
+    """Rollouts of each example of this environment; None uses the value for all environments."""
+
+    max_concurrent: int | None = Field(None, ge=1)
+    """Maximum rollouts of this environment in flight, in training; at least one group is. None sets no limit."""
+
+    max_rollouts_per_minute: float | None = Field(None, gt=0)
+    """Maximum rollouts of this environment that start per minute, in training; None sets no limit."""
+
     sampling: dict[str, object] = Field({})
     """Keys of `sampling` to override for this environment."""
 
@@ -311,28 +319,6 @@ class EnvConfig(BaseConfig):
     def label(self) -> str:
         """Name of the environment in metrics and messages."""
         return self.name or (Path(self.id).stem if self.id.endswith(".py") else self.id)
-
-
-class HeartbeatConfig(BaseConfig):
-    """Detection of unresponsive and dead processes (docs/fault_tolerance.md)."""
-
-    deprecated: ClassVar[dict[str, str]] = {
-        "silence": "warn_after_seconds",
-        "silence_s": "warn_after_seconds",
-        "timeout": "dead_after_seconds",
-        "timeout_s": "dead_after_seconds",
-    }
-
-    warn_after_seconds: float = Field(5, gt=0)
-    """Log a warning after this many seconds without a heartbeat; does not stop the run."""
-
-    dead_after_seconds: float = Field(60, gt=0)
-    """Treat a process, or a node of inference, as dead after this many seconds without a heartbeat."""
-
-    @property
-    def limits(self) -> HeartbeatLimits:
-        """Both limits; the warning never comes after the process is declared dead."""
-        return HeartbeatLimits(min(self.warn_after_seconds, self.dead_after_seconds), self.dead_after_seconds)
 
 
 WANDB_ALIASES: dict[str, str] = {"monitor.wandb": "wandb"}

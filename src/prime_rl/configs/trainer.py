@@ -6,8 +6,9 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.bench import use_fake_data
 from prime_rl.configs.broadcast import BroadcastConfig, FileBroadcastConfig, check_transfer
+from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.loss import AIPOLossConfig, LossConfig, ReferenceConfig
-from prime_rl.configs.shared import WANDB_ALIASES, HeartbeatConfig
+from prime_rl.configs.shared import WANDB_ALIASES
 from prime_rl.configs.training import TrainingConfig
 from prime_rl.loading.base_config import BaseConfig, common, unused
 from prime_rl.loading.provenance import ConfigState

@@ -19,6 +19,7 @@ from prime_rl.orchestrator.data.example_stream import DrawnExample
 from prime_rl.orchestrator.group_filter import OVERLONG, DropAction, DropPolicy, DropReason, GroupFilter, is_overlong
 from prime_rl.orchestrator.health.environment_health import LONGEST_PAUSE_S
 from prime_rl.orchestrator.health.failure_warnings import FailureWarnings
+from prime_rl.orchestrator.health.start_limits import StartLimits
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
 from prime_rl.orchestrator.inference.inference_server import SERVER_ERRORS, InferenceServer
 from prime_rl.orchestrator.ledger.ledger import Ledger
@@ -81,9 +82,10 @@ class Dispatcher:
         )  # fmt: skip
         for health in self._drops.health:
             health.has_succeeded = scheduler.next_step > 0
+        self._limits = StartLimits(config)
         self.lengths = LengthHistory()
         self._lookahead = Lookahead(
-            lambda: ledger.draw(self._drops.may_start),
+            lambda: ledger.draw(self._may_start),
             lambda draw: self.lengths.expected(pools[draw.env].name, draw.example),
             scheduler.batch_groups,
             length_aware=config.length_aware_admission and config.async_level > 0,
@@ -119,8 +121,9 @@ class Dispatcher:
 
     def _find_misfit(self, group: Group, version: int) -> str | None:
         """Return why a restored group cannot be shipped with the current settings; None if it can."""
-        count, seq_len = self._config.rollouts_per_example, self._config.seq_len
-        min_rollouts = self._config.env[self._index[group.env]].min_rollouts or count
+        env, seq_len = self._index[group.env], self._config.seq_len
+        count = self._limits.counts[env]
+        min_rollouts = self._config.env[env].min_rollouts or count
         if not min_rollouts <= len(group.rollouts) <= count:
             return f"they do not have rollouts_per_example = {count} rollouts"
         if is_overlong(group.rollouts, seq_len):
@@ -133,9 +136,12 @@ class Dispatcher:
         """Start groups as long as the staleness bound and the servers allow it."""
         if self._config.oversampling_factor > 1:
             self._scheduler.credit = self._drops.credit(self._scheduler.in_flight)
-        while not self._failed and self._drops.any_may_start and (server := self._find_server()) is not None:
+        environments = range(len(self._pools))
+        while not self._failed and any(map(self._may_start, environments)) and (server := self._find_server()):
             draw = self._next_position()
             self._drops.health[draw.env].started(draw.group_id)
+            if pause_s := self._limits.started(draw.env):
+                asyncio.get_running_loop().call_later(pause_s, self._on_end)
             deadline = self._scheduler.admit(draw.group_id, server.version.step)
             self._assign(draw, server, deadline)
             tasks.create_task(self._run_group(draw, server, time.monotonic()))
@@ -168,9 +174,12 @@ class Dispatcher:
             "inference/concurrency_limit": limit,
         }
 
+    def _may_start(self, env: int) -> bool:
+        return self._drops.may_start(env) and self._limits.may_start(env)
+
     def _next_position(self) -> DrawnExample:
         """Take the next position: first those that were dispatched before a restart, then those of the lookahead."""
-        may_start = [self._drops.may_start(env) for env in range(len(self._pools))]
+        may_start = [self._may_start(env) for env in range(len(self._pools))]
         draw = next((draw for draw in self._redispatched if may_start[draw.env]), None)
         if draw is None:
             return self._lookahead.next(self._scheduler.placed, lambda draw: may_start[draw.env])
@@ -179,15 +188,15 @@ class Dispatcher:
 
     def _find_server(self) -> InferenceServer | None:
         """Return the least loaded server for which the staleness bound admits a group; None if there is none now."""
-        count, limit = self._config.rollouts_per_example, self._config.max_concurrent
-        if limit is not None and (self._scheduler.in_flight + 1) * count > max(limit, count):
+        count, limit = max(self._limits.counts), self._config.max_concurrent
+        if limit is not None and sum(self._limits.in_flight) + count > max(limit, count):
             return None
         servers = self._inference.available_servers(count)
         return next((server for server in servers if self._scheduler.can_admit(server.version.step)), None)
 
     def _assign(self, draw: DrawnExample, server: InferenceServer, deadline: int) -> None:
         self._ledger.issued(draw.group_id, server.version.step, deadline)
-        server.in_flight += self._config.rollouts_per_example
+        server.in_flight += self._limits.counts[draw.env]
 
     async def _run_group(self, draw: DrawnExample, server: InferenceServer, started: float) -> None:
         """Sample one group until it ends. If its server is lost or fails, it starts again on another server."""
@@ -215,7 +224,7 @@ class Dispatcher:
                             self._fail(draw, ENGINE, failure)
                             return
                 finally:
-                    server.in_flight -= self._config.rollouts_per_example
+                    server.in_flight -= self._limits.counts[draw.env]
                 self._counters.retried += 1
                 logger.warning("group {} is sampled again: {}", draw.group_id, failure)
                 server = await self._inference.wait_for_server(self._scheduler.version(draw.group_id))
@@ -225,6 +234,7 @@ class Dispatcher:
             self._failed = True  # the loop may run once more before the task group ends; it must not start groups
             raise
         finally:
+            self._limits.ended(draw.env)
             self._on_end()
 
     async def _sample(self, draw: DrawnExample, server: InferenceServer, started: float) -> None:
@@ -243,7 +253,7 @@ class Dispatcher:
             async with deadline_scope(stuck) as scope:
                 self._running[draw.group_id] = started, scope
                 rollouts = await pool.run_group(
-                    draw.example, self._config.rollouts_per_example, server.client.url, sampling_parameters(sampling),
+                    draw.example, self._limits.counts[draw.env], server.client.url, sampling_parameters(sampling),
                     self._config.seq_len, seed,
                 )  # fmt: skip
         except (EnvironmentFailed, SampleTooLong) as error:

@@ -296,6 +296,30 @@ def toy(name, **args):
     return EnvConfig(id="toy_environment", name=name, args=args)
 
 
+async def test_mixture_keeps_group_size_and_concurrency_of_each_environment(tmp_path, tokenizer_dir, run_orchestrator):
+    """Groups of 2 and 4 rollouts in batches of 3 groups; `large` has one group in flight at a time."""
+    limits = {"rollouts_per_example": 4, "max_concurrent": 4, "max_rollouts_per_minute": 60_000.0}
+    large = toy("large").model_copy(update={**limits, "sampling": {"max_tokens": 3}})
+    config = make_config(tmp_path, tokenizer_dir, env=[toy("small"), large], async_level=1)
+    in_flight, most = Counter[int](), Counter[int]()
+    async with fake_engine() as engine:
+
+        async def gate(body):
+            limit = body["sampling_params"]["max_tokens"]
+            in_flight[limit] += 1
+            most[limit] = max(most[limit], in_flight[limit])
+            await asyncio.sleep(0.02)
+            in_flight[limit] -= 1
+
+        engine.gate = gate
+        paths = await run_orchestrator(config, [engine])
+    assert (most[3], most[6] > 4) == (4, True)
+    for batch, manifest in batches(paths):
+        assert len(manifest["group_ids"]) == 3
+        assert set(Counter(batch.sample_group.tolist()).values()) <= {2, 4}
+    assert {row["env"] for step in range(STEPS) for row in samples(paths, step)} == {"small", "large"}
+
+
 async def test_mixture_keeps_its_ratio_of_trained_groups(tmp_path, tokenizer_dir, run_orchestrator):
     """Every other group of `flat` has zero advantages and is dropped; its share of the batches stays a third."""
     envs = [toy("flat"), toy("spread", spread=True).model_copy(update={"weight": 2.0, "sampling": {"max_tokens": 3}})]
