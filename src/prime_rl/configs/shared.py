@@ -294,10 +294,10 @@ class EnvConfig(BaseConfig):
     """Time limit for cleanup, such as the deletion of sandboxes, after cancelled or timed-out rollouts; then the worker
     process is killed. grace_timeout_seconds of `rl` limits it too when the run ends."""
 
-    runtime: Literal["subprocess"] | None = None
-    """Where agents of a v1 environment run programs such as a shell: `subprocess` runs them on this machine with your
-    permissions and without isolation. None rejects such agents unless `args.env.<agent>.runtime` names a container or
-    cloud."""
+    runtime: Literal["sandbox", "subprocess"] = "sandbox"
+    """Where agents of a v1 environment run programs such as a shell, unless `args.env.<agent>.runtime` names a
+    container or cloud: in the `sandbox` of this machine, or as a `subprocess` with your permissions and without
+    isolation."""
 
     def sampling_with(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return `sampling` with the overrides of this environment.

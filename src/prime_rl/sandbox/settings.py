@@ -17,12 +17,14 @@ class SandboxSettings:
         limits: of each execution.
         num_jails: jails, None for one per processor.
         max_running: executions at once in each jail.
+        command_timeout_seconds: time of each command of an agent.
     """
 
     backend: BackendName = "bwrap"
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     num_jails: int | None = None
     max_running: int = 128
+    command_timeout_seconds: float = 60.0
 
 
 _current = SandboxSettings()

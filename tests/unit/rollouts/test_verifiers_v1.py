@@ -33,7 +33,7 @@ def installed(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGES), os.environ.get("PYTHONPATH", "")]))
 
 
-def load(name="toy_taskset", strategy="interleaved", runtime=None, warn=None, **args):
+def load(name="toy_taskset", strategy="interleaved", runtime="sandbox", warn=None, **args):
     config = EnvConfig(id=name, args=args, runtime=runtime)
     return environment_loader.load(config, Renderer(TOKENIZER, strategy=strategy), "train", warn=warn)
 
@@ -216,23 +216,18 @@ async def test_agents_use_the_chat_harness_by_default():
 SHELL = {"harness": {"id": "bash"}}
 
 
-@pytest.mark.parametrize("runtime", [{}, {"runtime": {"type": "subprocess"}}])
-def test_local_shell_raises_unless_allowed(runtime):
+def test_shell_on_this_machine_raises_unless_allowed():
+    env = {"other": SHELL | {"runtime": {"type": "subprocess"}}}
     refusal = r"agent 'other' .*harness 'bash'.* on this machine.*runtime = \"subprocess\""
     with pytest.raises(ConfigError, match=refusal) as error:
-        load("talking_taskset", env={"other": SHELL | runtime})
+        load("talking_taskset", env=env)
     assert "\n" not in str(error.value)
-    warnings = []
-    environment = load("talking_taskset", runtime="subprocess", warn=warnings.append, env={"other": SHELL | runtime})
-    assert environment._env.config.other.runtime.type == "subprocess"
-    assert len(warnings) == 1 and "agent 'other'" in warnings[0] and "without isolation" in warnings[0]
-
-
-def test_shell_of_the_taskset_raises_unless_allowed():
-    """Its harness has no options that a user named: what it executes is what counts."""
-    with pytest.raises(ConfigError, match=r"agent 'agent' .*harness 'shell_taskset'"):
-        load("shell_taskset")
-    assert len(load("shell_taskset", runtime="subprocess")) == 1
+    for allowed in (env, {"other": SHELL}):
+        warnings = []
+        environment = load("talking_taskset", runtime="subprocess", warn=warnings.append, env=allowed)
+        assert environment._env.config.other.runtime.type == "subprocess"
+        assert environment._env.config.other.harness.id == "bash"
+        assert len(warnings) == 1 and "agent 'other'" in warnings[0] and "without isolation" in warnings[0]
 
 
 @pytest.mark.parametrize("runtime", ["docker", "prime"])
@@ -244,7 +239,7 @@ def test_shell_in_a_container_needs_no_permission(runtime):
 def test_permission_without_a_shell_logs_a_warning():
     warnings = []
     load("talking_taskset", runtime="subprocess", warn=warnings.append, env={"other": {"harness": {"id": "null"}}})
-    assert warnings == ["runtime = 'subprocess' has no effect: none of its agents runs programs on this machine"]
+    assert warnings == ["runtime = 'subprocess' has no effect: none of its agents runs programs"]
 
 
 async def test_replies_outside_the_trace_are_not_trained():

@@ -64,13 +64,16 @@ class ChatHarness(Harness[ChatHarnessConfig]):
             messages += [message_to_wire(message) for message in prompt or []]
         async with AsyncExitStack() as stack:
             tools = McpTools(self.config.tool_timeout, self.config.disabled_tools or ())
+            local = self.local_tools()
+            local_names = {tool["function"]["name"] for tool in local}
             for name, url in mcp_urls.items():
                 await tools.connect(stack, name, url)
+            schemas = [*local, *tools.schemas]
             headers = {"Authorization": f"Bearer {secret}"}
             timeout = aiohttp.ClientTimeout(total=None)  # the task has its own limits
             session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, timeout=timeout))
             while True:
-                body = {"model": ctx.model, "messages": messages, **({"tools": tools.schemas} if tools.schemas else {})}
+                body = {"model": ctx.model, "messages": messages, **({"tools": schemas} if schemas else {})}
                 async with session.post(f"{endpoint}/chat/completions", json=body) as response:
                     answer = await response.read()
                 if response.status != 200:
@@ -82,7 +85,20 @@ class ChatHarness(Harness[ChatHarnessConfig]):
                 if not message.get("tool_calls"):
                     return ProgramResult(0, message["content"] or "", "")
                 for call in message["tool_calls"]:
-                    messages.append(await tools.call(call))
+                    name = call["function"]["name"]
+                    if name in local_names:
+                        content = await self.call_local(name, call["function"]["arguments"], runtime)
+                    else:
+                        content = await tools.call(name, call["function"]["arguments"])
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
+
+    def local_tools(self) -> list[Message]:
+        """Return the definitions of further tools, which `call_local` runs."""
+        return []
+
+    async def call_local(self, name: str, arguments: str, runtime: Runtime) -> str:
+        """Return the result of one of `local_tools`; its arguments are JSON from the model."""
+        raise NotImplementedError
 
 
 class McpTools:
@@ -112,17 +128,14 @@ class McpTools:
             function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
             self.schemas.append({"type": "function", "function": function})
 
-    async def call(self, call: Message) -> Message:
+    async def call(self, name: str, arguments: str) -> str:
         """Call a tool. The result of an unknown tool is an error message for the model; other failures raise."""
-        name = call["function"]["name"]
-        if name in self._owners:
-            client, original = self._owners[name]
-            async with asyncio.timeout(self._timeout_s):
-                result = await client.call_tool(original, json.loads(call["function"]["arguments"]))
-            content = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
-        else:
-            content = f"error: there is no tool {name!r}"
-        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+        if name not in self._owners:
+            return f"error: there is no tool {name!r}"
+        client, original = self._owners[name]
+        async with asyncio.timeout(self._timeout_s):
+            result = await client.call_tool(original, json.loads(arguments))
+        return "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
 
 
 sys.modules.setdefault(HARNESS_ID, sys.modules[__name__])

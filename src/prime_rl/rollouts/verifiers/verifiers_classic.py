@@ -46,7 +46,7 @@ class ClassicEnvironment(EnvironmentBackend):
     def _load(self) -> None:
         classic_patches.apply()
         config, split = self.config, self.split
-        if config.runtime is not None:
+        if config.runtime == "subprocess":
             self.warn("runtime", f"runtime = {config.runtime!r} has no effect: it applies to agents of v1 environments")
         with _keep_signal_handlers():
             problem = f"environment {config.id!r} with env.args = {config.args} does not load"

@@ -30,6 +30,9 @@ from prime_rl.rollouts.rendering.messages import normalise
 from prime_rl.rollouts.verifiers.added_rewards import load_rewards, score_trace
 from prime_rl.rollouts.verifiers.v1_chat_harness import HARNESS_ID, ChatHarnessConfig
 from prime_rl.rollouts.verifiers.v1_client import InterceptionClient, TraceClient
+from prime_rl.rollouts.verifiers.v1_sandbox_runtime import SandboxRuntimeConfig, shared_sandbox
+from prime_rl.rollouts.verifiers.v1_sandbox_runtime import install as install_sandbox_runtime
+from prime_rl.rollouts.verifiers.v1_shell_harness import shell_config
 
 _INFRASTRUCTURE = ("SandboxError", "TunnelError", "InterceptionError", "ToolsetError")
 """Types of errors for which a retry may succeed."""
@@ -55,7 +58,7 @@ class TasksetEnvironment(EnvironmentBackend):
             f"environment {config.id!r} with env.args = {config.args} does not load, neither by load_environment() "
             "nor as a taskset"
         ):
-            env_config = _env_config(self.module, settings, env)
+            env_config = _env_config(self.module, settings, env, config.runtime)
             self._check_shells(env_config)
             self._env: Env = load_environment(env_config)
             taskset = self._env.taskset
@@ -133,36 +136,49 @@ class TasksetEnvironment(EnvironmentBackend):
             ready.set_exception(EnvironmentFailed(f"its servers did not start: {reason}"))
 
     def _check_shells(self, env: Any) -> None:
-        """Raise ConfigError if an agent runs the model's code on this machine without permission."""
+        """Check that agents that run the model's code do so in a sandbox, in a container, or with permission.
+
+        Raises:
+            ConfigError: this machine cannot isolate code, or an agent would run it here without isolation.
+        """
         config, default = self.config, default_harness_id(self.module)
-        on_this_machine = [
-            (role, default if agent.harness is None else str(agent.harness.id))
-            for role, agent in env
-            if isinstance(agent, vf.AgentConfig) and isinstance(agent.runtime, vf.SubprocessConfig)
-        ]
-        found = [(role, harness) for role, harness in on_this_machine if harness_class(harness).EXECUTES_CODE]
-        if not found and config.runtime is not None:
-            self.warn(
-                "runtime",
-                f"runtime = {config.runtime!r} has no effect: none of its agents runs programs on this machine",
-            )
-        for role, harness in found:
+        on_this_machine, in_sandbox = list[tuple[str, str]](), False
+        for role, agent in env:
+            if not isinstance(agent, vf.AgentConfig):
+                continue
+            name = default if agent.harness is None else str(agent.harness.id)
+            harness = harness_class(name)
+            if isinstance(agent.runtime, SandboxRuntimeConfig):
+                in_sandbox |= harness.EXECUTES_CODE
+                if harness.NEEDS_CONTAINER:
+                    raise ConfigError(
+                        f"agent {role!r} of environment {config.id!r} (harness {name!r}) needs a container, and the "
+                        f'sandbox is none; name one, such as args.env.{role}.runtime.type = "docker"'
+                    )
+            elif isinstance(agent.runtime, vf.SubprocessConfig) and harness.EXECUTES_CODE:
+                on_this_machine.append((role, name))
+        if in_sandbox:
+            shared_sandbox.check()
+        if not on_this_machine and config.runtime == "subprocess":
+            self.warn("runtime", "runtime = 'subprocess' has no effect: none of its agents runs programs")
+        for role, name in on_this_machine:
             risk = "runs the model's code on this machine, with your rights and without isolation"
             if config.runtime != "subprocess":
                 raise ConfigError(
-                    f"agent {role!r} of environment {config.id!r} (harness {harness!r}) {risk}; name a container, "
-                    f'such as args.env.{role}.runtime.type = "docker", or allow it with runtime = "subprocess" next to '
-                    "the id"
+                    f"agent {role!r} of environment {config.id!r} (harness {name!r}) {risk}; remove "
+                    f'args.env.{role}.runtime for the sandbox, or allow it with runtime = "subprocess" next to the id'
                 )
-            self.warn(f"runtime of {role}", f'agent {role!r} (harness {harness!r}) {risk} (runtime = "subprocess")')
+            self.warn(f"runtime of {role}", f'agent {role!r} (harness {name!r}) {risk} (runtime = "subprocess")')
 
 
-def _env_config(taskset: str, settings: dict[str, Any], env: dict[str, Any]) -> Any:
+def _env_config(taskset: str, settings: dict[str, Any], env: dict[str, Any], runtime: str) -> Any:
     """Return the configuration of a v1 environment from the settings of the taskset and of the environment.
 
-    By default an agent runs on this machine, and in our chat harness if the taskset has none. The defaults of verifiers
-    are a cloud and a shell; its `null` harness is the same chat at a higher cost.
+    By default an agent runs in the sandbox of this machine, and in our chat harness if the taskset has none. The
+    defaults of verifiers are a cloud and a shell; its `null` harness is the same chat at a higher cost. Its `bash`
+    harness needs a network, so in the sandbox our `ShellHarness` takes its place.
     """
+    install_sandbox_runtime()
     own = {**env.get("taskset", {}), **settings, "id": taskset}
     config = resolve_env_config({"interception": {"type": "server"}, **env, "taskset": own})
     has_own_harness = default_harness_id(taskset) != "bash"
@@ -171,10 +187,13 @@ def _env_config(taskset: str, settings: dict[str, Any], env: dict[str, Any]) -> 
         if isinstance(agent, vf.AgentConfig):
             changes: dict[str, Any] = {}
             if isinstance(agent.runtime, vf.PrimeConfig) and "runtime" not in env.get(role, {}):
-                changes["runtime"] = vf.SubprocessConfig()
+                changes["runtime"] = vf.SubprocessConfig() if runtime == "subprocess" else SandboxRuntimeConfig()
             is_chat = not has_own_harness if agent.harness is None else agent.harness.id == "null"
+            is_bash = agent.harness is not None and agent.harness.id == "bash"
             if is_chat and "harness" not in env.get(role, {}):
                 changes["harness"] = ChatHarnessConfig(id=HARNESS_ID)
+            elif is_bash and isinstance(changes.get("runtime"), SandboxRuntimeConfig):
+                changes["harness"] = shell_config(agent.harness)
             agents[role] = agent.model_copy(update=changes)
     return config.model_copy(update=agents)
 

@@ -1,0 +1,202 @@
+"""The default runtime of v1 agents: each rollout's commands and files are in a sandbox session of this machine.
+
+Verifiers has a closed list of runtimes. `install` replaces the function that selects their class, and checks the
+result, so that a release without this function is an error and never a shell on the host.
+"""
+
+import base64
+import builtins
+from importlib.metadata import version
+from typing import Literal, cast
+
+from pydantic import BaseModel
+from verifiers.v1 import runtimes
+from verifiers.v1.errors import SandboxError
+from verifiers.v1.runtimes import BaseRuntimeInfo, ProgramResult, Runtime
+
+from prime_rl.core.errors import ConfigError
+from prime_rl.sandbox import execution
+from prime_rl.sandbox.execution import ExecutionResult, Verdict
+from prime_rl.sandbox.session import Session
+from prime_rl.sandbox.settings import current_settings
+from prime_rl.sandbox.shared_sandbox import SharedSandbox
+
+_EXIT_TIMEOUT = 124
+"""Exit code of a command that took too long, as of the program `timeout`."""
+_PART_BYTES = 2**20
+"""Size of the parts in which files are written and read."""
+_HELPERS = '''
+def _protect():
+    """Deny the programs of the session the descriptors of this process, with which they could fake results."""
+    import ctypes
+    if ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) != 0:
+        raise OSError("prctl")
+
+def _run(argv, env, max_bytes):
+    """Run a program, print the start of its output, and return its exit code."""
+    import os, signal, subprocess, sys, tempfile
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            env, stdin = {**os.environ, **env}, subprocess.DEVNULL
+            process = subprocess.Popen(argv, env=env, stdin=stdin, stdout=out, stderr=err, start_new_session=True)
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"{argv[0]}: {error}\\n")
+            return 127
+        try:
+            process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        finally:
+            for file, target in ((out, sys.stdout), (err, sys.stderr)):
+                file.seek(0)
+                target.buffer.write(file.read(max_bytes))
+                target.buffer.flush()
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+def _read(path, offset, size):
+    """Print a part of a file in base64, and return the size of the file."""
+    import base64, os, sys
+    with open(path, "rb") as file:
+        file.seek(offset)
+        sys.stdout.write(base64.b64encode(file.read(size)).decode())
+        return os.fstat(file.fileno()).st_size
+
+def _write(path, data, mode):
+    """Write or append a part of a file, which is given in base64."""
+    import base64, linecache, os
+    linecache.clearcache()
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, mode) as file:
+        file.write(base64.b64decode(data))
+
+_protect()
+'''
+
+shared_sandbox = SharedSandbox()
+"""Runs the sessions of all agents of this worker."""
+
+
+class SandboxRuntimeConfig(BaseModel):
+    """Selects `SandboxRuntime`."""
+
+    type: Literal["sandbox"] = "sandbox"
+
+
+class SandboxRuntimeInfo(SandboxRuntimeConfig, BaseRuntimeInfo):
+    """The runtime in a trace."""
+
+
+class SandboxRuntime(Runtime):
+    """A rollout's box: an empty working directory, programs of /usr, no network, no environment of the host.
+
+    The session starts with the first command or file, so an agent that only chats needs no sandbox. Programs see
+    neither this process nor other rollouts. Each command has the run's `sandbox.command_timeout_seconds`.
+    """
+
+    def __init__(self, config: SandboxRuntimeConfig, name: str | None = None) -> None:
+        super().__init__(name)
+        if getattr(config, "image", None) is not None:  # verifiers sets what a task asks for
+            raise SandboxError("the task needs a container image; name one in args.env.<agent>.runtime.type")
+        self.config = config
+        self.info = SandboxRuntimeInfo(**config.model_dump())
+        # Views with another environment share this dictionary, and so the session.
+        self._box: dict[str, Session] = {}
+
+    async def start(self) -> None:
+        """Do nothing: the session starts when it is needed."""
+
+    async def run(self, argv: list[str], env: dict[str, str], timeout_seconds: float | None = None) -> ProgramResult:
+        """Run a program in the box; called by verifiers.
+
+        Raises:
+            SandboxError: the box has ended or failed.
+        """
+        max_bytes = shared_sandbox.limits.output_bytes // 2
+        seconds = timeout_seconds or current_settings().command_timeout_seconds
+        result = await self._call(f"_run({list(argv)!r}, {self.process_env(env)!r}, {max_bytes})", seconds)
+        if result.verdict is Verdict.TIMEOUT:
+            return ProgramResult(_EXIT_TIMEOUT, result.stdout, f"the command took longer than {seconds:g} s")
+        self._check(result)
+        return ProgramResult(int(result.value or 1), result.stdout, result.stderr)
+
+    async def prepare_uv_script(
+        self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
+    ) -> list[str]:
+        """Raise SandboxError: the box has no network to install the packages of a script."""
+        raise SandboxError(
+            "the sandbox has no network, so it cannot install the packages of a script; name a container or cloud in "
+            "args.env.<agent>.runtime.type"
+        )
+
+    async def _read(self, path: str) -> bytes:
+        """Return a file of the box. Raises OSError if the box has no such file."""
+        step = min(_PART_BYTES, shared_sandbox.limits.output_bytes // 2)
+        content, size = b"", 1
+        while len(content) < size:
+            result = await self._call(f"_read({path!r}, {len(content)}, {step})")
+            self._check(result, path)
+            part, size = base64.b64decode(result.stdout), int(result.value or 0)
+            if not part:
+                break
+            content += part
+        return content
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file in the box; called by verifiers.
+
+        Raises:
+            OSError: the path cannot be written, or the box is full.
+            SandboxError: the box has ended or failed.
+        """
+        for start in range(0, max(1, len(data)), _PART_BYTES):
+            part = base64.b64encode(data[start : start + _PART_BYTES])
+            self._check(await self._call(f"_write({path!r}, {part!r}, {'ab' if start else 'wb'!r})"), path)
+
+    async def teardown(self) -> None:
+        """End the session and all programs in it; called by verifiers."""
+        if (session := self._box.pop("session", None)) is not None:
+            await session.__aexit__(None, None, None)
+
+    async def _call(self, code: str, timeout_seconds: float | None = None) -> ExecutionResult:
+        if "session" not in self._box:
+            try:
+                sandbox = await shared_sandbox.open()
+                self._box["session"] = await sandbox.session().__aenter__()
+            except (execution.SandboxError, ConfigError) as error:
+                raise SandboxError(str(error)) from None
+            self._check(await self._box["session"].run(_HELPERS))
+        return await self._box["session"].run(code, timeout=timeout_seconds)
+
+    def _check(self, result: ExecutionResult, path: str | None = None) -> None:
+        if result.ok:
+            return
+        reason = result.stderr.strip().rpartition("\n")[2]
+        kind = getattr(builtins, reason.partition(":")[0], None)
+        if path is not None and isinstance(kind, type) and issubclass(kind, OSError):
+            raise kind(f"{path}: {reason.partition(':')[2].strip()}")
+        raise SandboxError(f"the sandbox of the rollout failed ({result.verdict}): {reason}")
+
+
+def install() -> None:
+    """Let verifiers construct a `SandboxRuntime` for a `SandboxRuntimeConfig`.
+
+    Raises:
+        ConfigError: the installed verifiers selects runtimes in another way.
+    """
+    select = getattr(runtimes, "_runtime_cls", None)
+    if select is not None and not getattr(select, "selects_sandbox", False):
+
+        def select_with_sandbox(config: object) -> type[Runtime]:
+            if isinstance(config, SandboxRuntimeConfig):
+                return SandboxRuntime
+            return cast(type[Runtime], select(config))
+
+        select_with_sandbox.selects_sandbox = True  # type: ignore[attr-defined]
+        runtimes._runtime_cls = select_with_sandbox
+    if not isinstance(runtimes.make_runtime(SandboxRuntimeConfig()), SandboxRuntime):
+        raise ConfigError(
+            f"verifiers {version('verifiers')} selects runtimes in another way than expected, so its agents would not "
+            "run in the sandbox; install the version that pyproject.toml names"
+        )

@@ -1,0 +1,244 @@
+"""v1 agents in the sandbox: the tools of the shell harness, the runtime under them, and what hostile commands see."""
+
+import asyncio
+import json
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from verifiers.v1 import runtimes
+from verifiers.v1.errors import SandboxError
+
+from prime_rl.configs.shared import EnvConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts import environment_loader
+from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.verifiers import v1_sandbox_runtime
+from prime_rl.rollouts.verifiers.v1_sandbox_runtime import SandboxRuntime, SandboxRuntimeConfig, install, shared_sandbox
+from prime_rl.rollouts.verifiers.v1_shell_harness import ShellHarness, ShellHarnessConfig
+from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
+from prime_rl.rollouts.workers.protocol import ModelAccess
+from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+from prime_rl.sandbox.execution import SandboxLimits
+from prime_rl.sandbox.settings import SandboxSettings, current_settings, use_settings
+from tests.support.fake_engine import fake_engine
+from tests.support.tiny_model import make_tokenizer
+
+from ..sandbox.conftest import needs_bubblewrap
+
+pytestmark = needs_bubblewrap
+PACKAGES = Path(__file__).parents[2] / "support/packages"
+TOKENIZER = make_tokenizer()
+SHELL = {"env": {"agent": {"harness": {"id": "bash"}}}}
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_sandbox():
+    install()
+    before = current_settings()
+    use_settings(SandboxSettings(limits=SandboxLimits(disk_bytes=2**22), num_jails=1, command_timeout_seconds=1))
+    yield
+    use_settings(before)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def box():
+    runtime = runtimes.make_runtime(SandboxRuntimeConfig())
+    await runtime.start()
+    yield runtime
+    await runtime.stop()
+    await shared_sandbox.close()
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return ShellHarness(ShellHarnessConfig(id="prime_rl_shell"))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.syspath_prepend(str(PACKAGES))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGES), os.environ.get("PYTHONPATH", "")]))
+
+
+def calls(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def script(*replies):
+    """Reply i to the prompt with i tool results."""
+
+    def reply(body):
+        count = TOKENIZER.decode(body["token_ids"]).count("<tool_response>")
+        text = replies[min(count, len(replies) - 1)]
+        return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id], "stop"
+
+    return reply
+
+
+@asynccontextmanager
+async def agent(*replies):
+    config = EnvConfig(id="coding_taskset", args=SHELL)
+    environment = environment_loader.load(config, Renderer(TOKENIZER), "train")
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
+        fake.reply = script(*replies)
+        try:
+            yield environment, engine
+        finally:
+            environment._server_task.cancel()
+            await asyncio.gather(environment._server_task, return_exceptions=True)
+            await shared_sandbox.close()
+
+
+async def test_agent_works_on_files_that_task_and_reward_share(installed):
+    commands = [calls("bash", command="paste -sd+ src/numbers.txt | tee sum.txt"), ""]
+    commands[1] = calls("edit", path="sum.txt", old_str="19+23", new_str="42")
+    async with agent(*commands, "done") as (environment, engine):
+        (rollout,) = await environment.run_group(0, 1, engine, {"max_tokens": 300}, 4096)
+    tools = [text for role, text in rollout.text if role == "tool"]
+    assert [tool.strip() for tool in tools] == ["19+23", "Edited sum.txt"]
+    assert rollout.reward == 1.0
+
+
+@pytest.mark.extended
+async def test_agent_in_a_worker_sees_neither_users_nor_keys_of_the_host(installed, tokenizer_dir, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf-secret")
+    monkeypatch.setenv("SOME_API_KEY", "key-secret")
+    look = "cat /etc/passwd; env; id -u; ls /root /home /work; cat /proc/*/environ; ps aux | wc -l"
+    async with fake_engine() as fake, WorkerLauncher() as host:
+        fake.reply = script(calls("bash", command=look), "done")
+        pool = EnvironmentPool(EnvConfig(id="coding_taskset", args=SHELL), host, ModelAccess("m", str(tokenizer_dir)))
+        async with pool:
+            (rollout,) = await pool.run_group(0, 1, fake.url, {"max_tokens": 600}, 16384)
+    (seen,) = [text for role, text in rollout.text if role == "tool"]
+    assert "/etc/passwd: No such file" in seen and "HOME=/tmp" in seen
+    for secret in ("secret", "root:", "TOKEN", "API_KEY", "PYTHONPATH", str(Path.home())):
+        assert secret not in seen.replace("cannot access '/root'", "")
+
+
+@in_one_loop
+@pytest.mark.parametrize(
+    ("command", "seconds", "exit_code", "output"),
+    [
+        ("echo a; echo b >&2; exit 3", None, 3, "ab"),
+        ("echo before; while :; do :; done", 1, 124, "beforethe command took longer than 1 s"),
+        ("kill -9 $$", None, 137, ""),
+        ("kill -9 1; kill -9 -1; echo alive", None, None, None),
+        ("head -c 3000000 /dev/zero | tr '\\0' x", None, 0, "x" * 2**19),
+        ("(sleep 1000 &); echo started", None, 0, "started"),
+        ("cat /proc/1/environ /proc/1/mem; echo 1 > /proc/1/fd/4", None, None, None),
+        ("touch /usr/x || touch /etc/x || echo refused", None, 0, None),
+        ("cat < /dev/tcp/127.0.0.1/22", None, 1, None),
+    ],
+)
+async def test_runtime_commands(box, command, seconds, exit_code, output):
+    result = await box.run(["bash", "-c", command], {}, seconds)
+    if exit_code is not None:
+        assert result.exit_code == exit_code
+    if output is not None:
+        assert (result.stdout + result.stderr).replace("\n", "") == output
+    assert (await box.run(["echo", "next"], {})).stdout == "next\n"
+
+
+@in_one_loop
+async def test_runtime_programs_cannot_write_to_the_session(box):
+    result = await box.run(["bash", "-c", "echo x > /proc/1/fd/4; echo x > /proc/1/fd/1; ls /proc/1/fd"], {})
+    assert result.stderr.count("Permission denied") == 3
+
+
+@in_one_loop
+async def test_runtime_environment_is_the_tasks_alone(box):
+    view = box.with_env({"TASK": "1"})
+    names = {line.partition("=")[0] for line in (await view.run(["env"], {"MINE": "2"})).stdout.splitlines()}
+    assert names - {"LC_CTYPE"} == {"HOME", "TMPDIR", "PATH", "LANG", "TASK", "MINE", "PWD"} - ({"PWD"} - names)
+
+
+@in_one_loop
+@pytest.mark.parametrize("data", [b"", b"a\0\xff", bytes(3 * 2**20)])
+async def test_runtime_files_are_read_as_written(box, data):
+    await box.write("folder/file", data)
+    assert await box.read("folder/file") == data
+    assert await box.read("/tmp/folder/file") == data
+    await box.run(["rm", "-r", "folder"], {})
+
+
+@in_one_loop
+async def test_runtime_files_that_do_not_fit_or_exist_are_os_errors(box):
+    with pytest.raises(FileNotFoundError, match="missing"):
+        await box.read("missing")
+    with pytest.raises(PermissionError) if os.getuid() else pytest.raises(OSError):
+        await box.write("/usr/x", b"")
+    with pytest.raises(OSError, match=r"No space|too large"):
+        await box.write("large", bytes(2**23))
+    await box.run(["rm", "-f", "large"], {})
+    assert await box.alive()
+
+
+@in_one_loop
+@pytest.mark.parametrize(
+    ("name", "arguments", "result"),
+    [
+        ("bash", "{", "error: invalid JSON"),
+        ("bash", "[1]", "error: the arguments of bash"),
+        ("bash", '{"command": 1}', "error: the arguments of bash"),
+        ("bash", '{"command": "a\\u0000b"}', "null character"),
+        ("bash", '{"command": "echo \\ud83d"}', ""),
+        ("edit", '{"path": "/etc/passwd", "old_str": "a", "new_str": "b"}', "No such file"),
+        ("edit", '{"path": ".", "old_str": "a", "new_str": "b"}', "Is a directory"),
+        ("edit", '{"path": "", "old_str": "a", "new_str": "b"}', "must not be empty"),
+        ("edit", '{"path": "f", "old_str": "a", "new_str": "b"}', "exactly once in f (found 2)"),
+    ],
+)
+async def test_shell_tools_answer_hostile_calls(box, harness, name, arguments, result):
+    await box.write("f", b"aa")
+    assert result in await harness.call_local(name, arguments, box)
+
+
+@in_one_loop
+async def test_runtime_whose_session_has_ended_is_a_sandbox_error(box):
+    other = runtimes.make_runtime(SandboxRuntimeConfig())
+    await other.run(["true"], {})
+    await other._box["session"].run("import os; os._exit(0)")
+    with pytest.raises(SandboxError):
+        await other.run(["true"], {})
+    assert not await other.alive()
+    await other.stop()
+    with pytest.raises(SandboxError, match="no network"):
+        await box.prepare_uv_script("print(1)")
+
+
+def test_install_on_another_verifiers_is_an_error(monkeypatch):
+    monkeypatch.delattr(runtimes, "_runtime_cls")
+    monkeypatch.setattr(
+        runtimes, "make_runtime", lambda config: runtimes.SubprocessRuntime(runtimes.SubprocessConfig())
+    )
+    with pytest.raises(ConfigError, match="selects runtimes in another way"):
+        install()
+
+
+def test_agents_without_isolation_are_refused_at_the_start(installed, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
+        environment_loader.load(EnvConfig(id="coding_taskset", args=SHELL), Renderer(TOKENIZER), "train")
+
+
+def test_harness_that_needs_a_container_is_refused(installed):
+    args = {"env": {"agent": {"harness": {"id": "codex"}}}}
+    with pytest.raises(ConfigError, match=r"needs a container.*docker"):
+        environment_loader.load(EnvConfig(id="coding_taskset", args=args), Renderer(TOKENIZER), "train")
+
+
+async def test_task_with_an_image_is_refused():
+    install()
+    with pytest.raises(SandboxError, match="image"):
+        SandboxRuntime(SandboxRuntimeConfig().model_copy(update={"image": "python:3"}))
+    assert v1_sandbox_runtime.runtimes.runtime_is_local(SandboxRuntimeConfig())
+
+
+def test_harness_of_a_taskset_runs_in_the_sandbox(installed):
+    environment = environment_loader.load(EnvConfig(id="shell_taskset"), Renderer(TOKENIZER), "train")
+    assert environment._env.config.agent.runtime.type == "sandbox"
