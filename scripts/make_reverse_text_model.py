@@ -16,13 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "configs/reverse_text/sft_cpu.toml"
-MODEL = ROOT / "configs/reverse_text/model"
 
 WEIGHTS_SEED = 0
 EXAMPLES = 20_000
@@ -39,10 +39,25 @@ CHAT_TEMPLATE = (
 )
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class WarmStart:
+    """What a small model is trained on before its recipe.
+
+    Attributes:
+        make_examples: yields questions and replies.
+        folder: has the recipe `sft_cpu.toml`, and gets the folder `model`.
+    """
+
+    make_examples: Callable[[], Iterator[tuple[str, str]]]
+    folder: Path
+
+
+def main(description: str | None, start: WarmStart) -> None:
     """Train the model and replace `--output`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=MODEL, help="directory to write (default: %(default)s)")
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, default=start.folder / "model", help="directory to write (default: %(default)s)"
+    )
     parser.add_argument("--keep", type=Path, help="work in this directory and keep it, instead of a temporary one")
     parser.add_argument("overrides", nargs="*", help="further arguments of sft, after --")
     arguments = parser.parse_args()
@@ -50,8 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.keep or Path(temporary)
         write_random_model(work / "random")
-        write_examples(work / "examples.jsonl")
-        trained = fine_tune(work, arguments.overrides)
+        write_examples(work / "examples.jsonl", start.make_examples())
+        trained = fine_tune(work, start.folder / "sft_cpu.toml", arguments.overrides)
         replace_model(trained, arguments.output)
     print(f"{arguments.output}: sha256 {digest(arguments.output / 'model.safetensors')} of model.safetensors")
 
@@ -103,19 +118,25 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def write_examples(path: Path) -> None:
-    """Write the supervised examples as JSON lines of `messages`: a word, and the word backwards."""
+def make_examples() -> Iterator[tuple[str, str]]:
+    """Yield words, and the words backwards."""
     from reverse_text.words import make_words
 
+    for word in islice(make_words("sft", MIN_LETTERS, MAX_LETTERS), EXAMPLES):
+        yield word, word[::-1]
+
+
+def write_examples(path: Path, examples: Iterable[tuple[str, str]]) -> None:
+    """Write supervised examples as JSON lines of `messages`."""
     with path.open("w", encoding="utf-8") as file:
-        for word in islice(make_words("sft", MIN_LETTERS, MAX_LETTERS), EXAMPLES):
-            question, answer = {"role": "user", "content": word}, {"role": "assistant", "content": word[::-1]}
-            file.write(json.dumps({"messages": [question, answer]}) + "\n")
+        for question, reply in examples:
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+            file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def fine_tune(work: Path, overrides: list[str]) -> Path:
+def fine_tune(work: Path, recipe: Path, overrides: list[str]) -> Path:
     """Run `sft` and return the directory of its last published weights."""
-    arguments = ["@", str(RECIPE), "--model.name", str(work / "random"), "--data.name", str(work / "examples.jsonl")]
+    arguments = ["@", str(recipe), "--model.name", str(work / "random"), "--data.name", str(work / "examples.jsonl")]
     command = [str(Path(sys.executable).with_name("sft")), *arguments, "--output-dir", str(work / "run")]
     subprocess.run([*command, *overrides], check=True)
     return max((work / "run/weights").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
@@ -136,4 +157,4 @@ def digest(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, WarmStart(make_examples, ROOT / "configs/reverse_text"))

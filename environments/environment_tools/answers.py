@@ -5,6 +5,9 @@ import re
 # A final answer is within this many characters of the end.
 TAIL = 20_000
 
+# A longer answer between tags is none.
+MAX_ANSWER = 4000
+
 _BRACES = re.compile(r"\\boxed\s*\{|\\fbox\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -17,6 +20,13 @@ def final_part(text: str) -> str:
     if not closed and "<think>" in head + tail:
         return ""
     return tail[-TAIL:]
+
+
+def last_tagged(text: str, tag: str = "answer") -> str | None:
+    """Return the content of the last <tag>...</tag>, stripped; None if there is none or it is too long."""
+    head, closed, _ = text.rpartition(f"</{tag}>")
+    _, opened, content = head.rpartition(f"<{tag}>")
+    return content.strip() if closed and opened and len(content) <= MAX_ANSWER else None
 
 
 def last_boxed(text: str) -> str | None:

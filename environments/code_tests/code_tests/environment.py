@@ -4,14 +4,17 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from code_tests.problems import Problem, make_problems, read_problem
-from code_tests.scoring import Outcome, SandboxRunner
+from code_tests.problems import STYLES, Problem, make_problems, read_problem
+from code_tests.scoring import Outcome, grade
 
+from .environment_tools.prompts import make_dataset
 from .environment_tools.rows import Source, pick
+from .environment_tools.sandboxed import require_prime_rl
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from verifiers import SingleTurnEnv
+
+    from prime_rl.sandbox.shared_sandbox import SharedSandbox
 
 SYSTEM_PROMPT = "Solve the problem in Python. End with the complete code in one block between ```python and ```."
 _OUTCOME = "code_tests_outcome"
@@ -27,12 +30,11 @@ def load_environment(
     num_train_examples: int = -1,
     num_eval_examples: int = -1,
     num_generated: int = 1000,
+    style: str = "sentences",
     seed: int = 0,
     reward: str = "fraction",
     timeout_ms: float = 5000,
     max_tests: int = 20,
-    backend: str = "bwrap",
-    num_jails: int | None = None,
     system_prompt: str = SYSTEM_PROMPT,
 ) -> "SingleTurnEnv":
     """Make the environment. Without a file or data set it generates small problems.
@@ -50,51 +52,58 @@ def load_environment(
         num_train_examples: number of examples; -1 uses all.
         num_eval_examples: the same for evaluation.
         num_generated: number of generated problems for training; an eighth of it for evaluation.
+        style: wording of the generated problems: "sentences", or "notation" for models of under a million parameters.
         seed: seed of the generated problems.
         reward: "fraction" of the tests passed, or "all": 1 if all pass, else 0.
         timeout_ms: time of each test.
         max_tests: number of tests of a problem that are run, the first ones.
-        backend: "bwrap", or "unsafe-subprocess", which isolates nothing.
-        num_jails: jails of the sandbox, None for one per processor.
         system_prompt: the system message; "" for none.
 
     Raises:
-        ValueError: a missing or malformed file, or invalid arguments.
+        ValueError: a missing or malformed file, invalid arguments, or prime-rl is not installed.
         ConfigError: this machine cannot isolate code.
     """
     import verifiers as vf
 
     if reward not in ("fraction", "all"):
         raise ValueError(f"reward is {reward!r}, not fraction or all")
+    if style not in STYLES:
+        raise ValueError(f"style is {style!r}, not {' or '.join(STYLES)}")
     if timeout_ms <= 0 or max_tests < 1 or num_generated < 1:
         raise ValueError("timeout_ms, max_tests and num_generated must be positive")
+    require_prime_rl("code_tests")
+    from prime_rl.sandbox.shared_sandbox import SharedSandbox
+
     if data_path or dataset_name:
         train = Source(data_path, dataset_name or "", dataset_subset, train_split).examples(read_problem)
         other = Source(eval_data_path or data_path, dataset_name or "", dataset_subset, eval_split)
         evaluation = other.examples(read_problem) if eval_data_path or not data_path else train
     else:
-        train = list(make_problems(seed, "train", num_generated))
-        evaluation = list(make_problems(seed, "eval", max(1, num_generated // 8)))
+        train = list(make_problems(seed, "train", num_generated, style))
+        evaluation = list(make_problems(seed, "eval", max(1, num_generated // 8), style))
     train, evaluation = pick(train, num_train_examples), pick(evaluation, num_eval_examples)
     # The tests stay here: rows are written to samples/, which people publish.
     problems = [*train, *evaluation]
-    runner = SandboxRunner(backend, num_jails)
-    runner.check()
-    scores = _make_scores(problems, runner, reward, timeout_ms, max_tests)
+    sandbox = SharedSandbox()
+    sandbox.check()
+    scores = _make_scores(problems, sandbox, reward, timeout_ms, max_tests)
     env = vf.SingleTurnEnv(
-        dataset=_dataset(train, 0, system_prompt),
-        eval_dataset=_dataset(evaluation, len(train), system_prompt),
+        dataset=make_dataset(((problem.question, "") for problem in train), system_prompt),
+        eval_dataset=make_dataset(((problem.question, "") for problem in evaluation), system_prompt, len(train)),
         rubric=vf.Rubric(funcs=scores, weights=[1.0] + [0.0] * (len(scores) - 1)),
     )
-    env.runner = runner
+    env.sandbox = sandbox
     return env
 
 
 def _make_scores(
-    problems: Sequence[Problem], runner: SandboxRunner, reward: str, timeout_ms: float, max_tests: int
+    problems: Sequence[Problem], sandbox: "SharedSandbox", reward: str, timeout_ms: float, max_tests: int
 ) -> list[Any]:
     """Return the reward function and the metrics; the first that is called runs the tests."""
     running: dict[int, asyncio.Future[Outcome]] = {}
+
+    async def grade_reply(reply: str, problem: Problem) -> Outcome:
+        return await grade(await sandbox.open(), reply, problem, timeout_ms, max_tests)
 
     async def outcome_of(state: Any, completion: Any, info: Any, parser: Any) -> Outcome:
         if _OUTCOME in state:
@@ -102,8 +111,7 @@ def _make_scores(
         key = id(state)
         if key not in running:
             reply = parser.parse_answer(completion) or ""
-            grading = runner.grade(reply, problems[info["problem"]], timeout_ms, max_tests)
-            running[key] = asyncio.ensure_future(grading)
+            running[key] = asyncio.ensure_future(grade_reply(reply, problems[info["number"]]))
         try:
             outcome = await running[key]
         finally:
@@ -135,14 +143,3 @@ def _make_scores(
         return (await outcome_of(state, completion, info, parser)).milliseconds
 
     return [tests_passed, compiled, passed_tests, timeouts, sandbox_ms]
-
-
-def _dataset(problems: Sequence[Problem], first: int, system_prompt: str) -> "Dataset":
-    from datasets import Dataset
-
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    rows = [
-        {"prompt": [*system, {"role": "user", "content": problem.question}], "answer": "", "info": {"problem": number}}
-        for number, problem in enumerate(problems, first)
-    ]
-    return Dataset.from_list(rows)

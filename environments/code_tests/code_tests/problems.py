@@ -10,6 +10,9 @@ from typing import Any
 
 from .environment_tools.rows import Row, text_of
 
+STYLES = ("sentences", "notation")
+"""How generated problems are worded."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -58,20 +61,39 @@ def read_problem(row: Row) -> Problem:
     return Problem(question, tuple(cases))
 
 
-def make_problems(seed: int, part: str, count: int) -> Iterator[Problem]:
-    """Yield small problems, the same for the same seed: a linear function, or the same as a program."""
+def make_problems(seed: int, part: str, count: int, style: str = "sentences") -> Iterator[Problem]:
+    """Yield small problems about linear functions, the same for the same seed.
+
+    Args:
+        seed: seed of the problems.
+        part: separates training and evaluation.
+        count: number of problems.
+        style: one of `STYLES`. "sentences" asks for a function or a program, "notation" is only "f(x)=3x-7".
+    """
     source = Random(f"code_tests {part} {seed}")
+    make = _describe_in_notation if style == "notation" else _describe_in_sentences
     for _ in range(count):
-        factor, summand = source.randint(2, 9), source.randint(1, 99)
-        points = source.sample(range(-50, 50), 4)
-        rule = f"{factor} times its argument plus {summand}"
-        if source.random() < 0.5:
-            cases = [Case(function="f", args=[x], expected=factor * x + summand) for x in points]
-            yield Problem(f"Write a Python function f(x) that returns {rule}.", tuple(cases))
-        else:
-            cases = [Case(f"{x}\n", f"{factor * x + summand}\n") for x in points]
-            question = "Write a Python program that reads an integer from standard input and prints"
-            yield Problem(f"{question} {rule.replace('its argument', 'it')}.", tuple(cases))
+        yield make(source)
+
+
+def _describe_in_sentences(source: Random) -> Problem:
+    factor, summand = source.randint(2, 9), source.randint(1, 99)
+    points = source.sample(range(-50, 50), 4)
+    rule = f"{factor} times its argument plus {summand}"
+    if source.random() < 0.5:
+        cases = [Case(function="f", args=[x], expected=factor * x + summand) for x in points]
+        return Problem(f"Write a Python function f(x) that returns {rule}.", tuple(cases))
+    cases = [Case(f"{x}\n", f"{factor * x + summand}\n") for x in points]
+    question = "Write a Python program that reads an integer from standard input and prints"
+    return Problem(f"{question} {rule.replace('its argument', 'it')}.", tuple(cases))
+
+
+def _describe_in_notation(source: Random) -> Problem:
+    """The first test only needs the right summand, so that half a solution earns half a reward."""
+    factor, summand = (source.randrange(10 ** (digits - 1), 10**digits) for digits in source.choices((1, 2, 3), k=2))
+    summand *= source.choice((-1, 1))
+    cases = [Case(function="f", args=[x], expected=factor * x + summand) for x in (0, source.randint(2, 9))]
+    return Problem(f"f(x)={factor}x{summand:+}", tuple(cases))
 
 
 def _read_humaneval(row: Row) -> Problem:

@@ -82,6 +82,18 @@ def test_read_problem_malformed_row_raises(row, message):
         read_problem(row)
 
 
+def test_make_problems_in_notation_have_small_questions_and_solutions():
+    from code_tests.problems import make_problems
+
+    problems = list(make_problems(0, "train", 50, "notation"))
+    assert max(len(problem.question) for problem in problems) <= len("f(x)=100x-100")
+    for problem in problems:
+        factor, summand = problem.question.removeprefix("f(x)=").replace("-", "+-").split("x+")
+        assert [int(factor) * case.args[0] + int(summand) for case in problem.cases] == [
+            case.expected for case in problem.cases
+        ]
+
+
 def test_make_problems_depend_on_seed_and_part_only():
     from code_tests.problems import make_problems
 
@@ -92,7 +104,7 @@ def test_make_problems_depend_on_seed_and_part_only():
     assert {bool(problem.cases[0].function) for problem in first} == {True, False}
 
 
-@pytest.mark.parametrize("args", [{"reward": "some"}, {"timeout_ms": 0}, {"max_tests": 0}])
+@pytest.mark.parametrize("args", [{"reward": "some"}, {"style": "poem"}, {"timeout_ms": 0}, {"max_tests": 0}])
 def test_load_environment_invalid_arguments_raise(args):
     with pytest.raises(RuntimeError, match=next(iter(args))):
         vf.load_environment("code_tests", **args)
@@ -114,7 +126,7 @@ def test_load_environment_rows_hold_no_tests(tmp_path):
 def load_rows(folder, *rows, **args):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return vf.load_environment("code_tests", data_path=str(path), num_jails=1, **args)
+    return vf.load_environment("code_tests", data_path=str(path), **args)
 
 
 @needs_bubblewrap
@@ -139,13 +151,13 @@ async def test_rewards_of_right_wrong_and_hostile_replies(tmp_path):
         assert (await play_async(env, env.get_dataset()[2], [half]))["reward"] == 0.5
         assert (await play_async(strict, strict.get_dataset()[0], [half]))["reward"] == 0
     finally:
-        await env.runner.close()
-        await strict.runner.close()
+        await env.sandbox.close()
+        await strict.sandbox.close()
 
 
 @needs_bubblewrap
 async def test_generated_problems_can_be_solved():
-    env = vf.load_environment("code_tests", num_generated=8, num_jails=1)
+    env = vf.load_environment("code_tests", num_generated=8)
     try:
         for row in env.get_dataset().select(range(4)):
             question = row["prompt"][-1]["content"]
@@ -154,22 +166,23 @@ async def test_generated_problems_can_be_solved():
             code = body if "function" in question else f"{body}\nprint(f(int(input())))"
             assert (await play_async(env, row, [CODE.format(code)]))["reward"] == 1
     finally:
-        await env.runner.close()
+        await env.sandbox.close()
 
 
 @needs_bubblewrap
 async def test_sandbox_that_fails_raises_and_is_no_reward_of_0(tmp_path, monkeypatch):
     from code_tests.problems import read_problem
+    from code_tests.scoring import grade
 
     env = load_rows(tmp_path, ROWS["apps"])
     try:
-        sandbox = await env.runner.open()
+        sandbox = await env.sandbox.open()
 
         async def run(request):
             return ExecutionResult(Verdict.INFRA, stderr="lost")
 
         monkeypatch.setattr(sandbox._pool, "run", run)
         with pytest.raises(SandboxError, match="lost"):
-            await env.runner.grade(CODE.format(DOUBLE), read_problem(ROWS["apps"]), 1000, 5)
+            await grade(sandbox, CODE.format(DOUBLE), read_problem(ROWS["apps"]), 1000, 5)
     finally:
-        await env.runner.close()
+        await env.sandbox.close()

@@ -19,6 +19,7 @@ PUBLISHED = {"verifiers", "math-verify"}
 QUESTION = {"question": "What is 1 + 1?", "answer": "2"}
 CHOICE = {"question": "What is 1 + 1?", "options": ["A)1", "B)2"], "correct": "B", "rationale": "count"}
 ARGUMENTS: dict[str, dict[str, Any]] = {
+    "agentic": {"task": "repair", "num_generated": 2},
     "alphabet_sort": {"num_train_examples": 2},
     "calculator": {"num_train_examples": 2},
     "code_tests": {"num_generated": 2},
@@ -26,9 +27,16 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "gsm8k": {"data_path": "question.jsonl"},
     "hendrycks_math": {"data_path": "question.jsonl"},
     "intellect_math": {"data_path": "question.jsonl"},
+    "logic": {"num_generated": 4},
     "nanochat_aqua_rat": {"data_dir": "choices", "eval_split": None},
+    "python_tool": {"num_generated": 2},
+    "research": {"num_towns": 2},
     "reverse_text": {"words": 2},
+    "science": {"num_generated": 2},
 }
+SANDBOXED = {"agentic", "code_tests", "python_tool"}
+"""Environments that run code: prime-rl, which has the sandbox, is installed beside them."""
+
 # Run with -I, so that nothing but the installed wheel can be imported. A `MathGrader` starts a file of the wheel.
 LOAD = """
 import importlib, pkgutil, sys
@@ -44,6 +52,13 @@ if grader := getattr(environment.rubric, "grader", None):
     import asyncio
     assert asyncio.run(grader.grade("2", "4/2")).correct
     grader.close()
+if sandbox := getattr(environment, "sandbox", None):
+    import asyncio
+    async def run():
+        result = await (await sandbox.open()).run("print(1 + 1)")
+        await sandbox.close()
+        return result.stdout
+    assert asyncio.run(run()) == "2\\n"
 print("loaded", name)
 """
 
@@ -76,7 +91,11 @@ def test_wheel_installed_by_pip_in_an_empty_venv_loads(project: Path, tmp_path: 
     python = tmp_path / "venv" / "bin" / "python"
     run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, tmp_path / "source", cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
-    run(python, "-m", "pip", "install", "--quiet", "--no-compile", wheel, cwd=tmp_path)
+    wheels = [wheel]
+    if project.name in SANDBOXED:
+        run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path / "own", FOLDER.parent, cwd=tmp_path)
+        wheels += (tmp_path / "own").glob("*.whl")
+    run(python, "-m", "pip", "install", "--quiet", "--no-compile", *wheels, cwd=tmp_path)
     (tmp_path / "question.jsonl").write_text(json.dumps(QUESTION) + "\n")
     (tmp_path / "choices").mkdir()
     (tmp_path / "choices" / "train.jsonl").write_text(json.dumps(CHOICE) + "\n")

@@ -1,0 +1,93 @@
+"""The environment: a science question, and a reward for the right quantity or choice."""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from science.questions import KINDS, Question, make_questions, read_question
+
+from .environment_tools.answers import last_tagged
+from .environment_tools.prompts import final_reply, make_dataset
+from .environment_tools.rows import Source, pick
+
+if TYPE_CHECKING:
+    from verifiers import SingleTurnEnv
+
+SYSTEM_PROMPT = (
+    "Answer the question. End with the result between <answer> and </answer>: a number with its unit, or the letter of "
+    "a choice."
+)
+
+
+def load_environment(
+    kinds: Sequence[str] = KINDS,
+    tolerance: float = 0.01,
+    data_path: str | None = None,
+    eval_data_path: str | None = None,
+    dataset_name: str | None = None,
+    dataset_subset: str | None = None,
+    train_split: str = "train",
+    eval_split: str = "test",
+    num_train_examples: int = -1,
+    num_eval_examples: int = -1,
+    num_generated: int = 1000,
+    seed: int = 0,
+    system_prompt: str = SYSTEM_PROMPT,
+) -> "SingleTurnEnv":
+    """Make the environment. Without a file or data set it generates questions of physics, chemistry and biology.
+
+    The reward is 1 if the last <answer> of the reply is the right choice, or a quantity of the right dimension within
+    the tolerance. `has_answer` is a metric with weight 0.
+
+    Args:
+        kinds: generated questions: "numbers", "choices", or both in turn.
+        tolerance: largest relative difference of a number, for rows without `tolerance`.
+        data_path: a `.jsonl` or `.json` file of questions (see the README).
+        eval_data_path: the same for evaluation; without it, `data_path` is used for evaluation too.
+        dataset_name: a data set of the hub with such rows.
+        dataset_subset: its configuration.
+        train_split: its split for training.
+        eval_split: its split for evaluation.
+        num_train_examples: number of examples; -1 uses all.
+        num_eval_examples: the same for evaluation.
+        num_generated: number of generated questions for training; an eighth of it for evaluation.
+        seed: seed of the generated questions.
+        system_prompt: the system message; "" for none.
+
+    Raises:
+        ValueError: a missing or malformed file, or invalid arguments.
+    """
+    import verifiers as vf
+
+    if not kinds or any(kind not in KINDS for kind in kinds):
+        raise ValueError(f"kinds is {kinds!r}; it must name some of {', '.join(KINDS)}")
+    if not 0 <= tolerance < 1 or num_generated < 1:
+        raise ValueError("need 0 <= tolerance < 1 and a positive num_generated")
+    if data_path or dataset_name:
+        read = partial(read_question, tolerance=tolerance)
+        train = Source(data_path, dataset_name or "", dataset_subset, train_split).examples(read)
+        other = Source(eval_data_path or data_path, dataset_name or "", dataset_subset, eval_split)
+        evaluation = other.examples(read) if eval_data_path or not data_path else train
+    else:
+        train = list(islice(make_questions(seed, "train", kinds, tolerance), num_generated))
+        evaluation = list(islice(make_questions(seed, "eval", kinds, tolerance), max(1, num_generated // 8)))
+    train, evaluation = pick(train, num_train_examples), pick(evaluation, num_eval_examples)
+    return vf.SingleTurnEnv(
+        dataset=make_dataset(((q.text, q.answer) for q in train), system_prompt),
+        eval_dataset=make_dataset(((q.text, q.answer) for q in evaluation), system_prompt, len(train)),
+        rubric=vf.Rubric(funcs=_make_scores([*train, *evaluation]), weights=[1.0, 0.0]),
+    )
+
+
+def _make_scores(questions: Sequence[Question]) -> list[Any]:
+    def correct_answer(completion: Any, info: Any) -> float:
+        """1 if the answer is correct."""
+        answer = last_tagged(final_reply(completion))
+        return float(answer is not None and questions[info["number"]].is_correct(answer))
+
+    def has_answer(completion: Any) -> float:
+        """1 if there is an answer, right or wrong."""
+        return float(last_tagged(final_reply(completion)) is not None)
+
+    return [correct_answer, has_answer]

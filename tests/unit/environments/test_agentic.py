@@ -1,0 +1,217 @@
+"""agentic: plans of at least twenty turns, and repairs that hidden tests accept."""
+
+import json
+import shutil
+from collections import deque
+
+import pytest
+from agentic.environment import load_environment
+from agentic.planning import make_tasks
+from agentic.repositories import HiddenTest, check_file, make_repairs, read_repair
+from agentic.repository_templates import TEMPLATES
+from agentic.warehouse import ActionError, Situation, Warehouse, act, make_plan, num_delivered
+
+from .scripted import call, play, play_async
+
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+ARGUMENT = {"go": "room", "take": "thing"}
+
+
+def as_call(step):
+    action, argument = step
+    return call(action, json.dumps({ARGUMENT[action]: argument} if action in ARGUMENT else {}))
+
+
+def test_generated_plans_deliver_everything_in_the_promised_number_of_actions():
+    tasks = make_tasks(0, "train", 30, 20, 36)
+    for task in tasks:
+        now = task.start
+        for step in task.plan:
+            assert num_delivered(task.world, now) < 3
+            now = act(task.world, now, *step)
+        assert num_delivered(task.world, now) == 3
+        assert 20 <= len(task.plan) <= 36
+    assert tasks == make_tasks(0, "train", 30, 20, 36) != make_tasks(1, "train", 30, 20, 36)
+
+
+def test_lower_bound_of_actions_holds_for_the_shortest_plan():
+    doors = {"dock": ("hall",), "hall": ("dock", "lab"), "lab": ("hall",)}
+    world = Warehouse(doors, "lab", {"red parcel": "lab"})
+    start = Situation("dock", (("key", "dock"), ("red parcel", "dock")))
+    shortest, queue = {start: 0}, deque([start])
+    while num_delivered(world, now := queue.popleft()) < 1:
+        for step in [("go", room) for room in doors] + [
+            ("take", "key"),
+            ("take", "red parcel"),
+            ("drop", ""),
+            ("unlock", ""),
+        ]:
+            try:
+                after = act(world, now, *step)
+            except ActionError:
+                continue
+            if after not in shortest:
+                shortest[after] = shortest[now] + 1
+                queue.append(after)
+    from agentic.warehouse import _fewest_actions
+
+    assert _fewest_actions(world, start) <= shortest[now] == len(make_plan(world, start)) == 9
+
+
+def test_planning_rollout_takes_a_turn_for_each_action():
+    env = load_environment(num_generated=2)
+    task, row = env.tasks[0], env.get_dataset()[0]
+    plan = [as_call(step) for step in task.plan]
+    state = play(env, row, plan)
+    assert state["reward"] == 1 and len(state["trajectory"]) == len(plan) >= 20
+    assert state["metrics"]["num_actions"] == len(plan)
+    half = play(env, row, [*plan[:-1], "done"])
+    assert half["reward"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("replies", "message"),
+    [
+        ([call("go", '{"room": "moon"}')], "no door"),
+        ([call("go", '{"room": ["hall"]}')], "no door"),
+        ([call("take", '{"thing": "' + "x" * 5000 + '"}')], "there is no 'xxx"),
+        ([call("unlock", "{}")], "error: "),
+        ([call("drop", "{}")], "you carry nothing"),
+        ([call("fly", "{}")], "no such tool"),
+        ([call("go", "{}")], "room"),
+        ([call("go", "not json")], "error: "),
+    ],
+)
+def test_planning_tools_answer_hostile_calls(replies, message):
+    env = load_environment(num_generated=1)
+    state = play(env, env.get_dataset()[0], [*replies, "done"])
+    [result] = [part.content for part in state["completion"] if part.role == "tool"]
+    assert message in result and len(result) < 300
+    assert state["reward"] == 0
+
+
+def test_planning_second_call_of_a_reply_is_ignored():
+    env = load_environment(num_generated=1)
+    task = env.tasks[0]
+    first = as_call(task.plan[0])
+    second = as_call(task.plan[1])["tool_calls"][0].model_copy(update={"id": "d"})
+    state = play(env, env.get_dataset()[0], [{"content": "", "tool_calls": [*first["tool_calls"], second]}, "done"])
+    results = [part.content for part in state["completion"] if part.role == "tool"]
+    assert results[0].startswith("You are") and "one call in each reply" in results[1]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_each_defect_breaks_a_hidden_test_and_correct_code_none(template, monkeypatch, tmp_path):
+    import importlib
+    import sys
+
+    def num_passed(files):
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        modules = [name.removesuffix(".py") for name in files if name.endswith(".py")]
+        for module in modules:
+            sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        try:
+            tests = [HiddenTest(*test) for test in template.tests]
+            return sum(passes(test) for test in tests) / len(tests)
+        finally:
+            for module in modules:
+                sys.modules.pop(module, None)
+
+    def passes(test):
+        try:
+            return getattr(importlib.import_module(test.module), test.function)(*test.args) == test.expected
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            return False
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert num_passed(template.files) == 1
+    for path, right, wrong in template.defects:
+        assert right in template.files[path], right
+        broken = {**template.files, path: template.files[path].replace(right, wrong, 1)}
+        assert num_passed(broken) < 1, (right, wrong)
+
+
+def test_make_repairs_yield_all_variants_before_one_is_repeated():
+    files = [json.dumps(dict(task.files)) for task in make_repairs(0, "train", 40)]
+    assert len(set(files)) == 40
+    assert files == [json.dumps(dict(task.files)) for task in make_repairs(0, "train", 40)]
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "x\0", "a" * 201])
+def test_check_file_name_that_leads_out_raises(name):
+    with pytest.raises(ValueError, match="not the name"):
+        check_file(name, "")
+
+
+ROW = {
+    "question": "add is wrong",
+    "files": {"sums.py": "def add(a, b):\n    return a - b\n", "test_sums.py": "import unittest, sums\n"},
+    "tests": [{"module": "sums", "function": "add", "args": [2, 3], "expected": 5}],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": {}}, "files"),
+        ({"files": {"../x": ""}}, "not the name"),
+        ({"tests": []}, "tests"),
+        ({"tests": [{"module": "a"}]}, "module, function"),
+        ({"tests": [{"module": "os; x", "function": "f", "args": [], "expected": 1}]}, "names of Python"),
+    ],
+)
+def test_read_repair_malformed_row_raises(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_repair(ROW | change)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"task": "shopping"}, "planning or repair"),
+        ({"min_actions": 30, "max_actions": 20}, "min_actions"),
+        ({"min_actions": 90, "max_actions": 99, "num_generated": 1}, "no warehouse"),
+        ({"data_path": "x"}, "for repair"),
+        ({"num_generated": 0}, "num_generated"),
+    ],
+)
+def test_load_environment_invalid_arguments_raise(args, message):
+    with pytest.raises(ValueError, match=message):
+        load_environment(**args)
+
+
+def write(name, content):
+    return call("write_file", json.dumps({"name": name, "content": content}))
+
+
+@needs_bubblewrap
+async def test_repair_rewards_of_right_wrong_and_hostile_rollouts(tmp_path):
+    path = tmp_path / "repositories.jsonl"
+    path.write_text(json.dumps(ROW) + "\n")
+    env = load_environment(task="repair", data_path=str(path), timeout_seconds=1)
+    [row] = env.get_dataset()
+    right = "def add(a, b):\n    return a + b\n"
+    rollouts = [
+        (1, [call("list_files", "{}"), call("read_file", '{"name": "sums.py"}'), write("sums.py", right), "done"]),
+        (1, [write("sums.py", right), call("run", "{\"code\": \"open('sums.py', 'w').write('')\"}"), "done"]),
+        (0, ["done"]),
+        (0, [write("sums.py", "import os; os._exit(0)"), "done"]),
+        (0, [write("sums.py", "def add(a, b):\n    while True: pass\n"), "done"]),
+        (0, [write("sums.py", "class A:\n    __eq__ = lambda *_: True\ndef add(a, b): return A()\n"), "done"]),
+        (0, [write("../sums.py", right), "done"]),
+        (0, [write("json.py", "raise SystemExit(0)"), "done"]),
+    ]
+    try:
+        for reward, replies in rollouts:
+            state = await play_async(env, row, replies)
+            assert state["reward"] == reward, replies
+        calls = [call("run_tests", "{}"), call("run", '{"code": "print(open(\'sums.py\').read())"}'), "done"]
+        state = await play_async(env, row, calls)
+        tests, printed = [message.content for message in state["completion"] if message.role == "tool"]
+        assert "Ran 0 tests" in tests and "return a - b" in printed
+        assert "5" not in json.dumps(list(env.get_dataset()))
+    finally:
+        await env.sandbox.close()
