@@ -1,0 +1,47 @@
+"""Every program of docs/python_api.md runs as it is, and leaves no process."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[3] / "docs/python_api.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+EXPECTED = {
+    'rl.Run("configs/reverse_text/model", env=load_environment': r"^19 0\.",
+    "resume=-1": r"^0 .*\n1 .*\n2 .*\n3 .*\nhttp://127.0.0.1:\d+ [\d.]+\n\[4, 5\]$",
+    "advantage=centred": r"^[\d.]+$",
+    "rl.sft(": r"^outputs/sft/weights/step_2$",
+    "rl.PolicyClient(": r"^\[.*\]\n[\d.]+$",
+    "FSDP2Trainer(": r"^step 0: reward .*\nstep 1: reward .*, staleness [012]$",
+}
+"""What identifies a block, and what it prints."""
+
+
+def block_with(mark: str) -> str:
+    (block,) = [block for block in BLOCKS if mark in block]
+    return block
+
+
+def test_every_block_is_run():
+    assert len(BLOCKS) == len(EXPECTED)
+    assert len({block_with(mark) for mark in EXPECTED}) == len(EXPECTED)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mark", list(EXPECTED)[1:])
+def test_program_prints_what_it_should(start, mark):
+    program = start(block_with(mark))
+    assert re.search(EXPECTED[mark], program.wait(), re.MULTILINE), program.output
+    program.assert_nothing_left()
+
+
+@pytest.mark.extended
+def test_first_program_learns(start):
+    program = start(block_with(next(iter(EXPECTED))))
+    program.wait()
+    rewards = [float(reward) for reward in re.findall(r"^\d+ ([\d.]+) [012] ", program.output, re.MULTILINE)]
+    assert len(rewards) >= 20
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2, rewards
+    assert (program.folder / "outputs/model/config.json").exists()
+    program.assert_nothing_left()

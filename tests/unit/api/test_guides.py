@@ -1,0 +1,67 @@
+"""The names of guides translate to keys of `rl` and `sft`."""
+
+import json
+
+import pytest
+
+import prime_rl
+from prime_rl import FSDP2Trainer, Orchestrator, SimpleSFTTrainer, vLLMInference
+from prime_rl.api import guides
+
+
+def test_orchestrator_arguments_become_keys_of_rl(monkeypatch, tmp_path):
+    runs = []
+
+    class Recorded(prime_rl.Run):
+        def __init__(self, *arguments, **values):
+            super().__init__(*arguments, output_dir=tmp_path, **values)
+            runs.append(self.config)
+
+        def __enter__(self):
+            return []
+
+        def __exit__(self, *error):
+            """Nothing was started."""
+
+    monkeypatch.setattr(guides, "Run", Recorded)
+    trainer = FSDP2Trainer(model="some/model", optimizer="muon", num_gpus=3)
+    trainer.add_environments(["reverse_text"])
+    inference = vLLMInference(model_weights=trainer.get_weights(), num_gpus=2)
+    orchestrator = Orchestrator(
+        trainer=trainer, inference=inference, environments=["gsm8k"], batch_size=1024, async_mode=False
+    )
+    assert orchestrator.train(total_steps=100, checkpoint_every=10, log_every=5) is None
+    (config,) = runs
+    assert config.model.name == "some/model"
+    assert (config.max_steps, config.ckpt.interval, config.async_level) == (100, 10, 0)
+    assert (config.ranks, len(config.inference_gpu_ids), config.trainer.optim.type) == (3, 2, "muon")
+    assert (config.orchestrator.batch_size, [env.id for env in config.orchestrator.env]) == (
+        1024,
+        ["reverse_text", "gsm8k"],
+    )
+
+
+def test_bad_input_is_a_config_error():
+    with pytest.raises(prime_rl.ConfigError, match=r"num_nodes=32.*one node"):
+        vLLMInference("some/model", num_nodes=32)
+    with pytest.raises(prime_rl.ConfigError, match=r"get_weights\(\)"):
+        Orchestrator(FSDP2Trainer("some/model"), vLLMInference("another/model"))
+
+
+def test_simple_sft_trainer_trains_on_the_answers(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(guides, "sft", lambda model, data, **values: calls.append((model, data, values)) or data)
+    environment = prime_rl.load_environment("reverse_text", words=3)
+    trainer = SimpleSFTTrainer(model="some/model", environment=environment, num_gpus=1, output_dir=tmp_path)
+    data = trainer.train(steps=1000)
+    assert calls == [("some/model", data, {"num_gpus": 1, "max_steps": 1000, "output_dir": tmp_path})]
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    assert len(rows) == 3
+    assert all(row["prompt"][-1]["content"][::-1] == row["completion"][0]["content"] for row in rows)
+
+
+def test_load_environment_of_a_file_and_bad_input(tmp_path):
+    (tmp_path / "mine.py").write_text("def load_environment(size=1):\n    return size\n")
+    assert prime_rl.load_environment(str(tmp_path / "mine.py"), size=4) == 4
+    with pytest.raises(prime_rl.ConfigError, match="no_such_environment is not installed"):
+        prime_rl.load_environment("no_such_environment")

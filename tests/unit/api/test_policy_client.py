@@ -1,0 +1,71 @@
+"""`PolicyClient` against a real HTTP server."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from prime_rl.api.policy_client import PolicyClient
+from prime_rl.core.errors import RunError
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers as an OpenAI-compatible server does: replies count up, and a request for `tokens` is refused."""
+
+    def do_GET(self):
+        self._answer(200, {"data": [{"id": "policy"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body["key"] = self.headers.get("Authorization")
+        self.server.bodies.append(body)
+        if body.get("max_tokens") == 0:
+            return self._answer(400, {"error": "max_tokens must\nbe at least 1"})
+        replies = [{"message": {"content": f"reply {index}"}} for index in range(body["n"])]
+        return self._answer(200, {"choices": replies})
+
+    def _answer(self, status, value):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *arguments):
+        """Write no log."""
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.bodies = []
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_generate_returns_one_text_per_sample(server, suffix, monkeypatch):
+    monkeypatch.setenv("INFERENCE_SERVER_API_KEY", "secret")
+    messages = [{"role": "user", "content": "hello"}]
+    client = PolicyClient(server.url + suffix)
+    assert client.generate(messages, num_samples=4, temperature=0.5) == [f"reply {index}" for index in range(4)]
+    assert server.bodies == [
+        {"model": "policy", "messages": messages, "n": 4, "temperature": 0.5, "key": "Bearer secret"}
+    ]
+    client.generate("hello")
+    assert server.bodies[1]["messages"] == messages
+
+
+def test_generate_refused_request_is_a_run_error_of_one_line(server):
+    with pytest.raises(RunError, match=r"/v1/chat/completions answered 400: .*max_tokens must") as caught:
+        PolicyClient(server.url).generate("hello", max_tokens=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_generate_without_server_is_a_run_error(server):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(RunError, match=r"cannot be reached: .*refused"):
+        PolicyClient(server.url, model="policy").generate("hello")
