@@ -119,7 +119,8 @@ def run_evaluation(
     directory = run.run_paths.root / "code"
     if env is None:
         trained = [EvalEnvConfig.from_training(one) for one in settings.env]
-        environments = [one.model_dump(mode="json", exclude_defaults=True) for one in trained]
+        training_only = {"rollouts_per_example", "max_concurrent", "max_rollouts_per_minute", "identity"}
+        environments = [one.model_dump(mode="json", exclude_defaults=True, exclude=training_only) for one in trained]
     else:
         environments = environment_list(env, directory)
     values = {
