@@ -1,36 +1,42 @@
 """Metrics and figures of a custom loop in W&B, with the calls of the guide."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from prime_rl.plots.rl_metrics_tracker import (
-    RLMetricsTracker,
-    log_prime_rl_metrics_to_wandb,
-    setup_prime_rl_wandb,
+from prime_rl.plots.rl_metrics_tracker import RLMetricsTracker
+
+LOOP = """
+import json, pathlib
+from prime_rl.plots.rl_metrics_tracker import RLMetricsTracker, log_prime_rl_metrics_to_wandb, setup_prime_rl_wandb
+
+wandb_run = setup_prime_rl_wandb(
+    project_name="my-rl-project",
+    run_name="experiment-1",
+    config={"custom_param": 42},
+    tags=["custom", "experiment"],
+    mode="offline",
 )
+rl_tracker = RLMetricsTracker()
+for step in range(2):
+    rl_tracker.log_rollout(step=step, rewards=[0.0, 1.0], sequence_lengths=[3, 9], advantages=[-1.0, 1.0])
+    rl_tracker.log_gradients(step, [0.1, 0.2])
+    log_prime_rl_metrics_to_wandb(
+        wandb_run=wandb_run, step=step, rl_tracker=rl_tracker, create_visualizations=step == 1
+    )
+pathlib.Path("summary.json").write_text(json.dumps(dict(wandb_run.summary), default=str))
+wandb_run.finish()
+"""
 
 
 @pytest.mark.extended
 def test_custom_loop_writes_metrics_and_figures_to_wandb(tmp_path):
+    """The program of the guide, in a process of its own as a user starts it."""
     pytest.importorskip("plotly")
-    wandb_run = setup_prime_rl_wandb(
-        project_name="my-rl-project",
-        run_name="experiment-1",
-        config={"custom_param": 42},
-        tags=["custom", "experiment"],
-        mode="offline",
-        dir=tmp_path,
-    )
-    rl_tracker = RLMetricsTracker()
-    for step in range(2):
-        rl_tracker.log_rollout(step=step, rewards=[0.0, 1.0], sequence_lengths=[3, 9], advantages=[-1.0, 1.0])
-        rl_tracker.log_gradients(step, [0.1, 0.2])
-        log_prime_rl_metrics_to_wandb(
-            wandb_run=wandb_run, step=step, rl_tracker=rl_tracker, create_visualizations=step == 1
-        )
-    summary = dict(wandb_run.summary)
-    wandb_run.finish()
+    subprocess.run([sys.executable, "-c", LOOP], cwd=tmp_path, timeout=200, check=True)
+    summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["step"], summary["reward/mean"], summary["reward/max"], summary["seq_len/min"]) == (1, 0.5, 1, 3)
     figures = {path.name.partition("_1_")[0]: json.loads(path.read_text()) for path in tmp_path.rglob("*.plotly.json")}
     assert len(figures) == 3
