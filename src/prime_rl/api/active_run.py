@@ -39,7 +39,7 @@ class ActiveRun:
         self._reader = StepReader(self.paths, resumes)
         self._pages: list[ChildCommand] = []
         self._steps: list[Step] = []
-        self._is_stopped = False
+        self._is_read = self._is_stopped = False
         write_config(config, self.paths.config("rl"))
         self._rl = ChildCommand("rl", ["@", str(self.paths.config("rl"))], self.paths)
 
@@ -75,15 +75,16 @@ class ActiveRun:
     @property
     def is_over(self) -> bool:
         """Whether no further step will come."""
-        return not self._steps and (self._is_stopped or self._reader.is_finished or self._rl.exit_code is not None)
+        return self._is_read and not self._steps
 
     def poll(self) -> Step | None:
         """Return the next trained step if there is one already. Raises as iterating does."""
-        if not self._steps and not self.is_over:
+        if not self._steps and not self._is_read:
             has_exited = self._rl.exit_code is not None  # before the last look at the files
             self._steps += self._reader.read(self._rl.pid)
-            if has_exited and not self._steps and not self._is_stopped:
-                self._rl.check()
+            self._is_read = not self._steps and (has_exited or self._reader.is_finished)
+            if self._is_read:
+                self.check()
         return self._steps.pop(0) if self._steps else None
 
     def evaluate(

@@ -119,8 +119,7 @@ def run_evaluation(
     directory = run.run_paths.root / "code"
     if env is None:
         trained = [EvalEnvConfig.from_training(one) for one in settings.env]
-        training_only = {"rollouts_per_example", "max_concurrent", "max_rollouts_per_minute", "identity"}
-        environments = [one.model_dump(mode="json", exclude_defaults=True, exclude=training_only) for one in trained]
+        environments = [one.model_dump(mode="json", exclude_defaults=True) for one in trained]
     else:
         environments = environment_list(env, directory)
     values = {
@@ -151,10 +150,14 @@ def load_environment(env_id: str, **args: Any) -> Any:
     Raises:
         ConfigError: it is not installed, or it is a v1 taskset, which verifiers itself runs.
     """
-    module = find_environment(env_id).load()
+    found = find_environment(env_id)
+    module = found.load()
     if not hasattr(module, "load_environment"):
         raise ConfigError(f"{env_id} is a v1 taskset without load_environment(); pass its id to Run(env=...)")
-    return module.load_environment(**args)
+    environment = module.load_environment(**args)
+    if not getattr(environment, "env_id", True):
+        environment.env_id = found.module  # its name in metrics
+    return environment
 
 
 def _run(config: EvalConfig) -> dict[str, Any]:

@@ -62,8 +62,13 @@ def load_run_config(
 
 
 def environment_list(env: Environment | Sequence[Environment], directory: Path) -> list[dict[str, Any]]:
-    """Return `environment_values` of one environment or of several."""
-    return [environment_values(one, directory) for one in (env if isinstance(env, list | tuple) else [env])]
+    """Return `environment_values` of one environment or of several; functions and objects get different names."""
+    values = [environment_values(one, directory) for one in (env if isinstance(env, list | tuple) else [env])]
+    names = [value.get("name") for value in values]
+    for index, value in enumerate(values):
+        if names[index] in names[:index]:
+            value["name"] = f"{names[index]}_{names[:index].count(names[index]) + 1}"
+    return values
 
 
 def environment_values(env: Environment, directory: Path) -> dict[str, Any]:
