@@ -1,8 +1,11 @@
 """Problems with their tests, from rows of HumanEval, MBPP, APPS and LiveCodeBench, or generated from a seed."""
 
 import ast
+import base64
 import builtins
 import json
+import pickletools
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -34,6 +37,7 @@ class Problem:
         functions: names of the functions that `asserts` call.
         setup: definitions that the asserts need.
         prefix: goes before the code of a reply.
+        suffix: goes behind it.
     """
 
     question: str
@@ -42,6 +46,27 @@ class Problem:
     functions: tuple[str, ...] = ()
     setup: str = ""
     prefix: str = ""
+    suffix: str = ""
+
+
+# The form of LeetCode: the function is a method of a class.
+_METHOD = """
+
+if "Solution" in globals() and "{name}" not in globals():
+    {name} = Solution().{name}
+"""
+# The tests of HumanEval+ import numpy for two types and one function.
+_NUMPY = """
+import sys, types
+_numpy = types.ModuleType("numpy")
+_numpy.ndarray, _numpy.float64, _numpy.float32 = type("ndarray", (), {}), float, float
+def _allclose(a, b, rtol=1e-05, atol=1e-08):
+    if isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_allclose(x, y, rtol, atol) for x, y in zip(a, b))
+    return a == b or abs(a - b) <= atol + rtol * abs(b)
+_numpy.allclose = _allclose
+sys.modules.setdefault("numpy", _numpy)
+"""
 
 
 def read_problem(row: Row) -> Problem:
@@ -55,10 +80,19 @@ def read_problem(row: Row) -> Problem:
     if "test_list" in row:
         return _read_mbpp(row)
     question = text_of(row, "question", "question_content", "prompt")
-    cases = _read_cases(row)
+    try:
+        cases = _read_cases(row)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"malformed tests: {error!r}") from None
+    if row.get("starter_code"):
+        question += f"\n\nStart with this code:\n```python\n{row['starter_code']}\n```"
     if not cases:
         raise ValueError("no tests: need `tests`, `input_output`, `public_test_cases`, `test_list`, or `test`")
-    return Problem(question, tuple(cases))
+    functions = {case.function for case in cases if case.function}
+    if wrong := [name for name in functions if not name.isidentifier()]:
+        raise ValueError(f"{wrong[0]!r:.80} is no name of a function")
+    suffix = "".join(_METHOD.format(name=name) for name in sorted(functions))
+    return Problem(question, tuple(cases), suffix=suffix)
 
 
 def make_problems(seed: int, part: str, count: int, style: str = "sentences") -> Iterator[Problem]:
@@ -99,7 +133,10 @@ def _describe_in_notation(source: Random) -> Problem:
 def _read_humaneval(row: Row) -> Problem:
     prompt, name = text_of(row, "prompt"), text_of(row, "entry_point")
     question = f"Complete this Python code. Repeat it in full.\n\n```python\n{prompt}```"
-    return Problem(question, (), (f"{text_of(row, 'test')}\ncheck({name})",), (name,), prompt, prompt + "\n\n\n")
+    test = f"{text_of(row, 'test')}\ncheck({name})"
+    if "import numpy" in test:
+        test = _NUMPY + test
+    return Problem(question, (), (test,), (name,), prompt, prompt + "\n\n\n")
 
 
 def _read_mbpp(row: Row) -> Problem:
@@ -123,12 +160,43 @@ def _called_names(test: str) -> list[str]:
 
 
 def _read_cases(row: Row) -> list[Case]:
-    for name in ("tests", "input_output", "public_test_cases"):
+    if row.get("public_test_cases"):
+        return _read_livecodebench(row)
+    for name in ("tests", "input_output"):
         if row.get(name):
             value = json.loads(row[name]) if isinstance(row[name], str) else row[name]
             function = row.get("fn_name") or row.get("entry_point")
             return _read_columns(value) if isinstance(value, dict) else [_read_case(case, function) for case in value]
     return []
+
+
+def _read_livecodebench(row: Row) -> list[Case]:
+    """Read public and private tests; functional ones have a JSON value per argument and line."""
+    tests = [*_read_tests(row["public_test_cases"]), *_read_tests(row.get("private_test_cases") or [])]
+    metadata = json.loads(row["metadata"]) if isinstance(row.get("metadata"), str) else row.get("metadata") or {}
+    cases = []
+    for test in tests:
+        if test.get("testtype") != "functional":
+            cases.append(_read_case(test, None))
+            continue
+        if not (name := metadata.get("func_name")):
+            raise ValueError("a functional test needs `func_name` in `metadata`")
+        args = [json.loads(line) for line in test["input"].split("\n")]
+        cases.append(Case(function=name, args=args, expected=json.loads(test["output"])))
+    return cases
+
+
+def _read_tests(value: Any) -> list[dict[str, Any]]:
+    """Read a list, its JSON, or the base64 of a compressed pickle of its JSON, as the data set has private tests."""
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        try:
+            pickled = zlib.decompress(base64.b64decode(value, validate=True))
+            # The first text in the pickle, without executing it.
+            value = next(text for code, text, _ in pickletools.genops(pickled) if "UNICODE" in code.name)
+        except (ValueError, zlib.error, StopIteration) as error:
+            raise ValueError(f"`private_test_cases` is neither JSON nor its compressed form: {error}") from None
+    tests: list[dict[str, Any]] = json.loads(value) if isinstance(value, str) else value
+    return tests
 
 
 def _read_columns(value: dict[str, Any]) -> list[Case]:

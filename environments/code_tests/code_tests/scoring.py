@@ -46,7 +46,7 @@ async def grade(sandbox: "Sandbox", reply: str, problem: Problem, timeout_ms: fl
     code = extract_code(reply)
     if code is None:
         return Outcome(num_tests)
-    code = problem.prefix + code
+    code = problem.prefix + code + problem.suffix
     tests = [TestCase(case.input, case.expected, case.function, case.args, compare="tolerance") for case in cases]
     results: list[Any] = await sandbox.execute_code(code, tests, timeout_ms)
     results += await asyncio.gather(

@@ -20,7 +20,11 @@ class EvalConfig(EvaluationConfig):
     deprecated: ClassVar[dict[str, str]] = {"eval_base": "eval_base_model"}
 
     benchmarks: StrList = Field([], json_schema_extra=common("Evaluation"))
-    """Named benchmarks, in addition to `env`: math500, aime24, aime25, gsm8k, livecodebench."""
+    """Named benchmarks, in addition to `env`: math500, aime24, aime25, gsm8k, humaneval, humanevalplus, mbpp,
+    livecodebench."""
+
+    benchmark_data: Path | None = Field(None, json_schema_extra=common("Evaluation"))
+    """Directory with local data of the benchmarks, <name>.jsonl (or .json, .parquet); None reads the hub."""
 
     pass_threshold: float = 1.0
     """Minimum reward of a rollout that passes (pass@k)."""
@@ -52,5 +56,7 @@ class EvalConfig(EvaluationConfig):
         """Report keys that only some evaluations use."""
         for logger in ("wandb", "trackio", "tensorboard"):
             yield f"{logger}.log_extras.interval", "has no effect: each evaluation is logged"
+        if not self.benchmarks:
+            yield "benchmark_data", "has no effect without benchmarks"
         if self.weights_dir is None:
             yield from ((key, "has no effect without weights_dir") for key in ("steps", "eval_base_model"))

@@ -1,6 +1,7 @@
 """`orchestrator.eval` and `orchestrator.val`: evaluation during training."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -34,7 +35,11 @@ class OnlineEvalConfig(_Evaluation):
     """Environments to evaluate in."""
 
     benchmarks: StrList = Field([], json_schema_extra=common("Evaluation"))
-    """Named benchmarks, in addition to `env`: math500, aime24, aime25, gsm8k, livecodebench."""
+    """Named benchmarks, in addition to `env`: math500, aime24, aime25, gsm8k, humaneval, humanevalplus, mbpp,
+    livecodebench."""
+
+    benchmark_data: Path | None = Field(None, json_schema_extra=common("Evaluation"))
+    """Directory with local data of the benchmarks, <name>.jsonl (or .json, .parquet); None reads the hub."""
 
     rollouts_per_prompt: IntList = Field([])
     """Rollouts of each example, one number per benchmark; if empty, rollouts_per_example."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -33,13 +34,14 @@ def plan_tasks(
     num_examples: int,
     rollouts: int,
     rollouts_per_benchmark: Sequence[int] = (),
+    benchmark_data: Path | None = None,
 ) -> list[EvalTask]:
     """Return the tasks, environments first. The settings of an environment take precedence over the common ones.
 
     Raises ConfigError also if there is no environment, two have the same name, or a benchmark is not installed.
     """
     counts: Sequence[int | None] = rollouts_per_benchmark or [None] * len(benchmarks)
-    configs = [*environments, *map(benchmark_environment, benchmarks, counts)]
+    configs = [*environments, *map(benchmark_environment, benchmarks, counts, [benchmark_data] * len(benchmarks))]
     if not configs:
         raise ConfigError("no environment to run; name one with --env.id")
     labels = [env.label for env in configs]

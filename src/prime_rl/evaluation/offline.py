@@ -35,7 +35,14 @@ def evaluate(config: EvalConfig) -> list[Result]:
         ConfigError: no environment is named, one does not load, or the published weights do not exist.
         RunError: a server cannot be reached or refuses everything, or an environment has no finished example.
     """
-    tasks = plan_tasks(config.env, config.benchmarks, config.sampling, config.num_examples, config.rollouts_per_example)
+    tasks = plan_tasks(
+        config.env,
+        config.benchmarks,
+        config.sampling,
+        config.num_examples,
+        config.rollouts_per_example,
+        benchmark_data=config.benchmark_data,
+    )
     versions = _published_versions(config)
     paths = RunPaths(config.output_dir)
     monitor = Monitor(paths, "eval", config.metric_loggers, config)

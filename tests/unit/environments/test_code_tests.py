@@ -1,7 +1,10 @@
 """code_tests: which part of a reply is its code, forms of problems, and rewards for hostile replies."""
 
+import base64
 import json
+import pickle
 import shutil
+import zlib
 from typing import Any
 
 import pytest
@@ -13,6 +16,9 @@ from .scripted import play_async
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 CODE = "```python\n{}\n```"
+PRIVATE = base64.b64encode(
+    zlib.compress(pickle.dumps(json.dumps([{"input": "2", "output": "4", "testtype": "functional"}])))
+).decode()
 ROWS: dict[str, dict[str, Any]] = {
     "humaneval": {
         "prompt": 'from typing import List\n\n\ndef double(x: int) -> int:\n    """Twice x."""\n',
@@ -28,6 +34,20 @@ ROWS: dict[str, dict[str, Any]] = {
     "livecodebench": {
         "question_content": "double?",
         "public_test_cases": json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}] * 2),
+    },
+    "livecodebench functional": {
+        "question_content": "double?",
+        "public_test_cases": json.dumps([{"input": "1", "output": "2", "testtype": "functional"}]),
+        "private_test_cases": PRIVATE,
+        "metadata": json.dumps({"func_name": "double"}),
+        "starter_code": "class Solution:\n    def double(self, x):",
+    },
+    "humaneval+": {
+        "prompt": 'def double(x):\n    """Twice x."""\n',
+        "entry_point": "double",
+        "test": "import numpy as np\n\ndef check(candidate):\n    assert np.allclose(candidate(2.0), 4.0)\n"
+        "    assert np.allclose([candidate(1)], [2], rtol=1e-07, atol=1e-6)\n"
+        "    assert not np.allclose(candidate(1), 3)\n",
     },
     "own": {
         "question": "double?",
@@ -73,6 +93,11 @@ def test_extract_code_takes_the_last_block_after_the_reasoning(reply, code):
         ({"question": "x", "tests": [{"args": [1], "expected": 1}]}, "needs `function`"),
         ({"question": "x", "tests": [{"input": "1"}]}, "needs `output`"),
         ({"question": "x", "tests": "{broken"}, "Expecting"),
+        ({"question": "x", "tests": [1]}, "malformed tests"),
+        ({"question": "x", "input_output": {"inputs": []}}, "malformed tests"),
+        ({"question": "x", "tests": [{"function": "f()", "args": [], "expected": 1}]}, "no name of a function"),
+        ({"question": "x", "public_test_cases": "[]", "private_test_cases": "AAAA"}, "neither JSON nor"),
+        ({"question": "x", "public_test_cases": '[{"testtype": "functional", "input": "1"}]'}, "needs `func_name`"),
     ],
 )
 def test_read_problem_malformed_row_raises(row, message):
@@ -153,6 +178,17 @@ async def test_rewards_of_right_wrong_and_hostile_replies(tmp_path):
     finally:
         await env.sandbox.close()
         await strict.sandbox.close()
+
+
+@needs_bubblewrap
+async def test_reward_of_a_method_of_a_class_solution(tmp_path):
+    env = load_rows(tmp_path, ROWS["livecodebench functional"], ROWS["apps calls"])
+    try:
+        for row in env.get_dataset():
+            code = "class Solution:\n    def double(self, x):\n        return 2 * x"
+            assert (await play_async(env, row, [CODE.format(code)]))["metrics"]["passed_tests"] == 2
+    finally:
+        await env.sandbox.close()
 
 
 @needs_bubblewrap

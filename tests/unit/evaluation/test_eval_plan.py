@@ -41,7 +41,11 @@ def test_plan_benchmarks_come_last_with_their_rollout_counts():
         ([], [], "no environment to run"),
         ([EvalEnvConfig(id="a"), EvalEnvConfig(id="a")], [], "two environments are called 'a'"),
         ([EvalEnvConfig(id="a", sampling={"temprature": 1})], [], "env.sampling of environment 'a': temprature"),
-        ([], ["math400"], "no benchmark 'math400'; known benchmarks: aime24, aime25, gsm8k, livecodebench, math500"),
+        (
+            [],
+            ["math400"],
+            "no benchmark 'math400'; known benchmarks: aime24, aime25, gsm8k, humaneval, humanevalplus, live",
+        ),
     ],
 )
 def test_plan_invalid_input_raises_config_error(environments, named, message):
@@ -76,6 +80,19 @@ def test_benchmark_arguments_exist_in_the_environment(name):
 def test_chat_url(given, expected):
     config = AnyServerConfig() if given is None else AnyServerConfig(base_url=[given])
     assert config.chat_url(0) == expected
+
+
+def test_benchmark_data_replaces_the_hub(tmp_path):
+    for name, suffix in (("humaneval", "jsonl"), ("livecodebench", "json"), ("gsm8k", "parquet")):
+        (tmp_path / f"{name}.{suffix}").touch()
+    tasks = plan_tasks([], ["humaneval", "livecodebench", "gsm8k"], SamplingConfig(), -1, 1, benchmark_data=tmp_path)
+    assert [(task.name, task.env.id, task.env.args["data_path"]) for task in tasks] == [
+        ("humaneval", "code_tests", str(tmp_path / "humaneval.jsonl")),
+        ("livecodebench", "code_tests", str(tmp_path / "livecodebench.json")),
+        ("gsm8k", "gsm8k", str(tmp_path / "gsm8k.parquet")),
+    ]
+    with pytest.raises(ConfigError, match=rf"benchmark_data has no {tmp_path}/mbpp.jsonl"):
+        plan_tasks([], ["mbpp"], SamplingConfig(), -1, 1, benchmark_data=tmp_path)
 
 
 def test_documented_benchmarks_exist():

@@ -41,7 +41,7 @@ async def start_schedules(
     if (block := config.eval) is not None:
         tasks = plan_tasks(
             block.env, block.benchmarks, block.sampling, block.num_examples, block.rollouts_per_example,
-            block.rollouts_per_prompt,
+            block.rollouts_per_prompt, block.benchmark_data,
         )  # fmt: skip
         urls = None if block.base_url is None else [server_root(url) for url in block.base_url]
         run_id = f"evaluations of {config.run_id or config.output_dir.resolve()}"
