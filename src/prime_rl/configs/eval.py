@@ -1,10 +1,11 @@
 """Keys of `uv run eval`."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from prime_rl.configs.eval_common import EvaluationConfig
 from prime_rl.configs.monitoring import MetricLoggerConfig, TensorBoardConfig, TrackioConfig
@@ -13,7 +14,8 @@ from prime_rl.loading.base_config import common
 
 
 class EvalConfig(EvaluationConfig):
-    """Evaluation of a served model in environments or benchmarks. Writes the results to output_dir/evals."""
+    """Evaluation of a served model in environments or benchmarks. Writes the results to output_dir/evals.
+    `eval --compare A B` compares the results in two directories."""
 
     command: ClassVar[str] = "eval"
     aliases: ClassVar[dict[str, str]] = WANDB_ALIASES
@@ -28,6 +30,12 @@ class EvalConfig(EvaluationConfig):
 
     pass_threshold: float = 1.0
     """Minimum reward of a rollout that passes (pass@k)."""
+
+    pass_at: IntList = Field([])
+    """The k of pass@k and pass^k, at most rollouts_per_example; by default 1, 2, 4 ... 128."""
+
+    majority_pattern: str | None = None
+    """Report the majority vote maj@n. Regular expression of the answer: its last match in a reply, or group 1 of it."""
 
     weights_dir: Path | None = Field(None, json_schema_extra=common("Evaluation"))
     """Directory of published weights (`weights` of a run) to evaluate in turn on an `inference` server."""
@@ -46,6 +54,19 @@ class EvalConfig(EvaluationConfig):
 
     tensorboard: TensorBoardConfig | None = None
     """TensorBoard; None disables it."""
+
+    @model_validator(mode="after")
+    def _check_statistics(self) -> Self:
+        most = max([self.rollouts_per_example, *(env.rollouts_per_example or 1 for env in self.env)])
+        if wrong := [k for k in self.pass_at if not 1 <= k <= most]:
+            raise ValueError(f"pass_at contains {wrong[0]}, but an example has {most} rollouts (rollouts_per_example)")
+        try:
+            re.compile(self.majority_pattern or "")
+        except re.error as error:
+            raise ValueError(
+                f"majority_pattern = {self.majority_pattern!r} is no regular expression: {error}"
+            ) from None
+        return self
 
     @property
     def metric_loggers(self) -> list[MetricLoggerConfig]:

@@ -256,6 +256,9 @@ class EnvConfig(BaseConfig):
     weight: float = Field(1.0, gt=0)
     """Share of the started groups, relative to the other environments."""
 
+    breakdown: list[str] = Field([])
+    """Columns of the examples, such as `answer` or `info.level`, by whose values an evaluation is broken down."""
+
     rollouts_per_example: int | None = Field(None, ge=1)
     """Rollouts of each example of this environment; None uses the value for all environments."""
 

@@ -1,4 +1,4 @@
-"""The unbiased estimate of pass@k."""
+"""The unbiased estimates of pass@k and pass^k."""
 
 import math
 
@@ -16,3 +16,14 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
         raise ValueError(f"pass@{k} is not defined for {correct} correct of {n} rollouts")
     subsets = math.comb(n, k)
     return (subsets - math.comb(n - correct, k)) / subsets
+
+
+def pass_hat_k(n: int, correct: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that all of k rollouts are correct.
+
+    C(c, k) / C(n, k), n rollouts of an example, c of them correct, 1 <= k <= n; Yao et al. 2024 (arXiv 2406.12045),
+    section 3.
+    """
+    if not 0 <= correct <= n or not 1 <= k <= n:
+        raise ValueError(f"pass^{k} is not defined for {correct} correct of {n} rollouts")
+    return math.comb(correct, k) / math.comb(n, k)

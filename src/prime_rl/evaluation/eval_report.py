@@ -4,6 +4,7 @@ Failed examples are counted by kind and are part of no mean.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,50 +16,67 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from prime_rl.core.pass_at_k import REWARD_TOLERANCE, pass_at_k
-from prime_rl.evaluation.eval_results import ExampleRow, RolloutRow
-
-PASS_AT = (1, 2, 4, 8, 16, 32, 64, 128)
+from prime_rl.evaluation.eval_results import ExampleRow
+from prime_rl.evaluation.eval_statistics import (
+    Z_95,
+    Summary,
+    breakdown,
+    example_means,
+    majority_vote,
+    mean,
+    pass_rates,
+)
 
 _FILE_COLUMNS = 160
 """Width of a table that is written to a file."""
 
-Summary = dict[str, float | None]
 
-
-def summarise(rows: Iterable[ExampleRow], pass_threshold: float) -> Summary:
+def summarise(
+    rows: Iterable[ExampleRow], pass_threshold: float, pass_at: Sequence[int] = (), majority_pattern: str | None = None
+) -> Summary:
     """Average over examples; a rollout is correct if its reward is at least `pass_threshold`.
 
+    Args:
+        rows: the examples.
+        pass_threshold: minimum reward of a correct rollout.
+        pass_at: the k of pass@k and pass^k; by default the powers of two, at most 128.
+        majority_pattern: pattern of the answer in a reply (`majority_vote`); None reports no majority vote.
+
     Returns:
-        Counts, `pass@k` for the powers of two up to the number of rollouts n, at most 128, `avg@n` (the mean reward),
-        `reward/stderr` (of that mean, over examples), `metrics/<name>`, lengths and versions. Values without data are
-        None.
+        Counts, `pass@k` and `pass^k` for k up to the number of rollouts n, `maj@n`, `avg@n` (the mean reward),
+        `reward/stderr` (of that mean, over examples), 95 % confidence intervals, `metrics/<name>`, lengths, versions,
+        and `by/<column>/<value>` (`breakdown`). Values without data are None.
     """
     rows = list(rows)
     finished = [row.rollouts for row in rows if row.rollouts]
     failed = Counter(row.failure.kind for row in rows if row.failure is not None)
     rollouts = [rollout for group in finished for rollout in group]
-    means = [float(np.mean([rollout.reward for rollout in group])) for group in finished]
+    means = example_means(finished)
+    reward, stderr = mean(means), float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
+    interval = () if reward is None or stderr is None else (reward - Z_95 * stderr, reward + Z_95 * stderr)
     lengths = [rollout.tokens for rollout in rollouts]
     summary: Summary = {
         "examples": len(finished),
         "rollouts": len(rollouts),
         "errors": failed.total(),
         **{f"errors/{kind}": count for kind, count in sorted(failed.items())},
-        "reward/mean": _mean(means),
+        "reward/mean": reward,
         "reward/std": float(np.std([rollout.reward for rollout in rollouts])) if rollouts else None,
-        "reward/stderr": float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None,
-        **_pass_rates(finished, means, pass_threshold),
-        "is_truncated/mean": _mean([rollout.is_truncated for rollout in rollouts]),
-        "completion_len/mean": _mean(lengths),
+        "reward/stderr": stderr,
+        **dict(zip(("reward/ci95_low", "reward/ci95_high"), interval, strict=False)),
+        **({f"avg@{min(map(len, finished))}": reward} if finished else {}),
+        **pass_rates(finished, pass_threshold, pass_at),
+        **(majority_vote(finished, pass_threshold, majority_pattern) if majority_pattern is not None else {}),
+        "is_truncated/mean": mean([rollout.is_truncated for rollout in rollouts]),
+        "completion_len/mean": mean(lengths),
         "completion_len/max": max(lengths, default=None),
     }
     for name in sorted({name for rollout in rollouts for name in rollout.metrics}):
-        summary[f"metrics/{name}"] = _mean([r.metrics[name] for r in rollouts if name in r.metrics])
+        summary[f"metrics/{name}"] = mean([r.metrics[name] for r in rollouts if name in r.metrics])
     versions = [v for rollout in rollouts for v in (rollout.min_version, rollout.max_version) if v is not None]
     if versions:
         summary |= {"version/min": min(versions), "version/max": max(versions)}
-    return summary
+    return summary | breakdown(rows, pass_threshold)
 
 
 def sample_rows(env: str, rows: Iterable[ExampleRow], limit: int) -> list[dict[str, Any]]:
@@ -75,21 +93,6 @@ def sample_rows(env: str, rows: Iterable[ExampleRow], limit: int) -> list[dict[s
         }
         for example, rollout in islice(rollouts, limit)
     ]
-
-
-def _pass_rates(finished: Sequence[Sequence[RolloutRow]], means: Sequence[float], threshold: float) -> Summary:
-    if not finished:
-        return {}
-    smallest = min(len(group) for group in finished)
-    counts = [
-        (len(group), sum(rollout.reward >= threshold - REWARD_TOLERANCE for rollout in group)) for group in finished
-    ]
-    rates: Summary = {f"pass@{k}": _mean([pass_at_k(n, c, k) for n, c in counts]) for k in PASS_AT if k <= smallest}
-    return {f"avg@{smallest}": _mean(means), **rates}
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if len(values) else None
 
 
 def prefix_metrics(prefix: str, env: str, summary: Summary) -> Summary:
@@ -124,11 +127,12 @@ def progress_bar(name: str, rows: Sequence[ExampleRow], total: int) -> Iterator[
 
 
 def print_table(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per result, and a second table with the means of the environments' metrics.
+    """Print one line per result, and a second table with pass^k, majority votes, breakdowns and the means of metrics.
 
     `results` are summaries with `env`, and `version` if several were evaluated.
     """
-    passes = [key for key in (f"pass@{k}" for k in PASS_AT) if any(key in result for result in results)]
+    keys = dict.fromkeys(key for result in results for key in result)
+    passes = sorted((key for key in keys if re.fullmatch(r"pass@\d+", key)), key=lambda key: int(key[5:]))
     versions = any(result.get("version") is not None for result in results)
     titles = [*(["version"] if versions else []), "environment", "examples", "rollouts", "errors", "reward", *passes]
     table = Table(*titles, "truncated", "tokens")
@@ -141,7 +145,7 @@ def print_table(results: Sequence[Mapping[str, Any]]) -> None:
         reward = _format(result["reward/mean"]) + ("" if error is None else f"±{error:.3f}")
         shares = [_format(result.get(key)) for key in (*passes, "is_truncated/mean")]
         table.add_row(*head, *counts, reward, *shares, _format(result["completion_len/mean"], 1))
-        for key in sorted(key for key in result if key.startswith("metrics/")):
+        for key in filter(re.compile(r"metrics/|by/|maj@\d+$|pass\^\d+$").match, result):
             metrics.add_row(*head, key.removeprefix("metrics/"), _format(result[key]))
     # Names come from environments and may contain markup.
     console = Console(markup=False, width=None if Console().is_terminal else _FILE_COLUMNS)

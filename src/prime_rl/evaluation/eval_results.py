@@ -71,11 +71,12 @@ class RolloutRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ExampleRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One example: either its rollouts, or why there are none."""
+    """One example: either its rollouts, or why there are none; and its columns of `env.breakdown`."""
 
     example: int
     rollouts: list[RolloutRow] = []
     failure: ExampleFailure | None = None
+    columns: dict[str, str] = {}
 
 
 class ResultFile:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 from loguru import logger
 
 from prime_rl.configs.eval import EvalConfig
@@ -94,6 +95,8 @@ class EvalSession:
 
                 await run_examples(task, pool, remaining, config.seq_len, config.max_concurrent, self.servers, on_row)
             rows = [results.rows[i] for i in examples]
+        if pool.columns:  # those on disk may be of another breakdown
+            rows = [msgspec.structs.replace(row, columns=pool.columns[row.example]) for row in rows]
         if error := first_error(rows):
             failed = sum(row.failure is not None for row in rows)
             logger.warning("{}: {} examples failed; the first: {}", task.name, failed, error)

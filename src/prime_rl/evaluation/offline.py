@@ -121,7 +121,7 @@ async def _evaluate_loaded(
     distributions: dict[str, list[float]] = {}
     for task, pool in session.pools:
         folder, rows = await session.run_or_resume(task, pool, loaded, RunPaths(config.output_dir).evals_dir)
-        summary = summarise(rows, config.pass_threshold)
+        summary = summarise(rows, config.pass_threshold, config.pass_at, config.majority_pattern)
         header = {"env": task.name, "identity": task.env.identity, "model": config.model.name, "version": version}
         write_json(folder / SUMMARY, header | summary)
         metrics |= prefix_metrics("eval", task.name, summary)

@@ -81,7 +81,8 @@ async def _run_example(
         try:
             async with servers.acquire(task.rollouts) as url:
                 rollouts = await pool.run_group(example, task.rollouts, url, sampling, seq_len, seed)
-            return ExampleRow(example, [RolloutRow.of(rollout) for rollout in rollouts])
+            columns = pool.columns[example] if pool.columns else {}
+            return ExampleRow(example, [RolloutRow.of(rollout) for rollout in rollouts], columns=columns)
         except InferenceServerLost:
             continue  # `acquire` limits how long this repeats
         except (EnvironmentFailed, SampleTooLong, InferenceError) as error:

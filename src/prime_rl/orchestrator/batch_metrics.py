@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from prime_rl.core.pass_at_k import REWARD_TOLERANCE, pass_at_k
 from prime_rl.core.types import Group, Rollout
-from prime_rl.evaluation.eval_report import PASS_AT
+from prime_rl.evaluation.eval_statistics import PASS_AT
 from prime_rl.rollouts.token_accounting import DiscardedWork
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.storage.batch import Batch

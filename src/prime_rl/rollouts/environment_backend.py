@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prime_rl.configs.shared import EnvConfig
+from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import EvalSplit, Rollout, Split
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
@@ -61,6 +62,24 @@ class EnvironmentBackend(ABC):
     @abstractmethod
     def prompt_tokens(self, example: int) -> int:
         """Return the length of the first prompt of an example, in tokens; 0 if the server renders it."""
+
+    @abstractmethod
+    def _row(self, example: int) -> Any:
+        """Return the columns of an example: a mapping, or an object with attributes."""
+
+    def columns(self, example: int) -> dict[str, str]:
+        """Return the values of the columns `env.breakdown` of an example; ConfigError if it lacks one."""
+        values: dict[str, str] = {}
+        for path in self.config.breakdown:
+            value = self._row(example)
+            for name in path.split("."):
+                value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+            if value is None:
+                raise ConfigError(
+                    f"env.breakdown: example {example} of environment {self.config.id!r} has no column {path!r}"
+                )
+            values[path] = str(value)
+        return values
 
     async def run_group(
         self,

@@ -27,6 +27,7 @@ class FakePool:
     def __init__(self, examples=4, name="fake", behave=None):
         self.name, self.examples, self.behave = name, examples, behave
         self.played, self.urls, self.seeds = [], [], []
+        self.columns = []
         self.in_flight = self.most = 0
         self.started = asyncio.Event()
 

@@ -4,7 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from prime_rl.evaluation.eval_report import pass_at_k, summarise
+from prime_rl.core.pass_at_k import pass_at_k
+from prime_rl.evaluation.eval_report import summarise
 from prime_rl.evaluation.eval_results import ExampleFailure, ExampleRow, RolloutRow
 
 

@@ -164,3 +164,17 @@ async def test_unreachable_server_raises(evaluate):
         url = engine.url
     with pytest.raises(RunError, match="cannot be reached"):
         await evaluate(url, env=[REVERSE])
+
+
+async def test_evaluation_breaks_down_by_a_column_and_records_the_environment(evaluate, tmp_path):
+    async with fake_engine() as engine:
+        env = {**REVERSE, "breakdown": ["answer"]}
+        (result,) = await evaluate(engine.url, env=[env], num_examples=3)
+        parts = {key: value for key, value in result.items() if key.startswith("by/answer/")}
+        assert sum(value for key, value in parts.items() if key.endswith("/examples")) == 3
+        (folder,) = (tmp_path / "out/evals/reverse_text").iterdir()
+        assert all(row["columns"].keys() == {"answer"} for row in rows_in(folder))
+        identity = json.loads((folder / "settings.json").read_text())["identity"]
+        assert identity == result["identity"] and identity.startswith("reverse_text 0.1.0 ")
+        with pytest.raises(ConfigError, match=r"env\.breakdown: example 0 of .* has no column 'info\.level'"):
+            await evaluate(engine.url, env=[{**REVERSE, "breakdown": ["info.level"]}])

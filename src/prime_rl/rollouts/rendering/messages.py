@@ -5,7 +5,7 @@ call are an object, and fields that no template reads are removed.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -44,6 +44,11 @@ def readable(message: Message) -> str:
         function = call["function"]
         parts.append(f"{function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})")
     return "\n".join(parts)
+
+
+def last_reply(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the last message of the model; "" if there is none."""
+    return next((str(message["content"]) for message in reversed(messages) if message["role"] == "assistant"), "")
 
 
 def _normalise(message: Mapping[str, Any]) -> Message:

@@ -13,7 +13,7 @@ from prime_rl.configs.environment_rewards import RewardConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.import_utils import load_function
 from prime_rl.rollouts.group_failures import EnvironmentFailed, as_number, contain_failures
-from prime_rl.rollouts.rendering.messages import Message, normalise
+from prime_rl.rollouts.rendering.messages import last_reply, normalise
 from prime_rl.rollouts.verifiers.signatures import call_parameters
 
 
@@ -39,11 +39,6 @@ def check_names(names: Sequence[str], env_id: str) -> None:
         raise ConfigError(
             f"environment {env_id!r} has two reward functions called {duplicates[0]!r}; set env.rewards.name of one"
         )
-
-
-def last_reply(messages: Sequence[Message]) -> str:
-    """Return the text of the last message of the model; "" if there is none."""
-    return next((str(message["content"]) for message in reversed(messages) if message["role"] == "assistant"), "")
 
 
 async def score_trace(

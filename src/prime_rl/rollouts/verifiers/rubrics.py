@@ -18,8 +18,7 @@ from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
 
 from prime_rl.rollouts.group_failures import EnvironmentFailed, WorkerUnusable, as_number, contain_failures
-from prime_rl.rollouts.rendering.messages import normalise
-from prime_rl.rollouts.verifiers.added_rewards import last_reply
+from prime_rl.rollouts.rendering.messages import last_reply, normalise
 from prime_rl.rollouts.verifiers.signatures import call_parameters
 
 Check = Callable[[str, Any], Any]

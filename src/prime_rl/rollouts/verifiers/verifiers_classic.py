@@ -75,6 +75,9 @@ class ClassicEnvironment(EnvironmentBackend):
             _messages(row["prompt"], "user"), [tool_definition(tool) for tool in env.tool_defs or ()]
         )
 
+    def _row(self, example: int) -> Row:
+        return self._route(self._rows[example])[1]
+
     async def _run(
         self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
     ) -> list[Rollout]:

@@ -84,6 +84,9 @@ class TasksetEnvironment(EnvironmentBackend):
         prompt = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt
         return self._count_tokens([*system, *prompt])
 
+    def _row(self, example: int) -> Any:
+        return self._tasks[example].data
+
     async def _run(
         self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
     ) -> list[Rollout]:

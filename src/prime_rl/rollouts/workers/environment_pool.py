@@ -42,6 +42,7 @@ class EnvironmentPool:
         name: of the environment, in metrics and messages.
         deaths: number of workers that have died.
         eval_split: source of its evaluation examples; known after the start.
+        columns: of each example of an evaluation, those of `env.breakdown`; known after the start.
         discarded: rollouts and tokens that were sampled and not used.
         seconds: time of the finished rollouts by activity.
     """
@@ -68,6 +69,7 @@ class EnvironmentPool:
         self.name = config.label
         self.deaths = 0
         self.eval_split: EvalSplit = "none"
+        self.columns: list[dict[str, str]] = []
         self.discarded = DiscardedWork()
         self.seconds = RolloutSeconds()
         self._launcher = launcher
@@ -236,6 +238,7 @@ class EnvironmentPool:
             changed = f"had {self._examples} examples and now has {worker.examples}: its data set changed"
             raise RunError(f"environment {self.name} {changed}")
         self._examples, self.eval_split = worker.examples, worker.eval_split
+        self.columns = worker.columns
         return worker
 
     def _warn(self, message: str) -> None:

@@ -79,11 +79,19 @@ class LoadEnvironment(msgspec.Struct, tag="load", frozen=True):
 
 
 class EnvironmentReady(msgspec.Struct, tag="ready", frozen=True):
-    """The environment is loaded. `backend` is the module of its class, to preload for further workers."""
+    """The environment is loaded.
+
+    Attributes:
+        examples: their number.
+        backend: the module of its class, to preload for further workers.
+        eval_split: source of its evaluation examples.
+        columns: of each example, those of `env.breakdown`; empty in training.
+    """
 
     examples: int
     backend: str
     eval_split: EvalSplit
+    columns: list[dict[str, str]] = []
 
 
 class EnvironmentUnloadable(msgspec.Struct, tag="unloadable", frozen=True):

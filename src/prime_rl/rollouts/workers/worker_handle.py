@@ -67,6 +67,7 @@ class WorkerHandle:
         self._reported = 0
         self.examples = 0
         self.eval_split: EvalSplit = "none"
+        self.columns: list[dict[str, str]] = []
         self.in_flight = 0
         loop = asyncio.get_running_loop()
         self.died: asyncio.Future[WorkerDied] = loop.create_future()
@@ -124,6 +125,7 @@ class WorkerHandle:
             if isinstance(answer, protocol.EnvironmentUnloadable):
                 raise ConfigError(answer.message)
             worker.examples, worker.eval_split = answer.examples, answer.eval_split
+            worker.columns = answer.columns
             worker._last_beat = time.monotonic()
             launcher.preload(answer.backend)
             return worker

@@ -55,7 +55,7 @@ def work(connection: socket.socket, crash_record: CrashRecord) -> None:
     gc.freeze()  # otherwise garbage collection would scan all loaded objects again and again
     gc.set_threshold(*_GC_THRESHOLDS)
     backend = worker.backend
-    worker.send(protocol.EnvironmentReady(len(backend), type(backend).__module__, backend.eval_split))
+    worker.send(protocol.EnvironmentReady(len(backend), type(backend).__module__, backend.eval_split, worker.columns))
     uvloop.run(worker.serve(connection))
 
 
@@ -85,6 +85,8 @@ class _Worker:
             access.keep_messages,
             lambda text: self.send(protocol.EnvironmentWarning(text)),
         )
+        evaluates = command.split == "eval" and bool(command.env.breakdown)
+        self.columns = [self.backend.columns(example) for example in range(len(self.backend) if evaluates else 0)]
         if command.check_seq_len is not None:
             self._check_prompts(command.env.label, command.check_seq_len)
 
