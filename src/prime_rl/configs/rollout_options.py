@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from prime_rl.configs.sandbox import SandboxConfig
 from prime_rl.configs.shared import SERVER_ADDRESS_VAR, NameConfig, SamplingConfig, TokenizerConfig
 from prime_rl.loading.base_config import BaseConfig
 from prime_rl.loading.root_config import RootConfig
@@ -71,6 +72,9 @@ class RolloutsConfig(RootConfig):
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling of completions."""
+
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """Isolation and limits of code that the model writes, in environments that execute code."""
 
     workers_per_env: int = Field(1, ge=1)
     """Worker processes per environment."""

@@ -145,6 +145,7 @@ async def open_session(
         tokenizer=config.tokenizer.name or config.model.name,
         trust_remote_code=config.tokenizer.trust_remote_code,
         rendering=config.rendering,
+        sandbox=config.sandbox,
         api_key=read_api_key(config.client.api_key_var),
         request_timeout_s=config.client.timeout_seconds,
         api=api,

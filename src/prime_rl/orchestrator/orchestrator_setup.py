@@ -124,6 +124,7 @@ def model_access(config: OrchestratorConfig, vocabulary: int | None = None) -> M
         tokenizer=config.tokenizer.name or config.model.name,
         trust_remote_code=config.tokenizer.trust_remote_code,
         rendering=config.rendering,
+        sandbox=config.sandbox,
         trajectory_strategy=config.trajectory_strategy,
         api_key=read_api_key(config.client.api_key_var),
         request_timeout_s=config.client.timeout_seconds,

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from prime_rl.configs.eval_common import Api
 from prime_rl.configs.rollout_options import RenderingConfig
+from prime_rl.configs.sandbox import SandboxConfig
 from prime_rl.configs.shared import EnvConfig
 from prime_rl.core.terminal_escape import replace_surrogates
 from prime_rl.core.types import Conversation, EvalSplit, Rollout, Split
@@ -54,6 +55,7 @@ class ModelAccess:
         api: `generate` for our own servers; `chat` for servers with OpenAI's chat completions, which render the prompts
             themselves, so rollouts have no samples.
         keep_messages: make every rollout a `Conversation`.
+        sandbox: how the environment runs code of the model.
         vocabulary: exclusive upper bound of sampled token ids; None: unknown.
     """
 
@@ -66,6 +68,7 @@ class ModelAccess:
     request_timeout_s: float = 1200
     api: Api = "generate"
     keep_messages: bool = False
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     vocabulary: int | None = None
 
 
@@ -183,7 +186,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(expected: type, value: Any) -> Any:
-    if expected in (EnvConfig, RenderingConfig):
+    if expected in (EnvConfig, RenderingConfig, SandboxConfig):
         return expected.model_validate_json(value)
     return np.frombuffer(value, _dtype(expected))  # read-only
 

@@ -26,6 +26,7 @@ from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.token_accounting import GroupAccount
 from prime_rl.rollouts.workers import protocol
 from prime_rl.rollouts.workers.crash_attribution import CrashRecord, current_group
+from prime_rl.sandbox.settings import use_settings
 
 BEAT_SECONDS = 0.25
 """Interval of the beats of a worker's event loop, seconds."""
@@ -73,6 +74,7 @@ class _Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
         self._turns = LoopTurns(1)  # a group takes some milliseconds until it waits for the model
+        use_settings(access.sandbox.settings)
         renderer = None
         if access.api == "generate":
             renderer = Renderer.load(

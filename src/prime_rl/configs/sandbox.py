@@ -1,0 +1,59 @@
+"""The block `[sandbox]`: how environments run code that a model writes."""
+
+from pydantic import Field
+
+from prime_rl.loading.base_config import BaseConfig
+from prime_rl.sandbox.execution import SandboxLimits
+from prime_rl.sandbox.settings import BackendName, SandboxSettings
+
+_LIMITS = SandboxLimits()
+_SETTINGS = SandboxSettings()
+
+
+class SandboxConfig(BaseConfig):
+    """Isolation and limits of code that a model writes, per environment worker (docs/sandbox.md). It has no network."""
+
+    backend: BackendName = _SETTINGS.backend
+    """`bwrap` isolates by the kernel. `unsafe-subprocess` runs the code with your permissions and without isolation."""
+
+    timeout_seconds: float = Field(_LIMITS.timeout_seconds, gt=0)
+    """Time of an execution, unless the environment sets one. Time without a free processor is not counted."""
+
+    command_timeout_seconds: float = Field(_SETTINGS.command_timeout_seconds, gt=0)
+    """Time of a command of an agent (v1 tasksets)."""
+
+    memory_bytes: int = Field(_LIMITS.memory_bytes, ge=64 * 2**20)
+    """Address space of each process."""
+
+    num_processes: int = Field(_LIMITS.num_processes, ge=1)
+    """Processes and threads of an execution."""
+
+    output_bytes: int = Field(_LIMITS.output_bytes, ge=1024)
+    """Standard output and error of an execution together; more ends it."""
+
+    disk_bytes: int = Field(_LIMITS.disk_bytes, ge=2**16)
+    """Files of an execution, which are in memory."""
+
+    num_jails: int | None = Field(None, ge=1)
+    """Jails of a worker, each with its own fork server; None starts one per processor."""
+
+    max_running: int = Field(_SETTINGS.max_running, ge=1)
+    """Executions at once in each jail; further ones wait."""
+
+    @property
+    def settings(self) -> SandboxSettings:
+        """The settings of a worker process."""
+        limits = SandboxLimits(
+            timeout_seconds=self.timeout_seconds,
+            memory_bytes=self.memory_bytes,
+            num_processes=self.num_processes,
+            output_bytes=self.output_bytes,
+            disk_bytes=self.disk_bytes,
+        )
+        return SandboxSettings(
+            backend=self.backend,
+            limits=limits,
+            num_jails=self.num_jails,
+            max_running=self.max_running,
+            command_timeout_seconds=self.command_timeout_seconds,
+        )
