@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.loading.diagnostics import find_secret
 
 _TEMPLATE = '''"""{name}, written by prime_rl.Run.
 
@@ -52,7 +53,7 @@ def write_code(name: str, value: Any, directory: Path) -> Path:
     """Write a Python file that defines `name` as `value`, and return its absolute path.
 
     Raises:
-        ConfigError: the value cannot be pickled, or the file cannot be written.
+        ConfigError: the value cannot be pickled, it contains a secret, or the file cannot be written.
     """
     try:
         payload = cloudpickle.dumps(value)
@@ -61,6 +62,11 @@ def write_code(name: str, value: Any, directory: Path) -> Path:
         raise ConfigError(
             f"{name} cannot be sent to the processes of the run ({summary}); pass a function that makes it"
         ) from None
+    if (variable := find_secret(payload + _source(value).encode())) is not None:
+        raise ConfigError(
+            f"{name} contains the value of the environment variable {variable}, and code/ is written to disk; read "
+            f"os.environ[{variable!r}] inside the function"
+        )
     text = _TEMPLATE.format(
         name=name, source=_source(value), folders=_own_folders(), payload=base64.b85encode(payload).decode()
     )

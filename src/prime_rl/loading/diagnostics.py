@@ -1,5 +1,6 @@
 """Warnings about keys without effect, rejected secrets, and one-line explanations of validation errors."""
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,9 @@ from prime_rl.loading.schema import Path, dotted, nodes_of, resolve, tag_of
 _SECRET = re.compile(
     r"(^|_)(api_?key|access_?key|access_token|auth_token|hf_token|secret|password|authorization)$", re.I
 )
+_SECRET_VARIABLE = re.compile(r"(^|_)(key|token|secret|password)(_|$)", re.I)
+_MIN_SECRET_LENGTH = 8
+"""Shorter values of such variables are part of other texts by chance."""
 _ROLES = (("trainer",), ("orchestrator",), ("inference",))
 _CREDENTIALS = re.compile(r"\w://[^/?#@\s]+@")
 """User and password in a URL."""
@@ -72,6 +76,14 @@ def refuse_secrets(state: ConfigState) -> None:
                     f"{dotted(path)} ({origin.label}) contains a URL with a user or password, and the configuration is "
                     "written to disk; a server's key comes from the environment (client.api_key_var)"
                 )
+
+
+def find_secret(data: bytes) -> str | None:
+    """Return the name of an environment variable whose value is a secret and part of `data`; None if there is none."""
+    long_enough = ((name, value) for name, value in os.environ.items() if len(value) >= _MIN_SECRET_LENGTH)
+    return next(
+        (name for name, value in long_enough if _SECRET_VARIABLE.search(name) and os.fsencode(value) in data), None
+    )
 
 
 def _texts(path: Path, value: object) -> Iterator[tuple[Path, str]]:

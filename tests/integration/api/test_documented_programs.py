@@ -1,18 +1,20 @@
-"""Every program of docs/python_api.md runs as it is, and leaves no process."""
+"""Every program of docs/python_api.md and of the README runs as it is, and leaves no process."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[3] / "docs/python_api.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[3]
+PAGES = "".join((ROOT / page).read_text() for page in ("docs/python_api.md", "README.md"))
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
 EXPECTED = {
-    'rl.Run("configs/reverse_text/model", env=load_environment': r"^19 0\.",
+    "random.Random(split)": r"^19 0\.",
     "resume=-1": r"^0 .*\n1 .*\n2 .*\n3 .*\nhttp://127.0.0.1:\d+ [\d.]+\n\[4, 5\]$",
     "advantage=centred": r"^[\d.]+$",
     "rl.sft(": r"^outputs/sft/weights/step_2$",
     "rl.PolicyClient(": r"^\[.*\]\n[\d.]+$",
+    'run.export("my_model")': r"^9 [\d.]+ [012]\n.* my_model$",
     "FSDP2Trainer(": r"^step 0: reward .*\nstep 1: reward .*, staleness [012]$",
 }
 """What identifies a block, and what it prints."""

@@ -66,3 +66,12 @@ def test_write_code_object_that_cannot_be_pickled_is_refused_in_one_line(tmp_pat
     with pytest.raises(ConfigError, match=r"cannot pickle.*pass a function that makes it") as caught:
         write_code("load_environment", lambda: lock, tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("secret", ["hf_0123456789", "pässword0123"])
+def test_write_code_function_with_a_secret_is_refused(tmp_path, monkeypatch, secret):
+    monkeypatch.setenv("HF_TOKEN", secret)
+    with pytest.raises(ConfigError, match="value of the environment variable HF_TOKEN") as caught:
+        write_code("reward", lambda completion: secret in completion, tmp_path)
+    assert secret not in str(caught.value)
+    assert not list(tmp_path.iterdir())
