@@ -117,7 +117,7 @@ def _orchestrator() -> Iterator[Point]:
     yield from _points(of, "fsync", rf"{BATCH}/manifest\.json", "after", "sync of a batch's manifest")
     yield from _points(of, "rename", r"rollouts/step_\d+", "before after", "rename of a batch")
     yield from _points(of, "write", r"ledger/branch_\d+\.jsonl", "before half after", "write to the ledger", count=3)
-    yield from _points(of, "fsync", r"spool/group_\d+\.msgpack", "before after", "sync of a spooled group", count=5)
+    yield from _points(of, "create", r"spool/group_\d+\.msgpack", "before", "file of a spooled group", count=5)
     yield from _points(of, "mkdir", rf"{CHECKPOINT}/\.tmp-orchestrator", "after", "directory of its checkpoint")
     yield from _points(
         of, "create", rf"{CHECKPOINT}/\.tmp-orchestrator/manifest\.json", "before", "manifest of its checkpoint"

@@ -1,6 +1,6 @@
 """An append-only file of records, and the files of the groups that they refer to, written by a separate thread.
 
-The file is always a prefix of the appended records, except for a truncated last line. A group is on disk before its
+The file is always a prefix of the appended records, except for a truncated last line. A group is written before its
 record. All waiting records are written with one write and one fsync (group commit). Only `flush` waits for the disk.
 The first error ends the thread, and every later call raises it.
 """

@@ -141,7 +141,7 @@ class Ledger:
         return LedgerSnapshot(self.stream.copy(), self.positions.copy())
 
     async def flush(self) -> None:
-        """Return when all records so far, and their groups, are on disk."""
+        """Return when all records so far are on disk, and their groups are written."""
         await self._log.flush()
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
     drawn ----> issued ----> done ----> shipped        drawn: waits in the lookahead
                    \\           \\                       issued: dispatched, with a deadline
-                    `-----------`------> dropped       done: finished; its group is on disk
+                    `-----------`------> dropped       done: finished; its group is written
 
 `Positions.apply` refuses a record that contradicts an earlier one, so no position is shipped twice, or dropped and
 shipped (I3). The running process and the one that reads its ledger after a crash use the same code.

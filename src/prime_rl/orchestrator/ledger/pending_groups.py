@@ -1,10 +1,9 @@
 """Finished groups on disk until they are shipped, so that a restart does not sample them again.
 
-The ledger records a file only once it is complete on disk (I4), with its hash. Groups are msgpack with the raw bytes of
-their arrays.
+The ledger records a file once it is complete (I4), with its hash. Groups are msgpack with their arrays as raw bytes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +13,6 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from prime_rl.core.types import Group
-from prime_rl.storage.artifact import fsync
 
 FORMAT = "prime_rl.spool/1"
 
@@ -51,13 +49,10 @@ def decode_group(data: bytes, path: Path) -> Group:
     return spooled.group
 
 
-def write_groups(files: Sequence[tuple[Path, bytes]]) -> None:
-    """Write files; when this returns they survive a crash. Raises OSError."""
+def write_groups(files: Iterable[tuple[Path, bytes]]) -> None:
+    """Write files without waiting for the disk: the hash reveals one that a crash damages. Raises OSError."""
     for path, data in files:
         path.write_bytes(data)
-        fsync(path)
-    for directory in {path.parent for path, _ in files}:
-        fsync(directory)
 
 
 def read_group(path: Path, expected_hash: str) -> Group:
