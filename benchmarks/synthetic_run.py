@@ -54,6 +54,7 @@ def write_run(root: Path, steps: int, groups_per_step: int = 2, *, num_token_ste
     events.append(
         {"time": START + STEP_SECONDS * steps / 2, "event": "restarted", "name": "inference", "detail": "killed"}
     )
+    events.append({"time": START + STEP_SECONDS * steps + 1, "event": "finished", "name": "rl"})
     paths.events.write_text("".join(json.dumps(event) + "\n" for event in events))
     _write_metrics(paths, steps, rng)
     _write_timeline(paths, steps)
@@ -150,7 +151,8 @@ def _write_metrics(paths: RunPaths, steps: int, rng: random.Random) -> None:
 
 
 def _write_timeline(paths: RunPaths, steps: int) -> None:
-    lanes: dict[str, list[dict[str, Any]]] = {"trainer_0": [], "orchestrator": [], "inference": []}
+    names = ("trainer_0", "orchestrator", "inference", "inference_updates")
+    lanes: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for step in range(steps):
         begin = START + STEP_SECONDS * step
         _add(lanes["trainer_0"], f"wait for batch {step}", begin, 1.0, "orchestrator", step)
@@ -159,9 +161,10 @@ def _write_timeline(paths: RunPaths, steps: int) -> None:
         _add(lanes["orchestrator"], "sample", begin, 5.2, "inference", step)
         _add(lanes["orchestrator"], f"ship batch {step}", begin + 5.2, 0.3, None, step)
         _add(lanes["orchestrator"], "switch inference", begin + 5.5, 0.5, "inference", step)
-        _add(lanes["inference"], "serve", begin, 5.5, None, None)
-        _add(lanes["inference"], f"stage version {step + 1}", begin + 5.5, 0.35, None, None, step + 1)
-        _add(lanes["inference"], f"swap version {step + 1}", begin + 5.85, 0.15, None, None, step + 1)
+        _add(lanes["inference"], "serve", begin, 5.75, None, None, step)
+        _add(lanes["inference"], "pause", begin + 5.75, 0.25, None, None, step + 1)
+        _add(lanes["inference_updates"], "stage", begin + 5.2, 0.5, None, None, step + 1)
+        _add(lanes["inference_updates"], "swap", begin + 5.8, 0.15, None, None, step + 1)
     for name, spans in lanes.items():
         paths.timeline(name).write_text("".join(json.dumps(span) + "\n" for span in spans))
 

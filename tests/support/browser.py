@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -27,3 +28,44 @@ def wait_until(page: Any, expression: str, argument: Any = None, seconds: float 
     while not page.evaluate(expression, argument):
         assert time.monotonic() < end, f"not true within {seconds} s: {expression}"
         page.wait_for_timeout(50)
+
+
+class WatchedTab:
+    """A tab whose console errors and foreign requests are collected.
+
+    Attributes:
+        page: playwright's page.
+    """
+
+    def __init__(self, browser: Any) -> None:
+        self.page = browser.new_page(viewport={"width": 1400, "height": 900})
+        self.errors: list[str] = []
+        self._origins: set[tuple[str, str]] = set()
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self._origins.add(urlsplit(request.url)[:2]))
+
+    def check(self, *origins: tuple[str, str]) -> None:
+        """Close it. Assert no error, no request to another origin, and no script of the run's text."""
+        assert self.errors == []
+        assert {origin for origin in self._origins if origin[0] not in ("data", "blob")} <= set(origins)
+        assert self.page.evaluate("window.hacked") is None
+        self.page.close()
+
+
+def chart_steps(page: Any, title: str) -> list[float]:
+    """Return the horizontal positions of the points that a chart has drawn; [] if there is no such chart."""
+    return page.evaluate(
+        "title => [...document.querySelectorAll('.chart')].find(chart => chart.querySelector('.title')?.textContent"
+        " === title)?.querySelector('.plot')?.chart.plot?.data[0] ?? []",
+        title,
+    )
+
+
+def colours_of(page: Any, figure: str) -> int:
+    """Return how many different colours a figure of the plots has."""
+    return page.evaluate(
+        "name => (canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width,"
+        " canvas.height).data.buffer)).size)(document.querySelector(`canvas[data-figure=${name}]`))",
+        figure,
+    )

@@ -5,6 +5,7 @@ import json
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,8 @@ def _serve(runs: "list[RunView]", host: str, port: int, key_variable: str) -> No
         bound = listener.getsockname()[1]
         address = f"[{host}]" if ":" in host else host
         threading.Thread(target=_read_runs, args=(runs,), daemon=True).start()
-        print(f"page: http://{address}:{bound} shows {len(runs)} run{'s' if len(runs) != 1 else ''}", flush=True)
+        with suppress(OSError):  # the disk of the log is full; the page itself writes nothing
+            print(f"page: http://{address}:{bound} shows {len(runs)} run{'s' if len(runs) != 1 else ''}", flush=True)
         config = uvicorn.Config(
             make_app(runs, access), log_level="warning", access_log=False, timeout_graceful_shutdown=1
         )

@@ -12,7 +12,7 @@ import pytest
 from prime_rl.page.page_report import make_report
 from prime_rl.page.run_view import RunView
 from prime_rl.plots.loss_surface import LossSurface, write_loss_surface
-from tests.support.browser import CHROMIUM, open_browser, wait_until
+from tests.support.browser import CHROMIUM, WatchedTab, chart_steps, colours_of, wait_until
 from tests.support.synthetic_run import synthetic_run, write_run
 
 pytestmark = [
@@ -24,12 +24,6 @@ HOSTILE = (
     "\x1b[31mred\x1b[0m \u202eright to left\u2066 "
     "</div></main><a href='javascript:window.hacked = 3'>link</a> "
 )
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -47,27 +41,9 @@ def served(paths):
     assert process.wait(20) in (0, -signal.SIGTERM)
 
 
-class Watched:
-    """A tab whose console errors and foreign requests are collected."""
-
-    def __init__(self, browser, **options):
-        self.page = browser.new_page(viewport={"width": 1400, "height": 900}, **options)
-        self.errors, self.origins = [], set()
-        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self.origins.add(urlsplit(request.url)[:2]))
-
-    def check(self, *origins):
-        """No error, no request to another origin, no script of the run's text."""
-        assert self.errors == []
-        assert {origin for origin in self.origins if origin[0] not in ("data", "blob")} <= set(origins)
-        assert self.page.evaluate("window.hacked") is None
-        self.page.close()
-
-
 @pytest.fixture
 def tab(browser, served):
-    watched = Watched(browser)
+    watched = WatchedTab(browser)
     yield watched
     watched.check(("http", urlsplit(served).netloc))
 
@@ -77,12 +53,6 @@ def add_step(paths, step):
     for process, row in (("orchestrator", orchestrator), ("trainer", trainer)):
         with paths.metrics(process).open("a") as file:
             file.write(json.dumps(row) + "\n")
-
-
-def chart_steps(page, title):
-    """The horizontal positions of the points that a chart has drawn."""
-    script = "t => [...document.querySelectorAll('.chart')].find(c => c.querySelector('.title').textContent === t)"
-    return page.evaluate(f"t => ({script})(t).querySelector('.plot').chart.plot.data[0]", title)
 
 
 def test_overview_is_drawn_and_new_steps_appear_without_reload(paths, served, tab):
@@ -127,7 +97,7 @@ def test_rollout_is_found_by_filter_and_opened_by_url(served, tab, browser):
     page.get_by_text("Conversation", exact=True).wait_for()
     title = page.locator("h2").first.text_content()
     assert "env=code" in page.url and "reward_from=1" in page.url and "rollout=39." in page.url
-    other = Watched(browser)
+    other = WatchedTab(browser)
     other.page.goto(page.url)
     other.page.get_by_text(title, exact=True).wait_for()
     other.check(("http", urlsplit(served).netloc))
@@ -192,15 +162,6 @@ def test_timeline_zoom_is_in_the_url_and_shows_who_waited(served, tab):
     assert page.get_by_text("for orchestrator").first.is_visible()
 
 
-def colours_of(page, name):
-    """How many different colours a figure has."""
-    return page.evaluate(
-        "name => (canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width,"
-        " canvas.height).data.buffer)).size)(document.querySelector(`canvas[data-figure=${name}]`))",
-        name,
-    )
-
-
 def test_plots_are_heatmaps_or_surfaces_that_turn(paths, served, tab):
     write_loss_surface(paths, LossSurface([0, 1, 2], [0, 1], [[1, 2, 5], [3, 4, 6]], [(1, 0, 0), (2, 1, 1)]))
     page = tab.page
@@ -237,7 +198,7 @@ def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser):
     command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), str(other.root), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         address = process.stdout.readline().split()[1]
-        watched = Watched(browser)
+        watched = WatchedTab(browser)
         watched.page.goto(f"{address}/#view=compare")
         watched.page.get_by_text("Different settings").wait_for()
         assert watched.page.get_by_text("trainer.optim.lr").is_visible()
@@ -249,7 +210,7 @@ def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser):
 def test_page_without_its_process_says_so(paths, browser):
     command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        watched = Watched(browser)
+        watched = WatchedTab(browser)
         watched.page.goto(process.stdout.readline().split()[1])
         watched.page.get_by_text("Gradient norm", exact=True).wait_for()
         process.kill()
@@ -260,7 +221,7 @@ def test_report_opens_from_disk(paths, browser, tmp_path):
     file = tmp_path / "report.html"
     file.write_text(make_report(RunView("run", paths.root)))
     assert file.stat().st_size < 5_000_000
-    watched = Watched(browser)
+    watched = WatchedTab(browser)
     watched.page.goto(file.as_uri())
     watched.page.get_by_text("Gradient norm", exact=True).wait_for()
     assert chart_steps(watched.page, "Reward") == list(range(40))

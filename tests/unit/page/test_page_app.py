@@ -90,13 +90,13 @@ def test_rollout_without_rows_or_trainer_values_says_so(client, root):
 
 def test_timeline_has_lanes_waits_and_events(client):
     window = get(client, "timeline", begin=synthetic_run.START, end=synthetic_run.START + 60)
-    assert [lane["name"] for lane in window["lanes"]] == ["orchestrator", "inference", "trainer_0"]
-    trainer = window["lanes"][2]
+    assert [lane["name"] for lane in window["lanes"]] == ["orchestrator", "inference", "inference_updates", "trainer_0"]
+    trainer = window["lanes"][3]
     assert trainer["waits"] == {"orchestrator": pytest.approx(10, abs=1.1)}
     assert trainer["idle_share"] == pytest.approx(1 / 6, abs=0.02)
     whole = get(client, "timeline")
-    assert [event["event"] for event in whole["events"]] == ["started"] * 3 + ["restarted"]
-    coarse = get(client, "timeline", pixels=100)["lanes"][2]["spans"]
+    assert [event["event"] for event in whole["events"]] == ["started"] * 3 + ["restarted", "finished"]
+    coarse = get(client, "timeline", pixels=100)["lanes"][3]["spans"]
     assert len(coarse) <= 200 and any(span.get("merged") for span in coarse)
 
 
@@ -104,7 +104,7 @@ def test_trace_is_a_chrome_trace(client):
     events = json.loads(client.get("/api/runs/synthetic/trace.json").content)
     assert {event["ph"] for event in events} == {"M", "X", "i"}
     spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == 9 * 120 and all(event["dur"] > 0 and isinstance(event["ts"], int) for event in spans)
+    assert len(spans) == 10 * 120 and all(event["dur"] > 0 and isinstance(event["ts"], int) for event in spans)
     first = next(event for event in spans if event["name"] == "wait for batch 0")
     assert first["args"] == {"step": 0, "waiting_for": "orchestrator"} and first["cat"] == "wait"
 
@@ -132,7 +132,7 @@ def test_grafana_dashboard_asks_for_exported_metrics(client):
 
 def test_health_is_that_of_doctor(client):
     health = get(client, "health")
-    assert health["state"] in ("dead", "running") and health["servers"] == [
+    assert health["state"] == "finished" and health["servers"] == [
         {"name": "inference", "version": 120, "since": pytest.approx(synthetic_run.START + 720)}
     ]
 

@@ -1,6 +1,7 @@
 """The page that `rl --page` serves, in a real process."""
 
 import asyncio
+import json
 import socket
 import urllib.error
 import urllib.request
@@ -44,6 +45,30 @@ async def test_page_is_served_until_the_run_ends(paths):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not psutil.pid_exists(page.pid) and len(lines) == 1
+
+
+async def test_page_on_a_full_disk_serves_and_states_damaged_lines(paths):
+    paths.metrics_dir.mkdir()
+    paths.metrics("trainer").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo\n{"step": 2, "loss": 0.5}\n{"st')
+    paths.log("page").parent.mkdir()
+    paths.log("page").symlink_to("/dev/full")
+    port, lines = free_port(), []
+    task = asyncio.ensure_future(serve_page(PageConfig(port=port), paths, lines.append, set()))
+    url = f"http://127.0.0.1:{port}/api/runs/{paths.root.name}/overview"
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                with await asyncio.to_thread(urllib.request.urlopen, url, timeout=5) as response:
+                    overview = json.load(response)
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert not task.done(), lines
+                await asyncio.sleep(0.1)
+    assert overview["num_damaged"] == 1, "the half line at the end is not damaged, but not complete yet"
+    assert next(one["count"] for one in overview["metrics"] if one["name"] == "trainer:loss") == 2
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_page_that_cannot_start_is_a_warning(paths):
