@@ -30,6 +30,7 @@ _MEDIA_TYPES = {
 class SampleQuery(SampleFilter):
     """Query parameters of a search for rollouts."""
 
+    evaluation: str | None = None
     position: int = Field(0, ge=0)
     count: int = Field(50, ge=1, le=200)
 
@@ -104,13 +105,14 @@ def _add_queries(app: FastAPI, by_name: dict[str, RunView], find: Any) -> None:
 
     @app.get("/api/runs/{name}/rollouts")
     def rollouts(name: str, query: Annotated[SampleQuery, Query()]) -> dict[str, Any]:
-        return find(name).search(query, query.position, query.count)
+        return find(name).search(query, query.position, query.count, query.evaluation)
 
     @app.get("/api/runs/{name}/rollouts/{step}/{group}/{rollout}")
-    def rollout(name: str, step: int, group: int, rollout: int) -> dict[str, Any]:
-        found = find(name).rollout(step, group, rollout)
+    def rollout(name: str, step: int, group: int, rollout: int, evaluation: str | None = None) -> dict[str, Any]:
+        found = find(name).rollout(step, group, rollout, evaluation)
         if found is None:
-            raise HTTPException(404, f"samples/step_{step}.jsonl has no rollout {rollout} of group {group}")
+            place = "samples" if evaluation is None else f"evals/{evaluation}"
+            raise HTTPException(404, f"{place} has no rollout {rollout} of group {group} of step {step}")
         return found
 
     @app.get("/api/runs/{name}/timeline")

@@ -62,10 +62,8 @@ class TokenTexts:
         return next((file for folder in folders if (file := folder / "tokenizer.json").is_file()), None)
 
 
-def rollout_detail(
-    paths: RunPaths, index: SampleIndex, texts: TokenTexts, step: int, group_id: int, rollout: int
-) -> dict[str, Any] | None:
-    """One rollout with its group; None if the samples of the step do not contain it."""
+def rollout_detail(index: SampleIndex, step: int, group_id: int, rollout: int) -> dict[str, Any] | None:
+    """One rollout with its group, without tokens; None if the index does not contain it."""
     group = index.find(step, group_id)
     entry = next((entry for entry in group if int(entry["rollout"]) == rollout), None)
     if entry is None or (row := index.read(entry)) is None:
@@ -76,7 +74,6 @@ def rollout_detail(
         "metrics": {str(name): value for name, value in metrics.items()} if isinstance(metrics, dict) else {},
         "messages": list(_messages(row.get("messages"))),
         "all_rollouts": [index.describe(one) for one in group],
-        **token_detail(paths, texts, step, group_id, rollout),
     }
 
 

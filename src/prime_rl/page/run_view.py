@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_rl.doctor.collect import contains_run, read_toml
+from prime_rl.page.evaluation_index import EvaluationIndex, find_evaluations
 from prime_rl.page.json_lines import FilePosition, read_between
 from prime_rl.page.metric_series import (
     PROCESSES,
@@ -21,7 +22,7 @@ from prime_rl.page.metric_series import (
     efficiency,
     wait_share,
 )
-from prime_rl.page.rollout_detail import TokenTexts, rollout_detail
+from prime_rl.page.rollout_detail import TokenTexts, rollout_detail, token_detail
 from prime_rl.page.run_figures import run_figures
 from prime_rl.page.run_health import RunHealth, server_versions
 from prime_rl.page.sample_index import SampleFilter, SampleIndex
@@ -49,6 +50,7 @@ class RunView:
         self.name, self.paths = name, RunPaths(root)
         self._metrics = {process: MetricFile(self.paths, process) for process in PROCESSES}
         self._samples = SampleIndex(self.paths)
+        self._evaluations: dict[str, EvaluationIndex] = {}
         self._timeline = Timeline(self.paths)
         self._texts = TokenTexts(self.paths)
         self.health = RunHealth(self.paths)
@@ -142,14 +144,16 @@ class RunView:
         with self._lock:
             return self._headline()
 
-    def search(self, wanted: SampleFilter, position: int, count: int) -> dict[str, Any]:
-        """Rollouts that match a filter; see `SamplePage`."""
+    def search(self, wanted: SampleFilter, position: int, count: int, evaluation: str | None = None) -> dict[str, Any]:
+        """Rollouts that match a filter, of the training batches or of an evaluation; see `SamplePage`."""
         with self._sample_lock:
-            page = self._samples.search(wanted, position, count, _SEARCH_SECONDS)
+            evaluations = find_evaluations(self.paths)
+            index = self._index(evaluation)
+            page = index.search(wanted, position, count, _SEARCH_SECONDS)
             return {
                 "rows": page.rows, "num_matching": page.num_matching, "next_position": page.next_position,
-                "num_files": page.num_files, "num_indexed": page.num_indexed,
-                "num_damaged": self._samples.num_damaged, "envs": sorted(self._samples.env_names),
+                "num_files": page.num_files, "num_indexed": page.num_indexed, "num_damaged": index.num_damaged,
+                "envs": sorted(index.env_names), "evaluations": evaluations,
             }  # fmt: skip
 
     def read_samples(self) -> NDArray[np.void]:
@@ -165,10 +169,23 @@ class RunView:
         with self._lock:
             return run_figures(self.paths, self.settings(), self._metrics["trainer"].series, entries)
 
-    def rollout(self, step: int, group_id: int, rollout: int) -> dict[str, Any] | None:
-        """One rollout with its group and tokens; None if it does not exist."""
+    def rollout(self, step: int, group_id: int, rollout: int, evaluation: str | None = None) -> dict[str, Any] | None:
+        """One rollout with its group, and its tokens if it was trained on; None if it does not exist."""
         with self._sample_lock:
-            return rollout_detail(self.paths, self._samples, self._texts, step, group_id, rollout)
+            detail = rollout_detail(self._index(evaluation), step, group_id, rollout)
+            if detail is None:
+                return None
+            if evaluation is not None:
+                return {**detail, "samples": [], "token_note": "Evaluations keep no tokens."}
+            return detail | token_detail(self.paths, self._texts, step, group_id, rollout)
+
+    def _index(self, evaluation: str | None) -> SampleIndex:
+        """The rollouts of the training batches, or of a folder of `find_evaluations`; an unknown one is empty."""
+        if evaluation is None or evaluation not in find_evaluations(self.paths):
+            return self._samples if evaluation is None else EvaluationIndex(self.paths, "")
+        if evaluation not in self._evaluations:
+            self._evaluations[evaluation] = EvaluationIndex(self.paths, evaluation)
+        return self._evaluations[evaluation]
 
     def timeline(self, begin: float | None, end: float | None, num_pixels: int) -> dict[str, Any]:
         """Lanes and events of a time window."""

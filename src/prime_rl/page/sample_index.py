@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +29,8 @@ _NUM_WATCHED = 2
 ORDERS = {"step": "step", "reward": "reward", "advantage": "advantage", "staleness": "min_version"}
 
 
-class _Line(msgspec.Struct):
-    """The fields of a line that are indexed. The decoder skips the others, such as the conversation."""
+class IndexedRollout(msgspec.Struct):
+    """The fields of a rollout that are indexed. The decoder skips the others, such as the conversation."""
 
     group_id: int = -1
     rollout: int = 0
@@ -83,8 +83,8 @@ class SampleIndex:
     """Indexes the newest files first. Every call works for a limited time, so a large run is indexed over several."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._paths = paths
-        self._decoder = msgspec.json.Decoder(_Line)
+        self._directory = paths.samples_dir
+        self._decoder = msgspec.json.Decoder(IndexedRollout)
         self._files: dict[int, tuple[int, int]] = {}
         self._indexed: dict[int, tuple[tuple[int, int], NDArray[np.void]]] = {}
         self._listed = -1
@@ -146,7 +146,7 @@ class SampleIndex:
 
     def read(self, entry: np.void) -> dict[str, Any] | None:
         """Read the line of a rollout; None if it is gone or damaged."""
-        with suppress(OSError), self._paths.samples(int(entry["step"])).open("rb") as file:
+        with suppress(OSError), self._path(int(entry["step"])).open("rb") as file:
             file.seek(int(entry["offset"]))
             data = file.read(int(entry["length"]))
             if len(data) <= 2**22:
@@ -202,17 +202,16 @@ class SampleIndex:
 
     def _list_files(self) -> None:
         """List the files when the folder has changed; otherwise look at the newest ones only."""
-        directory = self._paths.samples_dir
         try:
-            changed = directory.stat().st_mtime_ns
+            changed = self._directory.stat().st_mtime_ns
         except OSError:
             self._files, self._indexed, self._all = {}, {}, None
             return
         if changed != self._listed:
             self._files = {
                 step: sign
-                for entry in _scan(directory)
-                if (sign := _sign(entry)) and (step := _step(entry.name)) is not None
+                for entry in _scan(self._directory)
+                if (sign := _sign(entry)) and (step := self._step(entry.name)) is not None
             }
             for step in self._indexed.keys() - self._files.keys():
                 del self._indexed[step]
@@ -220,7 +219,7 @@ class SampleIndex:
             self._listed = changed
         for step in sorted(self._files)[-_NUM_WATCHED:]:
             with suppress(OSError):
-                status = self._paths.samples(step).stat()
+                status = self._path(step).stat()
                 self._files[step] = status.st_size, status.st_mtime_ns
 
     def _signature(self, step: int) -> tuple[int, int] | None:
@@ -232,25 +231,36 @@ class SampleIndex:
     def _read_file(self, step: int) -> NDArray[np.void]:
         found: list[tuple[Any, ...]] = []
         offset = 0
-        with suppress(OSError), self._paths.samples(step).open("rb") as file:
+        with suppress(OSError), self._path(step).open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                if (entry := self._entry(step, offset, line)) is not None:
-                    found.append(entry)
+                try:
+                    if len(line) > MAX_ROLLOUT_BYTES:
+                        raise ValueError
+                    rows = self._decode(line)
+                    if not all(-(2**63) <= row.group_id < 2**63 and -(2**31) <= row.rollout < 2**31 for row in rows):
+                        raise ValueError
+                except (msgspec.MsgspecError, ValueError):
+                    rows = []
+                    self.num_damaged += 1
+                entries = (self._entry(step, offset, len(line), row) for row in rows)
+                found += [entry for entry in entries if entry is not None]
                 offset += len(line)
         return np.array(found, dtype=_ENTRY)
 
-    def _entry(self, step: int, offset: int, line: bytes) -> tuple[Any, ...] | None:
-        try:
-            if len(line) > MAX_ROLLOUT_BYTES:
-                raise ValueError
-            row = self._decoder.decode(line)
-            if not (-(2**63) <= row.group_id < 2**63 and -(2**31) <= row.rollout < 2**31):
-                raise ValueError
-        except (msgspec.MsgspecError, ValueError):
-            self.num_damaged += 1
-            return None
+    def _path(self, step: int) -> Path:
+        return self._directory / f"step_{step}.jsonl"
+
+    def _step(self, name: str) -> int | None:
+        number = name.removeprefix("step_").removesuffix(".jsonl")
+        return int(number) if name == f"step_{number}.jsonl" and number.isdecimal() and len(number) < 10 else None
+
+    def _decode(self, line: bytes) -> Sequence[IndexedRollout]:
+        """The rollouts of a line. Raises MsgspecError or ValueError if it is damaged."""
+        return [self._decoder.decode(line)]
+
+    def _entry(self, step: int, offset: int, length: int, row: IndexedRollout) -> tuple[Any, ...] | None:
         if row.env not in self.env_names:
             if len(self.env_names) == _MAX_ENVS:
                 self.num_damaged += 1
@@ -261,7 +271,7 @@ class SampleIndex:
             -1 if value is None or not 0 <= value < 2**31 else value for value in (row.min_version, row.max_version)
         )
         env = self.env_names.index(row.env)
-        return step, offset, len(line), row.group_id, row.rollout, env, row.is_truncated, low, high, reward, advantage
+        return step, offset, length, row.group_id, row.rollout, env, row.is_truncated, low, high, reward, advantage
 
 
 def conversation_text(row: dict[str, Any]) -> str:
@@ -297,8 +307,3 @@ def _sign(entry: os.DirEntry[str]) -> tuple[int, int] | None:
         status = entry.stat()
         return status.st_size, status.st_mtime_ns
     return None
-
-
-def _step(name: str) -> int | None:
-    number = name.removeprefix("step_").removesuffix(".jsonl")
-    return int(number) if name == f"step_{number}.jsonl" and number.isdecimal() and len(number) < 10 else None

@@ -45,8 +45,8 @@ figure_interval = 4
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The recipe with its page; it is running when the first test begins."""
+def run(tmp_path_factory, browser):
+    """The recipe with its page; it is running when the first test begins. The browser's processes are not its own."""
     pytest.importorskip("plotly")
     root = tmp_path_factory.mktemp("live")
     (root / "settings.toml").write_text(SETTINGS)

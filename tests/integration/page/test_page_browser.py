@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from prime_rl.evaluation.eval_results import ExampleRow, ResultFile, RolloutRow
 from prime_rl.page.page_report import make_report
 from prime_rl.page.run_view import RunView
 from prime_rl.plots.loss_surface import LossSurface, write_loss_surface
@@ -101,6 +102,19 @@ def test_rollout_is_found_by_filter_and_opened_by_url(served, tab, browser):
     other.page.goto(page.url)
     other.page.get_by_text(title, exact=True).wait_for()
     other.check(("http", urlsplit(served).netloc))
+
+
+def test_rollout_of_an_evaluation_is_chosen_by_its_folder(paths, served, tab):
+    messages = [{"role": "assistant", "content": "evaluated"}]
+    with ResultFile(paths.evals_dir / "math/step_5.jsonl") as results:
+        results.add(ExampleRow(7, [RolloutRow(1.0, {}, False, 3, messages)]))
+    page = tab.page
+    page.goto(f"{served}/#view=rollouts&rollout=39.78.0")
+    page.locator("select[name=evaluation]").select_option("math")
+    page.get_by_text("1 rollouts", exact=True).wait_for()
+    page.locator("tbody tr").first.click()
+    page.get_by_text("Rollout 0 of example 7, version 5").wait_for()
+    assert "evaluation=math" in page.url and page.locator(".message.assistant .text").text_content() == "evaluated"
 
 
 def test_token_colours_follow_the_values_of_the_mode(paths, served, tab):

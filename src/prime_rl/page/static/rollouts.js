@@ -4,7 +4,7 @@ import { getJson } from "./source.js";
 import { readState, setState, stateUrl } from "./state.js";
 import { tokenSection } from "./tokens.js";
 
-const FILTERS = ["step_from", "step_to", "env", "reward_from", "reward_to", "staleness_from", "truncated", "group", "text", "order", "ascending"];
+const FILTERS = ["evaluation", "step_from", "step_to", "env", "reward_from", "reward_to", "staleness_from", "truncated", "group", "text", "order", "ascending"];
 const COLUMNS = [["step", "Step"], [null, "Env"], [null, "Group"], ["reward", "Reward"], ["advantage", "Advantage"], ["staleness", "Stale"], [null, ""], [null, "Last message"]];
 const PAGE_SIZE = 60;
 
@@ -54,7 +54,7 @@ export class RolloutView {
       found = found.concat(answer.rows);
       this.next = answer.next_position;
       this.answer = answer;
-      this.envs = answer.envs;
+      [this.envs, this.evaluations] = [answer.envs, answer.evaluations ?? []];
       // A text search reads a part of the files per request; an index that grows moves the positions.
       if (answer.num_indexed < answer.num_files && fromStart && !state.text) {
         this.rows = found;
@@ -74,6 +74,9 @@ export class RolloutView {
       values.map(([value, text]) => element("option", { value, selected: (state[name] ?? "") === value }, visibleString(text)))));
     const active = FILTERS.some((name) => state[name] !== undefined);
     return element("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
+      this.evaluations?.length || state.evaluation ? element("label", {}, "Rollouts of", element("select", { name: "evaluation",
+        onchange: (event) => setState({ ...Object.fromEntries(FILTERS.map((one) => [one, null])), evaluation: event.target.value, rollout: null }) },
+      [["", "training"], ...this.evaluations.map((one) => [one, `evaluation ${one}`])].map(([value, text]) => element("option", { value, selected: (state.evaluation ?? "") === value }, visibleString(text))))) : null,
       element("label", {}, "Text", element("input", { type: "search", name: "text", value: state.text ?? "", placeholder: "in the conversation", onchange: set("text") })),
       number("step_from", "Step from"), number("step_to", "to"),
       this.envs.length > 1 || state.env ? options("env", "Environment", [["", "all"], ...this.envs.map((env) => [env, env])]) : null,
@@ -116,14 +119,15 @@ export class RolloutView {
   }
 
   async showDetail() {
-    const id = readState().rollout;
+    const { rollout: id, evaluation } = readState();
+    const key = `${evaluation ?? ""} ${id}`;
     if (!id) {
       replaceChildren(this.detailNode, element("div", { class: "card" }, element("p", { class: "empty" }, "Choose a rollout to read its conversation and tokens.")));
       return;
     }
     const [step, group, rollout] = id.split(".").map(Number);
     try {
-      if (this.detail?.id !== id) this.detail = { id, ...(await getJson(this.path(`/${step}/${group}/${rollout}`))) };
+      if (this.detail?.key !== key) this.detail = { key, isEvaluation: Boolean(evaluation), ...(await getJson(this.path(`/${step}/${group}/${rollout}`), { evaluation })) };
       if (readState().rollout === id) replaceChildren(this.detailNode, detailCard(this.detail));
     } catch (error) {
       replaceChildren(this.detailNode, element("div", { class: "card" }, element("p", { class: "empty" }, `Rollout ${visibleString(id)} cannot be shown: ${error.message}`)));
@@ -154,7 +158,8 @@ function detailCard(detail) {
   const versions = detail.min_version === null ? null : detail.min_version === detail.max_version ? detail.min_version : `${detail.min_version}–${detail.max_version}`;
   const metrics = Object.entries(detail.metrics).slice(0, 24).map(([name, value]) => fact(visibleString(name), typeof value === "number" ? formatNumber(value) : visibleString(String(value))));
   return element("div", { class: "card" },
-    element("h2", {}, `Rollout ${detail.rollout} of group ${detail.group}, batch ${detail.step}`),
+    element("h2", {}, detail.isEvaluation ? `Rollout ${detail.rollout} of example ${detail.group}, version ${detail.step}`
+      : `Rollout ${detail.rollout} of group ${detail.group}, batch ${detail.step}`),
     element("div", { class: "facts" }, fact("environment", visibleString(detail.env)), fact("reward", formatNumber(detail.reward)), fact("advantage", signed(detail.advantage)),
       fact("versions", versions), fact("staleness", detail.staleness), detail.is_truncated ? element("span", { class: "tag warn" }, "truncated") : null),
     metrics.length ? element("div", { class: "facts", style: { marginTop: "4px", fontSize: "12px" } }, metrics) : null,
