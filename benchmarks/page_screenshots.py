@@ -27,9 +27,12 @@ def main() -> None:
     parser.add_argument("directory", type=Path, nargs="?")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        root = arguments.directory or write_run(Path(folder) / "outputs", STEPS, groups_per_step=4).root
+        if arguments.directory is None:
+            paths = write_run(Path(folder) / "outputs", STEPS, groups_per_step=4)
+            paths.run_toml.write_text(f"max_steps = {STEPS}\nasync_level = 2\n")
+        root, place = arguments.directory or Path("outputs"), folder if arguments.directory is None else None
         command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(root), "--port", "0"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=place) as process:
             assert process.stdout is not None
             draw(process.stdout.readline().split()[1])
             process.terminate()
@@ -42,13 +45,14 @@ def draw(address: str) -> None:
         "page_overview": ("", "light", ".chart canvas"),
         "page_timeline": (f"view=timeline&from={1_800_000_000 + STEP_SECONDS * (STEPS - 12)}", "dark", ".lane canvas"),
         "page_rollouts": (f"view=rollouts&rollout={last}.{last * 4}.0&colour=difference", "light", ".tokens span"),
+        "page_plots": ("view=plots", "light", ".plots canvas"),
     }
     with open_browser() as browser:
         for name, (state, theme, ready) in views.items():
             tab = browser.new_page(viewport=SIZE, color_scheme=theme)
             tab.goto(f"{address}/#{state}")
             tab.locator(ready).first.wait_for()
-            tab.wait_for_load_state("load")
+            tab.locator(".state").wait_for()
             picture = Image.open(io.BytesIO(tab.screenshot())).convert("RGB").quantize(96, dither=Image.Dither.NONE)
             picture.save(ASSETS / f"{name}.png", optimize=True)
             size = (ASSETS / f"{name}.png").stat().st_size

@@ -104,7 +104,8 @@ class Page {
 
   showFigures(headline) {
     this.headline = headline;
-    const { steps, max_steps: most, staleness_bound: bound, staleness_max: stalest, trainer_wait_share: wait } = headline;
+    const { state: condition, steps, max_steps: most, staleness_bound: bound, staleness_max: stalest, trainer_wait_share: wait } = headline;
+    const hasEnded = condition !== null && condition !== undefined && condition !== "running";
     const done = most ? Math.min(1, steps / most) : null;
     const wide = stalest !== null && stalest !== undefined && bound !== null ? stalest / Math.max(1, bound) : null;
     replaceChildren(document.getElementById("figures"),
@@ -117,7 +118,8 @@ class Page {
       figure("Tokens/s", [formatNumber(headline.tokens_per_second ?? headline.trained_tokens_per_second)],
         headline.tokens_per_second === null ? "trained" : `sampled · ${formatNumber(headline.trained_tokens_per_second)} trained`),
       figure("Step time", [formatSeconds(headline.step_seconds)], wait === null ? "" : `trainer waits ${formatPercent(wait)}`),
-      figure("Time left", [done === 1 ? "done" : formatSeconds(headline.eta_seconds)], done === null ? "no max_steps" : done === 1 ? "" : "at the pace of 10 steps"));
+      figure("Time left", [done === 1 ? "done" : hasEnded ? "–" : formatSeconds(headline.eta_seconds)],
+        done === 1 ? "" : hasEnded ? `the run is ${condition}` : done === null ? "no max_steps" : "at the pace of 10 steps"));
   }
 
   showNotice(text) {
