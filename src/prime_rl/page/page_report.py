@@ -7,7 +7,7 @@ import html
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any
 from urllib.parse import quote
@@ -30,28 +30,6 @@ _MODULES = (
 )  # fmt: skip
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<link rel="icon" href="data:image/svg+xml;base64,{icon}">
-<style>{style}</style>
-</head>
-<body>
-<header id="top"></header>
-<section id="figures" aria-label="latest figures"></section>
-<div id="notice" role="status" hidden></div>
-<main id="view"></main>
-<script type="application/octet-stream" id="report-data">{data}</script>
-<script>{library}</script>
-<script>{program}</script>
-</body>
-</html>
-"""
 
 
 def make_report(run: RunView, budget_bytes: int = BUDGET_BYTES) -> str:
@@ -60,18 +38,34 @@ def make_report(run: RunView, budget_bytes: int = BUDGET_BYTES) -> str:
     library = (folder / "vendor/uPlot.iife.min.js").read_text()
     style = (folder / "vendor/uPlot.min.css").read_text() + (folder / "style.css").read_text()
     program = bundle_modules()
-    page = _PAGE.format(
-        policy=_policy(style, library, program),
-        title=html.escape(f"{run.name} · prime-rl"),
-        icon=base64.b64encode((folder / "icon.svg").read_bytes()).decode(),
-        style=style,
-        data=_PLACEHOLDER,
-        library=library,
-        program=program,
+    icon = base64.b64encode((folder / "icon.svg").read_bytes()).decode()
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, library, program)}">'
+    scripts = f"<script>{library}</script>\n<script>{program}</script>"
+    data = f'<script type="application/octet-stream" id="report-data">{_PLACEHOLDER}</script>'
+    page = _replace(
+        (folder / "index.html").read_text(),
+        {
+            '<meta charset="utf-8">\n': f'<meta charset="utf-8">\n{policy}\n',
+            "<title>prime-rl</title>": f"<title>{html.escape(f'{run.name} · prime-rl')}</title>",
+            '"/static/icon.svg"': f'"data:image/svg+xml;base64,{icon}"',
+            '<link rel="stylesheet" href="/static/vendor/uPlot.min.css">\n': "",
+            '<link rel="stylesheet" href="/static/style.css">': f"<style>{style}</style>",
+            '<script src="/static/vendor/uPlot.iife.min.js" defer></script>\n': "",
+            '<script type="module" src="/static/main.js"></script>\n': "",
+            "</body>": f"{data}\n{scripts}\n</body>",
+        },
     )
     left = budget_bytes - len(page.encode())
     data = base64.b64encode(gzip.compress(json.dumps({"answers": report_answers(run, left * 3 // 4)}).encode(), 9))
     return page.replace(_PLACEHOLDER, data.decode(), 1)
+
+
+def _replace(text: str, parts: Mapping[str, str]) -> str:
+    """Replace parts that occur exactly once."""
+    for old, new in parts.items():
+        assert text.count(old) == 1, f"index.html contains {old} {text.count(old)} times"
+        text = text.replace(old, new)
+    return text
 
 
 def bundle_modules() -> str:
