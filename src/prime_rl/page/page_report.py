@@ -41,7 +41,7 @@ def make_report(run: RunView, budget_bytes: int = BUDGET_BYTES) -> str:
     icon = base64.b64encode((folder / "icon.svg").read_bytes()).decode()
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, library, program)}">'
     scripts = f"<script>{library}</script>\n<script>{program}</script>"
-    data = f'<script type="application/octet-stream" id="report-data">{_PLACEHOLDER}</script>'
+    container = f'<script type="application/octet-stream" id="report-data">{_PLACEHOLDER}</script>'
     page = _replace(
         (folder / "index.html").read_text(),
         {
@@ -52,7 +52,7 @@ def make_report(run: RunView, budget_bytes: int = BUDGET_BYTES) -> str:
             '<link rel="stylesheet" href="/static/style.css">': f"<style>{style}</style>",
             '<script src="/static/vendor/uPlot.iife.min.js" defer></script>\n': "",
             '<script type="module" src="/static/main.js"></script>\n': "",
-            "</body>": f"{data}\n{scripts}\n</body>",
+            "</body>": f"{container}\n{scripts}\n</body>",
         },
     )
     left = budget_bytes - len(page.encode())
