@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from prime_rl.page.run_view import RunView
 
 _DEFAULT_PORT = 8420
+_CLOSE_SECONDS = 2
+"""Open streams end by themselves within one interval."""
 
 
 @command
@@ -65,10 +67,10 @@ def _serve(runs: "list[RunView]", host: str, port: int, key_variable: str) -> No
         threading.Thread(target=_read_runs, args=(runs,), daemon=True).start()
         with suppress(OSError):  # the disk of the log is full; the page itself writes nothing
             print(f"page: http://{address}:{bound} shows {len(runs)} run{'s' if len(runs) != 1 else ''}", flush=True)
-        config = uvicorn.Config(
-            make_app(runs, access), log_level="warning", access_log=False, timeout_graceful_shutdown=1
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        app = make_app(runs, access, is_closing=lambda: server.should_exit)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_CLOSE_SECONDS)
+        server = uvicorn.Server(config)
+        server.run(sockets=[listener])
 
 
 def _read_runs(runs: "list[RunView]") -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import resources
 from typing import Annotated, Any
 
@@ -35,8 +35,13 @@ class SampleQuery(SampleFilter):
     count: int = Field(50, ge=1, le=200)
 
 
-def make_app(runs: Sequence[RunView], access: PageAccess, interval_seconds: float = STREAM_INTERVAL_SECONDS) -> Any:
-    """The ASGI application, which checks the access of each request."""
+def make_app(
+    runs: Sequence[RunView],
+    access: PageAccess,
+    interval_seconds: float = STREAM_INTERVAL_SECONDS,
+    is_closing: Callable[[], bool] = lambda: False,
+) -> Any:
+    """The ASGI application, which checks the access of each request. Its streams end when `is_closing` returns true."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     by_name = {run.name: run for run in runs}
 
@@ -55,7 +60,7 @@ def make_app(runs: Sequence[RunView], access: PageAccess, interval_seconds: floa
     @app.get("/api/runs/{name}/stream")
     async def stream(name: str, request: Request, cursor: str = "") -> StreamingResponse:
         begin = request.headers.get("last-event-id") or cursor
-        events = run_events(find(name), begin, interval_seconds)
+        events = run_events(find(name), begin, interval_seconds, is_closing)
         return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     return AccessLayer(app, access)
@@ -130,8 +135,10 @@ def _add_queries(app: FastAPI, by_name: dict[str, RunView], find: Any) -> None:
         return find(name).read_health()
 
 
-async def run_events(run: RunView, cursor: str, interval_seconds: float) -> AsyncIterator[str]:
-    """Server-sent events of one run, from a cursor on, until the browser disconnects.
+async def run_events(
+    run: RunView, cursor: str, interval_seconds: float, is_closing: Callable[[], bool] = lambda: False
+) -> AsyncIterator[str]:
+    """Server-sent events of one run, from a cursor on, until the browser disconnects or the server stops.
 
     `metrics`: new lines, with the cursor as event id. `reload`: the series must be loaded again. `headline`, `counts`:
     their new values.
@@ -141,7 +148,7 @@ async def run_events(run: RunView, cursor: str, interval_seconds: float) -> Asyn
     await asyncio.sleep(interval_seconds)  # the browser asks for its first curves now, and reading the rest takes time
     examined = asyncio.ensure_future(asyncio.to_thread(run.health.read))
     try:
-        while True:
+        while not is_closing():
             if examined.done() and ticks * interval_seconds >= _HEALTH_INTERVAL_SECONDS:
                 examined = asyncio.ensure_future(asyncio.to_thread(run.health.read))
                 ticks = 0

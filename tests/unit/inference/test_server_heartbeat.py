@@ -1,10 +1,13 @@
 """The heartbeat of a server whose engines hang differs from that of one that works."""
 
 import asyncio
+import json
+import time
 
 import pytest
 
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.core.types import PolicyVersion
 from prime_rl.inference import server_heartbeat
 from prime_rl.liveness.heartbeat_monitor import read_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
@@ -55,3 +58,21 @@ def test_server_without_an_output_dir_writes_nothing(tmp_path, monkeypatch):
     with server_heartbeat.server_heartbeat(InferenceConfig.load([])) as writer:
         writer.enter("serve")
     assert not list(tmp_path.iterdir())
+
+
+def test_phases_of_a_server_split_serving_and_have_a_timeline_for_updates(tmp_path):
+    paths = RunPaths(tmp_path)
+    with HeartbeatWriter(paths, "inference", "inference", interval_seconds=0.001) as writer:
+        record = server_heartbeat.phase_recorder(writer)
+        writer.enter("serve")
+        start = writer._phase[3] + 0.01
+        while time.time() < start + 0.01:
+            time.sleep(0.001)
+        for name in ("stage", "swap", "pause"):
+            record(name, start, PolicyVersion(0, 3))
+    lines = [json.loads(line) for line in paths.timeline("inference").read_text().splitlines()]
+    assert [(line["name"], line["version"]) for line in lines if line["name"] != "start"][:2] == [
+        ("serve", None), ("pause", 3),
+    ]  # fmt: skip
+    updates = [json.loads(line) for line in paths.timeline("inference_updates").read_text().splitlines()]
+    assert [(line["name"], line["version"]) for line in updates] == [("stage", 3), ("swap", 3)]

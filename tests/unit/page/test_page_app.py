@@ -290,3 +290,11 @@ def test_figures_have_gradient_norms_the_threshold_and_the_loss_surface(tmp_path
     ]
     assert figures["loss_surface"]["data"][0]["z"] == [[1, 2], [3, 4]]
     assert {tuple(trace["y"]) for trace in figures["pass_at_k"]["data"]} == {(0.0,) * 4}, "no reward reaches 2"
+
+
+async def test_stream_ends_when_the_server_stops(root):
+    closing = []
+    stream = run_events(RunView("synthetic", root), "", 0.01, lambda: bool(closing))
+    assert (await anext(stream)).startswith("event: reload")
+    closing.append(True)
+    assert len([event async for event in stream]) <= 3
