@@ -15,7 +15,7 @@ usage() {
 
 case "${1:-}" in
     -h | --help) usage && exit 0 ;;
-    kill) action=kill && name=${2:-} ;;
+    kill) action='kill' && name=${2:-} ;;
     *) action=start && name=${1:-} ;;
 esac
 if [[ -n $name && ! $name =~ ^[A-Za-z0-9_-][A-Za-z0-9_.-]*$ ]]; then

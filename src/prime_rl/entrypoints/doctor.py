@@ -1,7 +1,8 @@
-"""`doctor <output_dir>`: diagnose a run. `doctor --sandbox`: test the isolation of model-written code."""
+"""`doctor <output_dir>`: diagnose a run. `doctor --install`, `doctor --sandbox`: check this machine."""
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +24,10 @@ _WATCH_INTERVAL_SECONDS = 5.0
 
 @command
 def main() -> None:
-    """Print the state of a run; exit with 0 if it is healthy, 1 if it has a problem, 2 without a run or a sandbox."""
+    """Print the state of a run; exit with 0 if it is healthy, 1 if it has a problem, 2 without a run or a sandbox.
+
+    With `--install`, the exit code is 1 if a check of the installation failed.
+    """
     with exit_with_reader():
         code = _main(sys.argv[1:])
     sys.exit(code)
@@ -36,13 +40,16 @@ def _main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--sandbox", action="store_true", help="test whether this machine can isolate model-written code"
     )
+    parser.add_argument("--install", action="store_true", help="check the installation: packages, GPUs, limits, hub")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--watch", action="store_true", help="repeat every 5 seconds until the run is over")
     arguments = parser.parse_args(argv)
+    if arguments.install:
+        return _check_installation(as_object=arguments.json)
     if arguments.sandbox:
         return _check_sandbox(as_object=arguments.json)
     if arguments.output_dir is None:
-        parser.error("pass the output_dir of a run, or --sandbox")
+        parser.error("pass the output_dir of a run, --install or --sandbox")
     paths = RunPaths(Path(arguments.output_dir))
     if not contains_run(paths):
         print(f"error: {paths.root} contains no run; pass the output_dir of a run", file=sys.stderr)
@@ -59,6 +66,20 @@ def _main(argv: Sequence[str]) -> int:
         if not arguments.watch or diagnosis.state is not RunState.RUNNING:
             return 0 if diagnosis.healthy else 1
         time.sleep(_WATCH_INTERVAL_SECONDS)
+
+
+def _check_installation(*, as_object: bool) -> int:
+    """Print one line per check, as soon as it is known; return 1 if one failed."""
+    from prime_rl.doctor.installation_check import CheckLevel, check_installation
+
+    checks = []
+    for check in check_installation(Path(os.environ.get("OUTPUT_DIR") or "outputs")):
+        checks.append(check)
+        if not as_object:
+            print(check, flush=True)
+    if as_object:
+        print(json.dumps([asdict(check) for check in checks]))
+    return int(any(check.level is CheckLevel.FAIL for check in checks))
 
 
 def _check_sandbox(*, as_object: bool) -> int:

@@ -1,0 +1,141 @@
+"""scripts/install.sh in an empty home, and `doctor --install`."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from prime_rl.doctor import installation_check
+from prime_rl.doctor.installation_check import CheckLevel, InstallationCheck, check_installation
+from prime_rl.entrypoints import doctor
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "install.sh"
+NAMES = ["python", "torch", "cuda", "vllm", "flash-attn", "open files", "/dev/shm", "write access", "hub", "sandbox"]
+CPU_TORCH = {"version": "2.13.0", "cuda": None, "available": False, "gpus": []}
+
+
+def install(*arguments, cwd, home, **variables):
+    """Run the script with the system's commands, among which is no uv."""
+    inherited = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    environment = inherited | {"HOME": str(home), "PATH": "/usr/bin:/bin", **variables}
+    command = ["bash", str(SCRIPT), *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cpuu"], "unknown argument '--cpuu'"),
+        (["--dir"], "--dir needs a value"),
+        (["--dir", "elsewhere"], "elsewhere is not a checkout of prime-rl"),
+        (["--dir", "full", "--repository", "x"], "full exists and is not empty"),
+    ],
+)
+def test_install_with_bad_arguments_exits_with_2(tmp_path, arguments, message):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    done = install(*arguments, cwd=tmp_path, home=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"error: .*{re.escape(message)}.*\n", done.stderr)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shell_scripts_pass_shellcheck():
+    scripts = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/slurm/*.sbatch"), ROOT / ".ci" / "run"]
+    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True)
+    assert len(scripts) >= 4 and done.returncode == 0, done.stdout
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed, whose cache the test uses")
+def test_install_in_an_empty_home_leads_to_a_running_main_job(tmp_path):
+    home, checkout = tmp_path / "home", tmp_path / "a checkout"
+    home.mkdir()
+    cache = subprocess.run(["uv", "cache", "dir"], capture_output=True, text=True, check=True).stdout.strip()
+    arguments = ["--cpu", "--repository", str(ROOT), "--dir", str(checkout)]
+    first = install(*arguments, cwd=tmp_path, home=home, UV_CACHE_DIR=cache)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "installing uv to ~/.local/bin" in first.stdout
+    again = install(*arguments, cwd=tmp_path, home=home, UV_CACHE_DIR=cache)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "installing uv" not in again.stdout and "Installed" not in again.stderr
+    commands = re.findall(r"^  (.+)$", again.stdout.partition("Start a run with:")[2], re.MULTILINE)
+    assert len(commands) == 3 and commands[-1].startswith("uv run --extra cpu rl @ ")
+    program = " && ".join(commands) + " --max-steps 2"
+    environment = os.environ | {"HOME": str(home), "PATH": "/usr/bin:/bin", "UV_CACHE_DIR": cache}
+    environment.pop("VIRTUAL_ENV", None)
+    done = subprocess.run(["bash", "-c", program], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (checkout / "outputs" / "weights" / "step_2").is_dir()
+
+
+@pytest.mark.slow
+def test_doctor_install_prints_one_line_per_check_and_its_exit_code(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(installation_check, "_import", lambda program: CPU_TORCH | {"device": "cpu"})
+    assert doctor._main(["--install"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[6:18].strip() for line in lines] == NAMES
+    assert {line[:5].strip() for line in lines} <= {"ok", "warn"}
+    monkeypatch.setattr(installation_check, "_import", lambda program: 1 / 0)
+    assert doctor._main(["--install", "--json"]) == 1
+    by_name = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert (by_name["torch"]["level"], by_name["cuda"]["level"]) == ("fail", "warn")
+    assert "ZeroDivisionError" in by_name["torch"]["message"]
+
+
+@pytest.mark.extended
+def test_check_installation_imports_the_real_packages(tmp_path):
+    checks = {check.name: check for check in check_installation(tmp_path)}
+    assert list(checks) == NAMES
+    assert {checks["torch"].level, checks["vllm"].level, checks["python"].level} == {CheckLevel.OK}
+
+
+def test_import_probe_of_a_missing_package_names_the_fix():
+    with pytest.raises(RuntimeError, match=r"No module named 'no_such_package'; run `uv sync"):
+        installation_check._import("import no_such_package")
+
+
+@pytest.mark.parametrize(
+    ("torch", "has_driver", "level"),
+    [
+        ({}, True, CheckLevel.WARN),
+        (CPU_TORCH, False, CheckLevel.OK),
+        (CPU_TORCH, True, CheckLevel.WARN),
+        (CPU_TORCH | {"cuda": "13.0"}, False, CheckLevel.OK),
+        (CPU_TORCH | {"cuda": "13.0"}, True, CheckLevel.FAIL),
+        (CPU_TORCH | {"cuda": "13.0", "available": True, "gpus": ["H100"] * 2}, True, CheckLevel.OK),
+    ],
+)
+def test_check_cuda_compares_driver_and_build(tmp_path, monkeypatch, torch, has_driver, level):
+    file = tmp_path / "version"
+    monkeypatch.setattr(installation_check, "_DRIVER_FILE", file)
+    if has_driver:
+        file.touch()
+    assert installation_check._check_cuda(torch)[0] is level
+
+
+def test_check_hub_reports_an_unreachable_endpoint(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    level, message = installation_check._check_hub(5)
+    assert level is CheckLevel.WARN and "http://127.0.0.1:9 is not reachable" in message
+
+
+def test_check_write_access_names_a_place_that_is_not_writable(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    file = tmp_path / "file"
+    file.touch()
+    assert installation_check._check_write_access(tmp_path / "new" / "run")[0] is CheckLevel.OK
+    level, message = installation_check._check_write_access(file / "run")
+    assert level is CheckLevel.FAIL and str(file / "run") in message
+
+
+def test_installation_check_escapes_control_characters():
+    assert "\x1b" not in str(InstallationCheck("torch", CheckLevel.OK, "\x1b[2J"))
