@@ -83,7 +83,7 @@ def check_installation(directory: Path) -> Iterator[InstallationCheck]:
 def _check(name: str, check: Callable[[], tuple[CheckLevel, str]]) -> InstallationCheck:
     try:
         return InstallationCheck(name, *check())
-    except Exception as error:  # a check that breaks is a finding; the others still run
+    except Exception as error:  # noqa: BLE001 - a check that breaks is a finding; the others still run
         return InstallationCheck(name, CheckLevel.FAIL, summarize_exception(error))
 
 
@@ -155,7 +155,7 @@ def _check_shared_memory(place: Path) -> tuple[CheckLevel, str]:
     line = f"{free / 2**30:.1f} GiB free"
     if free >= _LITTLE_SHARED_MEMORY_BYTES:
         return CheckLevel.OK, line
-    return CheckLevel.WARN, f"{line}; engines with several GPUs need more: `--shm-size 8g` or `--ipc host` in a container"
+    return CheckLevel.WARN, f"{line}; engines with several GPUs need more: `--shm-size 8g` for a container"
 
 
 def _check_write_access(directory: Path) -> tuple[CheckLevel, str]:
