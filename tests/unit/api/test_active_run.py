@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import psutil
 import pytest
@@ -49,10 +50,14 @@ def test_run_yields_each_step_once_and_serves_until_the_block_ends(small_run):
         assert len(processes) >= 2, "rl and the server"
         assert run.is_over
         assert list(run) == []
+        with urllib.request.urlopen(run.page(), timeout=30) as page:
+            assert page.status == 200
+        (served,) = run._pages
     assert [step.number for step in steps] == [0, 1, 2]
     assert [step.reward for step in steps] == [0.0, 0.1, 0.2]
     assert steps[2].staleness == 2
     assert_ended(processes)
+    assert served.exit_code is not None
 
 
 async def test_run_async_break_ends_all_processes(small_run):
@@ -73,6 +78,7 @@ async def test_run_synchronous_form_works_inside_an_event_loop_and_skips_an_earl
         assert [step.number for step in run] == [0, 1, 2]
 
 
+@pytest.mark.extended
 def test_run_exception_in_the_loop_ends_all_processes_and_is_raised(small_run):
     processes = []
     with pytest.raises(ZeroDivisionError), small_run("endless") as run:
@@ -90,6 +96,7 @@ def test_run_failed_process_raises_run_error_with_its_log(small_run):
         run.wait()
 
 
+@pytest.mark.extended
 def test_run_failure_outside_the_loop_is_raised_at_the_end(small_run):
     with pytest.raises(prime_rl.ConfigError, match=r"trainer.optim.lr = -1"), small_run("bad_input") as run:
         until(lambda: run._rl.exit_code is not None, "rl to exit")

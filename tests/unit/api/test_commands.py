@@ -1,0 +1,41 @@
+"""`evaluate` runs the command `eval` against a real server."""
+
+import asyncio
+
+import pytest
+
+import prime_rl
+from tests.support.fake_chat import fake_chat, says
+
+
+@pytest.mark.extended
+async def test_evaluate_function_with_split_against_a_chat_server(tmp_path):
+    def load_environment(split="train"):
+        import verifiers as vf
+        from datasets import Dataset
+
+        def right(completion, answer, **_):
+            return float(completion[-1]["content"] == answer)
+
+        rows = [{"question": f"{split} {number}", "answer": "42" if number else "7"} for number in range(2)]
+        return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))
+
+    async with fake_chat() as chat:
+        chat.reply = lambda body: says("42")
+        summary = await asyncio.to_thread(
+            prime_rl.evaluate, load_environment, chat.url, "policy", split="test", k=2, output_dir=tmp_path
+        )
+    assert (summary["examples"], summary["rollouts"], summary["pass@2"]) == (2, 4, 0.5)
+    assert {body["messages"][-1]["content"] for body in chat.requests} == {"test 0", "test 1"}
+
+
+def test_evaluate_bad_input_is_the_error_of_the_command(tmp_path):
+    with pytest.raises(prime_rl.ConfigError, match="no environment to run"):
+        prime_rl.evaluate(base_url="http://127.0.0.1:1", output_dir=tmp_path)
+    with pytest.raises(prime_rl.ConfigError, match="give env, too"):
+        prime_rl.evaluate(split="test", output_dir=tmp_path)
+
+
+def test_sft_unknown_key_and_missing_data_are_config_errors(tmp_path):
+    with pytest.raises(prime_rl.ConfigError, match=r"unknown key optim\.rl .*given in Python"):
+        prime_rl.sft("some/model", "data.jsonl", config={"optim.rl": 1}, output_dir=tmp_path)
