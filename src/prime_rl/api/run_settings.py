@@ -66,7 +66,7 @@ def environment_list(env: Environment | Sequence[Environment], directory: Path) 
     values = [environment_values(one, directory) for one in (env if isinstance(env, list | tuple) else [env])]
     names = [value.get("name") for value in values]
     for index, value in enumerate(values):
-        if names[index] in names[:index]:
+        if names[index] is not None and names[index] in names[:index]:
             value["name"] = f"{names[index]}_{names[:index].count(names[index]) + 1}"
     return values
 

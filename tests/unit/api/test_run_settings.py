@@ -83,7 +83,7 @@ def test_run_environment_function_becomes_a_file(tmp_path):
 def test_run_loaded_environments_keep_their_changes_and_get_different_names(tmp_path):
     environment = prime_rl.load_environment("reverse_text", words=4)
     environment.rubric.add_reward_func(len, weight=0.5)
-    config = prime_rl.Run(env=[environment, environment, "gsm8k"], output_dir=tmp_path).config
-    assert [env.label for env in config.orchestrator.env] == ["reverse_text", "reverse_text_2", "gsm8k"]
+    config = prime_rl.Run(env=[environment, environment, "gsm8k", "code_tests"], output_dir=tmp_path).config
+    assert [env.label for env in config.orchestrator.env] == ["reverse_text", "reverse_text_2", "gsm8k", "code_tests"]
     loaded = load_function(f"{config.orchestrator.env[1].id}:load_environment", "key")()
     assert loaded.rubric.rubrics[0].weights[-1] == 0.5 and len(loaded.get_dataset()) == 4
