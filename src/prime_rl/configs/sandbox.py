@@ -25,6 +25,10 @@ class SandboxConfig(BaseConfig):
     memory_bytes: int = Field(_LIMITS.memory_bytes, ge=64 * 2**20)
     """Address space of each process."""
 
+    jail_memory_bytes: int | None = Field(None, ge=256 * 2**20)
+    """Memory of each jail, all executions together, where control groups are available (`doctor --sandbox`). None is
+    half of this machine's memory, divided by the number of jails."""
+
     num_processes: int = Field(_LIMITS.num_processes, ge=1)
     """Processes and threads of an execution."""
 
@@ -55,5 +59,6 @@ class SandboxConfig(BaseConfig):
             limits=limits,
             num_jails=self.num_jails,
             max_running=self.max_running,
+            jail_memory_bytes=self.jail_memory_bytes,
             command_timeout_seconds=self.command_timeout_seconds,
         )

@@ -32,18 +32,19 @@ class SandboxReport:
 def check_sandbox() -> SandboxReport:
     """Start a sandbox, try to escape from it, and measure a few executions."""
     try:
-        milliseconds = asyncio.run(_measure())
+        milliseconds, limits_whole_jails = asyncio.run(_measure())
         user = JAIL_UID if os.getuid() == 0 else None
         interpreter = find_interpreter(user)
         version = bubblewrap_version(find_bubblewrap())
     except ConfigError as error:
         return SandboxReport(False, str(error))
-    return SandboxReport(
-        True, f"{version}, {interpreter}, self-test passed, {milliseconds:.1f} ms for an execution (median)"
-    )
+    memory = "a control group limits each jail" if limits_whole_jails else "no control groups: limits of processes only"
+    speed = f"{milliseconds:.1f} ms for an execution (median)"
+    return SandboxReport(True, f"{version}, {interpreter}, self-test passed, {memory}, {speed}")
 
 
-async def _measure() -> float:
+async def _measure() -> tuple[float, bool]:
+    """Return the median milliseconds of an execution, and whether control groups are available."""
     async with Sandbox(num_jails=1) as sandbox:
         results = [await sandbox.run("print(1)") for _ in range(_NUM_EXECUTIONS)]
-    return statistics.median(result.milliseconds for result in results)
+        return statistics.median(result.milliseconds for result in results), sandbox.limits_whole_jails

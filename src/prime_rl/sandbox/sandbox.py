@@ -11,6 +11,7 @@ async with Sandbox() as sandbox:
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,7 @@ class Sandbox:
         self.backend, self.limits = backend or settings.backend, limits or settings.limits
         if self.backend not in get_args(BackendName):
             raise ConfigError(f"sandbox backend {backend!r} is unknown; use {' or '.join(get_args(BackendName))}")
+        num_jails = num_jails or settings.num_jails or len(os.sched_getaffinity(0))
         start = build_start(
             isolated=self.backend == "bwrap",
             limits=self.limits,
@@ -84,8 +86,9 @@ class Sandbox:
             preload=preload,
             paths=paths,
             python=python,
+            jail_memory_bytes=settings.jail_memory_bytes or _half_of_memory() // num_jails,
         )
-        self._pool = JailPool(start, self.limits, num_jails or settings.num_jails, max_running or settings.max_running)
+        self._pool = JailPool(start, self.limits, num_jails, max_running or settings.max_running)
 
     async def __aenter__(self) -> Self:
         """Start the jails and try to escape from one.
@@ -115,6 +118,11 @@ class Sandbox:
     ) -> None:
         """End all executions and sessions."""
         await self._pool.close()
+
+    @property
+    def limits_whole_jails(self) -> bool:
+        """Whether a control group limits the memory of each jail."""
+        return self._pool.limits_whole_jails
 
     @property
     def jail_pids(self) -> list[int]:
@@ -210,3 +218,7 @@ class Sandbox:
     def session(self, answer: Answer | None = None) -> Session:
         """Return a session that keeps its state from cell to cell; `answer` handles its `host_call(text)`."""
         return Session(self._pool, self.limits, answer)
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

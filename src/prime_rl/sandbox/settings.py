@@ -17,6 +17,8 @@ class SandboxSettings:
         limits: of each execution.
         num_jails: jails, None for one per processor.
         max_running: executions at once in each jail.
+        jail_memory_bytes: memory of each jail, where control groups are available; None is half of this machine's,
+            divided by the number of jails.
         command_timeout_seconds: time of each command of an agent.
     """
 
@@ -24,6 +26,7 @@ class SandboxSettings:
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     num_jails: int | None = None
     max_running: int = 128
+    jail_memory_bytes: int | None = None
     command_timeout_seconds: float = 60.0
 
 

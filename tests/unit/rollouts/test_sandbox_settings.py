@@ -21,7 +21,7 @@ PACKAGES = Path(__file__).parents[2] / "support/packages"
 
 def test_every_key_is_a_setting():
     values = {
-        name: 2**27 + number for number, name in enumerate(sorted(SandboxConfig.model_fields)) if name != "backend"
+        name: 2**28 + number for number, name in enumerate(sorted(SandboxConfig.model_fields)) if name != "backend"
     }
     settings = SandboxConfig(backend="unsafe-subprocess", **values).settings
     found = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "limits"}

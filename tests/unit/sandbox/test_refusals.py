@@ -96,6 +96,7 @@ def test_doctor_sandbox_reports_isolation():
     report = json.loads(result.stdout)
     assert report["isolated"]
     assert "self-test passed" in report["message"]
+    assert "control group" in report["message"]
 
 
 def test_doctor_sandbox_without_bubblewrap_exits_with_2(tmp_path):

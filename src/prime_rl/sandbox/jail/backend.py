@@ -20,6 +20,7 @@ def build_start(
     preload: Sequence[str],
     paths: Sequence[Path],
     python: Path | None,
+    jail_memory_bytes: int,
 ) -> StartJail:
     """Return a function that starts a jail; arguments as in `Sandbox`.
 
@@ -40,4 +41,5 @@ def build_start(
         num_warm=num_warm,
         preload=tuple(preload),
         paths=folders,
+        jail_memory_bytes=jail_memory_bytes if isolated else None,
     )

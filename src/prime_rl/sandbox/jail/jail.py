@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.sandbox.execution import SandboxLimits
+from prime_rl.sandbox.jail.control_group import ControlGroup, create_control_group
 
 _HEADER = struct.Struct(">I")
 _MAX_FRAME_BYTES = 256 * 2**20
@@ -39,10 +40,18 @@ class JailProcess:
 
     Attributes:
         num_running: executions and sessions in it.
+        control_group: limits all of it together; None where this is not possible.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, errors: IO[bytes]) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        control: socket.socket,
+        errors: IO[bytes],
+        control_group: ControlGroup | None = None,
+    ) -> None:
         self._process, self._control, self._errors = process, control, errors
+        self.control_group = control_group
         self.num_running = 0
 
     @property
@@ -112,6 +121,8 @@ class JailProcess:
             self._process.send_signal(signal.SIGKILL)
             await asyncio.to_thread(self._process.wait)
         self._errors.close()
+        if self.control_group is not None:
+            self.control_group.remove()
 
 
 class JailConnection:
@@ -178,6 +189,7 @@ def start_jail(
     num_warm: int,
     preload: Sequence[str],
     paths: Sequence[Path],
+    jail_memory_bytes: int | None = None,
 ) -> JailProcess:
     """Start a jail.
 
@@ -188,6 +200,7 @@ def start_jail(
         num_warm: prepared children.
         preload: modules that the fork server imports once.
         paths: folders on the module path of the executions.
+        jail_memory_bytes: memory of the whole jail, where control groups are available.
     """
     control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     isolated = bool(wrapper)
@@ -211,9 +224,12 @@ def start_jail(
         arguments += ["--remount-ro", "/", "--"]
     program = [str(interpreter), "-I", "-S", "-X", "utf8", str(folder / _FILES[0]), json.dumps(config)]
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the jail
+    group = create_control_group(jail_memory_bytes, user) if jail_memory_bytes is not None else None
+    enter = [] if group is None else group.enter_command(user)
+    user = user if group is None else None
     try:
         process = subprocess.Popen(
-            [*wrapper, *arguments, *program],
+            [*enter, *wrapper, *arguments, *program],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -232,7 +248,7 @@ def start_jail(
         inside.close()
         for file in data:
             file.close()
-    return JailProcess(process, control, errors)
+    return JailProcess(process, control, errors, group)
 
 
 def _open_data(content: bytes) -> IO[bytes]:

@@ -1,7 +1,6 @@
 """The jails of one process: one per processor, each with a limit of executions at once, restarted when they end."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -45,9 +44,8 @@ class JailPool:
         max_running: executions at once in each jail; further ones wait. Sessions are not counted.
     """
 
-    def __init__(self, start: StartJail, limits: SandboxLimits, num_jails: int | None, max_running: int) -> None:
-        self._start, self._limits = start, limits
-        self._num_jails = num_jails or len(os.sched_getaffinity(0))
+    def __init__(self, start: StartJail, limits: SandboxLimits, num_jails: int, max_running: int) -> None:
+        self._start, self._limits, self._num_jails = start, limits, num_jails
         self._slots = asyncio.Semaphore(self._num_jails * max_running)
         # Two sessions each. Their own limit: an execution that holds one slot and waits for another could wait forever.
         self.pair_slots = asyncio.Semaphore(max(1, self._num_jails * max_running // 2))
@@ -73,6 +71,11 @@ class JailPool:
         self._open = False
         jails, self._jails = self._jails, []
         await asyncio.gather(*(jail.close() for jail in jails))
+
+    @property
+    def limits_whole_jails(self) -> bool:
+        """Whether a control group limits the memory of each jail."""
+        return bool(self._jails) and all(jail.control_group is not None for jail in self._jails)
 
     @property
     def jail_pids(self) -> list[int]:
