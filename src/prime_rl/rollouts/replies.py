@@ -1,5 +1,6 @@
 """What one model call returns: the sampled tokens, and the message that they are."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,3 +108,27 @@ class Reply:
         if self.is_truncated:
             return "length"
         return "tool_calls" if self.parsed.calls else "stop"
+
+    def message(self) -> dict[str, Any]:
+        """Return the message in OpenAI's form."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.parsed.content}
+        if self.parsed.reasoning is not None:
+            message["reasoning_content"] = self.parsed.reasoning
+        if self.parsed.calls:
+            message["tool_calls"] = [
+                {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call_id, call in zip(self.call_ids, self.parsed.calls, strict=True)
+            ]
+        return message
+
+    def chat_completion(self, name: str, model: str) -> dict[str, Any]:
+        """Return the reply as OpenAI's chat completion with the id `name`."""
+        used, sampled = self.prompt_tokens, self.completion_tokens
+        return {
+            "id": name,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [{"index": 0, "message": self.message(), "finish_reason": self.finish_reason}],
+            "usage": {"prompt_tokens": used, "completion_tokens": sampled, "total_tokens": used + sampled},
+        }

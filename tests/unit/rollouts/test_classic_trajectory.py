@@ -77,7 +77,7 @@ def load(monkeypatch, renderer):
     def loaded(env, keep_messages=False, split="train"):
         module = types.ModuleType("environment_of_a_test")
         module.load_environment = lambda: env
-        module.__spec__ = importlib.machinery.ModuleSpec("environment_of_a_test", None)
+        module.__spec__ = importlib.machinery.ModuleSpec("environment_of_a_test", None, origin=__file__)
         monkeypatch.setitem(sys.modules, "environment_of_a_test", module)
         config = EnvConfig(id="environment-of-a-test")
         return environment_loader.load(config, renderer, split, keep_messages, loaded.warnings.append)
@@ -410,11 +410,6 @@ class Own(Single):
         state["trajectory"].append(step)
 
 
-class Raw(Chat):
-    async def setup_state(self, state):
-        await state["client"].client.chat.completions.create(model="m", messages=[])
-
-
 class Pictured(Chat):
     async def env_response(self, messages, state, **kwargs):
         picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -426,7 +421,6 @@ class Pictured(Chat):
     [
         (Scripted, EnvironmentFailed, "never called its client"),
         (Trackless, EnvironmentFailed, "the model answered 1 calls, but no answer is the `response` of a step"),
-        (Raw, UnsupportedEnvironment, r"raw client, `state\['client'\]\.client`.*get_model_response"),
         (Pictured, EnvironmentFailed, "content of the type 'image_url'; only text can be trained on"),
     ],
 )
@@ -640,3 +634,95 @@ async def test_failed_cleanup_logs_a_warning_and_keeps_the_group(play):
     (rollout,) = await play(make(rubric=Failing(funcs=[rewarded])))
     assert rollout.reward == 1.0
     assert play.warnings == ["the cleanup of its rubric failed: KeyError: 'no such sandbox'"]
+
+
+# The raw client
+
+
+class Raw(Single):
+    """Asks twice through `state["client"].client`; a third call plays the user and is no part of the conversation."""
+
+    request = {"temperature": 0.2}  # noqa: RUF012
+
+    async def talk(self, state):
+        openai = state["client"].client
+        messages = [{"role": "user", "content": "say it"}]
+        for _ in range(2):
+            reply = await openai.chat.completions.create(model=state["model"], messages=messages, **self.request)
+            assert reply.usage.completion_tokens > 0 and reply.choices[0].finish_reason == "stop"
+            user = await openai.chat.completions.create(model="m", messages=[{"role": "user", "content": "be a user"}])
+            messages += [reply.choices[0].message.model_dump(exclude_none=True)]
+            messages += [{"role": "user", "content": user.choices[0].message.content}]
+        state["completion"] = messages[1:]
+
+
+class RawWithTools(Raw):
+    request = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "max_tokens": 7}  # noqa: RUF012
+
+
+async def test_raw_client_is_trained_on_the_replies_in_the_completion(play, renderer):
+    rollouts = await play(make(Raw), count=2)
+    for rollout in rollouts:
+        (said,) = trained(renderer, rollout)
+        assert [role for role, _ in rollout.text] == ["user", "assistant", "user", "assistant", "user"]
+        assert said.replace(" ", "") == "".join(text for role, text in rollout.text if role == "assistant").replace(
+            " ", ""
+        )
+        assert all(
+            sample.logprobs[sample.loss_mask].tolist() == [-0.5] * sample.loss_mask.sum() for sample in rollout.samples
+        )
+    assert {asked["temperature"] for asked in play.engine.asked} == {1.0}
+    assert "temperature = 0.2" in play.warnings[0]
+
+
+async def test_raw_client_passes_tools_and_length(play):
+    await play(make(RawWithTools))
+    assert {asked["max_tokens"] for asked in play.engine.asked} == {7, 20}
+
+
+class Twins(Raw):
+    async def talk(self, state):
+        create = state["client"].client.chat.completions.create
+        replies = [await create(model="m", messages=[{"role": "user", "content": f"say {i}"}]) for i in range(2)]
+        state["completion"] = [{"role": "assistant", "content": replies[0].choices[0].message.content}]
+
+
+async def test_raw_client_with_an_ambiguous_completion_is_refused(play, monkeypatch):
+    monkeypatch.setattr(NumberingEngine, "generate", same_answer(NumberingEngine.generate))
+    with pytest.raises(EnvironmentFailed, match="2 calls were answered with the same message"):
+        await play(make(Twins))
+
+
+def same_answer(generate):
+    async def answered(self, prompt_ids, sampling):
+        self.asked.clear()
+        return await generate(self, prompt_ids, sampling)
+
+    return answered
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"stream": True}, "stream is not supported"),
+        ({"n": 2}, "n > 1 is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"tool_choice": "required"}, "only tool_choice auto and none are supported"),
+    ],
+)
+async def test_raw_client_refuses_what_the_trainer_does_not_know(play, request_, message):
+    kind = type("Refused", (Raw,), {"request": request_})
+    with pytest.raises(EnvironmentFailed, match=message):
+        await play(make(kind))
+
+
+class Lists(Raw):
+    async def talk(self, state):
+        await state["client"].client.models.list()
+
+
+async def test_raw_client_has_chat_completions_only(play):
+    with pytest.raises(EnvironmentFailed, match="only chat completions are supported"):
+        await play(make(Lists))
+    with pytest.raises(SampleTooLong):
+        await play(make(Raw), seq_len=3)

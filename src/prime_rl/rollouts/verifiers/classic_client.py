@@ -17,8 +17,8 @@ from verifiers.types import Messages, Response, ResponseMessage, ResponseTokens,
 
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import PromptTooLong
+from prime_rl.rollouts.clients.raw_openai_client import raw_client
 from prime_rl.rollouts.group_attempts import Attempt
-from prime_rl.rollouts.group_failures import UnsupportedEnvironment
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.rollouts.replies import Reply, Turn
 
@@ -26,6 +26,7 @@ _LENGTHS = ("max_tokens", "max_completion_tokens")
 _HARMLESS = {"n": 1, "extra_body": {}, "extra_headers": {}, "stream": False}
 _WITHOUT_EFFECT = {"logprobs", "top_logprobs", "return_token_ids", "prompt_logprobs", "timeout", "model"}
 """Parameters that do not change the sampled tokens."""
+_NO_PARAMETERS = ("model", "messages", "tools", "tool_choice")
 
 
 class RolloutClient(Client):
@@ -35,6 +36,7 @@ class RolloutClient(Client):
         recorder: records the calls.
         attempt: that it serves.
         state: of the rollout, as passed with the last call.
+        raw_replies: answers of the raw client.
     """
 
     def __init__(
@@ -45,23 +47,37 @@ class RolloutClient(Client):
         self.recorder = recorder
         self.attempt = attempt
         self.state: Any = None
-        self._unsupported: UnsupportedEnvironment | None = None
+        self.raw_replies: list[Reply] = []
+        self._raw: Any = None
         self._warn = warn
         self._sampling = dict(sampling)
         self._prefix = f"{secrets.token_hex(8)}-"
 
     @property
     def client(self) -> Any:
-        """Raise UnsupportedEnvironment: there is no client of another library."""
-        self._unsupported = UnsupportedEnvironment(
-            "it uses the raw client, `state['client'].client`, which cannot record tokens for training; call "
-            "`await self.get_model_response(state, messages)` instead, or create a separate client for another model"
-        )
-        raise self._unsupported
+        """An `openai.AsyncOpenAI` that samples from the policy; its replies in the completion are trained on."""
+        if self._raw is None:
+            self._raw = raw_client(self._answer_raw)
+        return self._raw
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the environment has asked for the raw client."""
+        return self._raw is not None
+
+    async def _answer_raw(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        tools = body.get("tools") if body.get("tool_choice") != "none" else None
+        parameters = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
+        try:
+            reply = await self.recorder.ask(body["messages"], tools, self._sampling_with(parameters))
+        except (PromptTooLong, InferenceError, InferenceServerLost) as error:
+            raise ValueError(str(error)) from error  # the recorder keeps what explains the end of the rollout
+        self.raw_replies.append(reply)
+        return reply.chat_completion(f"{self._prefix}{self.recorder.replies.index(reply)}", str(body.get("model", "")))
 
     def raise_failure(self) -> None:
         """Raise the error that explains all others, if there is one."""
-        if (error := self.recorder.server_error or self._unsupported) is not None:
+        if (error := self.recorder.server_error) is not None:
             raise error
 
     def reply(self, response: Any) -> Reply | None:

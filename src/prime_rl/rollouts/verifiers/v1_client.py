@@ -4,7 +4,6 @@ Verifiers sends the id of the trace as the session id, which selects the recorde
 log-probabilities and versions are used, not those of the trace.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,24 +95,9 @@ def _response(model: str, reply: Reply) -> Response:
         content=reply.parsed.content, reasoning_content=reply.parsed.reasoning, tool_calls=calls or None
     )
     usage = Usage(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
-    created, reason = int(time.time()), reply.finish_reason
-    response = Response(id="", created=created, model=model, message=message, finish_reason=reason, usage=usage)
-    # OpenAI's chat completion, the format that harnesses read.
-    wire: dict[str, Any] = {"role": "assistant", "content": reply.parsed.content}
-    if reply.parsed.reasoning is not None:
-        wire["reasoning_content"] = reply.parsed.reasoning
-    if calls:
-        wire["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
-    used, sampled = reply.prompt_tokens, reply.completion_tokens
-    response.raw = {
-        "id": "chatcmpl",
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [{"index": 0, "message": wire, "finish_reason": reason}],
-        "usage": {"prompt_tokens": used, "completion_tokens": sampled, "total_tokens": used + sampled},
-    }
+    raw = reply.chat_completion("chatcmpl", model)  # the format that harnesses read
+    response = Response(
+        id="", created=raw["created"], model=model, message=message, finish_reason=reply.finish_reason, usage=usage
+    )
+    response.raw = raw
     return response

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Rollout
+from prime_rl.rollouts.clients.raw_openai_client import replies_in
 from prime_rl.rollouts.environment_backend import EnvironmentBackend
 from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
 from prime_rl.rollouts.group_failures import (
@@ -113,7 +114,8 @@ class ClassicEnvironment(EnvironmentBackend):
             state["stop_condition"] = "timeout_reached"
         except EnvironmentFailed as failure:
             client.raise_failure()
-            if isinstance(failure.__cause__, vf.OverlongPromptError):  # raised by the environment's own rollout()
+            is_raw_prompt = client.is_raw and client.recorder.prompt_too_long
+            if is_raw_prompt or isinstance(failure.__cause__, vf.OverlongPromptError):  # raised by its own rollout()
                 raise SampleTooLong(str(failure.__cause__)) from failure
             raise
         client.raise_failure()
@@ -175,7 +177,7 @@ class ClassicEnvironment(EnvironmentBackend):
 
     def _rollout(self, client: RolloutClient, seq_len: int) -> Rollout:
         state = client.state
-        trained = _trained_replies(state.get("trajectory") or (), client)
+        trained = _trained_replies(state, client)
         if not trained and client.recorder.prompt_too_long:
             raise SampleTooLong(f"a prompt of environment {self.config.label} does not fit into seq_len = {seq_len}")
         if not trained:
@@ -274,16 +276,21 @@ def _keep_signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _trained_replies(steps: Iterable[Any], client: RolloutClient) -> dict[Reply, Mask]:
-    """Return the replies in a trajectory, and which of their tokens to train on.
+def _trained_replies(state: Any, client: RolloutClient) -> dict[Reply, Mask]:
+    """Return the replies in the trajectory, and which of their tokens to train on; of the raw client, those that are
+    messages of the completion.
 
     Other calls, for example to simulate a user or to judge, are no part of the rollout.
 
     Raises:
-        EnvironmentFailed: the tokens of a step differ from the sampled ones.
+        EnvironmentFailed: the tokens of a step differ from the sampled ones, or a message can be several replies.
     """
     trained: dict[Reply, Mask] = {}
-    for step in steps:
+    if client.raw_replies:
+        with contain_failures():
+            found = replies_in(_messages(state.get("completion"), "assistant"), client.raw_replies)
+        trained = dict.fromkeys(found, True)
+    for step in state.get("trajectory") or ():
         if (reply := client.reply(step.get("response"))) is not None:
             mask = _trained_mask(step.get("tokens"), reply)
             if mask is True or np.any(mask):
