@@ -49,7 +49,17 @@ def main() -> None:
         with open_browser() as browser, page_process(root) as (process, address, seconds):
             tab = browser.new_page(viewport={"width": 1400, "height": 900})
             result = {"start_seconds": seconds, **measure(RunPaths(root), tab, address, process)}
-        print(json.dumps({"date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(), **result}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "date": time.strftime("%Y-%m-%d"),
+                    "cpus": os.cpu_count(),
+                    "load_average": round(os.getloadavg()[0], 1),
+                    **result,
+                },
+                indent=1,
+            )
+        )
 
 
 @contextmanager

@@ -81,8 +81,12 @@ export class TimelineView {
   colourOf(span) {
     if (span.waiting_for) return colour("wait");
     const kind = this.kind(span.name);
-    if (!this.colours.has(kind)) this.colours.set(kind, PHASE_COLOURS[this.colours.size % PHASE_COLOURS.length]);
+    this.addColour(kind);
     return colour(this.colours.get(kind));
+  }
+
+  addColour(kind) {
+    if (!this.colours.has(kind)) this.colours.set(kind, PHASE_COLOURS[this.colours.size % PHASE_COLOURS.length]);
   }
 
   legend() {
@@ -91,9 +95,10 @@ export class TimelineView {
       if (span.waiting_for || span.merged) continue;
       const kind = this.kind(span.name);
       seconds.set(kind, (seconds.get(kind) ?? 0) + span.end - span.start);
-      this.colourOf(span);
     }
+    // The longest phases get colours first, because there are more kinds of phases than colours.
     const top = [...seconds].sort((a, b) => b[1] - a[1]).slice(0, 10);
+    for (const [kind] of top) this.addColour(kind);
     if (top.length === 0) return null;
     const key = (background, text) => element("span", {}, element("span", { class: "key", style: { background } }), text);
     return element("div", { class: "phases" }, top.map(([kind]) => key(colour(this.colours.get(kind)), visibleString(kind))), key(colour("wait"), "waiting"));
