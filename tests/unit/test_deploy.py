@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -15,7 +14,6 @@ from prime_rl.configs.trainer import TrainerConfig
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "slurm" / "rl.sbatch"
-MANIFEST = ROOT / "deploy" / "kubernetes" / "rl.yaml"
 RECIPES = {
     "INFERENCE": ROOT / "configs/inference/debug.toml",
     "ORCHESTRATOR": ROOT / "configs/orchestrator/reverse_text.toml",
@@ -96,42 +94,6 @@ def test_slurm_script_without_a_node_for_the_trainer_is_rejected(tmp_path):
     done, calls = submit(tmp_path, INFERENCE_NODES="4")
     assert (done.returncode, calls) == (2, [])
     assert "leave none for the trainer" in done.stderr
-
-
-def test_kubernetes_manifest_has_valid_commands(monkeypatch):
-    items = yaml.safe_load(MANIFEST.read_text())["items"]
-    named = {(item["kind"], item["metadata"]["name"]): item for item in items}
-    containers = [
-        container
-        for item in items
-        if "template" in item["spec"]
-        for container in item["spec"]["template"]["spec"]["containers"]
-    ]
-    words = {container["args"][0]: container["args"][1:] for container in containers}
-    assert words.keys() == {"inference", "orchestrator", "torchrun"}
-    for container in containers:
-        volumes = next(
-            item["spec"]["template"]["spec"]["volumes"]
-            for item in items
-            if "template" in item["spec"] and container in item["spec"]["template"]["spec"]["containers"]
-        )
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in volumes}
-
-    def own(arguments):
-        """The arguments without the recipe, which exists only in the cluster."""
-        return arguments[arguments.index("@") + 2 :]
-
-    assert InferenceConfig.load(own(words["inference"])).server.host == "0.0.0.0"
-    urls = OrchestratorConfig.load(own(words["orchestrator"])).client.urls
-    servers = named["StatefulSet", "inference"]["spec"]
-    assert urls == [f"http://inference-{i}.{servers['serviceName']}:8000" for i in range(servers["replicas"])]
-    trainer = named["Job", "trainer"]["spec"]
-    options = dict(word.removeprefix("--").split("=") for word in words["torchrun"] if "=" in word)
-    assert int(options["nnodes"]) == trainer["completions"] == trainer["parallelism"]
-    assert options["rdzv-endpoint"].split(":")[0] == f"trainer-0.{trainer['template']['spec']['subdomain']}"
-    assert ("Service", trainer["template"]["spec"]["subdomain"]) in named
-    assert int(options["nproc-per-node"]) == containers[-1]["resources"]["limits"]["nvidia.com/gpu"]
-    _torchrun_takes(words["torchrun"])
 
 
 def _torchrun_takes(words: list[str]) -> None:

@@ -1,0 +1,222 @@
+"""deploy/helm/prime-rl: linted and rendered by helm, checked against Kubernetes' schemas and against our commands."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.trainer import TrainerConfig
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "prime-rl"
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+VALUES = [None, *EXAMPLES]
+RECIPES = {
+    "inference": ROOT / "configs/inference/debug.toml",
+    "orchestrator": ROOT / "configs/orchestrator/reverse_text.toml",
+    "trainer": ROOT / "configs/trainer/debug.toml",
+}
+RECIPE_ARGUMENTS = [word for role, path in RECIPES.items() for word in ("--set-file", f"recipes.{role}={path}")]
+NOT_IN_KUBERNETES = {"LeaderWorkerSet"}
+
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed (.ci/run installs it)")
+each_example = pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem if path else "default")
+
+
+def helm(*arguments):
+    return subprocess.run(["helm", *map(str, arguments)], capture_output=True, text=True, timeout=60)
+
+
+def render(values=None, *arguments):
+    """Return the objects of the chart with the recipes, by kind and name without the release's."""
+    given = ["--values", values] if values else []
+    done = helm("template", "first", CHART, "--namespace", "team", *RECIPE_ARGUMENTS, *given, *arguments)
+    assert done.returncode == 0, done.stderr
+    objects = [one for one in yaml.safe_load_all(done.stdout) if one is not None]
+    named = {(one["kind"], one["metadata"]["name"].removeprefix("first").removeprefix("-")): one for one in objects}
+    assert len(named) == len(objects)
+    return named
+
+
+def pod(item):
+    return item["spec"]["template"]["spec"]
+
+
+def container(item):
+    [only] = pod(item)["containers"]
+    return only
+
+
+def own_arguments(words):
+    """The arguments of a command without the recipe, which exists only in the cluster."""
+    return words[words.index("@") + 2 :]
+
+
+@needs_helm
+@each_example
+def test_chart_passes_lint(values):
+    done = helm("lint", CHART, "--strict", *RECIPE_ARGUMENTS, *(["--values", values] if values else []))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_helm
+@pytest.mark.skipif(shutil.which("kubernetes-validate") is None, reason="kubernetes-validate is not installed")
+@pytest.mark.extended
+@each_example
+def test_every_object_is_valid_for_kubernetes(tmp_path, values):
+    objects = [item for (kind, _), item in render(values).items() if kind not in NOT_IN_KUBERNETES]
+    for number, item in enumerate(objects):
+        (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(item))
+    assert len(objects) >= 7
+    files = sorted(map(str, tmp_path.iterdir()))
+    done = subprocess.run(["kubernetes-validate", "--strict", *files], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "WARN" not in done.stdout + done.stderr, done.stdout + done.stderr
+    broken = {**objects[0], "metdata": {}}
+    (tmp_path / "0.yaml").write_text(yaml.safe_dump(broken))
+    assert subprocess.run(["kubernetes-validate", "--strict", files[0]], capture_output=True).returncode != 0
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("trainer.node=3", "'node' not allowed"),
+        ("inference.servers=0", "minimum"),
+        ("run.name=a/b", "pattern"),
+        ("inference.tensorParallel=3", "inference.gpus = 8 is not a multiple of inference.tensorParallel = 3"),
+        ("recipes.trainer=", "recipes.trainer is empty"),
+    ],
+)
+def test_chart_refuses_bad_values(value, message):
+    done = helm("template", "first", CHART, *RECIPE_ARGUMENTS[: 4 if "recipes" in value else None], "--set", value)
+    assert done.returncode != 0 and message in done.stderr
+
+
+@needs_helm
+@each_example
+def test_chart_starts_valid_commands(monkeypatch, values):
+    objects = render(values)
+    settings = yaml.safe_load((CHART / "values.yaml").read_text())
+    for block, given in (yaml.safe_load(values.read_text()) if values else {}).items():
+        settings[block] = settings[block] | given if isinstance(given, dict) else given
+    monkeypatch.setenv("OUTPUT_DIR", "/shared/run")
+    servers, nodes = settings["inference"]["servers"], settings["trainer"]["nodes"]
+
+    orchestrator = container(objects["Job", "orchestrator"])["args"]
+    assert orchestrator[0] == "orchestrator"
+    config = OrchestratorConfig.load(own_arguments(orchestrator))
+    assert config.client.urls == [f"http://first-inference-{i}.first-inference:8000" for i in range(servers)]
+    assert config.restart and config.ckpt is not None and str(config.output_dir) == "/shared/run"
+    assert config.run_id == "team/first/run"
+
+    trainer = objects["Job", "trainer"]["spec"]
+    words = container(objects["Job", "trainer"])["args"]
+    options = dict(word.removeprefix("--").split("=") for word in words if word.startswith("--") and "=" in word)
+    assert int(options["nnodes"]) == trainer["completions"] == trainer["parallelism"] == nodes
+    assert options["master-addr"] == f"first-trainer-0.{trainer['template']['spec']['subdomain']}"
+    assert ("Service", "trainer") in objects and options["node-rank"] == "$(NODE_RANK)"
+    assert int(options["nproc-per-node"]) == max(1, settings["trainer"]["gpus"])
+    config = TrainerConfig.load(own_arguments(words))
+    assert config.ckpt.resume_step == -1 and str(config.output_dir) == "/shared/run"
+
+    if settings["inference"].get("nodesPerServer", 1) > 1:
+        leader = objects["LeaderWorkerSet", "inference"]["spec"]["leaderWorkerTemplate"]
+        [server] = leader["leaderTemplate"]["spec"]["containers"]
+        assert server["args"][:2] == ["sh", "-c"] and leader["size"] == settings["inference"]["nodesPerServer"]
+        _check_spanning_server(server["args"], leader["size"], settings["inference"])
+        return
+    server = container(objects["StatefulSet", "inference"])
+    config = InferenceConfig.load(own_arguments(server["args"]))
+    assert (config.server.host, config.server.port) == ("0.0.0.0", 8000)
+    gpus = settings["inference"]["gpus"]
+    assert config.parallel.tp * config.parallel.dp == max(1, gpus)
+    assert server["resources"].get("limits", {}).get("nvidia.com/gpu", 0) == gpus
+
+
+def _check_spanning_server(arguments, nodes, settings):
+    """Run the shell line of each node; `inference` prints what it gets."""
+    covered = []
+    for index in range(nodes):
+        program = arguments[2].replace("exec inference", "exec printf '%s\\n'")
+        environment = {"LWS_LEADER_ADDRESS": "leader", "LWS_WORKER_INDEX": str(index), "PATH": "/usr/bin:/bin"}
+        done = subprocess.run(["sh", "-c", program, *arguments[3:]], env=environment, capture_output=True, text=True)
+        parallel = InferenceConfig.load(own_arguments(done.stdout.splitlines())).parallel
+        assert parallel.headless == bool(index) and parallel.address == "leader"
+        covered += range(parallel.start_rank or 0, (parallel.start_rank or 0) + parallel.dp_local)
+    assert covered == list(range(parallel.dp)) and parallel.dp * parallel.tp == nodes * settings["gpus"]
+
+
+@needs_helm
+def test_probe_fails_without_a_fresh_heartbeat(tmp_path):
+    objects = render()
+    (tmp_path / "heartbeats").mkdir()
+    environment = {"OUTPUT_DIR": str(tmp_path), "NODE_RANK": "1", "PATH": "/usr/bin:/bin"}
+    for item, name in ((objects["Job", "orchestrator"], "orchestrator"), (objects["Job", "trainer"], "trainer_8")):
+        command = container(item)["livenessProbe"]["exec"]["command"]
+        heartbeat = tmp_path / "heartbeats" / f"{name}.json"
+        assert subprocess.run(command, env=environment, capture_output=True).returncode != 0
+        heartbeat.touch()
+        assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
+        subprocess.run(["touch", "--date", "301 seconds ago", str(heartbeat)], check=True)
+        assert subprocess.run(command, env=environment, capture_output=True).returncode != 0
+
+
+@needs_helm
+def test_secrets_and_claim_are_created_unless_they_exist():
+    created = render()
+    assert {("Secret", ""), ("PersistentVolumeClaim", ""), ("NetworkPolicy", "")} <= created.keys()
+    existing = render(CHART / "examples" / "existing.yaml")
+    assert not {("Secret", ""), ("PersistentVolumeClaim", "")} & existing.keys()
+    names = {one["name"] for one in container(existing["Job", "trainer"])["env"]}
+    assert {"HF_TOKEN", "WANDB_API_KEY", "INFERENCE_SERVER_API_KEY"} <= names
+    assert container(existing["Job", "trainer"])["image"].startswith("registry.example.org/prime-rl@sha256:aa")
+
+
+@needs_helm
+@pytest.mark.parametrize("spans", [False, True])
+def test_scale_down_waits_for_both_jobs_and_scales_the_servers(tmp_path, spans):
+    objects = render(CHART / "examples" / "spanning_server.yaml" if spans else None)
+    arguments = container(objects["Job", "scale-down"])["args"]
+    rules = objects["Role", "scale-down"]["rules"]
+    assert arguments[2].endswith(f"/{rules[1]['resources'][0].replace('/', '/first-inference/')}")
+    program = tmp_path / "scale_down.py"
+    program.write_text(objects["ConfigMap", ""]["data"]["scale_down.py"].replace("SECONDS = 15", "SECONDS = 0.01"))
+    calls, ended = [], {"type": "Complete", "status": "True"}
+
+    class Api(BaseHTTPRequestHandler):
+        def do_GET(self):
+            calls.append(("GET", self.path))
+            done = len(calls) > 3 or self.path.endswith("orchestrator")
+            self.answer({"status": {"conditions": [ended]} if done else {}})
+
+        def do_PATCH(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            calls.append(("PATCH", self.path, self.headers["Content-Type"], json.loads(body)))
+            self.answer({})
+
+        def answer(self, body):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {"KUBERNETES_API": f"http://127.0.0.1:{server.server_port}"}
+        command = [sys.executable, str(program), *arguments[2:]]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    assert {call[1] for call in calls if call[0] == "GET"} == set(arguments[3:])
+    assert [call for call in calls if call[0] == "PATCH"] == [calls[-1]]
+    assert calls[-1][1:] == (arguments[2], "application/merge-patch+json", {"spec": {"replicas": 0}})
