@@ -2,12 +2,19 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from prime_rl.api.child_command import ChildCommand
-from prime_rl.api.run_settings import Environment, Values, environment_list, plain_values
+from prime_rl.api.run_settings import (
+    Environment,
+    Values,
+    code_directory,
+    environment_list,
+    merge_arguments,
+    plain_values,
+)
 from prime_rl.configs.eval import EvalConfig
 from prime_rl.configs.eval_common import EvalEnvConfig
 from prime_rl.configs.rl import RLConfig
@@ -45,13 +52,8 @@ def sft(
     Raises:
         ConfigError, RunError: as `sft`.
     """
-    values: dict[str, Any] = {**(config if isinstance(config, Mapping) else {}), **overrides}
-    if model is not None:
-        values["model.name"] = model
-    if data is not None:
-        values["data.name"] = list(map(str, data)) if isinstance(data, list | tuple) else str(data)
-    argv = [] if config is None or isinstance(config, Mapping) else ["@", os.fspath(config)]
-    loaded = SFTConfig.load(argv, plain_values(values, Path(values.get("output_dir", "outputs")) / "code"))
+    argv, values = merge_arguments(config, {"model.name": model, "data.name": data}, overrides)
+    loaded = SFTConfig.load(argv, plain_values(values, code_directory(SFTConfig, argv, values)))
     paths = loaded.run_paths
     file = paths.config("sft")
     write_config(loaded, file)
@@ -93,15 +95,13 @@ def evaluate(
     Raises:
         ConfigError, RunError: as `eval`.
     """
-    values: dict[str, Any] = {**(config if isinstance(config, Mapping) else {}), **overrides}
-    directory = Path(values.get("output_dir", "outputs")) / "code"
     given = {"client.base_url": base_url, "model.name": model, "rollouts_per_example": k if k != 1 else None}
-    values |= {key: value for key, value in given.items() if value is not None}
+    argv, values = merge_arguments(config, given, overrides)
+    directory = code_directory(EvalConfig, argv, values)
     if env is not None:
         values["env"] = [_of_split(one, split) for one in environment_list(env, directory)]
     elif split is not None:
         raise ConfigError("evaluate(split=...) selects examples of evaluate(env=...); give env, too")
-    argv = [] if config is None or isinstance(config, Mapping) else ["@", os.fspath(config)]
     return _run(EvalConfig.load(argv, plain_values(values, directory)))
 
 

@@ -11,6 +11,7 @@ from prime_rl.api.shipped_code import name_function, program_name, write_code
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.provenance import DEFAULT, ConfigState
+from prime_rl.loading.root_config import RootConfig
 
 Values = Mapping[str, Any]
 """Keys of `rl`: nested dicts, or keys with dots. Where a key names a function, the value may be a function."""
@@ -44,11 +45,8 @@ def load_run_config(
     Raises:
         ConfigError: bad input, as for `rl`; or a function cannot be sent to other processes.
     """
-    argv = [] if config is None or isinstance(config, Mapping) else ["@", os.fspath(config)]
-    values = {**(config if isinstance(config, Mapping) else {}), **overrides}
-    if model is not None:
-        values["model.name"] = os.fspath(model)
-    directory = _output_dir(argv, values) / "code"
+    argv, values = merge_arguments(config, {"model.name": model}, overrides)
+    directory = code_directory(RLConfig, argv, values)
     if env is not None:
         values["orchestrator.env"] = environments = environment_list(env, directory)
         for one in environments:
@@ -59,6 +57,27 @@ def load_run_config(
         if function is not None:
             values[key] = {"type": "custom", "import_path": function}
     return PythonRunConfig.load(argv, plain_values(values, directory))
+
+
+def merge_arguments(
+    config: Values | str | os.PathLike[str] | None, arguments: Values, overrides: Values
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the command line and the values of `config`, of the arguments that are not None, and of `overrides`."""
+    given = {key: value for key, value in arguments.items() if value is not None}
+    if config is None or isinstance(config, Mapping):
+        return [], {**(config or {}), **given, **overrides}
+    return ["@", os.fspath(config)], {**given, **overrides}
+
+
+def code_directory(command: type[RootConfig], argv: list[str], values: Values) -> Path:
+    """Return the folder for functions in the run directory, which is needed before the whole configuration is loaded.
+
+    Raises:
+        ConfigError: a bad file or variable. The later load prints the warnings.
+    """
+    plain = {key: str(values[key]) for key in ("output_dir", "exp_id") if values.get(key) is not None}
+    with redirect_stderr(StringIO()):
+        return command.load(argv, plain).output_dir / "code"
 
 
 def environment_list(env: Environment | Sequence[Environment], directory: Path) -> list[dict[str, Any]]:
@@ -118,10 +137,3 @@ def _plain(value: Any, directory: Path) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return name_function(value, directory) if callable(value) else value
-
-
-def _output_dir(argv: list[str], values: Values) -> Path:
-    """The run directory, before the functions in `values` are known. Its warnings are those of the later load."""
-    plain = {key: value for key, value in values.items() if key in ("output_dir", "exp_id")}
-    with redirect_stderr(StringIO()):
-        return RLConfig.load(argv, plain_values(plain, Path())).output_dir
