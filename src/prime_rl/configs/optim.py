@@ -93,6 +93,9 @@ class _Scheduler(BaseConfig):
     warmup_steps: int = Field(0, ge=0, json_schema_extra=common("Training"))
     """Steps of the linear warm-up to the peak learning rate."""
 
+    factor: float = Field(1.0, gt=0)
+    """Factor on all learning rates, such as 0.05 for rates that were tuned for pretraining."""
+
 
 class ConstantSchedulerConfig(_Scheduler):
     """Constant learning rate after an optional warm-up."""
@@ -105,7 +108,7 @@ class _Decay(_Scheduler):
     """Steps of the decay at the end of the run; None decays from the end of the warm-up."""
 
     min_lr: float = Field(0.0, ge=0)
-    """Final learning rate, at most optim.lr; other learning rates decay by the same factor."""
+    """Final learning rate, at most scheduler.factor * optim.lr; other learning rates decay by the same share."""
 
 
 class LinearSchedulerConfig(_Decay):

@@ -69,8 +69,10 @@ class TrainingConfig(RunConfig):
     def _check_training(self) -> Self:
         check_memory(self.model, self.optim)
         lowest = getattr(self.scheduler, "min_lr", 0)
-        if lowest > self.optim.lr:
-            raise ValueError(f"scheduler.min_lr = {lowest} is above optim.lr = {self.optim.lr}, which it decays from")
+        if lowest > (peak := self.scheduler.factor * self.optim.lr):
+            raise ValueError(
+                f"scheduler.min_lr = {lowest} is above scheduler.factor * optim.lr = {peak}, which it decays from"
+            )
         return self
 
 

@@ -51,6 +51,11 @@ def check_model(name: str) -> None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
+            if any(path.glob("model_*.pt")):
+                raise ConfigError(
+                    f"model.name = {name} is a checkpoint of nanochat; convert it to Hugging Face format with "
+                    "convert_nanochat_checkpoints.py of the transformers repository"
+                )
             raise ConfigError(f"model.name = {name} is not a model: the directory has no config.json")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"model.name = {name} does not exist (looked in {Path.cwd()})")

@@ -65,7 +65,9 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         if model_dir not in self._models:
-            self._models[model_dir] = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+            # Eager: transformers' sdpa ignores softcapped scores.
+            options = {"dtype": torch.float32, "attn_implementation": "eager"}
+            self._models[model_dir] = AutoModelForCausalLM.from_pretrained(model_dir, **options).eval()
         with torch.no_grad():
             logits = self._models[model_dir](torch.tensor([prompt + completion])).logits[0]
         chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])

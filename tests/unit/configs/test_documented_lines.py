@@ -299,6 +299,8 @@ DOCUMENTED_PATHS = [
     "configs/reverse_text/sft_cpu.toml",
     "configs/sft/gsm8k.toml",
     "configs/debug/synthesize.toml",
+    *(f"configs/{folder}/{name}.toml" for folder in ("aqua_rat", "prime_rl")
+      for name in ("default", "small_scale", "distributed", "full_dataset")),
 ]  # fmt: skip
 
 
@@ -307,6 +309,7 @@ def test_documented_config_passes_dry_run_without_a_warning(workdir, path, capsy
     kind = path.split("/")[1]
     debug = "synthesize" if "synthesize" in path else "eval"
     command = {"debug": debug, "reverse_text": "sft" if "sft" in path else "rl"}.get(kind, kind)
+    command = "rl" if kind in ("aqua_rat", "prime_rl") else command
     with pytest.raises(SystemExit) as exit_info:
         COMMANDS[command].load(["@", path, "--dry-run", "--output-dir", str(workdir / "out")])
     assert exit_info.value.code == 0
@@ -323,3 +326,26 @@ def test_gpu_recipe_is_the_documented_one(workdir):
     assert (config.max_steps, config.trainer.optim.lr) == (30, 3e-6)
     assert (config.orchestrator.batch_size, config.orchestrator.rollouts_per_example) == (128, 16)
     assert config.orchestrator.seq_len == config.trainer.model.seq_len == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "examples", "steps", "gpus"),
+    [
+        ("default", 2000, 400, ([0], [0])),
+        ("small_scale", 500, 100, ([0], [0])),
+        ("distributed", 10_000, 1000, ([0, 1, 2, 3, 4, 5], [6, 7])),
+        ("full_dataset", -1, 2000, ([0], [0])),
+    ],
+)
+def test_aqua_recipes_have_the_numbers_of_the_guide(workdir, name, examples, steps, gpus):
+    config = RLConfig.load(["@", f"configs/prime_rl/{name}.toml"])
+    assert (config.max_steps, config.inference_gpu_ids, config.trainer_gpu_ids) == (steps, *gpus)
+    orchestrator, trainer = config.orchestrator, config.trainer
+    (env,) = orchestrator.env
+    assert env.args == {"num_train_examples": examples, "num_eval_examples": 254}
+    assert (orchestrator.batch_size, orchestrator.rollouts_per_example) == (16 * 16, 16)
+    sampling = orchestrator.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_k) == (256, 1.0, 50)
+    optim = trainer.optim
+    assert (optim.matrix_lr, optim.embedding_lr, optim.unembedding_lr, optim.weight_decay) == (0.02, 0.2, 0.004, 0)
+    assert (config.ckpt.interval, orchestrator.val.interval, orchestrator.val.num_examples) == (60, 60, 254)

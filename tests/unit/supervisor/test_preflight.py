@@ -44,6 +44,8 @@ def test_check_model_without_a_directory_is_rejected(tmp_path):
     for name in ("configs/no/model", "./model", str(tmp_path / "model")):
         assert name in refused(preflight.check_model, name)
     assert "config.json" in refused(preflight.check_model, str(tmp_path))
+    (tmp_path / "model_000650.pt").touch()
+    assert "convert_nanochat_checkpoints.py" in refused(preflight.check_model, str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     preflight.check_model(str(tmp_path))
 

@@ -7,8 +7,11 @@ from prime_rl.trainer.model import lm_head
 from prime_rl.trainer.model.lm_head import token_logprobs
 
 
-def full(hidden, weight, targets, temperature):
-    logits = (hidden @ weight.T) / temperature[:, None]
+def full(hidden, weight, targets, temperature, softcap=None):
+    logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature[:, None]
     logprobs = torch.log_softmax(logits, -1)
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
@@ -22,13 +25,14 @@ def make(n=37, width=16, vocabulary=101, dtype=torch.float32):
     return hidden, weight, targets, temperature
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5, 3.0])
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1024])
-def test_chunked_logprobs_equal_autograd_over_full_logits(chunk):
+def test_chunked_logprobs_equal_autograd_over_full_logits(chunk, softcap):
     hidden, weight, targets, temperature = make()
     gradient = torch.linspace(-2, 2, len(hidden))
-    expected, entropy = full(hidden, weight, targets, temperature)
+    expected, entropy = full(hidden, weight, targets, temperature, softcap)
     wanted = torch.autograd.grad(expected, [hidden, weight], gradient)
-    logprobs, measured, _ = token_logprobs(hidden, weight, targets, temperature, chunk)
+    logprobs, measured, _ = token_logprobs(hidden, weight, targets, temperature, chunk, softcap=softcap)
     got = torch.autograd.grad(logprobs, [hidden, weight], gradient)
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(measured, entropy, rtol=1e-5, atol=1e-5)
@@ -67,13 +71,14 @@ def test_default_chunk_on_cuda_is_a_multiple_of_the_tile(vocabulary, tokens):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [8, 64])
-def test_cuda_logprobs_equal_double_precision(dtype, chunk):
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_cuda_logprobs_equal_double_precision(dtype, chunk, softcap):
     hidden, weight, targets, temperature = make(dtype=dtype)
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected, entropy = full(*doubles, targets, temperature)
+    expected, entropy = full(*doubles, targets, temperature, softcap)
     expected.sum().backward()
     leaves = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
-    logprobs, measured, _ = token_logprobs(*leaves, targets.cuda(), temperature.cuda(), chunk)
+    logprobs, measured, _ = token_logprobs(*leaves, targets.cuda(), temperature.cuda(), chunk, softcap=softcap)
     logprobs.sum().backward()
     torch.testing.assert_close(logprobs.cpu().double(), expected, rtol=0, atol=1e-3)
     torch.testing.assert_close(measured.cpu().double(), entropy, rtol=0, atol=1e-3)

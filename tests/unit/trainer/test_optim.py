@@ -35,6 +35,11 @@ def test_schedule_constant_is_one():
     assert schedule_factor(ConstantSchedulerConfig(), 0.5, 10**6, None) == 1.0
 
 
+def test_schedule_factor_scales_all_but_the_floor():
+    assert factors(ConstantSchedulerConfig(warmup_steps=1, factor=0.5), 3) == pytest.approx([0.25, 0.5, 0.5])
+    assert factors(LinearSchedulerConfig(factor=0.5, min_lr=0.1), 4) == pytest.approx([0.5, 0.4, 0.3, 0.2])
+
+
 def test_schedule_warm_up_is_linear():
     assert factors(ConstantSchedulerConfig(warmup_steps=3), 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
@@ -105,7 +110,7 @@ def test_schedule_decay_without_max_steps_raises():
 
 @pytest.mark.parametrize("root", [TrainerConfig, SFTConfig])
 def test_schedule_floor_above_peak_is_refused(root):
-    with pytest.raises(ValueError, match=r"scheduler\.min_lr = 0\.1 is above optim\.lr = 0\.01"):
+    with pytest.raises(ValueError, match=r"scheduler\.min_lr = 0\.1 is above scheduler\.factor \* optim\.lr = 0\.01"):
         root(max_steps=5, scheduler=LinearSchedulerConfig(min_lr=0.1), optim=AdamWConfig(lr=0.01))
 
 

@@ -28,6 +28,10 @@ ARCHITECTURES = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "mistral_window": lambda: transformers.MistralConfig(**SMALL, sliding_window=5),
     "gemma3_window": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=4),
+    "gemma2_softcapped_logits": lambda: transformers.Gemma2Config(
+        **SMALL, head_dim=16, sliding_window=4, final_logit_softcapping=3.0, attn_logit_softcapping=2.0
+    ),
+    "nanochat_softcapped_logits": lambda: transformers.NanoChatConfig(**SMALL, final_logit_softcapping=3.0),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SMALL),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2
@@ -82,6 +86,8 @@ def save(config, path: Path):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(path)
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # transformers' sdpa, its default, ignores the cap
     return model.eval()
 
 
@@ -101,8 +107,12 @@ def test_logprobs_equal_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_tied", "gemma3_window", "phi_biased_head", "granite_scaled_logits", "gpt_oss_sinks_window"]
-)
+    "name",
+    [
+        "qwen2_tied", "gemma3_window", "phi_biased_head", "granite_scaled_logits", "gpt_oss_sinks_window",
+        "gemma2_softcapped_logits", "nanochat_softcapped_logits",
+    ],
+)  # fmt: skip
 def test_gradients_equal_those_of_transformers(name, tmp_path):
     reference = save(ARCHITECTURES[name](), tmp_path)
     policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
@@ -207,7 +217,6 @@ def test_directory_without_a_model_raises_one_line(tmp_path):
 
 
 REFUSED = {
-    "softcapped logits": lambda: transformers.Gemma2Config(**SMALL, head_dim=16),
     "linear_attention": lambda: transformers.Qwen3NextConfig(
         **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
@@ -257,6 +266,15 @@ def test_output_head_check_of_a_plain_model_passes_and_restores_it():
     assert dict(model.named_modules()) == before
 
 
+@pytest.mark.parametrize("softcap", [None, 2.9])
+def test_output_head_with_another_softcap_is_refused(softcap):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES["nanochat_softcapped_logits"]())
+    check_output_head("tiny", model, 1.0, softcap=3.0)
+    with pytest.raises(ConfigError, match="more than one matrix"):
+        check_output_head("tiny", model, 1.0, softcap)
+
+
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
 def test_output_head_with_another_scale_is_refused(divisor):
     with torch.device("meta"):
@@ -275,6 +293,12 @@ def test_output_head_that_scales_states_first_is_refused():
 
     with pytest.raises(ConfigError, match="more than one matrix"):
         check_output_head("tiny", Scaled(ARCHITECTURES["llama"]()), 1.0)
+
+
+def test_sdpa_that_ignores_the_softcap_of_scores_is_refused(tmp_path):
+    ARCHITECTURES["gemma2_softcapped_logits"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="sdpa' ignores"):
+        load_policy(TrainerModelConfig(name=str(tmp_path), attn="sdpa"), seed=0)
 
 
 def test_model_whose_mask_ignores_segments_is_refused(tmp_path):

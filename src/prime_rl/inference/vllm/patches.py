@@ -104,7 +104,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
     The first processing builds the kernel and packs the weights for it. Later calls copy the new weights unpacked into
     the packed ones, which is correct only for the kernels of GPUs. Without a kernel the next processing packs again.
 
-    Without it tests/integration/inference/test_experts.py::test_switch_updates_experts fails.
+    Without it tests/integration/inference/test_architectures.py::test_switch_updates_the_model fails.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)

@@ -41,8 +41,11 @@ def token_logprobs(
     temperature: Tensor,
     chunk: int | None = None,
     mask: SamplingMask | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score tokens under softmax(hidden @ weight.T / temperature), with the sampler's top-k, top-p and min-p.
+
+    With a softcap, softcap * tanh(logits / softcap) replaces the logits, before temperature and sampling mask.
 
     With a sampling mask, log-probability and entropy are those of the renormalised remaining distribution: the tokens
     that these logits keep, and the target itself, which the sampler kept. The mask is constant in the gradient.
@@ -54,13 +57,14 @@ def token_logprobs(
         temperature: float32 [N], positive.
         chunk: number of tokens whose logits are in memory at a time; None: `default_chunk`.
         mask: sampling mask of the N tokens, or None.
+        softcap: limit of the absolute value of the logits, positive; None for none.
 
     Returns:
         logprobs float32 [N], differentiable in `hidden` and `weight`; entropy float32 [N] in nats, without gradient;
         masked bool [N], the targets that these logits alone would have masked.
     """
     chunk = chunk or default_chunk(len(weight), hidden.is_cuda)
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, mask)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, mask, softcap)
 
 
 def default_chunk(vocabulary: int, cuda: bool) -> int:
@@ -71,7 +75,7 @@ def default_chunk(vocabulary: int, cuda: bool) -> int:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """d logprob / d logits = (onehot - softmax) / temperature."""
+    """d logprob / d logits = (onehot - softmax) / temperature, times 1 - (capped / softcap)^2 for capped logits."""
 
     @staticmethod
     def forward(
@@ -82,6 +86,7 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: Tensor,
         chunk: int,
         mask: SamplingMask | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = len(hidden)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
@@ -90,10 +95,13 @@ class _TokenLogprobs(torch.autograd.Function):
         threshold = None if mask is None else torch.empty_like(logprobs)
         buffer = logprobs.new_empty(min(chunk, count), len(weight))
         score = _compile(_score) if hidden.is_cuda else _score
+        cap = _compile(_cap) if hidden.is_cuda else _cap
         for begin in range(0, count, chunk):
             part = slice(begin, begin + chunk)
             logits = buffer[: len(hidden[part])]
             _multiply(hidden[part], weight, logits)
+            if softcap is not None:
+                cap(logits, softcap)
             divisor: Tensor | None = temperature[part]
             chosen = logits.gather(1, targets[part, None]).div_(temperature[part, None])
             if mask is not None and threshold is not None:
@@ -105,7 +113,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part], entropy[part] = score(logits, targets[part], divisor)
             log_normalizer[part] = chosen[:, 0] - logprobs[part]
         ctx.save_for_backward(hidden, weight, targets, temperature, logprobs, log_normalizer, threshold)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.softcap = chunk, softcap
         ctx.mark_non_differentiable(entropy, masked)
         return logprobs, entropy, masked
 
@@ -116,6 +124,8 @@ class _TokenLogprobs(torch.autograd.Function):
         count, vocabulary = len(hidden), len(weight)
         scale = grad / temperature
         at_target = scale * -torch.expm1(logprobs)
+        if ctx.softcap is not None:
+            at_target *= 1 - ((logprobs + log_normalizer) * temperature / ctx.softcap) ** 2
         width = vocabulary if count <= ctx.chunk else max(_STRIPE, ctx.chunk * vocabulary // count // _STRIPE * _STRIPE)
         buffer = grad.new_empty(count * width)
         slope_of = _compile(_slope) if hidden.is_cuda else _slope
@@ -125,12 +135,17 @@ class _TokenLogprobs(torch.autograd.Function):
             block = slice(begin, min(begin + width, vocabulary))
             logits = buffer[: count * (block.stop - begin)].view(count, block.stop - begin)
             _multiply(hidden, weight[block], logits)
-            slope = slope_of(logits, temperature, log_normalizer, threshold, scale, hidden.dtype)
+            slope = slope_of(logits, temperature, log_normalizer, threshold, scale, ctx.softcap, hidden.dtype)
             slope = _set_targets(slope, targets - begin, at_target.to(hidden.dtype))
             _add_product(grad_hidden, slope, weight[block])
             if grad_weight is not None:
                 torch.mm(slope.t(), hidden, out=grad_weight[block])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+
+
+def _cap(logits: Tensor, softcap: float) -> None:
+    """Replace logits by softcap * tanh(logits / softcap)."""
+    logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _score(logits: Tensor, targets: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -145,13 +160,18 @@ def _slope(
     log_normalizer: Tensor,
     threshold: Tensor | None,
     scale: Tensor,
+    softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return -scale * softmax of a block of the vocabulary."""
+    """Return -scale * softmax of a block of the vocabulary, times the derivative of the softcap."""
+    derivative: Tensor | float = 1.0
+    if softcap is not None:
+        ratio = torch.tanh(logits / softcap)
+        logits, derivative = ratio * softcap, 1 - ratio**2
     logits = logits / temperature[:, None]
     if threshold is not None:
         logits = torch.where(logits < threshold[:, None], _MASKED, logits)
-    return ((logits - log_normalizer[:, None]).exp() * -scale[:, None]).to(dtype)
+    return ((logits - log_normalizer[:, None]).exp() * -scale[:, None] * derivative).to(dtype)
 
 
 def _set_targets(slope: Tensor, targets: Tensor, values: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Check that the logits of a model are its output matrix times its last states, and one constant factor.
+"""Check that the logits of a model are its output matrix times its last states, with a known factor and softcap.
 
 `PolicyModel` computes log-probabilities from the states and the matrix, so it would silently lose other operations of
-the model's forward (softcapping, another scale, a projection). The check runs this forward with a backbone and an
-output layer that return known values, before weights are read. It does not depend on names in configurations.
+the model's forward (another scale, a projection). The check runs this forward with a backbone and an output layer that
+return known values, before weights are read. It detects what no name in a configuration announces.
 """
 
 from typing import Any
@@ -62,10 +62,11 @@ class _Head(nn.Module):
 
 
 @torch.no_grad()
-def check_output_head(name: str, causal_lm: PreTrainedModel, divisor: float) -> None:
+def check_output_head(name: str, causal_lm: PreTrainedModel, divisor: float, softcap: float | None = None) -> None:
     """Raise ConfigError unless the logits are the output matrix times the backbone's states, divided by `divisor`.
 
-    The model may be on the meta device and does not change.
+    With `softcap`, that product x is replaced by softcap * tanh(x / softcap) before the division. The model may be on
+    the meta device and does not change.
     """
     head, backbone = causal_lm.get_output_embeddings(), causal_lm.base_model
     if head is None or backbone is causal_lm or getattr(head, "weight", None) is None:
@@ -85,9 +86,10 @@ def check_output_head(name: str, causal_lm: PreTrainedModel, divisor: float) -> 
     finally:
         for original, place in places.items():
             causal_lm.set_submodule(place, original)
-    wanted = (known / divisor).expand(1, _TOKENS, -1)
+    capped = known if softcap is None else softcap * torch.tanh(known / softcap)
+    wanted = (capped / divisor).expand(1, _TOKENS, -1)
     if got.shape != wanted.shape or not torch.allclose(got.float(), wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
         raise ConfigError(
-            f"model.name: {name} has an output head that is more than one matrix, such as softcapped logits; train a "
-            "model without it (docs/training.md)"
+            f"model.name: {name} computes its logits by more than one matrix, a constant factor and "
+            "final_logit_softcapping; train a model of docs/training.md"
         )

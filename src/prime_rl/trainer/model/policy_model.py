@@ -48,7 +48,8 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self._logprob_chunk = logprob_chunk
-        self._logit_divisor = logit_divisor(causal_lm.config.get_text_config())
+        text = causal_lm.config.get_text_config()
+        self._logit_divisor, self._softcap = logit_divisor(text), logit_softcap(text)
         self.context_parallel = ContextParallel()  # the ranks that share each row; set by `shard_policy`
         self.routing = RouterLoadBalance(causal_lm)
         # A method of the output head, so that FSDP can gather the head's weight for it.
@@ -76,6 +77,7 @@ class PolicyModel(nn.Module):
             temperature,
             self._logprob_chunk,
             None if mask is None else mask[scored],
+            self._softcap,
         )
         values = [logprobs, entropy] if mask is None else [logprobs, entropy, masked.float()]
         zeros = torch.zeros_like(row.temperature)
@@ -136,6 +138,12 @@ def logit_divisor(text: Any) -> float:
     """Return the divisor of the logits in the transformers configuration `text`: Granite divides, Cohere multiplies."""
     divide, multiply = getattr(text, "logits_scaling", None), getattr(text, "logit_scale", None)
     return (divide or 1.0) / (multiply or 1.0)
+
+
+def logit_softcap(text: Any) -> float | None:
+    """Return the limit of the logits, before their divisor, in the transformers configuration `text`; None if none."""
+    softcap: float | None = getattr(text, "final_logit_softcapping", None)
+    return softcap * logit_divisor(text) if softcap else None
 
 
 def blocks_of(causal_lm: PreTrainedModel) -> list[nn.Module]:
@@ -225,7 +233,9 @@ def _check_supported(config: TrainerModelConfig, causal_lm: PreTrainedModel) -> 
         raise ConfigError(f"model.name: {name} has {sorted(others)} layers, which do not support packed rows")
     if not causal_lm._supports_attention_backend:
         raise _own_attention(name)
-    check_output_head(name, causal_lm, logit_divisor(text))
+    check_output_head(name, causal_lm, logit_divisor(text), logit_softcap(text))
+    if config.attn == "sdpa" and getattr(text, "attn_logit_softcapping", None):
+        raise ConfigError(f"model.attn: 'sdpa' ignores the softcapped scores of {name}; set model.attn to 'auto'")
     if not blocks_of(causal_lm):
         raise ConfigError(
             f"model.name: {name} does not name the classes of its blocks (_no_split_modules), which sharding and "

@@ -10,16 +10,16 @@ from prime_rl.core.errors import ConfigError
 
 
 def schedule_factor(config: SchedulerConfig, peak: float, step: int, max_steps: int | None) -> float:
-    """Compute the factor of all peak rates at step `step` (from 0).
+    """Compute the factor of all configured rates at step `step` (from 0).
 
-    Warm-up rises linearly and reaches 1 at step `warmup_steps`. Decay (linear or cosine) fills the last
-    `decay_steps` steps, or all after the warm-up, and would reach `min_lr / peak` at step `max_steps`. `peak` is
+    Warm-up rises linearly and reaches `scheduler.factor` at step `warmup_steps`. Decay (linear or cosine) fills the
+    last `decay_steps` steps, or all after the warm-up, and would reach `min_lr / peak` at step `max_steps`. `peak` is
     `optim.lr`. Raises ConfigError if the schedule decays and `max_steps` is not set.
     """
     if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
+        return config.factor * (step + 1) / (config.warmup_steps + 1)
     if config.type == "constant":
-        return 1.0
+        return config.factor
     if max_steps is None:
         raise ConfigError(f"scheduler.type={config.type!r} needs max_steps to know where the decay ends")
     length = max_steps - config.warmup_steps if config.decay_steps is None else config.decay_steps
@@ -27,7 +27,7 @@ def schedule_factor(config: SchedulerConfig, peak: float, step: int, max_steps: 
     done = min(1.0, max(0, step - begin) / max(1, max_steps - begin))
     left = 1 - done if config.type == "linear" else (1 + math.cos(math.pi * done)) / 2
     floor = config.min_lr / peak if peak else 0.0
-    return floor + (1 - floor) * left
+    return floor + (config.factor - floor) * left
 
 
 def warn_if_warmup_exceeds_run(config: SchedulerConfig, max_steps: int | None) -> None:
