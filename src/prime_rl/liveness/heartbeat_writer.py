@@ -16,8 +16,10 @@ from prime_rl.liveness.heartbeat_monitor import (
     ENDED,
     FAILED,
     FORMAT,
+    HeartbeatRecord,
     boot_id,
     read_heartbeat,
+    read_heartbeats,
     read_process_stat,
     stderr_log,
 )
@@ -63,10 +65,8 @@ class HeartbeatWriter:
 
         The last phase of an earlier process of this name that was killed is added to the timeline.
         """
-        earlier = read_heartbeat(self._path)
-        if earlier is not None and earlier.phase not in (ENDED, FAILED):
-            name = _NUMBER.sub("", earlier.phase)
-            self.timeline.add(name, earlier.phase_since, earlier.written, waiting_for=earlier.waiting_for)
+        if (earlier := read_heartbeat(self._path)) is not None:
+            _add_interrupted_phase(self.timeline, earlier)
         self._write()
         self.is_started = True
         self._thread.start()
@@ -182,3 +182,21 @@ class HeartbeatWriter:
         except OSError:  # on a full disk, touching the file still works and shows that this process is alive
             with suppress(OSError):
                 os.utime(self._path)
+
+
+def record_interrupted_phases(paths: RunPaths) -> None:
+    """Add the last phases of the processes of an earlier start, which were killed, to their timelines.
+
+    Call it before their heartbeats are removed. A run directory without a timeline gets none.
+    """
+    if paths.timeline_dir.is_dir():
+        for name, beat in read_heartbeats(paths).items():
+            timeline = TimelineWriter(paths, name)
+            _add_interrupted_phase(timeline, beat)
+            timeline.close()
+
+
+def _add_interrupted_phase(timeline: TimelineWriter, beat: HeartbeatRecord) -> None:
+    if beat.phase not in (ENDED, FAILED):
+        name = _NUMBER.sub("", beat.phase)
+        timeline.add(name, beat.phase_since, beat.written, waiting_for=beat.waiting_for)

@@ -38,5 +38,6 @@ def clear_earlier_run(paths: RunPaths) -> list[Path]:
             shutil.rmtree(path)
     for directory in (paths.torchrun_logs, paths.timeline_dir):
         shutil.rmtree(directory, ignore_errors=True)
-    paths.events.unlink(missing_ok=True)
+    for file in (paths.events, paths.loss_surface):
+        file.unlink(missing_ok=True)
     return old

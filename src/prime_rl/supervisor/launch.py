@@ -15,7 +15,7 @@ from prime_rl.core.os_errors import likely_signal_cause
 from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.liveness.file_locks import hold_run_lock
 from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
-from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter, record_interrupted_phases
 from prime_rl.monitors.bench_report import print_bench_report
 from prime_rl.rollouts.environment_identity import identify_all
 from prime_rl.storage.paths import RunPaths
@@ -73,8 +73,9 @@ async def _run(
     config: RLConfig, paths: RunPaths, display: ConsoleProgress, console: Console, keep_serving: bool
 ) -> Outcome:
     specs = make_process_specs(config, paths)
-    for spec in specs:
-        remove_heartbeats(paths, spec.name, keep=())  # of an earlier run
+    record_interrupted_phases(paths)
+    for role in ("rl", *(spec.name for spec in specs)):
+        remove_heartbeats(paths, role, keep=())  # of an earlier start
     events = EventLog(paths.events, display.show_event)
     health = HealthMonitor(paths, config.heartbeat.limits, events)
     timeouts = SupervisorTimeouts(stop_seconds=config.grace_timeout_seconds)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from prime_rl.liveness import timeline_writer
-from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter, record_interrupted_phases
 from prime_rl.liveness.timeline_writer import TimelineWriter
 from prime_rl.storage.paths import RunPaths
 
@@ -212,6 +212,20 @@ def test_phase_in_which_a_process_was_killed_is_added_by_its_successor(tmp_path)
     line = read(paths)[0]
     assert (line["name"], line["waiting_for"]) == ("wait for batch", "orchestrator") and line["end"] > line["start"]
     count = len(read(paths))
+    record_interrupted_phases(paths)
     with HeartbeatWriter(paths, "trainer_0", "trainer", interval_seconds=0.001):
         pass
     assert "wait for batch" not in [line["name"] for line in read(paths)[count:]], "the second one has ended"
+
+
+def test_phases_in_which_a_whole_run_was_killed_are_added_before_the_next_start(tmp_path):
+    paths = RunPaths(tmp_path)
+    killed = HeartbeatWriter(paths, "trainer_0", "trainer")
+    killed.enter("step")
+    time.sleep(0.002)
+    killed._write()
+    record_interrupted_phases(paths)
+    assert not paths.timeline_dir.exists(), "a cleared directory begins without phases"
+    paths.timeline_dir.mkdir()
+    record_interrupted_phases(paths)
+    assert [line["name"] for line in read(paths)] == ["step"]
