@@ -1,12 +1,15 @@
 """Resume from a checkpoint: the stream continues, and every position is trained on exactly once (I3)."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
 
 from prime_rl.configs.shared import CkptConfig
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
+from prime_rl.orchestrator.ledger.ledger import read_ledger, replay
 from prime_rl.orchestrator.ledger.ledger_records import Positions
 from prime_rl.orchestrator.orchestrator_checkpoint import OrchestratorState, read_checkpoint_part, write_checkpoint_part
 from prime_rl.storage import checkpoint_artifacts
@@ -177,6 +180,27 @@ async def test_resume_other_settings_trains_every_position_once(tmp_path, tokeni
     last = metrics(paths)[-1]
     assert last["tokens/wasted"] == 0
     assert last["tokens/sampled"] >= last["tokens/shipped"] > 0
+
+
+@in_loop
+async def test_resume_another_mixture_and_restart_train_every_position_once(tmp_path, tokenizer_dir, run_orchestrator):
+    """An environment is added and a weight changed at a resume; the ledger of the new branch then replays."""
+    config = with_ckpt(make_config(tmp_path, tokenizer_dir, async_level=1))
+    (first,) = config.env
+    added = first.model_copy(update={"name": "added", "weight": 2.0})
+    async with fake_engine() as engine:
+        paths = await run_orchestrator(config, [engine])
+        before = group_ids(paths)[: CUT * 3]
+        commit(paths, CUT)
+        changes = {"env": [first, added], "ckpt": CkptConfig(interval=CUT, resume_step=CUT)}
+        await run_orchestrator(config.model_copy(update=changes), [engine], trainer=resuming_trainer)
+    trained = group_ids(paths)
+    assert trained[: CUT * 3] == before
+    assert len(set(trained)) == len(trained) == STEPS * 3
+    rows = [json.loads(line) for step in range(CUT, STEPS) for line in paths.samples(step).read_text().splitlines()]
+    assert {row["env"] for row in rows} == {"toy_environment", "added"}
+    stream = ExampleStream([StreamEnvironment("toy_environment", 12), StreamEnvironment("added", 12, 2.0)], config.seed)
+    replay(stream, read_ledger(paths, 1))
 
 
 def test_read_checkpoint_part_changed_sizes_are_logged(tmp_path, tokenizer_dir, cut, said):

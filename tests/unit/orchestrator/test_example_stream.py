@@ -191,7 +191,8 @@ def test_stream_invalid_mixture_raises(sources, message):
         ([StreamEnvironment("a", 5)], 1, "seed of a was 0 when the run began and is 1 now"),
         ([StreamEnvironment("a", 6)], 0, "examples of a was 5 .* is 6 now"),
         ([StreamEnvironment("b", 5)], 0, "environments was 'a' .* is 'b' now"),
-        ([StreamEnvironment("a", 5, 2.0)], 0, "weight of a was 1.0 .* is 2.0 now"),
+        ([StreamEnvironment("b", 5), StreamEnvironment("a", 5)], 0, "environments was 'a' .* is 'b, a' now"),
+        ([StreamEnvironment("a", 5, 2.0), StreamEnvironment("b", 5)], 1, "seed of a was 0 .* is 1 now"),
         (
             [StreamEnvironment("a", 5, 1.0, DifficultyPoolBufferConfig())],
             0,
@@ -203,3 +204,28 @@ def test_stream_restore_other_configuration_raises(sources, seed, message):
     state = ExampleStream([StreamEnvironment("a", 5)], 0).state()
     with pytest.raises(ConfigError, match=message):
         ExampleStream(sources, seed).restore(json.loads(json.dumps(state)))
+
+
+def test_stream_restored_with_another_mixture_continues_each_order_and_counts_shares_anew():
+    before = ExampleStream([StreamEnvironment("a", 9), StreamEnvironment("b", 7)], 0)
+    drawn = [before.draw() for _ in range(12)]
+    state = json.loads(json.dumps(before.state()))
+    mixture = [StreamEnvironment("a", 9, 1.0), StreamEnvironment("b", 7, 3.0), StreamEnvironment("c", 5, 2.0)]
+
+    def restored():
+        stream = ExampleStream(mixture, 0)
+        stream.restore(state)
+        return stream
+
+    after = restored()
+    draws = [after.draw() for _ in range(60)]
+    assert [draw.group_id for draw in draws] == list(range(12, 72))
+    assert [sum(draw.env == env for draw in draws) for env in range(3)] == [10, 30, 20]
+    for env, count in ((0, 9), (1, 7)):
+        epoch = [draw.example for draw in [*drawn, *draws] if draw.env == env][:count]
+        assert sorted(epoch) == list(range(count)), "no example is repeated or left out"
+    again = restored()
+    assert [again.draw() for _ in range(60)] == draws
+    final = ExampleStream(mixture, 0)
+    final.restore(json.loads(json.dumps(after.state())))
+    assert [final.draw() for _ in range(9)] == [after.draw() for _ in range(9)]

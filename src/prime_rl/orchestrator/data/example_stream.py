@@ -140,10 +140,23 @@ class ExampleStream:
         return copied
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`. Raises ConfigError if it belongs to another mixture."""
-        self.check_identity(state["identity"])
+        """Restore `state`. Weights may have changed and environments been added at the end: shares then count anew.
+
+        Raises:
+            ConfigError: another change of the mixture.
+        """
+        count = len(state["orders"])
+        now, earlier = self.identity(), dict(state["identity"])
+        names, weights = [source.name for source in self.sources], list[float]()
+        if earlier["environments"] == ", ".join(names[:count]):
+            weights = [earlier[f"weight of {name}"] for name in names[:count]]
+            allowed = ("environments", *(f" of {name}" for name in names[count:]))
+            earlier |= {k: now[k] for k in now if k.startswith("weight of ") or k.endswith(allowed)}
+        self.check_identity(earlier)
         self.position = int(state["position"])
-        self._shares.counts = list(state["counts"])
-        self.passed = list(state.get("passed", self.passed))
-        for order, saved in zip(self._orders, state["orders"], strict=True):
+        if tuple(weights) == self._shares.weights:
+            self._shares.counts = list(state["counts"])
+        added = [0] * (len(names) - count)
+        self.passed = [*state.get("passed", [0] * count), *added]
+        for order, saved in zip(self._orders, state["orders"], strict=False):
             order.restore(saved)
