@@ -87,6 +87,8 @@ def config_errors(problem: str, hint: str = "") -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ConfigError):
             raise
+        if isinstance(error.__cause__, ConfigError):  # verifiers wraps what `load_environment` raises
+            raise ConfigError(f"{problem}: {error.__cause__}") from error
         reason = summarize_exception(error, full=True)
         if isinstance(error, ValidationError):
             first = error.errors()[0]

@@ -1,7 +1,9 @@
 """Bad input to the real commands: one line of error, exit code 2, and no changed files."""
 
+import os
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,6 +104,24 @@ def test_rl_reports_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
     line = refusal("rl", *arguments)
     assert line.startswith("error: orchestrator: the prompt of example 0 of environment 'reverse_text' has ")
     assert "seq_len = 8" in line
+
+
+@pytest.mark.extended
+def test_rl_on_a_machine_that_cannot_isolate_code_names_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = ["--orchestrator.env.id", "code_tests", "--orchestrator.client.base-url", "http://127.0.0.1:9"]
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to the user of the jail
+        bubblewrap = Path(folder, "bwrap")
+        bubblewrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+        for path in (bubblewrap, bubblewrap.parent):
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        line = refusal("rl", "--model.name", str(MODEL), *environment, "--output-dir", str(tmp_path / "run"))
+    assert line.startswith(
+        "error: orchestrator: environment 'code_tests' with env.args = {} does not load: the sandbox "
+    )
+    assert "No permissions to create new namespace; " in line
 
 
 @pytest.mark.parametrize(
