@@ -37,6 +37,13 @@ assert reverse("abc") == "cba"
 assert evens(range(5)) == [0, 2, 4]
 print("ok")
 """
+HOSTILE = [
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "while True: print('x' * 10**6)",
+    "x = []\nwhile True: x.append(bytearray(2**24))",
+    "while True: pass",
+]
+LAG_INTERVAL_SECONDS = 0.005
 IN_FLIGHT = 16
 PAUSE_SECONDS = 0.03
 Run = Callable[[], Awaitable[None]]
@@ -95,6 +102,18 @@ def memory_of(pids: list[int]) -> tuple[float, int]:
     return sum(process.memory_full_info().pss for process in processes) / 2**20, len(processes)
 
 
+async def measure_loop_lag(sandbox: Sandbox) -> float:
+    """Return the 99th percentile of the event loop's lag in milliseconds, while hostile programs run."""
+    lags: list[float] = []
+    task = asyncio.gather(*(sandbox.run(code, timeout=2) for code in HOSTILE * 4))
+    while not task.done():
+        begin = time.perf_counter()
+        await asyncio.sleep(LAG_INTERVAL_SECONDS)
+        lags.append(1000 * (time.perf_counter() - begin - LAG_INTERVAL_SECONDS))
+    await task
+    return quantiles(lags, n=100)[98]
+
+
 def make_variants(sandbox: Sandbox) -> dict[str, Run]:
     """Return the ways to run the program; `subprocess` isolates nothing."""
     user = JAIL_UID if os.getuid() == 0 else None
@@ -141,6 +160,7 @@ async def measure(count: int) -> dict[str, float]:
         slept = await asyncio.gather(*(sandbox.run("import time; time.sleep(1)", timeout=60) for _ in range(200)))
         assert all(result.ok for result in slept)
         figures["sleep_200_seconds"] = time.perf_counter() - begin
+        figures["hostile_loop_lag_p99_ms"] = await measure_loop_lag(sandbox)
     table = Table("variant", "p50 ms", "p99 ms", f"executions/s, {IN_FLIGHT} in flight", title="one small program")
     for name, times in latencies.items():
         rate = f"{median(rates[name]):.0f}" if name in rates else ""

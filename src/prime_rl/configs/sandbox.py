@@ -1,10 +1,10 @@
 """The block `[sandbox]`: how environments run code that a model writes."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from prime_rl.loading.base_config import BaseConfig
 from prime_rl.sandbox.execution import SandboxLimits
-from prime_rl.sandbox.settings import BackendName, SandboxSettings
+from prime_rl.sandbox.settings import BackendName, SandboxSettings, check_backend
 
 _LIMITS = SandboxLimits()
 _SETTINGS = SandboxSettings()
@@ -43,6 +43,12 @@ class SandboxConfig(BaseConfig):
 
     max_running: int = Field(_SETTINGS.max_running, ge=1)
     """Executions at once in each jail; further ones wait."""
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _check_backend(cls, value: object) -> object:
+        check_backend(value)
+        return value
 
     @property
     def settings(self) -> SandboxSettings:

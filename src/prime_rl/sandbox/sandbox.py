@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from loguru import logger
 
@@ -41,7 +41,7 @@ from prime_rl.sandbox.jail.bubblewrap import explain_refusal
 from prime_rl.sandbox.jail.jail import JailStartError
 from prime_rl.sandbox.jail.jail_pool import JailPool
 from prime_rl.sandbox.session import Answer, Session
-from prime_rl.sandbox.settings import BackendName, current_settings
+from prime_rl.sandbox.settings import BackendName, check_backend, current_settings
 
 _NUM_ATTEMPTS = 3
 
@@ -76,8 +76,10 @@ class Sandbox:
     ) -> None:
         settings = current_settings()
         self.backend, self.limits = backend or settings.backend, limits or settings.limits
-        if self.backend not in get_args(BackendName):
-            raise ConfigError(f"sandbox backend {backend!r} is unknown; use {' or '.join(get_args(BackendName))}")
+        try:
+            check_backend(self.backend)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         num_jails = num_jails or settings.num_jails or len(os.sched_getaffinity(0))
         start = build_start(
             isolated=self.backend == "bwrap",

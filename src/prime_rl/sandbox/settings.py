@@ -1,11 +1,17 @@
 """What a `Sandbox` uses unless it is constructed with other values; a worker sets it from the run's configuration."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from prime_rl.sandbox.execution import SandboxLimits
 
 BackendName = Literal["bwrap", "unsafe-subprocess"]
+
+_NOT_AVAILABLE = {
+    "wasm": "there is no CPython component for wasmtime on PyPI, only tools to build one",
+    "prime": "remote sandboxes take about a second for each command, and a rollout needs a local session",
+}
+"""Backends that other systems have, and why this one does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,14 @@ class SandboxSettings:
 
 
 _current = SandboxSettings()
+
+
+def check_backend(name: object) -> None:
+    """Raise ValueError if there is no backend of this name; the message says what to use instead."""
+    names = get_args(BackendName)
+    if name not in names:
+        reason = f": {_NOT_AVAILABLE[name]}" if isinstance(name, str) and name in _NOT_AVAILABLE else ""
+        raise ValueError(f"sandbox backend {name!r} is not available{reason}; use {' or '.join(names)}")
 
 
 def current_settings() -> SandboxSettings:

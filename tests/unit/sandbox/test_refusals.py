@@ -8,6 +8,7 @@ from itertools import takewhile
 
 import pytest
 
+from prime_rl.configs.sandbox import SandboxConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.sandbox import escape_test
 from prime_rl.sandbox.execution import ExecutionResult, Verdict
@@ -23,9 +24,13 @@ def test_sandbox_without_bubblewrap_names_the_package(monkeypatch, tmp_path):
         Sandbox()
 
 
-def test_sandbox_unknown_backend_is_refused():
-    with pytest.raises(ConfigError, match="docker"):
-        Sandbox("docker")
+@pytest.mark.parametrize(("backend", "reason"), [("docker", ""), ("wasm", "PyPI"), ("prime", "remote")])
+def test_sandbox_unknown_backend_is_refused_with_the_reason(backend, reason):
+    message = rf"'{backend}' is not available.*{reason}.*use bwrap or unsafe-subprocess"
+    with pytest.raises(ConfigError, match=message):
+        Sandbox(backend)
+    with pytest.raises(ValueError, match=message):
+        SandboxConfig(backend=backend)
 
 
 async def test_sandbox_refused_namespaces_are_one_line_with_bubblewraps_message(monkeypatch, tmp_path):
@@ -108,4 +113,4 @@ def test_doctor_sandbox_without_bubblewrap_exits_with_2(tmp_path):
 def test_doctor_without_arguments_asks_for_one():
     result = run_doctor()
     assert result.returncode == 2
-    assert "pass the output_dir of a run, or --sandbox" in result.stderr
+    assert "pass the output_dir of a run" in result.stderr
