@@ -1,5 +1,9 @@
 """deploy/slurm/rl.sbatch under a real Slurm with daemons on this machine as nodes. `uv` is a script that records."""
 
+import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -139,3 +143,33 @@ def test_slurm_job_sigterm_of_the_batch_script_stops_all(job):
     code, log, _, output = job(nodes=2, end_when=all_started, inference_n1=SAVE, orchestrator=SAVE, torchrun=SAVE)
     assert code == 143, log
     assert (output / "saved").read_text() == "saved\n" * 3, log
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+def test_rl_slurm_requeued_run_resumes_and_finishes(cluster, tmp_path):
+    """`rl --slurm` with real processes on a CPU: the job is requeued after a checkpoint."""
+    root, output = Path(__file__).parents[2], tmp_path / "a run"
+    tmp_path.chmod(0o755)
+    folders = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
+    environment = {**os.environ, **cluster.environment, "PATH": folders, "VIRTUAL_ENV": sys.prefix}
+    command = [
+        "rl", "@", "configs/reverse_text/cpu.toml", "--max-steps", "6", "--ckpt.interval", "2", "--output-dir", output,
+        "--orchestrator.batch-size", "64", "--inference.server.port", "8462",
+        "--slurm.gpus-per-node", "0", "--slurm.time", "10:00",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Submitted batch job ")
+    number = done.stdout.split()[3].rstrip(";")
+    log = output / "logs" / f"slurm-{number}.log"
+    wait_until((output / "checkpoints" / "step_2" / "COMMITTED").exists, log, within=240)
+    requeued = cluster.run("scontrol", "requeue", number)
+    assert requeued.returncode == 0, requeued.stderr
+    # Slurm starts a requeued job again after its begin time, two minutes later.
+    wait_until(lambda: "PENDING" in cluster.run("squeue", "-h", "-j", number, "-o", "%T").stdout, log)
+    assert cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now").returncode == 0
+    wait_until((output / "weights" / "step_6").exists, log, within=300)
+    wait_until(lambda: not cluster.run("squeue", "-h", "-j", number).stdout.strip(), log)
+    assert "JobState=COMPLETED" in cluster.run("scontrol", "show", "job", number).stdout, log.read_text()
+    assert "resumed from" in (output / "logs" / "trainer.log").read_text()

@@ -18,6 +18,7 @@ from prime_rl.configs.shared import (
     RunConfig,
 )
 from prime_rl.configs.shared_values import share_all
+from prime_rl.configs.slurm import SlurmConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.loading.base_config import BaseConfig, common
 from prime_rl.loading.provenance import ConfigState
@@ -86,6 +87,9 @@ class RLConfig(RunConfig):
 
     page: PageConfig | None = Field(None, json_schema_extra=common("Run"))
     """Serves the page while the run lasts. `uv run page OUTPUT_DIR` also shows finished runs."""
+
+    slurm: SlurmConfig | None = Field(None, json_schema_extra=common("Run"))
+    """Submits the run to Slurm instead of starting it here."""
 
     clean: bool = True
     """Remove the rollouts, weights, metrics and samples of an earlier run from the run directory, and move its

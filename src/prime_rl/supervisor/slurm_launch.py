@@ -1,0 +1,104 @@
+"""`rl --slurm`: writes a batch script for a run from the templates in deploy/slurm, and submits it."""
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import prime_rl
+from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.slurm import SlurmConfig
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.liveness.file_locks import hold_run_lock
+from prime_rl.loading.dump import write_config
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.preflight import check_model, check_resume, clear_run_directory
+
+TEMPLATES = Path(prime_rl.__file__).parents[2] / "deploy" / "slurm"
+_SUBMIT_TIMEOUT_SECONDS = 60
+
+
+def submit_to_slurm(config: RLConfig) -> str:
+    """Write the script and the configurations that it starts, and submit it; return a line that says what was done.
+
+    Raises:
+        ConfigError: bad input, or sbatch is missing.
+        RunError: sbatch failed.
+    """
+    assert config.slurm is not None
+    paths = config.run_paths
+    if config.slurm.submit and shutil.which("sbatch") is None:
+        raise ConfigError("slurm: sbatch is not installed here; submit from a login node, or set slurm.submit = false")
+    check_resume(config)
+    check_model(config.trainer.model.name)
+    with hold_run_lock(paths):
+        if config.slurm.nodes > 1:
+            clear_run_directory(config, paths)  # on one node, `rl` does it in the job
+        script = write_script(config, paths)
+    if not config.slurm.submit:
+        return f"wrote {script}"
+    done = subprocess.run(["sbatch", script], capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_SECONDS)
+    if done.returncode:
+        raise RunError(f"sbatch {script} failed: {' '.join(done.stderr.split())}")
+    return f"{done.stdout.strip()}; script {script}, log {paths.logs_dir}/slurm-JOB.log"
+
+
+def write_script(config: RLConfig, paths: RunPaths) -> Path:
+    """Write configurations and script; return the script. Raises ConfigError if the run cannot be started by Slurm."""
+    assert config.slurm is not None
+    root = paths.root.absolute()
+    own = config.model_copy(update={"slurm": None})
+    exports = {"OUTPUT_DIR": str(root)}
+    if config.slurm.nodes == 1:
+        write_config(own, paths.config("rl"))
+        template, arguments = "one_node.sbatch", [str(root / paths.config("rl").relative_to(paths.root))]
+    else:
+        if config.inference is None:
+            raise ConfigError("slurm.nodes > 1 starts a server on each inference node: add --inference")
+        write_config(own, paths.run_toml)
+        for role in ("inference", "orchestrator", "trainer"):
+            write_config(getattr(config, role), paths.config(role))
+            exports[role.upper()] = str(root / "configs" / f"{role}.toml")
+        exports["INFERENCE_NODES"] = str(config.slurm.inference_nodes)
+        exports["GPUS"] = str(config.ranks)
+        exports["PORT"] = str(config.inference.server.port)
+        template, arguments = "rl.sbatch", []
+        if config.ckpt is not None and config.ckpt.resume_step is not None:
+            exports["RESUME"] = "1"
+    try:
+        body = (TEMPLATES / template).read_text()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"slurm: {error.filename} does not exist; `rl --slurm` needs a checkout of prime-rl"
+        ) from None
+    kept = [line for line in body.splitlines() if not line.startswith(("#!", "#SBATCH"))]
+    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(config, config.slurm, root)), ""]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    lines += [f"set -- {shlex.join(arguments)}"] if arguments else []
+    paths.logs_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not create the folder of its log
+    script = root / "slurm" / template
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text("\n".join([*lines, *kept]) + "\n")
+    return script
+
+
+def _options(config: RLConfig, slurm: SlurmConfig, root: Path) -> list[str]:
+    """Options of sbatch: those of the template, then the configured ones."""
+    used = {*config.trainer_gpu_ids} if config.trainer.device != "cpu" else set()
+    inference = {*config.inference_gpu_ids} if config.inference is not None else set()
+    shared = len(used | inference) if slurm.nodes == 1 else max(len(used), len(inference))
+    gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else shared
+    given = {
+        "job-name": config.exp_id or "prime-rl",
+        "nodes": slurm.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": gpus or None,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "time": slurm.time,
+        "output": f"{root}/logs/slurm-%j.log",
+        "open-mode": "append",
+        "signal": "B:TERM@120",
+    }
+    options = [f"{name}={shlex.quote(str(value))}" for name, value in given.items() if value is not None]
+    return [f"--{option}" for option in (*options, "exclusive", "requeue", *slurm.options)]
