@@ -61,6 +61,9 @@ class LogConfig(BaseConfig):
     utc: bool = False
     """Log times in UTC instead of local time."""
 
+    file: bool = True
+    """Also write the log to logs/ in the run directory, unless it goes there already, as under `rl`."""
+
 
 class WandbExtrasConfig(LogExtrasConfig):
     """Tables, histograms and figures."""

@@ -53,7 +53,7 @@ _LOGGER_KEYS = [
     *(f"tensorboard.{key}" for key in ("flush_seconds", "timeout_seconds")),
     *(f"{logger}.log_extras" for logger in _LOGGERS),
 ]
-_DEFAULTS = ["log.level", "log.utc", "heartbeat.warn_after_seconds", "heartbeat.dead_after_seconds"]
+_DEFAULTS = ["log.level", "log.utc", "log.file", "heartbeat.warn_after_seconds", "heartbeat.dead_after_seconds"]
 
 _DIRECTORY = [Shared(key, _all(key)) for key in ("exp_id", "output_dir")]
 _VALUES = [

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -63,14 +64,19 @@ def run_main(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        from prime_rl.core.log_file import append_to_log_file  # only a failed command needs it
+
         if isinstance(error, OSError) and is_system_resource_error(error):
             message, code = summarize_os_error(error), 1
         elif isinstance(error, ConfigError | RunError):
             message, code = str(error), 2 if isinstance(error, ConfigError) else 1
         else:
+            append_to_log_file(escape_control_chars(traceback.format_exc()))
             write_error_file(summarize_exception(error, full=True), 1)
             raise
-        print(f"error: {escape_control_chars(message)}", file=sys.stderr, flush=True)
+        line = f"error: {escape_control_chars(message)}"
+        print(line, file=sys.stderr, flush=True)
+        append_to_log_file(line)
         write_error_file(message, code)
         sys.exit(code)
 

@@ -20,8 +20,11 @@ def main() -> None:
     require_packages("torch", "vllm")
     from prime_rl.core.logging import set_up_logging
     from prime_rl.inference.server import run
+    from prime_rl.inference.server_heartbeat import server_name
 
-    set_up_logging(config.log.level, config.log.utc)
+    has_directory = config.log.file and "output_dir" in config.model_fields_set
+    log_file = config.run_paths.log(server_name(config)) if has_directory else None
+    set_up_logging(config.log.level, config.log.utc, log_file)
     try:
         run(config)
     finally:

@@ -18,7 +18,7 @@ def main() -> None:
     from prime_rl.monitors.bench_report import report_benchmark
     from prime_rl.orchestrator.orchestrator_setup import orchestrate
 
-    set_up_logging(config.log.level, config.log.utc)
+    set_up_logging(config.log.level, config.log.utc, config.run_paths.log("orchestrator") if config.log.file else None)
     with report_benchmark(config.bench, config.run_paths, "orchestrator"):
         orchestrate(config)
 

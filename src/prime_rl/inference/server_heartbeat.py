@@ -22,14 +22,15 @@ UPDATES = "updates"
 _INTERVAL_S = 1.0
 
 
+def server_name(config: InferenceConfig) -> str:
+    """Return the name of heartbeat and log: `inference` under `rl`; that of a standalone server has node and port."""
+    return ROLE if is_supervised() else f"{ROLE}_{socket.gethostname()}_{config.server.port}"
+
+
 @contextmanager
 def server_heartbeat(config: InferenceConfig) -> Iterator[HeartbeatWriter]:
-    """Write heartbeats while the server starts and runs, if `output_dir` is set.
-
-    Under `rl` there is one server, `inference`; the name of a standalone server includes node and port.
-    """
-    name = ROLE if is_supervised() else f"{ROLE}_{socket.gethostname()}_{config.server.port}"
-    writer = HeartbeatWriter(config.run_paths, name, ROLE)
+    """Write heartbeats while the server starts and runs, if `output_dir` is set."""
+    writer = HeartbeatWriter(config.run_paths, server_name(config), ROLE)
     writer.enter("start engines")
     with writer if "output_dir" in config.model_fields_set else nullcontext():
         yield writer

@@ -265,14 +265,6 @@ def boot_id() -> str:
     return ""
 
 
-def stderr_log() -> str:
-    """Return the file that stderr is written to; "" for a terminal or a pipe."""
-    with suppress(OSError):
-        path = Path("/proc/self/fd/2").readlink()
-        return str(path) if path.is_file() else ""
-    return ""
-
-
 def read_process_stat(pid: int) -> tuple[str, int]:
     """Return the kernel's state letter of a process and its start time in ticks since boot; ("", 0) if it is gone."""
     with suppress(OSError):

@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from prime_rl.core.log_file import log_path
 from prime_rl.core.terminal_escape import replace_surrogates
 from prime_rl.liveness.heartbeat_monitor import (
     ENDED,
@@ -21,7 +22,6 @@ from prime_rl.liveness.heartbeat_monitor import (
     read_heartbeat,
     read_heartbeats,
     read_process_stat,
-    stderr_log,
 )
 from prime_rl.liveness.timeline_writer import TimelineWriter
 from prime_rl.storage.paths import RunPaths
@@ -45,7 +45,7 @@ class HeartbeatWriter:
         self._interval_seconds = interval_seconds
         self._identity = {
             "name": name, "role": role, "pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id(),
-            "started": read_process_stat(os.getpid())[1], "log": stderr_log(),
+            "started": read_process_stat(os.getpid())[1], "log": log_path(),
         }  # fmt: skip
         self.timeline = TimelineWriter(paths, name, interval_seconds)
         self._paths, self._parts = paths, dict[str, TimelineWriter]()

@@ -89,7 +89,8 @@ class RunPaths:
 
     def log_hint(self, role: str) -> str:
         """Return ` (log PATH)` for a message, or "" if there is no such file, as without `rl`."""
-        return f" (log {self.log(role)})" if self.log(role).exists() else ""
+        logs = (self.log(role), self.log(f"{role}_rank_0"))
+        return next((f" (log {log})" for log in logs if log.exists()), "")
 
     def heartbeat(self, name: str) -> Path:
         """Heartbeat of the process `name`, e.g. `trainer_0`, replaced every second."""

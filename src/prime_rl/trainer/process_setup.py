@@ -15,12 +15,13 @@ from prime_rl.liveness.parent_process import LAUNCHER, die_with_parent, is_super
 from prime_rl.storage.paths import RunPaths, steps_in
 
 
-def start_process(log: LogConfig) -> None:
-    """Prepare this process, with or without torchrun."""
+def start_process(log: LogConfig, paths: RunPaths | None = None, role: str = "trainer") -> None:
+    """Prepare this process, with or without torchrun; it logs to the file of `role` in `paths`, if they are given."""
     if is_supervised():
         launcher = os.environ.get(LAUNCHER)
         die_with_parent(int(launcher) if launcher else None)
-    set_up_logging(log.level, log.utc)
+    name = f"{role}_rank_{os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else role
+    set_up_logging(log.level, log.utc, paths.log(name) if paths is not None and log.file else None)
     disable_progress_bar()
     # One thread by default: results are the same on every machine, and the sampler keeps the cores that it shares.
     if "OMP_NUM_THREADS" not in os.environ:

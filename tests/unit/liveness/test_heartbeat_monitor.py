@@ -168,7 +168,7 @@ def test_heartbeat_round_trip_ends_with_ended(tmp_path):
 
 
 def test_heartbeat_of_a_log_whose_name_is_not_utf8_is_readable(tmp_path, monkeypatch):
-    monkeypatch.setattr(heartbeat_writer, "stderr_log", lambda: os.fsdecode(b"/run/\xff.log"))
+    monkeypatch.setattr(heartbeat_writer, "log_path", lambda: os.fsdecode(b"/run/\xff.log"))
     with HeartbeatWriter(paths := RunPaths(tmp_path), "trainer_0", "trainer"):
         assert read_heartbeat(paths.heartbeat("trainer_0")).log == "/run/?.log"
 

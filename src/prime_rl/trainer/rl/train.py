@@ -60,7 +60,7 @@ from prime_rl.trainer.weights.policy_loading import make_policy
 
 def run(config: TrainerConfig) -> None:
     """Prepare this process, train, and report the benchmark with `--bench`. Raises what `train` raises."""
-    start_process(config.log)
+    start_process(config.log, config.run_paths)
     with report_benchmark(config.bench, config.run_paths, "trainer"):
         train(config)
 

@@ -1,0 +1,89 @@
+"""The log file of a process in its run directory, which has what stderr has."""
+
+import logging
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+MAX_BYTES = 64 << 20
+"""Size at which a log file is renamed to `NAME.log.1`, which replaces an older one."""
+
+
+class ProcessLogFile(RotatingFileHandler):
+    """Appends to `path`, and rotates it at `MAX_BYTES`. A full disk ends the file, not the process."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(_LineFormatter())
+        self._has_ended = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, unless the file has ended."""
+        if not self._has_ended:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Report the error on stderr, and end the file."""
+        print(f"warning: {self.baseFilename} ends here: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+        self._has_ended = True
+        if self.stream is not None:
+            with suppress(OSError):
+                self.stream.close()
+        self.stream = None  # otherwise the interpreter flushes it at its end
+
+
+class _LineFormatter(logging.Formatter):
+    """Keeps lines that loguru has formatted; those of other packages, such as vLLM, get time and level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if hasattr(record, "extra"):
+            return record.getMessage().rstrip("\n")
+        when = time.strftime("%H:%M:%S", time.localtime(record.created))
+        return f"{when} {record.levelname: <7} {super().format(record)}"
+
+
+_current: ProcessLogFile | None = None
+
+
+def open_log_file(path: Path) -> ProcessLogFile | None:
+    """Open the log file of this process, once, and write that the process starts.
+
+    Returns None if stderr already goes to a file of the same folder, as under `rl` and with torchrun's log folder, or
+    if the file cannot be opened: the caller reports a directory that it cannot write by itself.
+    """
+    global _current
+    if _current is not None and _current.baseFilename == str(path.absolute()):
+        return _current
+    stderr = stderr_file()
+    if stderr and Path(stderr).is_relative_to(path.parent.resolve()):
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _current = ProcessLogFile(path)
+    except OSError:
+        return None
+    append_to_log_file(f"--- pid {os.getpid()} on {socket.gethostname()} starts, {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    return _current
+
+
+def append_to_log_file(text: str) -> None:
+    """Write `text` to the log file as it is; no effect without one."""
+    if _current is not None:
+        _current.handle(logging.makeLogRecord({"msg": text, "extra": {}, "levelno": logging.INFO}))
+
+
+def log_path() -> str:
+    """Return the file with the log of this process; "" if it only goes to a terminal or a pipe."""
+    return _current.baseFilename if _current is not None else stderr_file()
+
+
+def stderr_file() -> str:
+    """Return the file that stderr is written to; "" for a terminal or a pipe."""
+    with suppress(OSError):
+        path = Path("/proc/self/fd/2").readlink()
+        return str(path) if path.is_file() else ""
+    return ""

@@ -1,0 +1,113 @@
+"""Log files of processes that run without `rl`."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from prime_rl.storage.paths import RunPaths
+
+PROCESS = """
+import logging, sys
+from pathlib import Path
+from loguru import logger
+from prime_rl.core import log_file
+from prime_rl.core.entry_point import run_main
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.logging import set_up_logging
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.storage.paths import RunPaths
+
+paths, what = RunPaths(Path(sys.argv[1])), sys.argv[2]
+def main():
+    set_up_logging("info", True, paths.log("trainer"))
+    set_up_logging("info", True, paths.log("trainer"))  # as a command that calls another one
+    with HeartbeatWriter(paths, "trainer_0", "trainer"):
+        logger.info("100% of {} rollouts", 7)
+        logging.getLogger("vllm").warning("from %s", "vllm")
+        if what == "config":
+            raise ConfigError("bad \\x1b[2J key")
+        if what == "defect":
+            raise KeyError("defect")
+        if what == "many":
+            log_file.MAX_BYTES = log_file._current.maxBytes = 5000
+            for number in range(200):
+                logger.info("line {} {}", number, "x" * 30)
+        if what == "full":
+            log_file._current.stream.close()
+            log_file._current.stream = open("/dev/full", "w")
+            logger.info("lost")
+            logger.info("after")
+run_main(main)
+"""
+
+
+def start(tmp_path, what="", **kwargs):
+    command = [sys.executable, "-c", PROCESS, str(tmp_path), what]
+    return subprocess.run(command, text=True, timeout=60, **({"stderr": subprocess.PIPE} | kwargs))
+
+
+def read(tmp_path):
+    return (tmp_path / "logs" / "trainer.log").read_text()
+
+
+def test_log_file_has_the_lines_of_stderr_once(tmp_path):
+    done = start(tmp_path)
+    first, *lines = read(tmp_path).splitlines()
+    assert re.match(r"--- pid \d+ on \S+ starts, ", first)
+    assert [line.split(maxsplit=1)[1].split() for line in lines] == [
+        ["INFO", "100%", "of", "7", "rollouts"], ["WARNING", "from", "vllm"],
+    ]  # fmt: skip
+    assert "100% of 7 rollouts" in done.stderr
+    heartbeat = json.loads(RunPaths(tmp_path).heartbeat("trainer_0").read_text())
+    assert heartbeat["log"] == str(tmp_path / "logs" / "trainer.log")
+    start(tmp_path)
+    assert read(tmp_path).count("100% of 7 rollouts") == 2, "a restart appends"
+
+
+@pytest.mark.parametrize(("what", "code", "line"), [("config", 2, "error: bad "), ("defect", 1, "KeyError: 'defect'")])
+def test_log_file_has_the_error_that_ends_the_process(tmp_path, what, code, line):
+    done = start(tmp_path, what)
+    assert done.returncode == code and line in done.stderr
+    assert line in read(tmp_path) and "\x1b" not in read(tmp_path)
+
+
+def test_log_is_not_written_twice_if_stderr_goes_to_the_folder(tmp_path):
+    logs = tmp_path / "logs" / "torchrun"
+    logs.mkdir(parents=True)
+    with (logs / "stderr.log").open("w") as file:
+        start(tmp_path, stderr=file)
+    assert not (tmp_path / "logs" / "trainer.log").exists()
+    heartbeat = json.loads(RunPaths(tmp_path).heartbeat("trainer_0").read_text())
+    assert heartbeat["log"] == str(logs / "stderr.log")
+
+
+def test_log_file_is_rotated_by_size(tmp_path):
+    start(tmp_path, "many")
+    old, new = tmp_path / "logs" / "trainer.log.1", tmp_path / "logs" / "trainer.log"
+    assert 2000 < old.stat().st_size <= 5000 and new.stat().st_size <= 5000
+    assert "line 199" in new.read_text()
+
+
+def test_log_file_on_a_full_disk_ends_and_the_process_continues(tmp_path):
+    done = start(tmp_path, "full")
+    assert done.returncode == 0
+    assert done.stderr.count("trainer.log ends here: [Errno 28]") == 1 and "INFO    after" in done.stderr
+
+
+def test_log_file_that_cannot_be_opened_is_left_to_the_checks_of_the_directory(tmp_path):
+    (tmp_path / "logs").write_text("a file")
+    done = start(tmp_path)
+    assert done.returncode == 0 and "100% of 7 rollouts" in done.stderr
+
+
+def test_log_hint_names_an_existing_file_only(tmp_path):
+    paths = RunPaths(tmp_path)
+    assert paths.log_hint("trainer") == ""
+    paths.logs_dir.mkdir()
+    paths.log("trainer_rank_0").touch()
+    assert paths.log_hint("trainer") == f" (log {paths.log('trainer_rank_0')})"
+    paths.log("trainer").touch()
+    assert paths.log_hint("trainer") == f" (log {paths.log('trainer')})"
