@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from .environment_tools.letters import LETTERS, stated_letter
 from .environment_tools.rows import Row, Source, pick
+from .generated import make_rows
 from .rows import example_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def load_environment(
     include_rationale_metadata: bool = True,
     data_dir: str | None = None,
     cache_dir: str | None = None,
+    num_generated: int = 0,
 ) -> "SingleTurnEnv":
     """Make the environment: a question with options A to E; `stated_letter` finds the answer in a reply.
 
@@ -47,6 +49,7 @@ def load_environment(
         include_rationale_metadata: keep the human solution in the column `metadata`.
         data_dir: folder with a file `{split}.jsonl` or `{split}.json` for each split; without it the hub is read.
         cache_dir: where the hub's data set is kept.
+        num_generated: number of questions per split that are generated from `seed`, instead of a data set.
 
     Raises:
         ValueError: a missing or malformed file (the message names file and row), or invalid arguments.
@@ -59,12 +62,17 @@ def load_environment(
     def read(split: str, count: int, shuffle_seed: int | None) -> "Dataset":
         from datasets import Dataset
 
+        if num_generated:
+            rows = make_rows(num_generated, seed, split)
+            return Dataset.from_list(pick(map(example, rows), count, shuffle_seed))
         path = split_file(data_dir, split) if data_dir else None
         source = Source(path, DATASET, "raw", split, cache_dir)
         return Dataset.from_list(pick(source.examples(example), count, shuffle_seed))
 
+    if num_generated and data_dir:
+        raise ValueError("num_generated and data_dir exclude each other: questions are generated or read from files")
     evaluation: Any = None
-    if eval_split and data_dir:
+    if eval_split and (data_dir or num_generated):
         evaluation = read(eval_split, num_eval_examples, None)
     elif eval_split:
 

@@ -41,6 +41,10 @@ class RLConfig(RunConfig):
     model: NameConfig = Field(default_factory=NameConfig)
     """The model of all processes."""
 
+    max_epochs: float | None = Field(None, gt=0, json_schema_extra=common("Run"))
+    """Passes over the training examples of all environments together, of which `rl` computes max_steps; the smaller one
+    counts if both are given. None sets no limit. Groups that are dropped are not repeated."""
+
     async_level: int = Field(2, ge=0, json_schema_extra=common("Algorithm"))
     """Maximum staleness k in steps: tokens of batch n are sampled by version n - k or newer. 0 is on-policy.
     orchestrator.max_off_policy_steps replaces the limit."""

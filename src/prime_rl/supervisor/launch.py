@@ -18,6 +18,7 @@ from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter, record_interrupted_phases
 from prime_rl.monitors.bench_report import print_bench_report
 from prime_rl.rollouts.environment_identity import identify_all
+from prime_rl.rollouts.example_count import count_examples
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.child_processes import BAD_INPUT, describe_exit
 from prime_rl.supervisor.console_progress import ConsoleProgress, DisconnectableOutput
@@ -45,7 +46,7 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
         orchestrator = identify_all(
             config.orchestrator, "orchestrator.", lambda text: console.print(f"warning: {text}", soft_wrap=True)
         )
-        config = config.model_copy(update={"orchestrator": orchestrator})
+        config = limit_to_epochs(config.model_copy(update={"orchestrator": orchestrator}))
         for old in clear_run_directory(config, paths):
             action = "archived" if old == paths.checkpoints_dir else "removed"
             console.print(f"{action} {old} of an earlier run")
@@ -67,6 +68,27 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
     if outcome.culprit is not None:
         raise _explain(outcome, console)
     return 0
+
+
+def limit_to_epochs(config: RLConfig) -> RLConfig:
+    """Return the configuration with `max_steps` of all processes reduced to `max_epochs`.
+
+    Raises:
+        ConfigError: an environment cannot be loaded, or the epochs are less than one step.
+    """
+    if config.max_epochs is None or config.bench:
+        return config
+    examples = count_examples(config.orchestrator.env)
+    per_step = config.orchestrator.batch_size // config.orchestrator.rollouts_per_example
+    steps = int(config.max_epochs * examples / per_step)
+    if not steps:
+        raise ConfigError(
+            f"max_epochs = {config.max_epochs:g} of {examples} examples is less than one step of {per_step}; increase "
+            "it or reduce orchestrator.batch_size"
+        )
+    limit = {"max_steps": steps if config.max_steps is None else min(steps, config.max_steps)}
+    parts = {name: getattr(config, name).model_copy(update=limit) for name in ("trainer", "orchestrator")}
+    return config.model_copy(update={**limit, **parts})
 
 
 async def _run(

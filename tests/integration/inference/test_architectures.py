@@ -28,7 +28,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **SMALL, head_dim=32, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1
     ),
     "gemma2": lambda: transformers.Gemma2Config(
-        **SMALL, head_dim=32, sliding_window=16, final_logit_softcapping=3.0, attn_logit_softcapping=2.0
+        **{**SMALL, "tie_word_embeddings": True},
+        head_dim=32,
+        sliding_window=16,
+        final_logit_softcapping=3.0,
+        attn_logit_softcapping=2.0,
     ),
     "nanochat": lambda: transformers.NanoChatConfig(**SMALL, final_logit_softcapping=3.0),
 }

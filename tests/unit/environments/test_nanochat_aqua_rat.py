@@ -1,6 +1,7 @@
 """AQuA-RAT: which letter a reply states, the shapes of its rows, its arguments, and the reward."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -228,3 +229,21 @@ def test_environment_is_importable_by_its_path(data_dir: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "4"
+
+
+def test_generated_questions_are_solved_by_their_letter() -> None:
+    env = load_environment(num_generated=40, num_eval_examples=10, system_prompt="")
+    assert (len(env.dataset), len(env.get_eval_dataset())) == (40, 10)
+    assert set(env.dataset["answer"]) == set("ABCDE")
+    for row in env.dataset:
+        summand, total = (int(word) for word in re.findall(r"\d+", row["metadata"]["question"]))
+        assert row["metadata"]["options"]["ABCDE".index(row["answer"])] == str(total - summand)
+        assert row["prompt"][-1]["content"].endswith("A) 1\nB) 2\nC) 3\nD) 4\nE) 5")
+    again = load_environment(num_generated=40, system_prompt="")
+    assert again.dataset["prompt"] == env.dataset["prompt"]
+    assert again.dataset["prompt"] != load_environment(num_generated=40, system_prompt="", seed=1).dataset["prompt"]
+
+
+def test_generated_questions_beside_a_folder_are_refused(data_dir: str) -> None:
+    with pytest.raises(ValueError, match="num_generated and data_dir exclude each other"):
+        load_environment(num_generated=4, data_dir=data_dir)

@@ -1,0 +1,125 @@
+"""The commands of nanochatAquaRat's guide, as typed, and what they mean for `rl`."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts.prime_rl_train import leave_torchrun, translate
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+COMMANDS = {
+    "": {"max_steps": 400, "output_dir": "outputs/prime_rl_default", "wandb": None},
+    "-- --run=my_experiment": {"output_dir": "outputs/my_experiment"},
+    "--config configs/prime_rl/small_scale.toml": {"max_steps": 100},
+    "--config configs/prime_rl/full_dataset.toml": {"max_steps": 2000},
+    "-- --config configs/prime_rl/distributed.toml": {"trainer_gpu_ids": [6, 7]},
+    "--run=custom_experiment --num_train_examples=5000 --learning_rate=1e-4 --num_samples=32 --eval_every=50": {
+        "output_dir": "outputs/custom_experiment",
+        "orchestrator.env.0.args": {"num_train_examples": 5000, "num_eval_examples": 254},
+        "orchestrator.rollouts_per_example": 32,
+        "orchestrator.batch_size": 16 * 32,
+        "orchestrator.val.interval": 50,
+        "trainer.optim.type": "adamw",
+        "trainer.optim.lr": 1e-4,
+        "trainer.optim.matrix_lr": None,
+        "trainer.scheduler.factor": 1,
+    },
+    "--device_batch_size=4 --num_samples=8": {
+        "trainer.model.seq_len": 4 * 1024,
+        "orchestrator.rollouts_per_example": 8,
+        "orchestrator.batch_size": 16 * 8,
+    },
+    "--run=debug --num_train_examples=10 --num_samples=2 --eval_every=5 --save_every=5": {
+        "output_dir": "outputs/debug",
+        "orchestrator.batch_size": 32,
+        "ckpt.interval": 5,
+        "orchestrator.val.interval": 5,
+    },
+    "--dtype=float32": {"trainer.model.dtype": "float32"},
+    "--eval_every=200": {"orchestrator.val.interval": 200},
+    "--examples_per_step 4 --num_epochs 2 --num_eval_examples 9 --source=sft": {
+        "orchestrator.batch_size": 4 * 16,
+        "max_epochs": 2,
+        "orchestrator.val.num_examples": 9,
+        "orchestrator.env.0.args": {"num_train_examples": 2000, "num_eval_examples": 9},
+    },
+    "--matrix_lr=0.01 --top_k=20 --model.name Qwen/Qwen3-0.6B": {
+        "trainer.optim.matrix_lr": 0.01,
+        "orchestrator.sampling.top_k": 20,
+        "model.name": "Qwen/Qwen3-0.6B",
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in (name for name in os.environ if name.startswith("WANDB_")):
+        monkeypatch.delenv(name)
+
+
+def look_up(config, key):
+    for part in key.split("."):
+        config = config[int(part)] if part.isdigit() else getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_of_the_guide_means_the_same(line):
+    config = RLConfig.load(translate(shlex.split(line), {}))
+    for key, expected in COMMANDS[line].items():
+        found = look_up(config, key)
+        assert (str(found) if isinstance(found, Path) else found) == expected, key
+
+
+def test_key_of_wandb_switches_it_on_with_the_projects_name(monkeypatch):
+    on = RLConfig.load(translate(["--run=first"], {"WANDB_API_KEY": "k"}))
+    assert (on.wandb.project, on.wandb.name) == ("nanochat-prime-rl", "first")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    assert RLConfig.load(translate([], {"WANDB_API_KEY": "k", "WANDB_PROJECT": "mine"})).wandb.project == "mine"
+    assert RLConfig.load(translate(["--run=dummy"], {"WANDB_API_KEY": "k"})).wandb is None
+
+
+@pytest.mark.parametrize(("gpus", "inference", "trainer"), [(2, [0], [1]), (8, [0, 1, 2, 3, 4, 5], [6, 7])])
+def test_processes_of_torchrun_become_gpus(gpus, inference, trainer):
+    config = RLConfig.load(translate(["--"], {}, gpus))
+    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == (inference, trainer)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--source=base", "--source=base: .* set --model.name DIR"),
+        ("--num_samples", "--num_samples needs a value"),
+        ("--num_samples=many", "whole numbers: .*'many'"),
+        ("--config none.toml --num_samples=2", "--config none.toml cannot be read"),
+        ("--config configs/reverse_text/sft_cpu.toml --num_samples=2", "has no 'orchestrator'"),
+    ],
+)
+def test_bad_flag_is_refused_in_one_line(line, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        translate(shlex.split(line), {})
+    assert "\n" not in str(caught.value)
+
+
+def test_torchrun_is_left_by_all_but_the_first_process():
+    variables = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_PORT": "1", "PATH": "/bin"}
+    first = {**variables, "RANK": "0"}
+    assert leave_torchrun(first) == 4 and first == {"PATH": "/bin"}
+    assert leave_torchrun({**variables, "RANK": "1"}) == 0
+    assert leave_torchrun({"PATH": "/bin"}) == 1
+    with pytest.raises(ConfigError, match="4 processes on several nodes"):
+        leave_torchrun({**variables, "RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+
+
+def test_module_prints_the_command_without_running_it():
+    command = [sys.executable, "-m", "scripts.prime_rl_train", "--print", "--run=first"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "rl @ configs/prime_rl/default.toml --exp_id first\n"
