@@ -38,7 +38,7 @@ class OnlineEvalConfig(_Evaluation):
     """Named benchmarks, in addition to `env`: math500, aime24, aime25, gsm8k, humaneval, humanevalplus, mbpp,
     livecodebench."""
 
-    benchmark_data: Path | None = Field(None, json_schema_extra=common("Evaluation"))
+    benchmark_data: Path | None = Field(None)
     """Directory with local data of the benchmarks, <name>.jsonl (or .json, .parquet); None reads the hub."""
 
     rollouts_per_prompt: IntList = Field([])

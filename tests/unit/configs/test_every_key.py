@@ -42,6 +42,8 @@ BESIDE = {
     r"--ckpt\.keep-interval": "--@ckpt.keep-last 1",
     r"--oversampling": "--@max-off-policy-steps 4",
     r"--bench-steps": "--bench",
+    r"--env\.rewards\.(weight|name|kwargs)": "--@env.rewards.import-path a:b",
+    r"--eval\.env\.rewards\.(weight|name|kwargs)": "--@eval.env.rewards.import-path a:b",
 }
 """Arguments that a key needs to be valid or to have an effect; @ is the prefix of the process under `rl`."""
 TOGETHER = {
@@ -104,7 +106,7 @@ def other_values(leaf: Leaf, value: Any) -> Iterator[str]:
     elif isinstance(value, int | float):
         yield from (str(other) for other in (value + 1, value * 2, value / 2, value - 1, 1e-7) if other != value)
     else:
-        yield from ("2", "1", "0.5", "package.module:name", "x")
+        yield from ("2", "1", "0.5", "package.module:name", "x", "['x']", str(2**30))
 
 
 def _options(annotation: Any) -> Iterator[tuple[Any, ...]]:
