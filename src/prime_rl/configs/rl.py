@@ -92,7 +92,7 @@ class RLConfig(RunConfig):
     page: PageConfig | None = Field(None, json_schema_extra=common("Run"))
     """Serves the page while the run lasts. `uv run page OUTPUT_DIR` also shows finished runs."""
 
-    slurm: SlurmConfig | None = Field(None, json_schema_extra=common("Run"))
+    slurm: SlurmConfig | None = None
     """Submits the run to Slurm instead of starting it here."""
 
     clean: bool = True

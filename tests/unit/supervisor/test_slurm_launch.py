@@ -1,4 +1,4 @@
-"""`rl --slurm` and the templates of deploy/slurm, with scripts in place of Slurm's commands and uv."""
+"""`rl --slurm` and the files of deploy/slurm and deploy/skypilot, with scripts in place of the commands they call."""
 
 import os
 import shlex
@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
@@ -15,7 +16,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.supervisor.slurm_launch import TEMPLATES, submit_to_slurm
 
-RECORD = '#!/usr/bin/env bash\nprintf "%s\\n" "$(printf "%q " "$@")" >> "$CALLS"\n'
+RECORD = '#!/bin/bash\nprintf "%s\\n" "$(printf "%q " "$@")" >> "$CALLS"\n'
 # Runs the command once for each node.
 SRUN = RECORD + 'for node in 0 1 2; do SLURM_NODEID=$node "${@:8}" || exit; done\n'
 
@@ -140,3 +141,18 @@ def test_inference_script_divides_the_copies_among_the_nodes(tmp_path, programs)
         (False, None, 2), (True, 2, 2), (True, 4, 2),
     ]  # fmt: skip
     assert {(one.parallel.dp, one.parallel.tp, one.server.host) for one in nodes} == {(6, 4, "0.0.0.0")}
+
+
+def test_skypilot_task_starts_a_valid_command(tmp_path, programs):
+    """Runs both of its scripts; what they call records its arguments."""
+    task = yaml.safe_load((TEMPLATES.parent / "skypilot" / "rl.yaml").read_text())
+    programs(uv=RECORD, sudo=RECORD, bash=RECORD)
+    variables = task["envs"] | task["secrets"] | {"RECIPE": str(Path(task["envs"]["RECIPE"]).absolute())}
+    for part in ("setup", "run"):
+        done = subprocess.run(["/bin/bash", "-eu", "-c", task[part]], env=os.environ | variables, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    words = programs.calls()
+    assert ["scripts/install.sh", "--gpu"] in words
+    assert words[-1][:4] == ["run", "--extra", "gpu", "rl"]
+    config = RLConfig.load(words[-1][4:])
+    assert (len(config.inference_gpu_ids), config.ranks, config.ckpt.resume_step) == (6, 2, -1)
