@@ -301,6 +301,8 @@ DOCUMENTED_PATHS = [
     "configs/debug/synthesize.toml",
     *(f"configs/{folder}/{name}.toml" for folder in ("aqua_rat", "prime_rl")
       for name in ("default", "small_scale", "distributed", "full_dataset")),
+    "configs/aqua_rat/cpu.toml",
+    "configs/aqua_rat/sft_cpu.toml",
 ]  # fmt: skip
 
 
@@ -309,7 +311,8 @@ def test_documented_config_passes_dry_run_without_a_warning(workdir, path, capsy
     kind = path.split("/")[1]
     debug = "synthesize" if "synthesize" in path else "eval"
     command = {"debug": debug, "reverse_text": "sft" if "sft" in path else "rl"}.get(kind, kind)
-    command = "rl" if kind in ("aqua_rat", "prime_rl") else command
+    if kind in ("aqua_rat", "prime_rl"):
+        command = "sft" if "sft" in path else "rl"
     with pytest.raises(SystemExit) as exit_info:
         COMMANDS[command].load(["@", path, "--dry-run", "--output-dir", str(workdir / "out")])
     assert exit_info.value.code == 0
