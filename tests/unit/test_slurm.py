@@ -81,7 +81,7 @@ def job(cluster, tmp_path):
     return submit
 
 
-def wait_until(holds, log, within=90):
+def wait_until(holds, log, within=240):
     deadline = time.monotonic() + within
     while not holds():
         assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
@@ -145,6 +145,40 @@ def test_slurm_job_sigterm_of_the_batch_script_stops_all(job):
     assert (output / "saved").read_text() == "saved\n" * 3, log
 
 
+def test_one_node_job_resumes_when_it_is_requeued_and_passes_sigterm_on(cluster, tmp_path):
+    tmp_path.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "uv").write_text(UV)
+    (tmp_path / "bin" / "uv").chmod(0o755)
+    log, calls = tmp_path / "log", tmp_path / "calls"
+    given = {
+        "PATH": f"{tmp_path}/bin:{cluster.environment['PATH']}", "OUTPUT_DIR": str(tmp_path), "STARTED": "1",
+        "INFERENCE_SERVER_API_KEY": "key", "DO_rl": SAVE,
+    }  # fmt: skip
+    script = SCRIPT.with_name("one_node.sbatch")
+    submitted = cluster.run("sbatch", "--parsable", f"--output={log}", str(script), "rl.toml", "--ckpt", **given)
+    assert submitted.returncode == 0, submitted.stderr
+    number = submitted.stdout.strip()
+    requeue(cluster, number, lambda: calls.exists() and "gpus" in {file.name for file in tmp_path.iterdir()}, log)
+    wait_until(lambda: len(calls.read_text().splitlines()) == 2, log, within=120)
+    first, second = (line.split(" ", 2)[2] for line in calls.read_text().splitlines())
+    assert (first, second) == ("rl @ rl.toml --ckpt", "rl @ rl.toml --ckpt --ckpt.resume-step -1")
+    wait_until(lambda: len((tmp_path / "gpus").read_text().splitlines()) == 2, log)
+    before = (tmp_path / "saved").read_text() if (tmp_path / "saved").exists() else ""
+    cluster.run("scancel", "--batch", "--signal", "TERM", number)
+    wait_until(lambda: not cluster.run("squeue", "-h", "-j", number).stdout.strip(), log)
+    assert (tmp_path / "saved").read_text() == before + "saved\n"
+
+
+def requeue(cluster, number, holds, log):
+    """Requeue a job as soon as `holds`, and let it start at once instead of after two minutes."""
+    wait_until(holds, log)
+    requeued = cluster.run("scontrol", "requeue", number)
+    assert requeued.returncode == 0, requeued.stderr
+    wait_until(lambda: "PENDING" in cluster.run("squeue", "-h", "-j", number, "-o", "%T").stdout, log)
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
 def test_rl_slurm_requeued_run_resumes_and_finishes(cluster, tmp_path):
@@ -163,12 +197,7 @@ def test_rl_slurm_requeued_run_resumes_and_finishes(cluster, tmp_path):
     assert done.stdout.startswith("Submitted batch job ")
     number = done.stdout.split()[3].rstrip(";")
     log = output / "logs" / f"slurm-{number}.log"
-    wait_until((output / "checkpoints" / "step_2" / "COMMITTED").exists, log, within=240)
-    requeued = cluster.run("scontrol", "requeue", number)
-    assert requeued.returncode == 0, requeued.stderr
-    # Slurm starts a requeued job again after its begin time, two minutes later.
-    wait_until(lambda: "PENDING" in cluster.run("squeue", "-h", "-j", number, "-o", "%T").stdout, log)
-    assert cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now").returncode == 0
+    requeue(cluster, number, (output / "checkpoints" / "step_2" / "COMMITTED").exists, log)
     wait_until((output / "weights" / "step_6").exists, log, within=300)
     wait_until(lambda: not cluster.run("squeue", "-h", "-j", number).stdout.strip(), log)
     assert "JobState=COMPLETED" in cluster.run("scontrol", "show", "job", number).stdout, log.read_text()
