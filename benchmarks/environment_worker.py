@@ -41,7 +41,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 async def run_groups(url: str, groups: int) -> float:
     """Return the CPU milliseconds per rollout of the worker."""
-    from prime_rl.configs.shared import EnvConfig
+    from prime_rl.configs.shared.blocks import EnvConfig
     from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
     from prime_rl.rollouts.workers.protocol import ModelAccess
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher

@@ -88,7 +88,7 @@ def run_rank(way: str, directory: str, rank: int, ranks: int, port: int, results
     import torch
     import transformers
 
-    from prime_rl.configs.trainer_model import TrainerModelConfig
+    from prime_rl.configs.training.model import TrainerModelConfig
     from prime_rl.trainer.parallel.process_group import join_world
     from prime_rl.trainer.weights.policy_loading import make_policy
 

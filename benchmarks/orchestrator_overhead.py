@@ -99,7 +99,7 @@ class Meter:
 async def run_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]:
     """Run the orchestrator against the engine at `url`."""
     from prime_rl.configs.orchestrator import OrchestratorConfig
-    from prime_rl.configs.shared import ClientConfig, EnvConfig, NameConfig, SamplingConfig
+    from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, NameConfig, SamplingConfig
     from prime_rl.orchestrator.orchestrator import Orchestrator
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher

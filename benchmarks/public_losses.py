@@ -26,7 +26,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from prime_rl.configs.loss import LossConfig
+from prime_rl.configs.training.loss import LossConfig
 from prime_rl.trainer.micro_batch import make_micro_batch
 from prime_rl.trainer.rl.rl_objective import build_objective
 from prime_rl.trainer.train_step import Counts, ScoredRow

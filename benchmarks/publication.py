@@ -39,7 +39,7 @@ import transformers
 from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.parallel.process_group import World, join_world

@@ -105,7 +105,7 @@ def cpu_s(process: psutil.Process) -> float:
 async def run_orchestrator(directory: Path, url: str, server: int, steps: int) -> dict[str, Any]:
     """Run the orchestrator against the server at `url`, with the process id `server`."""
     from prime_rl.configs.orchestrator import OrchestratorConfig
-    from prime_rl.configs.shared import ClientConfig, EnvConfig, NameConfig, SamplingConfig
+    from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, NameConfig, SamplingConfig
     from prime_rl.orchestrator.orchestrator import Orchestrator
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher

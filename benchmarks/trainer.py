@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from prime_rl.configs.loss import AIPOLossConfig
-from prime_rl.configs.optim import AdamWConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.loss import AIPOLossConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.orchestrator.batching.packing import best_fit_decreasing
 from prime_rl.trainer.micro_batch import make_micro_batch
 from prime_rl.trainer.model_flops import ModelFlops

@@ -24,9 +24,9 @@ from reverse_text.words import make_words
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from prime_rl.configs.loss import AIPOLossConfig
-from prime_rl.configs.optim import AdamWConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.loss import AIPOLossConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.core.types import Group, Rollout, Sample
 from prime_rl.orchestrator.algorithms.advantages import Scores, grpo
 from prime_rl.orchestrator.batching.packing import pack

@@ -36,10 +36,10 @@ import torch
 import transformers
 from scenarios import SCENARIOS, SMALL, TINY, Scenario, Shape, tiny
 
-from prime_rl.configs.loss import AIPOLossConfig
-from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.trainer import FakeDataConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.loss import AIPOLossConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.batch import Batch
 from prime_rl.trainer.fsdp import compute_dtype

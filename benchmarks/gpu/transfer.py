@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import make_tiny_model, make_tokenizer
 
-from prime_rl.configs.broadcast import FileBroadcastConfig, IPCBroadcastConfig, NCCLBroadcastConfig
-from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.training.broadcast import FileBroadcastConfig, IPCBroadcastConfig, NCCLBroadcastConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.trainer.fsdp import compute_dtype, shard_policy
 from prime_rl.trainer.model.policy_model import load_tokenizer

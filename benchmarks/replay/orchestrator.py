@@ -19,8 +19,8 @@ from policies import Baseline
 from simulation import BASELINES
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rollout_options import ConcurrencyConfig
-from prime_rl.configs.shared import ClientConfig, EnvConfig, NameConfig, SamplingConfig
+from prime_rl.configs.rollouts.options import ConcurrencyConfig
+from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, NameConfig, SamplingConfig
 from prime_rl.liveness.parent_process import die_with_parent
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator import orchestrator

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.environment_id import find_environment
 

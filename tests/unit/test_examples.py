@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.configs.advantage import CustomAdvantageConfig
-from prime_rl.configs.loss import CustomLossConfig
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.rollouts.advantage import CustomAdvantageConfig
+from prime_rl.configs.training.loss import CustomLossConfig
 from prime_rl.orchestrator.algorithms.advantages import Scores, advantage_function
 from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient

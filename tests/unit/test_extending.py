@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from pydantic import Field, TypeAdapter
 
-from prime_rl.configs.optim import OptimConfig
-from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import OptimConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.weight_checks import read_published
 from prime_rl.inference.routes import _add, make_router

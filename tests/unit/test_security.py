@@ -18,7 +18,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.configs.synthesize import SynthesizeConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core import entry_point, logging
@@ -155,8 +155,8 @@ def test_remote_code_is_off_by_default():
 
 def test_model_with_code_does_not_execute_it(tmp_path):
     pytest.importorskip("torch")
-    from prime_rl.configs.shared import TokenizerConfig
-    from prime_rl.configs.trainer_model import TrainerModelConfig
+    from prime_rl.configs.shared.blocks import TokenizerConfig
+    from prime_rl.configs.training.model import TrainerModelConfig
     from prime_rl.trainer.model import policy_model as trainer_model
 
     path = make_tiny_model(tmp_path / "model")

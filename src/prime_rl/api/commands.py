@@ -16,8 +16,8 @@ from prime_rl.api.run_settings import (
     plain_values,
 )
 from prime_rl.configs.eval import EvalConfig
-from prime_rl.configs.eval_common import EvalEnvConfig
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.evaluation.eval_results import SUMMARY

@@ -6,7 +6,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prime_rl.configs.shared import server_root
+from prime_rl.configs.shared.blocks import server_root
 from prime_rl.core.api_key import API_KEY_VAR, read_api_key
 from prime_rl.core.errors import RunError
 

@@ -7,9 +7,9 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.eval_common import EvaluationConfig
-from prime_rl.configs.monitoring import MetricLoggerConfig, TensorBoardConfig, TrackioConfig
-from prime_rl.configs.shared import WANDB_ALIASES, IntList, StrList, WandbConfig
+from prime_rl.configs.rollouts.eval_common import EvaluationConfig
+from prime_rl.configs.shared.blocks import WANDB_ALIASES, IntList, StrList, WandbConfig
+from prime_rl.configs.shared.monitoring import MetricLoggerConfig, TensorBoardConfig, TrackioConfig
 from prime_rl.loading.base_config import common
 
 

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_rl.configs.broadcast import Precision
-from prime_rl.configs.heartbeat import HeartbeatConfig
-from prime_rl.configs.shared import DEFAULT_PORT, SERVER_ADDRESS_VAR, LogConfig, NameConfig
+from prime_rl.configs.shared.blocks import DEFAULT_PORT, SERVER_ADDRESS_VAR, LogConfig, NameConfig
+from prime_rl.configs.shared.heartbeat import HeartbeatConfig
+from prime_rl.configs.training.broadcast import Precision
 from prime_rl.core.api_key import API_KEY_VAR
 from prime_rl.loading.base_config import BaseConfig, common
 from prime_rl.loading.root_config import RootConfig

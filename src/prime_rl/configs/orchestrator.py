@@ -5,13 +5,18 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.advantage import GROUP_BASELINES, AdvantageConfig, GRPOAdvantageConfig, RewardShapingConfig
-from prime_rl.configs.bench import sample_without_trainer
-from prime_rl.configs.buffer import BufferConfig, SimpleBufferConfig
-from prime_rl.configs.heartbeat import HeartbeatConfig
-from prime_rl.configs.online_eval import OnlineEvalConfig, ValConfig
-from prime_rl.configs.rollout_options import ConcurrencyConfig, RolloutsConfig
-from prime_rl.configs.shared import ClientConfig, EnvConfig, RunConfig, SamplingConfig
+from prime_rl.configs.rollouts.advantage import (
+    GROUP_BASELINES,
+    AdvantageConfig,
+    GRPOAdvantageConfig,
+    RewardShapingConfig,
+)
+from prime_rl.configs.rollouts.buffer import BufferConfig, SimpleBufferConfig
+from prime_rl.configs.rollouts.online_eval import OnlineEvalConfig, ValConfig
+from prime_rl.configs.rollouts.options import ConcurrencyConfig, RolloutsConfig
+from prime_rl.configs.shared.bench import sample_without_trainer
+from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, RunConfig, SamplingConfig
+from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.loading.base_config import common
 from prime_rl.loading.provenance import ConfigState
 

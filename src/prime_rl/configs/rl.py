@@ -6,20 +6,20 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from prime_rl.configs.algorithm import Algorithm, apply_algorithm, set_fixed_length
-from prime_rl.configs.bench import limit_to_bench_steps, use_fake_data
-from prime_rl.configs.broadcast import check_placement
-from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import (
+from prime_rl.configs.shared.bench import limit_to_bench_steps, use_fake_data
+from prime_rl.configs.shared.blocks import (
     SERVER_ADDRESS_VAR,
     IntList,
     NameConfig,
     RunConfig,
 )
+from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.configs.shared_values import share_all
 from prime_rl.configs.slurm import SlurmConfig
 from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.training.broadcast import check_placement
 from prime_rl.loading.base_config import BaseConfig, common
 from prime_rl.loading.provenance import ConfigState
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prime_rl.configs.gpu_assignment import assign_gpus, ids_of, number
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import DEFAULT_MODEL, SERVER_ADDRESS_VAR
+from prime_rl.configs.shared.blocks import DEFAULT_MODEL, SERVER_ADDRESS_VAR
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.provenance import MISSING, ConfigState, Rank
 from prime_rl.loading.root_config import RootConfig

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.shared import StrList
+from prime_rl.configs.shared.blocks import StrList
 from prime_rl.loading.base_config import BaseConfig
 
 

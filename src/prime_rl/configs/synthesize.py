@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.configs.eval_common import EvalEnvConfig, EvaluationConfig
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig, EvaluationConfig
 from prime_rl.loading.base_config import common
 
 

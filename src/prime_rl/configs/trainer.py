@@ -4,12 +4,12 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.bench import use_fake_data
-from prime_rl.configs.broadcast import BroadcastConfig, FileBroadcastConfig, check_transfer
-from prime_rl.configs.heartbeat import HeartbeatConfig
-from prime_rl.configs.loss import AIPOLossConfig, LossConfig, ReferenceConfig
-from prime_rl.configs.shared import WANDB_ALIASES
-from prime_rl.configs.training import TrainingConfig
+from prime_rl.configs.shared.bench import use_fake_data
+from prime_rl.configs.shared.blocks import WANDB_ALIASES
+from prime_rl.configs.shared.heartbeat import HeartbeatConfig
+from prime_rl.configs.training.broadcast import BroadcastConfig, FileBroadcastConfig, check_transfer
+from prime_rl.configs.training.common import TrainingConfig
+from prime_rl.configs.training.loss import AIPOLossConfig, LossConfig, ReferenceConfig
 from prime_rl.loading.base_config import BaseConfig, common, unused
 from prime_rl.loading.provenance import ConfigState
 

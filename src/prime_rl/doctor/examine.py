@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from pydantic import ValidationError
 
-from prime_rl.configs.heartbeat import HeartbeatConfig
+from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.doctor.collect import read_facts, read_toml
 from prime_rl.doctor.diagnosis import Diagnosis, diagnose, is_settled
 from prime_rl.liveness.heartbeat_monitor import HeartbeatMonitor, ProcessState, read_heartbeats

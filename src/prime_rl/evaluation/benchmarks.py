@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configs.eval_common import EvalEnvConfig
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.environment_id import find_environment
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from prime_rl.configs.eval_common import EvalEnvConfig
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
+from prime_rl.configs.shared.blocks import SamplingConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.evaluation.benchmarks import benchmark_environment
 

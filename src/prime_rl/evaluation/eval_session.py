@@ -13,7 +13,7 @@ import msgspec
 from loguru import logger
 
 from prime_rl.configs.eval import EvalConfig
-from prime_rl.configs.eval_common import Api
+from prime_rl.configs.rollouts.eval_common import Api
 from prime_rl.configs.synthesize import SynthesizeConfig
 from prime_rl.core.api_key import read_api_key, withheld_from_environments
 from prime_rl.core.errors import RunError

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from prime_rl.configs.bench import WARMUP_STEPS
+from prime_rl.configs.shared.bench import WARMUP_STEPS
 from prime_rl.storage.paths import RunPaths
 
 _METRICS = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from prime_rl.configs.monitoring import MetricLoggerConfig
+from prime_rl.configs.shared.monitoring import MetricLoggerConfig
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.os_errors import wrap_os_errors
 from prime_rl.loading.root_config import RootConfig

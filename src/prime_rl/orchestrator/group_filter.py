@@ -10,8 +10,8 @@ import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
-from prime_rl.configs.buffer import BufferConfig, OnlineDifficultyBufferConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rollouts.buffer import BufferConfig, OnlineDifficultyBufferConfig
 from prime_rl.core.types import Group, Rollout
 from prime_rl.orchestrator.algorithms.advantages import has_zero_advantages
 from prime_rl.orchestrator.algorithms.reward_shaping import shaped_scores

@@ -15,7 +15,7 @@ from pathlib import Path
 from loguru import logger
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import CkptConfig
+from prime_rl.configs.shared.blocks import CkptConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.orchestrator.orchestrator_checkpoint import OrchestratorState, read_checkpoint_part

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import EvalSplit, Rollout, Split
 from prime_rl.rollouts.clients.inference_client import InferenceClient

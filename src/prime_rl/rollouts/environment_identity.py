@@ -18,7 +18,7 @@ from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.environment_id import FoundEnvironment, distribution_of, find_environment
 

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Callable
 from importlib.metadata import version
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.types import Split
 from prime_rl.rollouts.environment_backend import LAST_CLASSIC, EnvironmentBackend

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
 from prime_rl.rollouts.group_failures import (

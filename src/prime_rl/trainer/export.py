@@ -15,8 +15,8 @@ import torch
 from loguru import logger
 from pydantic import ValidationError
 
-from prime_rl.configs.shared import LogConfig, TokenizerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.shared.blocks import LogConfig, TokenizerConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.entry_point import run_main
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.types import PolicyVersion

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.parallel.context_parallel import ContextParallel, check_context_parallel
 from prime_rl.trainer.parallel.device_mesh import Layout, Mesh

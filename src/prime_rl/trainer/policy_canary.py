@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.storage.weights.canary import canary_tokens, parse_canary
 from prime_rl.trainer.fsdp import reshard_policy

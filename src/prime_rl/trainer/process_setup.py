@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from prime_rl.configs.shared import LogConfig
+from prime_rl.configs.shared.blocks import LogConfig
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.logging import set_up_logging
 from prime_rl.liveness.heartbeat_monitor import remove_heartbeats

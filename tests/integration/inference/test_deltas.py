@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prime_rl.configs.broadcast import DeltaConfig, FileBroadcastConfig
+from prime_rl.configs.training.broadcast import DeltaConfig, FileBroadcastConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.delta_cache import cache_root
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
@@ -40,8 +40,8 @@ class Trainer:
     """Publishes versions of a tiny policy as deltas; each step changes a twentieth of the weights."""
 
     def __init__(self, model: Path, weights: Path) -> None:
-        from prime_rl.configs.shared import TokenizerConfig
-        from prime_rl.configs.trainer_model import TrainerModelConfig
+        from prime_rl.configs.shared.blocks import TokenizerConfig
+        from prime_rl.configs.training.model import TrainerModelConfig
         from prime_rl.trainer.fsdp import shard_policy
         from prime_rl.trainer.model.policy_model import load_tokenizer
         from prime_rl.trainer.parallel.process_group import World

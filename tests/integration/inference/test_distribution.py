@@ -14,7 +14,7 @@ import httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from prime_rl.configs.rollout_options import ConcurrencyConfig
+from prime_rl.configs.rollouts.options import ConcurrencyConfig
 from prime_rl.orchestrator.inference.concurrency_control import ConcurrencyController
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
 from prime_rl.orchestrator.inference.inference_server import InferenceServer as Steered

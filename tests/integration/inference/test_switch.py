@@ -60,7 +60,7 @@ def test_trainer_and_sampler_truncate_the_distribution_equally(server: Server, m
     import numpy as np
     import torch
 
-    from prime_rl.configs.trainer_model import TrainerModelConfig
+    from prime_rl.configs.training.model import TrainerModelConfig
     from prime_rl.trainer.micro_batch import make_micro_batch
     from prime_rl.trainer.weights.policy_loading import load_policy
 

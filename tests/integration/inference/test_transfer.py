@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prime_rl.configs.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig, TransferConfig
-from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.training.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig, TransferConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.trainer.fsdp import shard_policy

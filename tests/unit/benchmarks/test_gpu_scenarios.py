@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.optim import AdamWConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
-from prime_rl.configs.training import check_memory
+from prime_rl.configs.training.common import check_memory
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
 

@@ -3,10 +3,10 @@
 import pytest
 
 from prime_rl.configs.eval import EvalConfig
-from prime_rl.configs.eval_common import EvalEnvConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.synthesize import SynthesizeConfig
 from prime_rl.configs.trainer import TrainerConfig

@@ -6,8 +6,8 @@ import inspect
 import pytest
 
 from prime_rl.configs.eval import EvalConfig
-from prime_rl.configs.eval_common import AnyServerConfig, EvalEnvConfig
-from prime_rl.configs.shared import EnvConfig, SamplingConfig
+from prime_rl.configs.rollouts.eval_common import AnyServerConfig, EvalEnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig, SamplingConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.evaluation.benchmarks import BENCHMARKS, benchmark_environment
 from prime_rl.evaluation.eval_plan import choose_examples, plan_tasks

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from prime_rl.configs.eval_common import EvalEnvConfig
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
+from prime_rl.configs.shared.blocks import SamplingConfig
 from prime_rl.core.errors import RunError
 from prime_rl.evaluation.eval_plan import EvalTask
 from prime_rl.evaluation.eval_session import FixedServers

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from prime_rl.configs.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig
+from prime_rl.configs.training.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.inference.worker.weight_receiver import WeightReceiver
 from prime_rl.storage.artifact import ArtifactError

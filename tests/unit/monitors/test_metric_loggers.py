@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from prime_rl.configs.eval import EvalConfig
-from prime_rl.configs.monitoring import LogExtrasConfig, MetricLoggerConfig, TensorBoardConfig, TrackioConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.shared import WandbConfig, WandbExtrasConfig
+from prime_rl.configs.shared.blocks import WandbConfig, WandbExtrasConfig
+from prime_rl.configs.shared.monitoring import LogExtrasConfig, MetricLoggerConfig, TensorBoardConfig, TrackioConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.monitors import Monitor
@@ -107,7 +107,7 @@ def test_trackio_database_contains_scalars_and_tables(tmp_path):
     pytest.importorskip("trackio")
     code = f"""
 from pathlib import Path
-from prime_rl.configs.monitoring import LogExtrasConfig, TrackioConfig
+from prime_rl.configs.shared.monitoring import LogExtrasConfig, TrackioConfig
 from prime_rl.monitors import Monitor
 from prime_rl.storage.paths import RunPaths
 from tests.unit.monitors.test_metric_loggers import log_two_steps

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.shared import WandbConfig, WandbExtrasConfig
+from prime_rl.configs.shared.blocks import WandbConfig, WandbExtrasConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.monitors import Monitor

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prime_rl.configs.buffer import DifficultyPoolBufferConfig
+from prime_rl.configs.rollouts.buffer import DifficultyPoolBufferConfig
 from prime_rl.core.types import Group, Rollout, Sample
 from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
 from prime_rl.orchestrator.ledger.ledger import Ledger, read_ledger

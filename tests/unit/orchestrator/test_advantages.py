@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.configs.advantage import (
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rollouts.advantage import (
     AdvantageConfig,
     CustomAdvantageConfig,
     DrGRPOAdvantageConfig,
@@ -21,7 +22,6 @@ from prime_rl.configs.advantage import (
     ReinforcePPBaselineAdvantageConfig,
     RLOOAdvantageConfig,
 )
-from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Group, Rollout, Sample
 from prime_rl.orchestrator.algorithms.advantages import Scores, advantage_function, has_zero_advantages

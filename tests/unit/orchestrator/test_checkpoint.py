@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from prime_rl.configs.shared import CkptConfig
+from prime_rl.configs.shared.blocks import CkptConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
 from prime_rl.orchestrator.ledger.ledger import read_ledger, replay

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prime_rl.configs.rollout_options import ConcurrencyConfig
+from prime_rl.configs.rollouts.options import ConcurrencyConfig
 from prime_rl.orchestrator.inference.concurrency_control import (
     ConcurrencyController,
     ServerLoad,

@@ -4,9 +4,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from prime_rl.configs.eval_common import EvalEnvConfig
-from prime_rl.configs.online_eval import OnlineEvalConfig, ValConfig
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
+from prime_rl.configs.rollouts.online_eval import OnlineEvalConfig, ValConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.orchestrator.online_eval.eval_setup import start_schedules
 from prime_rl.orchestrator.orchestrator_setup import model_access

@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.buffer import DifficultyPoolBufferConfig
+from prime_rl.configs.rollouts.buffer import DifficultyPoolBufferConfig
 from prime_rl.orchestrator.data.example_order import (
     EASY,
     HARD,

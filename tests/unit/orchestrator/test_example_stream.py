@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.configs.buffer import DifficultyPoolBufferConfig, SimpleBufferConfig
+from prime_rl.configs.rollouts.buffer import DifficultyPoolBufferConfig, SimpleBufferConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.orchestrator.data.example_stream import Ended, ExampleStream, StreamEnvironment
 

@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.buffer import DifficultyPoolBufferConfig, OnlineDifficultyBufferConfig, SimpleBufferConfig
+from prime_rl.configs.rollouts.buffer import (
+    DifficultyPoolBufferConfig,
+    OnlineDifficultyBufferConfig,
+    SimpleBufferConfig,
+)
 from prime_rl.core.types import Group, Rollout, Sample
 from prime_rl.orchestrator.group_filter import DropAction, DropPolicy, GroupFilter, is_off_difficulty, is_overlong
 from tests.unit.evaluation.fakes import make_rollout

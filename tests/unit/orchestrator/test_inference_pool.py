@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from prime_rl.configs.rollout_options import ConcurrencyConfig
+from prime_rl.configs.rollouts.options import ConcurrencyConfig
 from prime_rl.core.errors import RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.orchestrator.inference.concurrency_control import ConcurrencyController

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from prime_rl.configs.eval_common import EvalEnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import CkptConfig, ClientConfig, EnvConfig, SamplingConfig
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
+from prime_rl.configs.shared.blocks import CkptConfig, ClientConfig, EnvConfig, SamplingConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.evaluation.eval_plan import EvalTask
 from prime_rl.monitors import Monitor

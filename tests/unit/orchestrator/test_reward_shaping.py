@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.configs.advantage import LengthBonusConfig, LengthPenaltyConfig, RewardShapingConfig
+from prime_rl.configs.rollouts.advantage import LengthBonusConfig, LengthPenaltyConfig, RewardShapingConfig
 from prime_rl.orchestrator.algorithms.advantages import Scores
 from prime_rl.orchestrator.algorithms.reward_shaping import shape_rewards
 

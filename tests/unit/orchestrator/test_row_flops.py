@@ -96,7 +96,7 @@ def test_vocabulary_size_missing_is_none(tmp_path, text):
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_tied", "llama", "qwen3_moe", "mistral_window", "gemma3_window"])
 def test_row_cost_equals_the_trainers_count(name, tmp_path):
     pytest.importorskip("torch")
-    from prime_rl.configs.trainer_model import TrainerModelConfig
+    from prime_rl.configs.training.model import TrainerModelConfig
     from prime_rl.trainer.model_flops import ModelFlops
     from prime_rl.trainer.weights.policy_loading import load_policy
     from tests.unit.trainer.test_policy_model import ARCHITECTURES, save

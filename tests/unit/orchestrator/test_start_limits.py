@@ -1,7 +1,7 @@
 """Limits of an environment on its own rollouts."""
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.orchestrator.health.start_limits import StartLimits
 
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from prime_rl.configs.shared import CkptConfig, ClientConfig
+from prime_rl.configs.shared.blocks import CkptConfig, ClientConfig
 from prime_rl.core.errors import RunError
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator import resume

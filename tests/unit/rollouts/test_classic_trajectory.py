@@ -14,7 +14,7 @@ import verifiers as vf
 from datasets import Dataset
 from verifiers.types import TrajectoryStep
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong, UnsupportedEnvironment

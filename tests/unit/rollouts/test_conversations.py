@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.rollout_options import RenderingConfig
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.rollouts.options import RenderingConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.recorder import Recorder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.environment_id import find_environment
 from prime_rl.rollouts.environment_identity import identify, identify_all, identify_environments

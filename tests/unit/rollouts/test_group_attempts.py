@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 import verifiers as vf
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.rollouts import group_attempts
 from prime_rl.rollouts.clients.inference_client import InferenceServerLost
 from prime_rl.rollouts.group_attempts import GroupAttempts, RolloutClock

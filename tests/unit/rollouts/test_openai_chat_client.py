@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.types import Conversation
 from prime_rl.evaluation.eval_results import RolloutRow
 from prime_rl.rollouts import environment_loader

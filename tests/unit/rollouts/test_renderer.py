@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.configs.rollout_options import RenderingConfig
+from prime_rl.configs.rollouts.options import RenderingConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.rendering.messages import normalise, readable
 from prime_rl.rollouts.rendering.renderer import Exchange, Renderer

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.sandbox import SandboxConfig
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.rollouts.sandbox import SandboxConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.orchestrator.orchestrator_setup import model_access
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool

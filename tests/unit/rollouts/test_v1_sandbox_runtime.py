@@ -11,7 +11,7 @@ import pytest_asyncio
 from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient

@@ -8,7 +8,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceServerLost

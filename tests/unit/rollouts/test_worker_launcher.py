@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.api_key import withheld_from_environments
 from prime_rl.core.errors import RunError
 from prime_rl.rollouts.token_accounting import DiscardedWork, RolloutSeconds
@@ -33,7 +33,7 @@ def test_workers_inherit_no_withheld_variable_and_exit_when_main_is_killed(packa
     """The variable is neither in the environment nor in the kernel's copy of the first environment."""
     script = f"""
     import asyncio
-    from prime_rl.configs.shared import EnvConfig
+    from prime_rl.configs.shared.blocks import EnvConfig
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
     from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
     from prime_rl.rollouts.workers.protocol import ModelAccess

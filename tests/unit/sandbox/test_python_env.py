@@ -6,7 +6,7 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.group_failures import is_infrastructure

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import pytest
 
-from prime_rl.configs.sandbox import SandboxConfig
+from prime_rl.configs.rollouts.sandbox import SandboxConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.sandbox import escape_test
 from prime_rl.sandbox.execution import ExecutionResult, Verdict

@@ -11,11 +11,11 @@ import torch.nn.attention.varlen  # registers the kernel of packed rows
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy
 
-from prime_rl.configs.memory import ActivationCheckpointConfig, ActivationOffloadConfig, CompileConfig
-from prime_rl.configs.optim import AdamWConfig, MuonConfig, SGDConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import AIPOLossConfig, FakeDataConfig, TrainerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.memory import ActivationCheckpointConfig, ActivationOffloadConfig, CompileConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig, MuonConfig, SGDConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.memory import activation_checkpointing, activation_offload, optimizer_offload

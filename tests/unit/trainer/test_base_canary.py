@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prime_rl.configs.trainer import FakeDataConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.storage.batch import write_batch
 from prime_rl.storage.paths import RunPaths

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from prime_rl.configs.shared import CkptConfig
+from prime_rl.configs.shared.blocks import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.storage.wait_for import DeadlineError

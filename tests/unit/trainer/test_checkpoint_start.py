@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prime_rl.configs.shared import CkptConfig
+from prime_rl.configs.shared.blocks import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.storage import checkpoint_artifacts as files

@@ -11,11 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import Qwen3MoeConfig
 
-from prime_rl.configs.lora import LoRAConfig
-from prime_rl.configs.optim import AdamWConfig, MuonConfig
-from prime_rl.configs.shared import CkptConfig
+from prime_rl.configs.shared.blocks import CkptConfig
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.lora import LoRAConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig, MuonConfig
 from prime_rl.core.errors import RunError
 from prime_rl.storage import checkpoint_artifacts as files
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints

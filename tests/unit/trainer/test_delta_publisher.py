@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from prime_rl.configs.broadcast import FileBroadcastConfig
 from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.training.broadcast import FileBroadcastConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest

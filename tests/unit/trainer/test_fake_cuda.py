@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from prime_rl.configs.memory import ActivationCheckpointConfig, ActivationOffloadConfig
-from prime_rl.configs.optim import AdamWConfig, MuonConfig
-from prime_rl.configs.shared import TokenizerConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
+from prime_rl.configs.training.memory import ActivationCheckpointConfig, ActivationOffloadConfig
+from prime_rl.configs.training.optim import AdamWConfig, MuonConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.trainer.checkpoints.rank_consensus import RankConsensus
 from prime_rl.trainer.memory import activation_offload

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.model.fused_kernels import fuse_kernels
 from prime_rl.trainer.weights.policy_loading import load_policy

@@ -11,13 +11,13 @@ import transformers
 from safetensors.numpy import load_file
 
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.configs.lora import LoRAConfig
-from prime_rl.configs.memory import ActivationCheckpointConfig
-from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.shared import TokenizerConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
 from prime_rl.configs.trainer import AIPOLossConfig, TrainerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.lora import LoRAConfig
+from prime_rl.configs.training.memory import ActivationCheckpointConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.tensor_hashes import hash_tensors

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.configs.loss import AIPOLossConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.shared import CkptConfig
+from prime_rl.configs.shared.blocks import CkptConfig
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
+from prime_rl.configs.training.loss import AIPOLossConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.dump import write_config
 from prime_rl.storage.batch import write_batch

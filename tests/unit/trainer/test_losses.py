@@ -5,7 +5,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from prime_rl.configs.loss import LossConfig
+from prime_rl.configs.training.loss import LossConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.losses import LOSSES, build_loss
 from prime_rl.trainer.losses.auxiliary_losses import cross_entropy, distillation, kl_penalty

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.loss import AIPOLossConfig
-from prime_rl.configs.optim import SGDConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.loss import AIPOLossConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import SGDConfig
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.metrics.entropy_quantiles import QUANTILES, EntropyQuantiles
 from prime_rl.trainer.metrics.rank_statistics import rank_statistics

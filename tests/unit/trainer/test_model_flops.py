@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch.distributed.fsdp import FSDPModule
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.trainer.fsdp import shard_policy
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.model_flops import ModelFlops, peak_flops

@@ -9,11 +9,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from prime_rl.configs.loss import AIPOLossConfig
-from prime_rl.configs.memory import ActivationCheckpointConfig
-from prime_rl.configs.optim import SGDConfig
-from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.training.loss import AIPOLossConfig
+from prime_rl.configs.training.memory import ActivationCheckpointConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import SGDConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.micro_batch import masked_row

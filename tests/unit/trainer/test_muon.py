@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.configs.optim import MuonConfig
 from prime_rl.configs.trainer import AIPOLossConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import MuonConfig
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.optim import build_optimizer, muon
 from prime_rl.trainer.optim.muon import Muon, orthogonalise

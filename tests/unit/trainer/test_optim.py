@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loguru import logger
 
-from prime_rl.configs.optim import (
+from prime_rl.configs.sft import SFTConfig
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import (
     AdamWConfig,
     ConstantSchedulerConfig,
     CosineSchedulerConfig,
@@ -16,9 +19,6 @@ from prime_rl.configs.optim import (
     MuonConfig,
     SGDConfig,
 )
-from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.optim.lr_schedule import LearningRates, schedule_factor, warn_if_warmup_exceeds_run

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.model import policy_model as model_module
 from prime_rl.trainer.packing_check import PackingDifference, check_packing

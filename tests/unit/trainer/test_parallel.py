@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from prime_rl.configs.optim import AdamWConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.trainer.data.row_assignment import PADDING_ROW, assign_rows
@@ -154,7 +154,7 @@ def record_gradients(optimizer, policy):
 
 
 def _no_tokenizer():
-    from prime_rl.configs.shared import TokenizerConfig
+    from prime_rl.configs.shared.blocks import TokenizerConfig
 
     return TokenizerConfig()
 

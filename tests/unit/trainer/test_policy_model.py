@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer_model import DebugModelConfig, TrainerModelConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.training.model import DebugModelConfig, TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.micro_batch import make_micro_batch
 from prime_rl.trainer.model.output_head_check import check_output_head

@@ -12,9 +12,9 @@ import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
 
-from prime_rl.configs.broadcast import FileBroadcastConfig, IPCBroadcastConfig, NCCLBroadcastConfig
-from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.training.broadcast import FileBroadcastConfig, IPCBroadcastConfig, NCCLBroadcastConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest, remove_artifact

@@ -9,8 +9,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest

@@ -8,11 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prime_rl.configs.lora import LoRAConfig
-from prime_rl.configs.loss import AIPOLossConfig, DecoupledPPOLossConfig, GSPOLossConfig, KLConfig, ReferenceConfig
-from prime_rl.configs.optim import AdamWConfig
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
-from prime_rl.configs.trainer_model import DebugModelConfig, TrainerModelConfig
+from prime_rl.configs.training.lora import LoRAConfig
+from prime_rl.configs.training.loss import (
+    AIPOLossConfig,
+    DecoupledPPOLossConfig,
+    GSPOLossConfig,
+    KLConfig,
+    ReferenceConfig,
+)
+from prime_rl.configs.training.model import DebugModelConfig, TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
 from prime_rl.trainer.rl.reference_logprobs import References

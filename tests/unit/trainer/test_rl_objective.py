@@ -10,8 +10,8 @@ import torch
 from benchmarks.public_losses import ours
 from pydantic import TypeAdapter
 
-from prime_rl.configs.loss import KLConfig, LossConfig
 from prime_rl.configs.trainer import FakeDataConfig
+from prime_rl.configs.training.loss import KLConfig, LossConfig
 from prime_rl.core.errors import RunError
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.parallel.process_group import World

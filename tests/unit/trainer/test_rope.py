@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.weights.policy_loading import load_policy
 from tests.unit.trainer.test_policy_model import SMALL, pack, save, segments

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.configs.loss import AIPOLossConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.loss import AIPOLossConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
 from prime_rl.trainer.model.lm_head import token_logprobs

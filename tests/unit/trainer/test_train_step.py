@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prime_rl.configs.loss import AIPOLossConfig
-from prime_rl.configs.memory import ActivationCheckpointConfig
-from prime_rl.configs.optim import AdamWConfig, SGDConfig
 from prime_rl.configs.trainer import FakeDataConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.loss import AIPOLossConfig
+from prime_rl.configs.training.memory import ActivationCheckpointConfig
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig, SGDConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.trainer.losses import build_loss
@@ -68,7 +68,7 @@ def train_everything(world: World, argument: str):
 
 
 def _no_tokenizer():
-    from prime_rl.configs.shared import TokenizerConfig
+    from prime_rl.configs.shared.blocks import TokenizerConfig
 
     return TokenizerConfig()
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.attention.varlen as varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.trainer.attention import varlen_attention
 from prime_rl.trainer.fsdp import shard_policy
 from prime_rl.trainer.parallel.process_group import join_world

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from prime_rl.configs.trainer_model import DebugModelConfig, TrainerModelConfig
+from prime_rl.configs.training.model import DebugModelConfig, TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.trainer.parallel import dtensor_slices

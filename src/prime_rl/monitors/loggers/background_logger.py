@@ -8,8 +8,8 @@ from typing import Any
 from loguru import logger
 from numpy.typing import ArrayLike
 
-from prime_rl.configs.monitoring import MetricLoggerConfig
-from prime_rl.configs.shared import WandbExtrasConfig
+from prime_rl.configs.shared.blocks import WandbExtrasConfig
+from prime_rl.configs.shared.monitoring import MetricLoggerConfig
 from prime_rl.core.errors import summarize_exception
 from prime_rl.monitors.loggers.logged_values import finite_values
 from prime_rl.monitors.loggers.metric_logger import MetricLogger

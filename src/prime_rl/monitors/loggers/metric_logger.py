@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.configs.monitoring import MetricLoggerConfig, TensorBoardConfig, TrackioConfig
-from prime_rl.configs.shared import WandbConfig
+from prime_rl.configs.shared.blocks import WandbConfig
+from prime_rl.configs.shared.monitoring import MetricLoggerConfig, TensorBoardConfig, TrackioConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.root_config import RootConfig
 from prime_rl.plots.figures import Figure, check_plotly_installed

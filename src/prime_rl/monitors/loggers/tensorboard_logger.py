@@ -12,7 +12,7 @@ from tensorboard.compat.proto.histogram_pb2 import HistogramProto
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from prime_rl.configs.monitoring import TensorBoardConfig
+from prime_rl.configs.shared.monitoring import TensorBoardConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.plots.figures import Figure
 

@@ -7,7 +7,7 @@ import numpy as np
 import trackio
 from numpy.typing import NDArray
 
-from prime_rl.configs.monitoring import TrackioConfig
+from prime_rl.configs.shared.monitoring import TrackioConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.loading.root_config import RootConfig
 from prime_rl.monitors.loggers.logged_values import continues_earlier_run, table_of

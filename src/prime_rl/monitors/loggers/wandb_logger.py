@@ -9,7 +9,7 @@ import numpy as np
 import wandb
 from numpy.typing import NDArray
 
-from prime_rl.configs.shared import WandbConfig
+from prime_rl.configs.shared.blocks import WandbConfig
 from prime_rl.core.errors import ConfigError, RunError, summarize_exception
 from prime_rl.loading.root_config import RootConfig
 from prime_rl.monitors.loggers.logged_values import continues_earlier_run, table_of

@@ -12,8 +12,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.configs import advantage as configs
-from prime_rl.configs.advantage import AdvantageConfig, CustomAdvantageConfig
+from prime_rl.configs.rollouts import advantage as configs
+from prime_rl.configs.rollouts.advantage import AdvantageConfig, CustomAdvantageConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.import_utils import load_function
 from prime_rl.core.types import Group, Sample

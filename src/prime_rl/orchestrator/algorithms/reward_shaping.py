@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.configs.advantage import LengthBonusConfig, LengthPenaltyConfig, RewardShapingConfig
+from prime_rl.configs.rollouts.advantage import LengthBonusConfig, LengthPenaltyConfig, RewardShapingConfig
 from prime_rl.core.types import Group
 from prime_rl.orchestrator.algorithms.advantages import Scores, bounded
 

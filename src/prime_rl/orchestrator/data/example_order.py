@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_rl.configs.buffer import BufferConfig, DifficultyPoolBufferConfig
+from prime_rl.configs.rollouts.buffer import BufferConfig, DifficultyPoolBufferConfig
 
 
 class DeficitRoundRobin:

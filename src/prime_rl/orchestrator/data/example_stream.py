@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_rl.configs.buffer import BufferConfig, DifficultyPoolBufferConfig, SimpleBufferConfig
+from prime_rl.configs.rollouts.buffer import BufferConfig, DifficultyPoolBufferConfig, SimpleBufferConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.orchestrator.data.example_order import DeficitRoundRobin, make_order
 

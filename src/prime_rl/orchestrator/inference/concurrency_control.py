@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from prime_rl.configs.rollout_options import ConcurrencyConfig
+from prime_rl.configs.rollouts.options import ConcurrencyConfig
 
 _GROWTH = 1.25
 _TRIM = 0.9

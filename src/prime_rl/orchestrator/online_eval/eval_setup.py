@@ -3,9 +3,9 @@
 from contextlib import AsyncExitStack
 from functools import partial
 
-from prime_rl.configs.eval_common import EvalEnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared import server_root
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
+from prime_rl.configs.shared.blocks import server_root
 from prime_rl.core.errors import ConfigError
 from prime_rl.evaluation.eval_plan import EvalTask, plan_tasks
 from prime_rl.orchestrator.online_eval.online_evaluation import EvalSchedule

@@ -13,7 +13,7 @@ import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
-from prime_rl.configs.shared import SamplingConfig
+from prime_rl.configs.shared.blocks import SamplingConfig
 from prime_rl.core.errors import RunError
 from prime_rl.core.os_errors import summarize_os_error
 from prime_rl.core.types import PolicyVersion

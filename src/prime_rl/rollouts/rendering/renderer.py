@@ -19,7 +19,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from prime_rl.configs.rollout_options import RenderingConfig
+from prime_rl.configs.rollouts.options import RenderingConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.rendering.messages import Message, normalise
 from prime_rl.rollouts.rendering.tool_calls import PARSERS, split_reasoning

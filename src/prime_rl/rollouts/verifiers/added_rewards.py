@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prime_rl.configs.environment_rewards import RewardConfig
+from prime_rl.configs.shared.environment_rewards import RewardConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.import_utils import load_function
 from prime_rl.rollouts.group_failures import EnvironmentFailed, as_number, contain_failures

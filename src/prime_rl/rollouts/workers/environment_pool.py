@@ -16,7 +16,7 @@ from typing import Any, Self
 import msgspec
 from loguru import logger
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import EvalSplit, Rollout, Split
 from prime_rl.liveness.timeline_writer import TimelineWriter

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel
 
-from prime_rl.configs.eval_common import Api
-from prime_rl.configs.rollout_options import RenderingConfig
-from prime_rl.configs.sandbox import SandboxConfig
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.rollouts.eval_common import Api
+from prime_rl.configs.rollouts.options import RenderingConfig
+from prime_rl.configs.rollouts.sandbox import SandboxConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.terminal_escape import replace_surrogates
 from prime_rl.core.types import Conversation, EvalSplit, Rollout, Split
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost

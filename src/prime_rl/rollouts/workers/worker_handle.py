@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configs.shared import EnvConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.os_errors import signal_name
 from prime_rl.core.types import EvalSplit, Rollout

@@ -16,7 +16,7 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from numpy.typing import NDArray
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from prime_rl.configs.sft_data import SFTDataConfig
+from prime_rl.configs.training.sft_data import SFTDataConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.data.example_schema import Dialogue, Message, RowError, read_example
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from prime_rl.configs.sft_data import SFTDataConfig
+from prime_rl.configs.training.sft_data import SFTDataConfig
 
 Message = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Subset
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.sft_data import SFTDataConfig, SFTFakeDataConfig, SFTValConfig, is_local
+from prime_rl.configs.training.sft_data import SFTDataConfig, SFTFakeDataConfig, SFTValConfig, is_local
 from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
 from prime_rl.trainer.data.chat_rendering import RenderedSequence, encode_example
 from prime_rl.trainer.data.example_schema import RowError, read_example

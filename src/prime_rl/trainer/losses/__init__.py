@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from prime_rl.configs.loss import CustomLossConfig, LossConfig
+from prime_rl.configs.training.loss import CustomLossConfig, LossConfig
 from prime_rl.trainer.losses import policy_gradients as losses
 from prime_rl.trainer.losses.custom_loss import custom
 from prime_rl.trainer.losses.loss_inputs import Loss, LossOutput

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.trainer.memory.activation_offload import ActivationOffload
 from prime_rl.trainer.memory.optimizer_offload import offload_state
 from prime_rl.trainer.model.policy_model import PolicyModel

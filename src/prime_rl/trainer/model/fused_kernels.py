@@ -10,7 +10,7 @@ import sys
 import torch
 from transformers import PreTrainedModel
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, translate_error
 
 

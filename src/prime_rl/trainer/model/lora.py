@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from loguru import logger
 from torch import Tensor, nn
 
-from prime_rl.configs.lora import ALL_LINEAR, DEFAULT_TARGETS, LoRAConfig
+from prime_rl.configs.training.lora import ALL_LINEAR, DEFAULT_TARGETS, LoRAConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.model.policy_model import PolicyModel
 

@@ -25,8 +25,8 @@ from transformers import (
 )
 from transformers.initialization import meta_device_safe_creation_ops
 
-from prime_rl.configs.shared import TokenizerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.trainer.attention import varlen_attention
 from prime_rl.trainer.micro_batch import MicroBatch

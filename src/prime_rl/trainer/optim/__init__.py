@@ -7,7 +7,7 @@ from loguru import logger
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from prime_rl.configs.optim import AdamWConfig, MuonConfig, OptimConfig, SGDConfig
+from prime_rl.configs.training.optim import AdamWConfig, MuonConfig, OptimConfig, SGDConfig
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.optim.muon import Muon
 

@@ -5,7 +5,7 @@ import math
 from loguru import logger
 from torch.optim import Optimizer
 
-from prime_rl.configs.optim import SchedulerConfig
+from prime_rl.configs.training.optim import SchedulerConfig
 from prime_rl.core.errors import ConfigError
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.micro_batch import MicroBatch
 from prime_rl.trainer.parallel.collectives import all_to_all, sum_forward

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError, summarize_exception
 from prime_rl.trainer.parallel.device_mesh import Layout
 

@@ -13,9 +13,9 @@ from loguru import logger
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_rl.configs.loss import LossConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.loss import LossConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.plots.loss_surface import LossSurface
 from prime_rl.storage.artifact import ArtifactError

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_rl.configs.loss import CustomLossConfig, DecoupledPPOLossConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.trainer_model import DebugModelConfig
+from prime_rl.configs.training.loss import CustomLossConfig, DecoupledPPOLossConfig
+from prime_rl.configs.training.model import DebugModelConfig
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.trainer.fsdp import reshard_policy
 from prime_rl.trainer.micro_batch import MicroBatch

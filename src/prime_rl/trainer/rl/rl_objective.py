@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from prime_rl.configs.loss import KLConfig, LossConfig
+from prime_rl.configs.training.loss import KLConfig, LossConfig
 from prime_rl.core.errors import RunError
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.losses.auxiliary_losses import cross_entropy, distillation, kl_penalty

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.configs.trainer_model import DebugModelConfig
+from prime_rl.configs.training.model import DebugModelConfig
 from prime_rl.core.entry_point import run_main
 from prime_rl.core.types import PolicyVersion
 from prime_rl.liveness.timeline_writer import TimelineWriter

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from prime_rl.configs.broadcast import BroadcastConfig, FileBroadcastConfig, TransferConfig
+from prime_rl.configs.training.broadcast import BroadcastConfig, FileBroadcastConfig, TransferConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.storage.tensor_hashes import content_hash
 from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor

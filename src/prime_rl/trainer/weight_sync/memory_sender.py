@@ -20,7 +20,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from prime_rl.configs.broadcast import IPCBroadcastConfig, TransferConfig
+from prime_rl.configs.training.broadcast import IPCBroadcastConfig, TransferConfig
 from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.storage.wait_for import DeadlineError

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from prime_rl.configs.broadcast import BroadcastConfig, FileBroadcastConfig
+from prime_rl.configs.training.broadcast import BroadcastConfig, FileBroadcastConfig
 from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.os_errors import summarize_os_error

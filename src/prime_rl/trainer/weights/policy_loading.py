@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.fsdp import compute_dtype, shard_policy
 from prime_rl.trainer.memory.activation_checkpointing import prepare_blocks

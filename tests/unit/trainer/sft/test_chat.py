@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from prime_rl.configs.sft_data import SFTDataConfig
+from prime_rl.configs.training.sft_data import SFTDataConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.data.chat_rendering import encode_example
 from prime_rl.trainer.data.example_schema import RowError

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.sft_data import SFTDataConfig
+from prime_rl.configs.training.sft_data import SFTDataConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.data import sft_dataset
 from tests.support.tiny_model import make_tokenizer

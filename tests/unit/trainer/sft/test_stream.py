@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.sft_data import SFTDataConfig, SFTFakeDataConfig
+from prime_rl.configs.training.sft_data import SFTDataConfig, SFTFakeDataConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.trainer.data import sft_dataset

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from prime_rl.configs.bench import STEPS, limit_to_bench_steps
-from prime_rl.configs.environment_rewards import RewardConfig
-from prime_rl.configs.monitoring import LogExtrasConfig, MetricLoggerConfig, TensorBoardConfig, TrackioConfig
+from prime_rl.configs.shared.bench import STEPS, limit_to_bench_steps
+from prime_rl.configs.shared.environment_rewards import RewardConfig
+from prime_rl.configs.shared.monitoring import LogExtrasConfig, MetricLoggerConfig, TensorBoardConfig, TrackioConfig
 from prime_rl.core.api_key import API_KEY_VAR
 from prime_rl.loading.base_config import BaseConfig, common
 from prime_rl.loading.provenance import ConfigState

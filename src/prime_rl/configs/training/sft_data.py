@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
-from prime_rl.configs.shared import StrList, split_commas
+from prime_rl.configs.shared.blocks import StrList, split_commas
 from prime_rl.loading.base_config import BaseConfig, common
 
 FloatList = Annotated[list[FiniteFloat], BeforeValidator(split_commas)]

@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_rl.configs.rollout_options import RolloutsConfig
-from prime_rl.configs.shared import ClientConfig, EnvConfig, LogConfig
+from prime_rl.configs.rollouts.options import RolloutsConfig
+from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, LogConfig
 from prime_rl.loading.base_config import common
 
 Api = Literal["generate", "chat"]

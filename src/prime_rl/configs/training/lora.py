@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from prime_rl.configs.shared import StrList
+from prime_rl.configs.shared.blocks import StrList
 from prime_rl.loading.base_config import BaseConfig
 
 ALL_LINEAR = "all-linear"

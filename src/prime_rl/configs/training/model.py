@@ -5,9 +5,9 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.lora import LoRAConfig
-from prime_rl.configs.memory import ActivationCheckpointConfig, ActivationOffloadConfig, CompileConfig
-from prime_rl.configs.shared import NameConfig
+from prime_rl.configs.shared.blocks import NameConfig
+from prime_rl.configs.training.lora import LoRAConfig
+from prime_rl.configs.training.memory import ActivationCheckpointConfig, ActivationOffloadConfig, CompileConfig
 from prime_rl.loading.base_config import BaseConfig, common
 
 

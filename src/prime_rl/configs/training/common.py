@@ -6,10 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.monitoring import NO_SAMPLES
-from prime_rl.configs.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig
-from prime_rl.configs.shared import RunConfig, TokenizerConfig
-from prime_rl.configs.trainer_model import TrainerModelConfig
+from prime_rl.configs.shared.blocks import RunConfig, TokenizerConfig
+from prime_rl.configs.shared.monitoring import NO_SAMPLES
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.optim import AdamWConfig, ConstantSchedulerConfig, OptimConfig, SchedulerConfig
 from prime_rl.loading.base_config import common
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.eval_common import EvalEnvConfig
-from prime_rl.configs.shared import IntList, SamplingConfig, StrList
+from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
+from prime_rl.configs.shared.blocks import IntList, SamplingConfig, StrList
 from prime_rl.loading.base_config import BaseConfig, common
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.configs.sandbox import SandboxConfig
-from prime_rl.configs.shared import SERVER_ADDRESS_VAR, NameConfig, SamplingConfig, TokenizerConfig
+from prime_rl.configs.rollouts.sandbox import SandboxConfig
+from prime_rl.configs.shared.blocks import SERVER_ADDRESS_VAR, NameConfig, SamplingConfig, TokenizerConfig
 from prime_rl.loading.base_config import BaseConfig
 from prime_rl.loading.root_config import RootConfig
 
