@@ -41,7 +41,7 @@ class RLConfig(RunConfig):
     model: NameConfig = Field(default_factory=NameConfig)
     """The model of all processes."""
 
-    max_epochs: float | None = Field(None, gt=0, json_schema_extra=common("Run"))
+    max_epochs: float | None = Field(None, gt=0)
     """Passes over the training examples of all environments together, of which `rl` computes max_steps; the smaller one
     counts if both are given. None sets no limit. Groups that are dropped are not repeated."""
 
