@@ -28,7 +28,7 @@ def main() -> None:
 def _compare(argv: list[str]) -> None:
     if len(argv) != 3 or argv[0] != "--compare":
         raise ConfigError("usage: eval --compare A B, with two results such as outputs/evals/gsm8k/3f2a9c1b77de")
-    from prime_rl.evaluation.comparison import compare, print_comparisons
+    from prime_rl.evaluation.paired_comparison import compare, print_comparisons
 
     print_comparisons(compare(Path(argv[1]), Path(argv[2])))
 

@@ -9,8 +9,8 @@ import pytest
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.entrypoints.eval import main
-from prime_rl.evaluation.comparison import compare
 from prime_rl.evaluation.eval_results import ExampleFailure, ExampleRow, RolloutRow
+from prime_rl.evaluation.paired_comparison import compare
 
 
 @pytest.fixture
