@@ -43,7 +43,9 @@ def test_publish_reload_gives_the_same_model(name, world, tmp_path, tiny):
     reference = save(ARCHITECTURES[name](), tmp_path / "base")
     target = tmp_path / "weights" / "step_1"
     make_publisher(world, tmp_path / "base", tiny).publish(target, PolicyVersion(0, 1))
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        target, output_loading_info=True, attn_implementation=reference.config._attn_implementation
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     tokens = torch.arange(3, 20)[None]
     with torch.no_grad():
