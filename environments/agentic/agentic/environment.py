@@ -73,10 +73,8 @@ def load_environment(
             raise ValueError("planning has generated warehouses only; data_path and dataset_name are for repair")
         if not 1 <= min_actions <= max_actions:
             raise ValueError(f"need 1 <= min_actions <= max_actions, not {min_actions} and {max_actions}")
-        plans, other_plans = (
-            make_tasks(seed, part, count, min_actions, max_actions)
-            for part, count in (("train", num_generated), ("eval", num_eval))
-        )
+        plans = make_tasks(seed, "train", num_generated, min_actions, max_actions)
+        other_plans = make_tasks(seed, "eval", num_eval, min_actions, max_actions)
         return PlanningEnv(
             pick(plans, num_train_examples),
             pick(other_plans, num_eval_examples),
