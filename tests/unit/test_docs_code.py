@@ -1,7 +1,8 @@
 """Every Python block of the documentation runs.
 
 Here are the fragments. Programs run in tests/integration/api/test_documented_programs.py, the recipes of
-docs/extending.md in tests/unit/test_extending.py.
+docs/extending.md in tests/unit/test_extending.py, the W&B loop of docs/monitoring.md in
+tests/unit/plots/test_rl_metrics_tracker.py.
 """
 
 import ast
@@ -19,7 +20,7 @@ import pytest
 from tests.unit.test_docs import PAGES, ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ELSEWHERE = {"README.md", "docs/python_api.md", "docs/extending.md"}
+ELSEWHERE = {"README.md", "docs/python_api.md", "docs/extending.md", "docs/monitoring.md"}
 
 
 @dataclass
@@ -87,13 +88,6 @@ FRAGMENTS = [
         dataset_and_rubric,
     ),
     Fragment(
-        "docs/monitoring.md",
-        "RLMetricsTracker",
-        lambda names: names["step"] == 99,
-        lambda folder: {"rewards": [0.0, 1.0], "lengths": [3, 4], "advantages": [-1.0, 1.0]},
-        (pytest.mark.extended,),
-    ),
-    Fragment(
         "docs/design/deltas.md",
         "encode_delta",
         lambda names: (names["buffers"]["w"].data == names["new"]["w"].data).all(),
@@ -119,7 +113,6 @@ def test_every_block_has_a_test():
 )
 async def test_fragment_runs(fragment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
     (block,) = [block for block in blocks_of(ROOT / fragment.page) if fragment.mark in block]
     names = {"__name__": "fragment", **fragment.names(tmp_path)}
     code = compile(block, fragment.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

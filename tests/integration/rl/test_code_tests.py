@@ -28,6 +28,7 @@ def test_code_tests_recipe_raises_its_reward_although_a_jail_is_killed(start: St
     """The bound holds (I1), and no rollout of a killed jail is dropped or scored 0 for it."""
     values = tomllib.loads((ROOT / "configs/code_tests/cpu.toml").read_text())
     values["model"]["name"] = str(ROOT / values["model"]["name"])
+    values["max_steps"], values["trainer"]["scheduler"]["decay_steps"] = 24, 19  # about half of the recipe
     values |= {"inference": own_server(), "output_dir": str(tmp_path / "run")}
     run = start("rl", values, tmp_path / "run")
     run.until_step("orchestrator", 2)

@@ -59,7 +59,8 @@ def test_run_with_every_kind_of_environment_agrees_with_the_sampler(
         assert 0 <= line["mismatch_kl/on_policy"] < 1e-4
         assert line["mismatch_logprob/on_policy"] < 1e-4
         assert line["sampling_mask/outside_trainer_mask"] < 1e-3
-    assert trained[0]["grad_norm"] > 0  # later ones may be alike: the learning rate is absurd
+    # All rollouts of a group can have the same reward, also because the learning rate is absurd.
+    assert any(line["grad_norm"] > 0 for line in trained)
     report = [json.loads(line) for step in range(STEPS) for line in run.paths.samples(step).read_text().splitlines()]
     assert {rollout["env"] for rollout in report} == set(ENVIRONMENTS)
     batches = [load_file(run.paths.rollouts(step) / "rows.safetensors") for step in range(STEPS)]

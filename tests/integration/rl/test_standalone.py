@@ -33,7 +33,7 @@ def test_stopped_trainer_ends_the_orchestrator_and_then_itself(
     who = f"trainer_0 (pid {trainer.process.pid} on "
     assert any("WARNING" in line and who in line for line in message), "it is reported before the time-out"
     assert message[-1].startswith(f"error: {who}"), message[-1]
-    assert "is stopped (SIGSTOP?)" in message[-1] and f"log {tmp_path / 'run-trainer.err'}" in message[-1]
+    assert "is stopped (SIGSTOP?)" in message[-1] and f"log {tmp_path / 'run/logs/trainer.log'}" in message[-1]
 
     os.kill(trainer.process.pid, signal.SIGCONT)
     assert trainer.end() == 1

@@ -18,5 +18,6 @@ def test_tiny_run_writes_all_figures(tmp_path):
     figures = json.loads((tmp_path / "figures.json").read_text())
     names = {"cpu_ms_main", "cpu_ms_total", "verifiers_cpu_ms", "loop_lag_p99_ms"}
     assert set(figures) == {f"tiny_{name}" for name in names}
-    assert 0 < figures["tiny_cpu_ms_main"] < figures["tiny_cpu_ms_total"]
+    # The workers' part comes from a clock of 10 ms and can be 0 in so few batches.
+    assert 0 < figures["tiny_cpu_ms_main"] <= figures["tiny_cpu_ms_total"]
     assert figures["tiny_verifiers_cpu_ms"] > 0

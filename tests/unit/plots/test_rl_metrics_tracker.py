@@ -1,12 +1,15 @@
 """Metrics and figures of a custom loop in W&B, with the calls of the guide."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from prime_rl.plots.rl_metrics_tracker import RLMetricsTracker
+from tests.unit.test_docs import ROOT
+from tests.unit.test_docs_code import blocks_of
 
 LOOP = """
 import json, pathlib
@@ -43,6 +46,25 @@ def test_custom_loop_writes_metrics_and_figures_to_wandb(tmp_path):
     kinds = sorted(figure["data"][0]["type"] for figure in figures.values())
     assert kinds == ["heatmap"] * 3
     assert any(figure["data"][0]["z"][0][0] == -1.0 for figure in figures.values()), "log10 of the norm 0.1, as a list"
+
+
+@pytest.mark.extended
+def test_loop_of_the_monitoring_page_runs(tmp_path):
+    """In a process of its own too: wandb keeps the environment variables of its first use in a process."""
+    (block,) = blocks_of(ROOT / "docs/monitoring.md")
+    lists = "rewards, lengths, advantages = [0.0, 1.0], [3, 4], [-1.0, 1.0]\n"
+    result = "import json\nprint(json.dumps(dict(wandb_run.summary), default=str))\nwandb_run.finish()\n"
+    process = subprocess.run(
+        [sys.executable, "-c", lists + block + result],
+        cwd=tmp_path,
+        env=os.environ | {"WANDB_MODE": "offline"},
+        timeout=200,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    [summary] = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    assert (json.loads(summary)["step"], json.loads(summary)["seq_len/max"]) == (99, 4)
 
 
 def test_tracker_of_a_step_without_rollouts_raises():
