@@ -1,6 +1,6 @@
 """Data types that the three processes share, as frozen dataclasses without torch or vllm."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -43,15 +43,37 @@ class Sample:
         loss_mask: bool [T], True where the policy sampled the token.
         logprobs: float32 [T], the sampler's log-probability of the token (0 if it was not sampled).
         versions: int32 [T], step of the policy version that sampled the token (-1 if none did).
+        credits: int32 [T], index of the token's credit in `Rollout.credits`; None: the first of all tokens.
     """
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    credits: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What a part of a rollout is credited with: one of several agents, or a turn.
+
+    The advantages of a group compare parts with the same name and context; a part whose context no other part of that
+    name has is compared by name alone.
+
+    Attributes:
+        name: of the agent or the turn.
+        reward: of the part.
+        advantage: given by the environment; None: computed from the rewards.
+        context: identifies the agent's task if tasks differ within a group.
+    """
+
+    name: str
+    reward: float
+    advantage: float | None = None
+    context: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +86,7 @@ class Rollout:
         metrics: the environment's named scores, unweighted.
         is_truncated: a completion reached its token limit.
         text: the conversation as (role, content) pairs, for display. Model output: untrusted.
+        credits: of its parts; empty: all tokens are credited with `reward`.
     """
 
     samples: tuple[Sample, ...]
@@ -71,6 +94,7 @@ class Rollout:
     metrics: dict[str, float]
     is_truncated: bool
     text: tuple[tuple[str, str], ...]
+    credits: tuple[Credit, ...] = field(default=(), kw_only=True)
 
     @property
     def sampled_tokens(self) -> int:
@@ -128,6 +152,11 @@ class Group:
     def rewards(self) -> NDArray[np.float64]:
         """Reward per rollout, float64 [G]."""
         return np.array([rollout.reward for rollout in self.rollouts], np.float64)
+
+    @property
+    def part_offsets(self) -> NDArray[np.int64]:
+        """First part of each rollout among the P parts of the group, int64 [G + 1]; without credits it is one part."""
+        return np.cumsum([0, *(max(1, len(rollout.credits)) for rollout in self.rollouts)])
 
     @property
     def lengths(self) -> NDArray[np.int64]:

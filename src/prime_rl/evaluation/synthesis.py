@@ -33,7 +33,8 @@ def synthesize(config: SynthesizeConfig) -> Path:
 
     Raises:
         ConfigError: an environment does not load.
-        RunError: a server cannot be reached or refuses everything, or no sample remains.
+        RunError: a server cannot be reached or refuses everything, an environment has several trainable agents, or no
+            sample remains.
     """
     folder = RunPaths(config.output_dir).synthesis_dir
     tasks = plan_tasks(config.env, [], config.sampling, config.num_examples, config.rollouts_per_example)
@@ -77,6 +78,11 @@ def write_samples(
     with temporary.open("wb") as file:
         for name, rows in rows_by_env.items():
             for example, rollout in ((row.example, rollout) for row in rows for rollout in row.rollouts):
+                if any("agent" in message for message in rollout.messages):
+                    raise RunError(
+                        f"environment {name!r} has several trainable agents, and a sample is the conversation of one; "
+                        "let only one be trainable, or train with `rl`"
+                    )
                 if rollout.is_truncated and not keep_truncated:
                     counts[name]["truncated"] += 1
                 elif min_reward is not None and rollout.reward < min_reward:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rollouts.buffer import BufferConfig, OnlineDifficultyBufferConfig
 from prime_rl.core.types import Group, Rollout
-from prime_rl.orchestrator.algorithms.advantages import has_zero_advantages
-from prime_rl.orchestrator.algorithms.reward_shaping import shaped_scores
+from prime_rl.orchestrator.algorithms.credit_assignment import has_only_zero_advantages
 from prime_rl.orchestrator.health.environment_health import LONGEST_PAUSE_S, EnvironmentHealth
 
 OVERLONG = "overlong"
@@ -49,10 +48,8 @@ class GroupFilter:
         if is_off_difficulty(group.rewards, config.buffer):
             return DropReason("filter/difficulty", f"its mean reward is {group.rewards.mean():.3g}")
         self._warn_of_unfiltered(group.env, group.rewards)
-        if config.filter_zero_advantage:
-            scores = shaped_scores(config.reward_shaping, group, config.zero_truncated_completions)
-            if has_zero_advantages(config.advantage, scores):
-                return DropReason("zero_advantage", "all its advantages are 0", zero_advantage=True)
+        if config.filter_zero_advantage and has_only_zero_advantages(group, config):
+            return DropReason("zero_advantage", "all its advantages are 0", zero_advantage=True)
         return None
 
     def _warn_of_unfiltered(self, env: str, rewards: NDArray[np.float64]) -> None:

@@ -40,7 +40,7 @@ from prime_rl.liveness.peer_monitor import PeerMonitor
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.learning_signal import LearningSignalMonitor
 from prime_rl.orchestrator.algorithms.advantages import advantage_function
-from prime_rl.orchestrator.algorithms.reward_shaping import shaped_scores
+from prime_rl.orchestrator.algorithms.credit_assignment import part_advantages
 from prime_rl.orchestrator.batch_metrics import RunCounters, batch_metrics, rollout_times
 from prime_rl.orchestrator.batching.packing import pack
 from prime_rl.orchestrator.batching.row_flops import TOKENS, RowCost
@@ -256,8 +256,7 @@ class Orchestrator:
         config, step = self._config, self._scheduler.next_step
         self._heartbeat.enter(f"write batch {step}", config.wait_timeout_seconds, step=step)
         groups = [self._dispatcher.complete.pop(group_id) for group_id in group_ids]
-        shaping, zero_truncated = config.reward_shaping, config.zero_truncated_completions
-        advantages = self._advantage([shaped_scores(shaping, group, zero_truncated) for group in groups])
+        advantages = part_advantages(self._advantage, groups, config)
         await self._ledger.flush()  # everything that the batch builds on is on disk before the batch (I3)
         canaries = await self._inference.base_canaries() if step == 0 else []
         state = self._checkpoint_state(step, group_ids)

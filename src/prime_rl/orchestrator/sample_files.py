@@ -52,7 +52,7 @@ class SampleFiles:
                 "env": groups[i].env,
                 "identity": self._identities.get(groups[i].env),
                 "reward": rollout.reward,
-                "advantage": float(advantages[i][index]),
+                **_credit(groups[i], index, advantages[i]),
                 "metrics": rollout.metrics,
                 "is_truncated": rollout.is_truncated,
                 "min_version": min(int(s.versions[s.versions >= 0].min()) for s in rollout.samples),
@@ -71,3 +71,15 @@ class SampleFiles:
                 self._paths.samples(old).unlink(missing_ok=True)
             self._oldest = oldest
         return rows
+
+
+def _credit(group: Group, index: int, advantages: NDArray[np.float64]) -> dict[str, Any]:
+    """Return the mean advantage of a rollout, and its credits with their advantages if it has any."""
+    credits, (start, end) = group.rollouts[index].credits, group.part_offsets[index : index + 2]
+    fields: dict[str, Any] = {"advantage": float(advantages[start:end].mean())}
+    if credits:
+        fields["credits"] = [
+            {"name": credit.name, "reward": credit.reward, "advantage": float(advantage)}
+            for credit, advantage in zip(credits, advantages[start:end], strict=True)
+        ]
+    return fields

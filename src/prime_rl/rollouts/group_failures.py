@@ -141,6 +141,9 @@ def check_scores(rollout: Rollout) -> None:
     """Raise EnvironmentFailed if the reward or a metric of a rollout is not a finite number, or implausibly large."""
     scores = [("the reward", rollout.reward, MAX_REWARD)]
     scores += [(f"metric {name}", value, MAX_METRIC) for name, value in rollout.metrics.items()]
+    for credit in rollout.credits:
+        scores += [(f"the reward of {credit.name}", credit.reward, MAX_REWARD)]
+        scores += [(f"the advantage of {credit.name}", credit.advantage or 0.0, MAX_REWARD)]
     for name, value, maximum in scores:
         if abs(as_number(name, value)) > maximum:
             raise EnvironmentFailed(f"{name} is {value:g}, above the limit of {maximum:g}")

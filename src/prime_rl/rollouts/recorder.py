@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_rl.core.types import Conversation, Rollout
+from prime_rl.core.types import Conversation, Credit, Rollout
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer, PromptTooLong
 from prime_rl.rollouts.rendering.messages import Message, normalise, readable
@@ -104,6 +104,7 @@ class Recorder:
         reward: float,
         metrics: dict[str, float],
         is_truncated: bool,
+        credits: Mapping[Reply, Credit] | None = None,
     ) -> Rollout:
         """Make the rollout; without samples if the server returns no tokens.
 
@@ -113,13 +114,18 @@ class Recorder:
             reward: the environment's score.
             metrics: its named scores.
             is_truncated: cut by a limit other than that of a completion.
+            credits: of each turn, if turns are credited separately; turns with equal credits are one part.
         """
         text = tuple((message["role"], readable(message)) for message in messages)
         masks = {reply.turn: mask for reply, mask in trained.items()}
-        samples = self._builder.samples(lambda turn: masks.get(turn, False))
+        parts = tuple(dict.fromkeys((credits or {}).values()))
+        owners = {
+            reply.turn: parts.index(credit) for reply, credit in (credits or {}).items() if reply.turn is not None
+        }
+        samples = self._builder.samples(lambda turn: masks.get(turn, False), owners if len(parts) > 1 else None)
         is_truncated = is_truncated or any(reply.is_truncated for reply in trained)
         if not self._keep_messages and self._renderer is not None:
-            return Rollout(samples, reward, metrics, is_truncated, text)
+            return Rollout(samples, reward, metrics, is_truncated, text, credits=parts)
         spans = [reply.versions for reply in trained]
         known = [span for span in spans if span is not None]
         has_versions = bool(known) and len(known) == len(spans)

@@ -1,6 +1,6 @@
 """Merges the turns of a rollout into samples: turns that extend each other exactly share one sample."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +40,13 @@ class SampleBuilder:
         self._turns.append(turn)
         return turn
 
-    def samples(self, trained: Callable[[Turn], Mask] = lambda _: True) -> tuple[Sample, ...]:
+    def samples(
+        self, trained: Callable[[Turn], Mask] = lambda _: True, credits: Mapping[Turn, int] | None = None
+    ) -> tuple[Sample, ...]:
         """Return the samples. Each trained token is in exactly one of them.
 
-        Other tokens are masked if trained tokens follow, and removed otherwise.
+        Other tokens are masked if trained tokens follow, and removed otherwise. `credits` has the index of each turn's
+        credit, if turns are credited separately.
         """
         masks = {turn: mask for turn in self._turns if (mask := trained(turn)) is True or np.any(mask)}
         inner = {ancestor for turn in masks for ancestor in _ancestors(turn)}
@@ -54,7 +57,7 @@ class SampleBuilder:
                 path = [turn for turn in [last, *_ancestors(last)] if turn in remaining]
                 paths.append([(turn, remaining.pop(turn)) for turn in reversed(path)])
         order = {turn: number for number, turn in enumerate(masks)}
-        return tuple(_sample(path) for path in sorted(paths, key=lambda path: order[path[0][0]]))
+        return tuple(_sample(path, credits) for path in sorted(paths, key=lambda path: order[path[0][0]]))
 
     def _find_parent(self, prompt_ids: NDArray[np.int32]) -> Turn | None:
         """Return the longest turn whose ids the prompt starts with."""
@@ -75,15 +78,18 @@ def _ancestors(turn: Turn) -> Iterator[Turn]:
         yield turn
 
 
-def _sample(turns: list[tuple[Turn, Mask]]) -> Sample:
+def _sample(turns: list[tuple[Turn, Mask]], credits: Mapping[Turn, int] | None) -> Sample:
     """Return the sample that ends with the last of `turns` and trains on all of them."""
     last, _ = turns[-1]
     loss_mask, logprobs = np.zeros(last.end, np.bool_), np.zeros(last.end, np.float32)
     versions = np.full(last.end, -1, np.int32)
+    owners = None if credits is None else np.zeros(last.end, np.int32)
     for turn, mask in turns:
         span = slice(turn.start, turn.end)
         loss_mask[span] = mask
+        if credits is not None and owners is not None:
+            owners[span] = credits[turn]
         logprobs[span], versions[span] = turn.generation.logprobs, turn.generation.versions
         if mask is not True:
             logprobs[span][~loss_mask[span]], versions[span][~loss_mask[span]] = 0, -1
-    return Sample(last.sequence.ids[: last.end], loss_mask, logprobs, versions)
+    return Sample(last.sequence.ids[: last.end], loss_mask, logprobs, versions, owners)

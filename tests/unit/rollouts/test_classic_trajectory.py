@@ -9,6 +9,7 @@ import sys
 import types
 
 import numpy as np
+import openai
 import pytest
 import verifiers as vf
 from datasets import Dataset
@@ -16,8 +17,9 @@ from verifiers.types import TrajectoryStep
 
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.core.types import Credit
 from prime_rl.rollouts import environment_loader
-from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong, UnsupportedEnvironment
+from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.replies import Generation
 from tests.support.tiny_model import make_tokenizer
@@ -540,14 +542,32 @@ async def test_step_rewards_log_one_warning(play):
     rollouts = await play(make(StepRewarding, rubric=vf.Rubric(funcs=[total])), count=2)
     assert [rollout.reward for rollout in rollouts] == [1.0] * 2
     (warning,) = play.warnings
-    assert "sets `reward` of single steps" in warning
+    assert "sets `reward` of single steps" in warning and "step_rewards" in warning
+    assert rollouts[0].credits == ()
 
 
-@pytest.mark.parametrize("kind", [StepAdvantages, StateAdvantage])
-async def test_environment_advantages_raise_for_training(play, kind):
-    with pytest.raises(UnsupportedEnvironment, match="sets `advantage` of a rollout or of a step"):
-        await play(make(kind))
-    assert (await play(make(kind), keep_messages=True))[0].reward == 1.0
+async def test_environment_advantages_become_credits(play):
+    (rollout,) = await play(make(StateAdvantage))
+    assert rollout.credits == (Credit("", 1.0, 1.0),) and rollout.samples[0].credits is None
+    (rollout,) = await play(make(StepAdvantages))
+    assert rollout.credits == (Credit("turn 0", 1.0, 0.5), Credit("turn 1", 1.0, 0.5))
+    (sample,) = rollout.samples
+    owners = sample.credits[sample.loss_mask]
+    assert (np.diff(owners) >= 0).all() and set(owners.tolist()) == {0, 1}
+    assert (await play(make(StepAdvantages), keep_messages=True))[0].reward == 1.0
+
+
+class OddAdvantage(Chat):
+    value = "high"
+
+    async def setup_state(self, state):
+        state["advantage"] = self.value
+
+
+@pytest.mark.parametrize("value", ["high", float("nan")])
+async def test_environment_advantage_that_is_no_number_raises(play, value):
+    with pytest.raises(EnvironmentFailed, match=r"state\['advantage'\] is .*number"):
+        await play(make(type("Odd", (OddAdvantage,), {"value": value})))
 
 
 def test_environment_that_overrides_group_methods_raises(load):
@@ -645,12 +665,12 @@ class Raw(Single):
     request = {"temperature": 0.2}  # noqa: RUF012
 
     async def talk(self, state):
-        openai = state["client"].client
+        client = state["client"].client
         messages = [{"role": "user", "content": "say it"}]
         for _ in range(2):
-            reply = await openai.chat.completions.create(model=state["model"], messages=messages, **self.request)
+            reply = await client.chat.completions.create(model=state["model"], messages=messages, **self.request)
             assert reply.usage.completion_tokens > 0 and reply.choices[0].finish_reason == "stop"
-            user = await openai.chat.completions.create(model="m", messages=[{"role": "user", "content": "be a user"}])
+            user = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "be a user"}])
             messages += [reply.choices[0].message.model_dump(exclude_none=True)]
             messages += [{"role": "user", "content": user.choices[0].message.content}]
         state["completion"] = messages[1:]
@@ -726,3 +746,36 @@ async def test_raw_client_has_chat_completions_only(play):
         await play(make(Lists))
     with pytest.raises(SampleTooLong):
         await play(make(Raw), seq_len=3)
+
+
+class OwnClient(Raw):
+    """Builds its clients from the address and the key of the raw client; one of them uses a wrong key."""
+
+    async def talk(self, state):
+        endpoint = state["client"]
+        self.key, self.url = endpoint.api_key, endpoint.base_url
+        messages = [{"role": "user", "content": "say it"}]
+        async with openai.AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=0) as mine:
+            reply = await mine.chat.completions.create(model="m", messages=messages, **self.request)
+        async with openai.AsyncOpenAI(base_url=self.url, api_key="guess", max_retries=0) as other:
+            with pytest.raises(openai.AuthenticationError, match="not that of a running rollout"):
+                await other.chat.completions.create(model="m", messages=messages)
+        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+        state["completion"] = messages[1:]
+
+
+async def test_own_client_is_served_until_the_group_ends(play, renderer):
+    environment = make(OwnClient)
+    rollouts = await play(environment, count=2)
+    assert [len(trained(renderer, rollout)) for rollout in rollouts] == [1, 1]
+    assert len(play.engine.asked) == 2  # the wrong key reached no model
+    async with openai.AsyncOpenAI(base_url=environment.url, api_key=environment.key, max_retries=0) as late:
+        with pytest.raises(openai.AuthenticationError):
+            await late.chat.completions.create(model="m", messages=[{"role": "user", "content": "say it"}])
+    assert environment.url.startswith("http://127.0.0.1:")
+
+
+@pytest.mark.parametrize(("request_", "message"), [({"stream": True}, "stream is not supported"), ({"n": 2}, "n > 1")])
+async def test_own_client_refuses_what_the_raw_client_refuses(play, request_, message):
+    with pytest.raises(EnvironmentFailed, match=message):
+        await play(make(type("Refused", (OwnClient,), {"request": request_})))

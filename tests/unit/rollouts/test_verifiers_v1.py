@@ -11,6 +11,7 @@ from aiohttp import web
 
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.core.types import Conversation
 from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
 from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
@@ -178,10 +179,28 @@ async def test_conversation_that_exceeds_seq_len_is_scored():
             await environment.run_group(3, 1, engine, SAMPLING, 25)
 
 
-async def test_two_trainable_agents_raise():
+async def test_two_trainable_agents_are_parts_of_one_rollout():
     async with playing("talking_taskset", env={"train_both": True}) as (environment, _, engine):
-        with pytest.raises(EnvironmentFailed, match="2 trainable agents"):
-            await environment.run_group(3, 1, engine, SAMPLING, 256)
+        (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
+    assert sorted(credit.name for credit in rollout.credits) == ["agent", "other"]
+    assert [set(sample.credits.tolist()) for sample in rollout.samples] == [{0}, {1}]
+    assert rollout.credits[0].context == rollout.credits[1].context != ""
+    assert rollout.reward == sum(credit.reward for credit in rollout.credits) / 2
+    assert ("user (other)", "it is 3") in rollout.text
+
+
+async def test_two_trainable_agents_are_evaluated():
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
+        fake.reply = lambda body: says("it is 3")
+        config = EnvConfig(id="talking_taskset", args={"env": {"train_both": True}})
+        environment = environment_loader.load(config, Renderer(TOKENIZER), "eval", keep_messages=True)
+        (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
+        environment._server_task.cancel()
+        await asyncio.gather(environment._server_task, return_exceptions=True)
+    assert isinstance(rollout, Conversation)
+    assert {message["agent"] for message in rollout.messages} == {"agent", "other"}
+    assert rollout.completion_tokens == 6 * len(says("it is 3")[0])
+    assert rollout.metrics["agent/right"] == rollout.metrics["other/right"] == 1.0
 
 
 async def test_agent_limit_ends_the_conversation_which_is_scored():
@@ -189,7 +208,7 @@ async def test_agent_limit_ends_the_conversation_which_is_scored():
         (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
         assert rollout.metrics["num_turns"] == 3 and rollout.reward == 2.0
     async with playing(task={"stop_after": 0}) as (environment, fake, engine):
-        with pytest.raises(EnvironmentFailed, match="0 trainable agents"):
+        with pytest.raises(EnvironmentFailed, match="no trainable agent"):
             await environment.run_group(3, 1, engine, SAMPLING, 256)
         assert fake.requests == []
 

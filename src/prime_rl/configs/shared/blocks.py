@@ -274,7 +274,7 @@ class EnvConfig(BaseConfig):
     sampling: dict[str, object] = Field({})
     """Keys of `sampling` to override for this environment."""
 
-    timeout_seconds: float | None = Field(None, gt=0)
+    timeout_seconds: float | None = Field(1200, gt=0)
     """Time limit of the environment for one rollout, without the time in which the model samples, and for the scoring
     of a group. A slower rollout is truncated and scored. None sets no limit."""
 
@@ -290,11 +290,16 @@ class EnvConfig(BaseConfig):
     """If a reward function raises or returns a non-finite number: drop the rollout, or set this reward to 0.
     Infrastructure errors are never 0, and functions of weight 0 only log a warning."""
 
+    step_rewards: Literal["ignore", "add", "included"] = "ignore"
+    """Rewards that a classic environment sets in single steps: `add` adds them to the rubric's reward, `included` means
+    that the rubric adds them up itself; both credit each turn only with the reward that comes after it."""
+
     start_timeout_seconds: float = Field(600, gt=0)
     """Timeout for a worker process to load the environment."""
 
     silence_timeout_seconds: float = Field(600, gt=0)
-    """Replace a worker process whose event loop the environment blocks for longer; used if timeout_seconds is None."""
+    """Replace a worker process whose event loop the environment blocks for longer, or for longer than timeout_seconds +
+    cleanup_seconds."""
 
     cleanup_seconds: float = Field(30, ge=0)
     """Time limit for cleanup, such as the deletion of sandboxes, after cancelled or timed-out rollouts; then the worker

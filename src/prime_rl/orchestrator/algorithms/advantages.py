@@ -27,6 +27,8 @@ _LARGEST = 1e30
 class Scores:
     """The input of an advantage function for one group of G rollouts; all arrays are [G], None if unknown.
 
+    If rollouts have parts with a reward each, these take the place of the rollouts (`credit_assignment`).
+
     Attributes:
         rewards: shaped; finite.
         lengths: sampled tokens.

@@ -6,14 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_rl.configs.rollouts.advantage import LengthBonusConfig, LengthPenaltyConfig, RewardShapingConfig
-from prime_rl.core.types import Group
 from prime_rl.orchestrator.algorithms.advantages import Scores, bounded
-
-
-def shaped_scores(config: RewardShapingConfig, group: Group, zero_truncated: bool) -> Scores:
-    """Return what the advantages of a group are computed from."""
-    scores = Scores.of(group)
-    return replace(scores, rewards=shape_rewards(config, scores, zero_truncated))
 
 
 def shape_rewards(config: RewardShapingConfig, scores: Scores, zero_truncated: bool = False) -> NDArray[np.float64]:

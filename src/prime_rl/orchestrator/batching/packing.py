@@ -73,15 +73,16 @@ def pack(
 
     Args:
         groups: finished groups.
-        advantages: for each group float64 [G]; each sampled token gets its rollout's advantage.
+        advantages: for each group float64 [P], of the parts of its rollouts (`part_advantages`). Each sampled token
+            gets that of its part.
         seq_len: longest row in tokens; ValueError if a sample is longer.
         cost: of a sample for the trainer.
         mask_truncated: mask all tokens of rollouts with a completion that was cut by its token limit.
     """
     items = [
-        (sample, group, index, values[index])
+        (sample, group, index, values[start:])
         for group, values in zip(groups, advantages, strict=True)
-        for index, rollout in enumerate(group.rollouts)
+        for index, (rollout, start) in enumerate(zip(group.rollouts, group.part_offsets, strict=False))
         for sample in rollout.samples
     ]
     masks = [
@@ -96,7 +97,7 @@ def pack(
     samples = [sample for sample, *_ in ordered]
     seq_lens = np.array([lengths[item] for item in order], np.int32)
     mask = np.concatenate([masks[item] for item in order])
-    per_token = np.repeat(np.array([advantage for *_, advantage in ordered], np.float32), seq_lens)
+    per_token = np.concatenate([_per_token(sample, values) for sample, *_, values in ordered])
     temperatures = np.array([group.temperature for _, group, *_ in ordered], np.float32)
     return Batch(
         tokens=np.concatenate([sample.tokens for sample in samples]),
@@ -124,6 +125,13 @@ def _truncation(groups: Sequence[Group], seq_lens: NDArray[np.int32]) -> dict[st
     }
     neutral = {"top_k": 0, "top_p": 1, "min_p": 0}
     return {name: np.repeat(cut, seq_lens) for name, cut in cuts.items() if (cut != neutral[name]).any()}
+
+
+def _per_token(sample: Sample, advantages: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return the advantage of each token, given those of the rollout's parts."""
+    if sample.credits is None:
+        return np.full(len(sample), advantages[0], np.float32)
+    return advantages[sample.credits].astype(np.float32)
 
 
 def _loss_mask(sample: Sample) -> NDArray[np.uint8]:

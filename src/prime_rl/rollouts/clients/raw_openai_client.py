@@ -1,7 +1,7 @@
 """The OpenAI client that a classic environment gets as `state["client"].client`.
 
 Its requests stay in this process: a transport answers them through the recorder of the rollout, so every token
-is known. No port is opened.
+is known. Its `base_url` and `api_key` are those of the worker's `PolicyEndpoint`, for clients of the environment's own.
 """
 
 import importlib
@@ -23,13 +23,30 @@ _http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1]._
 Answer = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 
-def raw_client(answer: Answer) -> openai.AsyncOpenAI:
+def raw_client(answer: Answer, base_url: str, api_key: str) -> openai.AsyncOpenAI:
     """Return a client whose chat completions are `answer` of the request's body; other requests fail with 400.
 
-    `answer` raises ValueError for a request that it refuses.
+    `answer` raises ValueError for a request that it refuses. Nothing is sent to `base_url`.
     """
     http = _http.AsyncClient(transport=_Transport(answer), trust_env=False)
-    return openai.AsyncOpenAI(api_key="none", base_url="http://policy.invalid/v1", max_retries=0, http_client=http)
+    return openai.AsyncOpenAI(api_key=api_key, base_url=base_url, max_retries=0, http_client=http)
+
+
+async def respond(answer: Answer, path: str, content: bytes) -> tuple[int, dict[str, Any]]:
+    """Return status and body of the response to a request."""
+    try:
+        if not path.endswith("/chat/completions"):
+            raise ValueError("only chat completions are supported")
+        body = json.loads(content)
+        _check(body)
+        return 200, await answer(body)
+    except ValueError as error:
+        return 400, error_body(str(error))
+
+
+def error_body(message: str) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    return {"error": {"message": message, "type": "invalid_request_error"}}
 
 
 class _Transport(_http.AsyncBaseTransport):
@@ -37,17 +54,13 @@ class _Transport(_http.AsyncBaseTransport):
         self._answer = answer
 
     async def handle_async_request(self, request: Any) -> Any:
-        try:
-            if not request.url.path.endswith("/chat/completions"):
-                raise ValueError("only chat completions are supported")
-            body = json.loads(await request.aread())
-            _check(body)
-            return _http.Response(200, json=await self._answer(body))
-        except ValueError as error:
-            return _http.Response(400, json={"error": {"message": str(error), "type": "invalid_request_error"}})
+        status, body = await respond(self._answer, request.url.path, await request.aread())
+        return _http.Response(status, json=body)
 
 
-def _check(body: Mapping[str, Any]) -> None:
+def _check(body: Any) -> None:
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise ValueError("the body has no list of messages")
     if body.get("stream"):
         raise ValueError("stream is not supported")
     if body.get("n") not in (None, 1):

@@ -17,10 +17,12 @@ from verifiers.types import Messages, Response, ResponseMessage, ResponseTokens,
 
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import PromptTooLong
+from prime_rl.rollouts.clients.policy_endpoint import PolicyEndpoint
 from prime_rl.rollouts.clients.raw_openai_client import raw_client
 from prime_rl.rollouts.group_attempts import Attempt
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.rollouts.replies import Reply, Turn
+from prime_rl.rollouts.verifiers.step_credits import GivenCredit
 
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 _HARMLESS = {"n": 1, "extra_body": {}, "extra_headers": {}, "stream": False}
@@ -37,17 +39,25 @@ class RolloutClient(Client):
         attempt: that it serves.
         state: of the rollout, as passed with the last call.
         raw_replies: answers of the raw client.
+        credit: what the environment has set before it is scored.
     """
 
     def __init__(
-        self, warn: Callable[[str, str], None], recorder: Recorder, attempt: Attempt, sampling: Mapping[str, Any]
+        self,
+        warn: Callable[[str, str], None],
+        recorder: Recorder,
+        attempt: Attempt,
+        sampling: Mapping[str, Any],
+        endpoint: PolicyEndpoint,
     ) -> None:
         """Serve one rollout with the run's `sampling` parameters; `warn` gets a topic and a warning."""
         super().__init__(None)
+        self._endpoint = endpoint
         self.recorder = recorder
         self.attempt = attempt
         self.state: Any = None
         self.raw_replies: list[Reply] = []
+        self.credit = GivenCredit()
         self._raw: Any = None
         self._warn = warn
         self._sampling = dict(sampling)
@@ -57,8 +67,24 @@ class RolloutClient(Client):
     def client(self) -> Any:
         """An `openai.AsyncOpenAI` that samples from the policy; its replies in the completion are trained on."""
         if self._raw is None:
-            self._raw = raw_client(self._answer_raw)
+            self._raw = raw_client(self._answer_raw, self._endpoint.base_url, self._endpoint.add(self._answer_raw))
         return self._raw
+
+    @property
+    def base_url(self) -> str:
+        """Address of the same API for a client of the environment's own; it needs `api_key`."""
+        return str(self.client.base_url)
+
+    @property
+    def api_key(self) -> str:
+        """Key for `base_url` until the group ends."""
+        return str(self.client.api_key)
+
+    def release(self) -> None:
+        """End the validity of `api_key`, and drop the state."""
+        if self._raw is not None:
+            self._endpoint.remove(self._raw.api_key)
+        self.state = None  # the state refers to its client: without the cycle both are freed at once
 
     @property
     def is_raw(self) -> bool:

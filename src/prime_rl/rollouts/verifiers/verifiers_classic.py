@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Rollout
+from prime_rl.rollouts.clients.policy_endpoint import PolicyEndpoint
 from prime_rl.rollouts.clients.raw_openai_client import replies_in
 from prime_rl.rollouts.environment_backend import EnvironmentBackend
 from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
@@ -23,7 +24,6 @@ from prime_rl.rollouts.group_failures import (
     EnvironmentFailed,
     RolloutTimedOut,
     SampleTooLong,
-    UnsupportedEnvironment,
     as_number,
     config_errors,
     contain_failures,
@@ -35,6 +35,7 @@ from prime_rl.rollouts.trajectory_merging import Mask
 from prime_rl.rollouts.verifiers import classic_patches, rubrics
 from prime_rl.rollouts.verifiers.added_rewards import check_names, load_rewards
 from prime_rl.rollouts.verifiers.classic_client import RolloutClient, is_whole, tool_definition
+from prime_rl.rollouts.verifiers.step_credits import GivenCredit, check_scored
 
 Row = Mapping[str, Any]
 
@@ -46,6 +47,7 @@ class ClassicEnvironment(EnvironmentBackend):
 
     def _load(self) -> None:
         classic_patches.apply()
+        self._endpoint = PolicyEndpoint()
         config, split = self.config, self.split
         if config.runtime == "subprocess":
             self.warn("runtime", f"runtime = {config.runtime!r} has no effect: it applies to agents of v1 environments")
@@ -86,7 +88,8 @@ class ClassicEnvironment(EnvironmentBackend):
         clients: list[RolloutClient] = []
 
         async def attempt(this: Attempt) -> RolloutClient:
-            clients.append(client := RolloutClient(self.warn, self._recorder(this, seq_len), this, sampling))
+            client = RolloutClient(self.warn, self._recorder(this, seq_len), this, sampling, self._endpoint)
+            clients.append(client)
             await self._attempt(client, env, row, sampling)
             return client
 
@@ -97,7 +100,7 @@ class ClassicEnvironment(EnvironmentBackend):
         finally:
             await self._clean_up(env.rubric, [client.state for client in clients if client.state is not None])
             for client in clients:
-                client.state = None  # the state refers to its client: without the cycle both are freed at once
+                client.release()
 
     async def _attempt(self, client: RolloutClient, env: Any, row: Row, sampling: Mapping[str, Any]) -> None:
         """Run one rollout and set its state. At the time limit it is scored with its turns so far."""
@@ -121,8 +124,14 @@ class ClassicEnvironment(EnvironmentBackend):
         client.raise_failure()
         if error := client.state.get("error"):
             raise environment_failure(error) if isinstance(error, BaseException) else EnvironmentFailed(repr(error))
-        if self.trains:
-            self._check_credit(client.state)
+        with contain_failures():
+            client.credit = GivenCredit.read(client.state, client.reply)
+        if client.credit.has_rewards and self.config.step_rewards == "ignore":
+            self.warn(
+                "rewards of steps",
+                "it sets `reward` of single steps, which count only if its rubric adds them up; set step_rewards of "
+                'the environment to "included" if it does, and to "add" if not',
+            )
 
     async def _score(self, group: GroupAttempts, env: Any, finished: list[RolloutClient]) -> list[RolloutClient]:
         """Score the rollouts of a group together; return those with a reward."""
@@ -183,12 +192,18 @@ class ClassicEnvironment(EnvironmentBackend):
         if not trained:
             raise EnvironmentFailed(_no_turns_message(state, client))
         messages = [*_messages(state["prompt"], "user"), *_messages(state.get("completion"), "assistant")]
+        reward, mode = as_number("the reward", state["reward"]), self.config.step_rewards
+        if mode == "add":
+            reward += client.credit.total
+        if self.trains:
+            check_scored(client.credit, state)
         return client.recorder.rollout(
             trained,
             normalise(messages),
-            reward=as_number("the reward", state["reward"]),
+            reward=reward,
             metrics={name: as_number(f"metric {name}", value) for name, value in (state["metrics"] or {}).items()},
             is_truncated=bool(state.get("is_truncated") or state.get("timed_out")),
+            credits=client.credit.credits(trained, reward, mode),
         )
 
     def _load_rewards(self) -> list[tuple[Callable[..., Any], float]]:
@@ -224,21 +239,6 @@ class ClassicEnvironment(EnvironmentBackend):
                     f"its sampling_args are ignored ({', '.join(sorted(own))}); set them in `sampling` of the "
                     "environment's configuration",
                 )
-
-    def _check_credit(self, state: Any) -> None:
-        """Check rewards and advantages that the environment sets itself, before the rubric scores the rollout."""
-        steps = state.get("trajectory") or ()
-        if state.get("advantage") is not None or any(step.get("advantage") is not None for step in steps):
-            raise UnsupportedEnvironment(
-                "it sets `advantage` of a rollout or of a step of its trajectory, which would be ignored; return "
-                "rewards from its rubric, and set `orchestrator.advantage`"
-            )
-        if any(step.get("reward") is not None for step in steps):
-            self.warn(
-                "rewards of steps",
-                "it sets `reward` of single steps: they count only if its rubric adds them up; all tokens of a "
-                "rollout get the same advantage",
-            )
 
 
 def _raise_failures(clients: Iterable[RolloutClient]) -> None:

@@ -16,6 +16,7 @@ from verifiers.v1.utils.loaders import default_harness_id, harness_class, load_e
 
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.types import Rollout
+from prime_rl.rollouts.agent_credits import AgentRollout, join_agents
 from prime_rl.rollouts.environment_backend import EnvironmentBackend
 from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
 from prime_rl.rollouts.group_failures import (
@@ -106,15 +107,24 @@ class TasksetEnvironment(EnvironmentBackend):
                     finally:
                         for trace in clients:
                             del self._client.traces[trace]
-                    trace, rollout = _rollout(episode, clients)
-                    added, values = await score_trace(
-                        self._added_rewards, trace, self.config.reward_errors == "zero", self.warn
-                    )
-                    if clash := rollout.metrics.keys() & values.keys():
-                        raise UnsupportedEnvironment(f"it has its own metric {min(clash)!r}; set env.rewards.name")
-                    return replace(rollout, reward=rollout.reward + added, metrics={**rollout.metrics, **values})
+                    agents = [await self._agent(trace, clients[trace.id]) for trace in _trained(episode, clients)]
+                    return agents[0].rollout if len(agents) == 1 else join_agents(agents)
 
         return await group.run(attempt)
+
+    async def _agent(self, trace: Any, client: TraceClient) -> AgentRollout:
+        """Return what one trainable agent did, with the rewards that the configuration adds."""
+        if any(getattr(node, "advantages", None) is not None for node in trace.nodes):
+            raise UnsupportedEnvironment(
+                "it sets `advantages` of messages, which would be ignored; record rewards, and set "
+                "orchestrator.advantage"
+            )
+        rollout = _rollout(trace, client)
+        added, values = await score_trace(self._added_rewards, trace, self.config.reward_errors == "zero", self.warn)
+        if clash := rollout.metrics.keys() & values.keys():
+            raise UnsupportedEnvironment(f"it has its own metric {min(clash)!r}; set env.rewards.name")
+        rollout = replace(rollout, reward=rollout.reward + added, metrics={**rollout.metrics, **values})
+        return AgentRollout(trace.agent.name, getattr(trace.task, "hash", None) or "", rollout)
 
     async def _serve(self) -> None:
         """Start the environment's servers if they are not running; EnvironmentFailed if that fails."""
@@ -201,8 +211,8 @@ def _env_config(taskset: str, settings: dict[str, Any], env: dict[str, Any], run
     return config.model_copy(update=agents)
 
 
-def _rollout(episode: Any, clients: Mapping[str, TraceClient]) -> tuple[Any, Rollout]:
-    """Return the trained trace of a finished episode and its rollout; raises the same as `run_group`."""
+def _trained(episode: Any, clients: Mapping[str, TraceClient]) -> list[Any]:
+    """Return the traces of a finished episode to train on; raises the same as `run_group`."""
     recorders = [client.recorder for client in clients.values()]
     for recorder in recorders:
         if recorder.server_error is not None:
@@ -212,22 +222,24 @@ def _rollout(episode: Any, clients: Mapping[str, TraceClient]) -> tuple[Any, Rol
         errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
         message = "; ".join(f"{error.type}: {' '.join(error.message.split())[:300]}" for error in errors)
         raise EnvironmentFailed(message, any(error.type in _INFRASTRUCTURE for error in errors))
-    candidates = [(trace, clients[trace.id].trained(trace)) for trace in episode.traces if trace.agent.trainable]
-    candidates = [(trace, trained) for trace, trained in candidates if trained]
-    if too_long and not (episode.ok and candidates):
+    started = {trace: number for number, trace in enumerate(clients)}  # episode.traces are in order of their ends
+    traces = [trace for trace in episode.traces if trace.agent.trainable and clients[trace.id].trained(trace)]
+    traces.sort(key=lambda trace: started[trace.id])
+    if too_long and not (episode.ok and traces):
         raise SampleTooLong("a prompt does not fit into seq_len")
-    if len(candidates) != 1:
-        raise EnvironmentFailed(
-            f"an episode has {len(candidates)} trainable agents with replies; only one is supported"
-        )
-    ((trace, trained),) = candidates
+    if not traces:
+        raise EnvironmentFailed("an episode has no trainable agent with replies")
+    return traces
+
+
+def _rollout(trace: Any, client: TraceClient) -> Rollout:
+    trained = client.trained(trace)
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     metrics = {"num_turns": len(trained), **scores, **trace.metrics}
-    rollout = clients[trace.id].recorder.rollout(
+    return client.recorder.rollout(
         trained,
         normalise(trace.messages),
         reward=as_number("the reward", trace.reward),
         metrics={name: as_number(f"metric {name}", value) for name, value in metrics.items()},
-        is_truncated=clients[trace.id].recorder.prompt_too_long,
+        is_truncated=client.recorder.prompt_too_long,
     )
-    return trace, rollout

@@ -75,7 +75,7 @@ class WorkerHandle:
         self._process = process
         self._silence_s = config.silence_timeout_seconds
         if config.timeout_seconds is not None:
-            self._silence_s = config.timeout_seconds + config.cleanup_seconds
+            self._silence_s = min(self._silence_s, config.timeout_seconds + config.cleanup_seconds)
         self._on_warning = on_warning
         self._ready: asyncio.Future[protocol.EnvironmentReady | protocol.EnvironmentUnloadable] = loop.create_future()
         self._drained = asyncio.Event()

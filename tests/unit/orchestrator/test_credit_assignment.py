@@ -1,0 +1,127 @@
+"""Advantages of the parts of rollouts: what is compared, what the environment gives, and where they go."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.rollouts.advantage import ReinforcePPAdvantageConfig
+from prime_rl.core.types import Credit, Group, Rollout, Sample
+from prime_rl.orchestrator.algorithms.advantages import advantage_function
+from prime_rl.orchestrator.algorithms.credit_assignment import (
+    comparisons,
+    has_only_zero_advantages,
+    part_advantages,
+)
+from prime_rl.orchestrator.batching.packing import pack
+from prime_rl.orchestrator.ledger.pending_groups import decode_group, encode_group
+from prime_rl.orchestrator.sample_files import SampleFiles
+from prime_rl.storage.paths import RunPaths
+
+
+def sample(owners=None, tokens=3):
+    """`tokens` sampled tokens after one of the prompt, or one sampled token for each owner."""
+    tokens = tokens if owners is None else len(owners)
+    sampled = np.arange(tokens + 1) > 0
+    return Sample(
+        np.zeros(tokens + 1, np.int32),
+        sampled,
+        np.zeros(tokens + 1, np.float32),
+        np.where(sampled, 0, -1).astype(np.int32),
+        None if owners is None else np.array([owners[0], *owners], np.int32),
+    )
+
+
+def group(*rollouts):
+    """Rollouts as (reward, credits, samples)."""
+    played = [Rollout(tuple(samples), reward, {}, False, (), credits=credits) for reward, credits, samples in rollouts]
+    return Group(0, tuple(played), "toy", 0, 1.0)
+
+
+def advantages_of(group, **keys):
+    config = OrchestratorConfig(**keys)
+    (values,) = part_advantages(advantage_function(config.advantage), [group], config)
+    return values.tolist()
+
+
+def agents(*rewards, contexts=("same", "same")):
+    """A rollout of the agents `a` and `b`."""
+    credits = tuple(Credit(n, r, context=c) for n, r, c in zip("ab", rewards, contexts, strict=True))
+    return sum(rewards) / 2, credits, [sample([0, 0]), sample([1, 1, 1, 1])]
+
+
+def test_part_advantages_without_credits_are_those_of_the_rollouts():
+    plain = group((1.0, (), [sample()]), (0.0, (), [sample()]))
+    assert advantages_of(plain) == [0.5, -0.5]
+    assert plain.part_offsets.tolist() == [0, 1, 2]
+
+
+def test_part_advantages_compare_each_agent_with_itself():
+    assert advantages_of(group(agents(1.0, 0.0), agents(0.0, 4.0))) == [0.5, -2.0, -0.5, 2.0]
+
+
+def test_part_advantages_of_tasks_that_differ_are_compared_by_name():
+    pair = group(agents(1.0, 0.0, contexts=("x", "y")), agents(0.0, 4.0, contexts=("x", "z")))
+    assert advantages_of(pair) == [0.5, -2.0, -0.5, 2.0]
+
+
+def test_part_advantages_given_by_the_environment_are_not_compared():
+    given = (5.0, (Credit("", 5.0, advantage=-3.0),), [sample()])
+    mixed = group(given, (1.0, (), [sample()]), (0.0, (), [sample()]))
+    assert advantages_of(mixed) == [-3.0, 0.5, -0.5]
+    assert advantages_of(group(given)) == [-3.0]
+    assert advantages_of(group(given), advantage=ReinforcePPAdvantageConfig()) == [-3.0]
+
+
+def test_comparison_counts_the_tokens_of_its_parts_and_shapes_rewards():
+    config = OrchestratorConfig(zero_truncated_completions=True)
+    first, second = comparisons(group(agents(1.0, 0.5), agents(0.0, 4.0)), config)
+    assert first.scores.lengths.tolist() == [2, 2] and second.scores.lengths.tolist() == [4, 4]
+    assert second.parts.tolist() == [1, 3]
+    cut = Rollout((sample([0]),), 1.0, {}, True, (), credits=(Credit("a", 1.0),))
+    (comparison,) = comparisons(Group(0, (cut,), "toy", 0, 1.0), config)
+    assert comparison.scores.rewards.tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "is_zero"),
+    [
+        ([agents(1.0, 0.0), agents(1.0, 0.0)], True),
+        ([agents(1.0, 0.0), agents(1.0, 0.5)], False),
+        ([agents(0.0, 1.0), agents(1.0, 0.0)], False),  # equal rewards of the rollouts
+        ([(1.0, (Credit("", 1.0, advantage=0.0),), [sample()])], True),
+        ([(1.0, (Credit("", 1.0, advantage=0.5),), [sample()])], False),
+    ],
+)
+def test_has_only_zero_advantages_looks_at_the_parts(rollouts, is_zero):
+    assert has_only_zero_advantages(group(*rollouts), OrchestratorConfig()) == is_zero
+
+
+def test_pack_gives_each_token_the_advantage_of_its_part():
+    turns = (0.0, (Credit("turn 0", 1.0), Credit("turn 1", 2.0)), [sample([0, 0, 1])])
+    batch = pack([group(turns, (0.0, (), [sample(tokens=2)]))], [np.array([7.0, 8.0, 9.0])], 64)
+    by_rollout = {
+        int(rollout): batch.advantages[end - length : end].tolist()
+        for rollout, length, end in zip(batch.sample_rollout, batch.seq_lens, np.cumsum(batch.seq_lens), strict=True)
+    }
+    assert by_rollout == {0: [0, 7, 7, 8], 1: [0, 9, 9]}
+
+
+def test_pending_group_keeps_credits():
+    before = group(agents(1.0, 0.0), (1.0, (Credit("", 1.0, advantage=0.5),), [sample()]))
+    after = decode_group(encode_group(before), Path("group"))
+    assert [rollout.credits for rollout in after.rollouts] == [rollout.credits for rollout in before.rollouts]
+    assert after.rollouts[0].samples[1].credits.tolist() == [1] * 5
+    assert after.rollouts[1].samples[0].credits is None
+
+
+def test_sample_files_list_the_credits(tmp_path):
+    mixed = group(agents(1.0, 0.0), (0.5, (), [sample()]))
+    files = SampleFiles(RunPaths(tmp_path))
+    files.write(0, [mixed], [np.array([0.5, -1.5, 0.25])])
+    first, second = map(json.loads, RunPaths(tmp_path).samples(0).read_text().splitlines())
+    assert first["advantage"] == -0.5 and second["advantage"] == 0.25
+    assert first["credits"][1] == {"name": "b", "reward": 0.0, "advantage": -1.5}
+    assert "credits" not in second
