@@ -142,8 +142,9 @@ def check_scores(rollout: Rollout) -> None:
     scores = [("the reward", rollout.reward, MAX_REWARD)]
     scores += [(f"metric {name}", value, MAX_METRIC) for name, value in rollout.metrics.items()]
     for credit in rollout.credits:
-        scores += [(f"the reward of {credit.name}", credit.reward, MAX_REWARD)]
-        scores += [(f"the advantage of {credit.name}", credit.advantage or 0.0, MAX_REWARD)]
+        of_part = f"of {credit.name or 'the rollout'}"
+        scores += [(f"the reward {of_part}", credit.reward, MAX_REWARD)]
+        scores += [(f"the advantage {of_part}", credit.advantage or 0.0, MAX_REWARD)]
     for name, value, maximum in scores:
         if abs(as_number(name, value)) > maximum:
             raise EnvironmentFailed(f"{name} is {value:g}, above the limit of {maximum:g}")

@@ -52,10 +52,14 @@ async def test_pool_logs_a_warning_of_all_workers_once(open_peculiar, logged):
     assert {request["sampling_params"]["temperature"] for request in engine.requests} == {1.0}
 
 
-async def test_pool_of_an_environment_that_sets_advantages_raises_config_error(open_peculiar):
-    async with fake_engine() as engine, open_peculiar("advantage") as pool:
-        with pytest.raises(ConfigError, match=r"^environment 'peculiar_environment': it sets `advantage` of a rollout"):
-            await play(pool, engine)
+async def test_pool_returns_advantages_of_the_environment_and_refuses_implausible_ones(open_peculiar):
+    async with fake_engine() as engine:
+        async with open_peculiar("advantage") as pool:
+            (credit,) = (await play(pool, engine))[0].credits
+            assert (credit.name, credit.reward, credit.advantage) == ("turn 0", 1.0, 1.0)
+        async with open_peculiar("huge advantage") as pool:
+            with pytest.raises(EnvironmentFailed, match=r"advantage of turn 0 is 1e\+30, above the limit"):
+                await play(pool, engine)
 
 
 async def test_pool_names_the_example_whose_prompt_cannot_be_rendered(open_peculiar):
