@@ -5,10 +5,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_rl.configs.shared.blocks import DEFAULT_PORT, SERVER_ADDRESS_VAR, LogConfig, NameConfig
+from prime_rl.configs.shared.blocks import DEFAULT_PORT, SERVER_ADDRESS_VAR, LogConfig, NameConfig, StrList
 from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.configs.training.broadcast import Precision
-from prime_rl.core.api_key import API_KEY_VAR
+from prime_rl.core.api_key import API_KEY_VAR, RELAY_KEY_VAR
 from prime_rl.loading.base_config import BaseConfig, common
 from prime_rl.loading.root_config import RootConfig
 
@@ -102,6 +102,25 @@ class ParallelConfig(BaseConfig):
         return self
 
 
+class RelaySourceConfig(BaseConfig):
+    """Relays from which the server copies the policy versions that it is asked to load (docs/deployment.md)."""
+
+    urls: StrList = Field([])
+    """URLs such as http://node1:8430, separated by commas; all have the same versions."""
+
+    api_key_var: str = RELAY_KEY_VAR
+    """Environment variable with the key of the relays; no key is sent if it is unset."""
+
+    timeout_seconds: float = Field(300, gt=0)
+    """Reject a version after this many seconds without a new byte from any relay."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "RelaySourceConfig":
+        if not self.urls:
+            raise ValueError("urls is missing: the URLs of relays, such as --relay.urls http://node1:8430")
+        return self
+
+
 class InferenceConfig(RootConfig):
     """The inference server: vLLM's OpenAI server with routes for weight updates.
 
@@ -180,11 +199,20 @@ class InferenceConfig(RootConfig):
     """Local directory for the latest full version if versions are published as deltas (docs/design/deltas.md); None is
     the temporary directory of the system."""
 
+    relay: RelaySourceConfig | None = None
+    """Copy versions from relays instead of reading a shared directory."""
+
     vllm: dict[str, Any] = Field({}, json_schema_extra=common("Inference"))
     """Further arguments of vLLM's server, such as `vllm.max_num_seqs`."""
 
     log: LogConfig = Field(default_factory=LogConfig)
     """The log."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "InferenceConfig":
+        if self.relay is not None and self.parallel.spans_nodes:
+            raise ValueError("relay: a server over several nodes needs a directory that its nodes share; remove relay")
+        return self
 
     @field_validator("vllm", mode="after")
     @classmethod

@@ -93,6 +93,10 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
     """If inference rejects a version (altered, incomplete, wrong canary): fail, or keep sampling from the previous
     version until a newer one is published or the staleness limit is reached, which fails the run."""
 
+    min_servers: int | None = Field(None, ge=1)
+    """Start the run when so many servers of `client.base_url` answer; the others join when they answer. None waits for
+    all."""
+
     wait_timeout_seconds: float = Field(1800, gt=0)
     """Timeout for the trainer's next version and for the start of inference."""
 

@@ -1,15 +1,19 @@
-"""The API key of the inference server. It is read from the environment and never written to
-files, logs or command lines. Configurations contain only the name of the variable.
+"""API keys of the project's servers. They are read from the environment and never written to files, logs or command
+lines. Configurations contain only the name of the variable.
 """
 
+import ipaddress
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prime_rl.core.errors import ConfigError
 
 API_KEY_VAR = "INFERENCE_SERVER_API_KEY"
-"""Default of `client.api_key_var`, the environment variable with the key."""
+"""Default of `client.api_key_var`, the environment variable with the key of the inference server."""
+RELAY_KEY_VAR = "RELAY_API_KEY"
+"""Default of the environment variable with the key of the relays of a run."""
 
 
 def read_api_key(variable: str) -> str | None:
@@ -26,14 +30,30 @@ def read_api_key(variable: str) -> str | None:
     return key or None
 
 
+def has_key(authorization: str, key: str) -> bool:
+    """Whether this value of the header `Authorization` contains the key."""
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), key.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine only."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
 def withheld_from_environments(variables: Sequence[str], settings: Mapping[str, Any]) -> frozenset[str]:
     """Return the environment variables that environment workers must not inherit: keys of servers.
 
     Model-written code that runs in a worker must not find them. The worker receives the key for sampling in its first
-    message. The default variable and those in `variables` are withheld, except the ones that `args` of an environment
+    message. The default variables and those in `variables` are withheld, except the ones that `args` of an environment
     in `settings` name.
     """
-    return frozenset({API_KEY_VAR, *variables} - set(_strings_in_args(settings)))
+    return frozenset({API_KEY_VAR, RELAY_KEY_VAR, *variables} - set(_strings_in_args(settings)))
 
 
 def _strings_in_args(value: object, within: bool = False) -> Iterator[str]:

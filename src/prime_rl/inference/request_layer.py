@@ -11,7 +11,6 @@
 
 import ipaddress
 import os
-import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -22,7 +21,7 @@ from fastapi.responses import JSONResponse
 from loguru import logger
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prime_rl.core.api_key import read_api_key
+from prime_rl.core.api_key import has_key, read_api_key
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.adapter_checks import POLICY_ADAPTER
@@ -103,10 +102,7 @@ class AccessRules:
 
     def allows(self, authorization: str) -> bool:
         """Whether this value of the header `Authorization` contains the key."""
-        if self.api_key is None:
-            return True
-        scheme, _, key = authorization.partition(" ")
-        return scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self.api_key.encode())
+        return self.api_key is None or has_key(authorization, self.api_key)
 
 
 @dataclass

@@ -32,6 +32,7 @@ from prime_rl.inference.multinode.node_registry import NodeMonitor, all_nodes, r
 from prime_rl.inference.policy.delta_cache import cache_root
 from prime_rl.inference.policy.named_adapters import NamedAdapters
 from prime_rl.inference.policy.policy_manager import PolicyManager
+from prime_rl.inference.policy.relayed_versions import RelayedVersions, relayed_versions
 from prime_rl.inference.policy.run_lease import Lease
 from prime_rl.inference.policy.weight_checks import ServedModel
 from prime_rl.inference.request_layer import AccessRules, RequestLayer, keep_known_routes, prepare_requests
@@ -127,10 +128,10 @@ async def _serve(
         logger.warning("every client that can connect to {} may sample; {}", args.host, access.admin_refusal)
     loop = asyncio.get_running_loop()
     end: asyncio.Future[str | None] = loop.create_future()
-    async with build_async_engine_client(args) as client:
+    async with relayed_versions(config) as relayed, build_async_engine_client(args) as client:
         nodes.on_loss(lambda reason: loop.call_soon_threadsafe(_end, end, reason))
         app, policies, generator = await _unless_ended(
-            _make_app(config, args, base, client, access, nodes, partial(_end, end), writer), end
+            _make_app(config, args, base, client, access, nodes, partial(_end, end), writer, relayed), end
         )
         logger.info(f"serving {config.model.name} on port {args.port} after {time.monotonic() - started:.1f} s")
 
@@ -156,6 +157,7 @@ async def _make_app(
     nodes: NodeMonitor,
     fail: Callable[[str], None],
     writer: HeartbeatWriter,
+    relayed: RelayedVersions | None,
 ) -> "tuple[FastAPI, PolicyManager, Generator]":
     """Make vLLM's application with our routes and the generator of token streams; set the version of the engines."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -170,8 +172,9 @@ async def _make_app(
     max_rank = config.max_lora_rank if config.enable_lora else None
     pin_s, tolerance = config.pin_timeout_seconds, config.canary_tolerance
     policies = PolicyManager(
-        engine, base, Lease(config.lease_seconds), fail, tolerance, max_rank, pin_s, phase_recorder(writer)
-    )
+        engine, base, Lease(config.lease_seconds), fail, tolerance, max_rank, pin_s, phase_recorder(writer),
+        copy=relayed.copy if relayed is not None else None,
+    )  # fmt: skip
     await policies.start()
     tasks = await client.get_supported_tasks()
     app = build_app(args, tasks, client.model_config)

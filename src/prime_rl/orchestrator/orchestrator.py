@@ -95,7 +95,7 @@ class Orchestrator:
         self._advantage = advantage_function(config.advantage)
         self._inference = InferencePool(
             servers, self._paths, self._on_change, lambda: self._evaluator.before_switch(), config.on_invalid_weights,
-            config.client.reconnect_seconds,
+            config.client.reconnect_seconds, config.min_servers,
         )  # fmt: skip
         self._heartbeat = heartbeat or HeartbeatWriter(self._paths, "orchestrator", "orchestrator")
         limits, standalone = config.heartbeat.limits, not is_supervised()

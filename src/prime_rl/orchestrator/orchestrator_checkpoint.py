@@ -84,7 +84,7 @@ def _write_part(
 
 def read_checkpoint_part(checkpoint: Path, config: OrchestratorConfig) -> OrchestratorState:
     """Read the part of a committed checkpoint, if it has one, and check its hashes. Raises ConfigError, RunError."""
-    if ORCHESTRATOR not in read_commit(checkpoint).parts:
+    if ORCHESTRATOR not in read_commit(checkpoint, only=ORCHESTRATOR).parts:
         raise ConfigError(
             f"{checkpoint} was written by a trainer without an orchestrator; only a trainer on recorded batches can "
             "resume from it"

@@ -96,7 +96,7 @@ def _is_for_us(directory: Path, resume: ResumeRecord) -> bool:
     """Return whether the checkpoint has an orchestrator's part; otherwise the trainer replays recorded batches."""
     if resume.step:
         with suppress(ArtifactError):  # `read_checkpoint_part` reports the defect
-            return ORCHESTRATOR in read_commit(directory / f"step_{resume.step}").parts
+            return ORCHESTRATOR in read_commit(directory / f"step_{resume.step}", only=ORCHESTRATOR).parts
     return True
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
@@ -12,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prime_rl.core.api_key import read_api_key
+from prime_rl.core.api_key import has_key, is_loopback, read_api_key
 from prime_rl.core.errors import ConfigError
 
 COOKIE = "prime_rl_page"
@@ -66,8 +65,7 @@ class PageAccess:
         """Whether a request may be answered."""
         if self.api_key is None:
             return is_loopback(_host_of(headers.get("host", "")))
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self.api_key.encode()):
+        if has_key(headers.get("authorization", ""), self.api_key):
             return True
         return cookie is not None and secrets.compare_digest(cookie.encode(), self.cookie_value().encode())
 
@@ -129,16 +127,6 @@ class AccessLayer:
         response = RedirectResponse("/", 303)
         response.set_cookie(COOKIE, self._access.cookie_value(), httponly=True, samesite="strict", path="/")
         return response
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine only."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def _host_of(header: str) -> str:

@@ -94,8 +94,11 @@ def find_checkpoints(directory: Path) -> CheckpointListing:
     return CheckpointListing(tuple(sorted(complete, key=lambda commit: commit.step)), broken)
 
 
-def read_commit(checkpoint: Path) -> CheckpointCommit:
-    """Read `COMMITTED` and check the files of every part by size; ArtifactError says why it is not complete."""
+def read_commit(checkpoint: Path, only: str | None = None) -> CheckpointCommit:
+    """Read `COMMITTED` and check the files of every part by size; ArtifactError says why it is not complete.
+
+    `only` limits the check to one part: without a shared directory, each process has its own.
+    """
     file = checkpoint / COMMITTED
     commit = _read(file, CheckpointCommit)
     if commit is None:
@@ -103,6 +106,8 @@ def read_commit(checkpoint: Path) -> CheckpointCommit:
     if commit.step != step_of(checkpoint):
         raise ArtifactError(f"{file} belongs to step {commit.step}")
     for part, expected in commit.parts.items():
+        if only not in (None, part):
+            continue
         read_manifest(checkpoint / part, PART_FORMAT)
         if hash_file(checkpoint / part / MANIFEST) != expected:
             raise ArtifactError(f"{checkpoint / part / MANIFEST} is damaged: its hash differs from {file.name}")

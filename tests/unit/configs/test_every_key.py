@@ -42,6 +42,7 @@ BESIDE = {
     r"--ckpt\.keep-interval": "--@ckpt.keep-last 1",
     r"--oversampling": "--@max-off-policy-steps 4",
     r"--bench-steps": "--bench",
+    r"--relay\.(api-key-var|timeout-seconds)": "--@relay.urls http://a:1",
     r"--env\.rewards\.(weight|name|kwargs)": "--@env.rewards.import-path a:b",
     r"--eval\.env\.rewards\.(weight|name|kwargs)": "--@eval.env.rewards.import-path a:b",
 }

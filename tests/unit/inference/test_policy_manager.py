@@ -304,3 +304,59 @@ async def test_pin_delays_the_switch_but_not_the_staging(case: Case, tmp_path: P
     case.server.pins.release(pin)
     await update
     assert case.engine.calls == SWITCH
+
+
+class Copies:
+    """Copies nothing: counts the requests, and waits for its gate."""
+
+    def __init__(self) -> None:
+        self.requested: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def copy(self, published: Path, version: PolicyVersion, overtaken: Callable[[], str | None]) -> Path:
+        self.requested.append(str(version))
+        while not self.gate.is_set():
+            if reason := overtaken():
+                raise WeightsRefusedError(reason)
+            await asyncio.sleep(0)
+        return published.with_name("here")
+
+
+@pytest.fixture
+async def relayed() -> tuple[PolicyManager, Copies]:
+    copies, base = Copies(), PublishedPolicy(PolicyVersion(0, 0), "base", Path("/base"))
+    served = ServedModel(base, BASE, tied=False)
+    return PolicyManager(Engine(), served, Lease(30), [].append, copy=copies.copy), copies
+
+
+async def test_version_is_read_from_its_copy_which_is_made_once(
+    relayed: tuple[PolicyManager, Copies], tmp_path: Path
+) -> None:
+    server, copies = relayed
+    directory = _publish(tmp_path)
+    directory.rename(directory.with_name("here"))
+    await server.stage(VERSION, directory, "run")
+    await server.update(VERSION, directory, "run")
+    assert server.policy.path == directory.with_name("here")
+    assert copies.requested == ["0.7"]
+    await server.reload("run")
+    await server.update(VERSION, directory, "run")
+    assert copies.requested == ["0.7", "0.7"], "the next run has other weights under the same version"
+
+
+async def test_newer_request_ends_the_copying_of_an_older_version(
+    relayed: tuple[PolicyManager, Copies], tmp_path: Path
+) -> None:
+    server, copies = relayed
+    directory = _publish(tmp_path)
+    directory.rename(directory.with_name("here"))
+    copies.gate.clear()
+    older = asyncio.create_task(server.stage(PolicyVersion(0, 6), directory, "run"))
+    while not copies.requested:
+        await asyncio.sleep(0)
+    newer = asyncio.create_task(server.stage(VERSION, directory, "run"))
+    with pytest.raises(WeightsRefusedError, match=r"version 0\.6 .* was overtaken by version 0\.7"):
+        await older
+    copies.gate.set()
+    assert (await newer)["step"] == 7

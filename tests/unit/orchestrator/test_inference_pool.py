@@ -274,6 +274,25 @@ async def ask_until(policy, condition):
             await policy.servers[0].client.peek_policy()
 
 
+async def test_run_starts_with_min_servers_and_the_others_join_and_leave(tmp_path):
+    paths = RunPaths(tmp_path)
+    async with fake_engine() as one, fake_engine() as two:
+        port = int(two.url.rsplit(":", 1)[1])
+        await two.die()
+        async with policy_of(paths, [one, two], min_servers=1) as (policy, changes):
+            assert policy.available_servers(1) == policy.servers[:1]
+            publish_version(paths, 1)
+            await changes.until(lambda: policy.version == 1)
+            await two.start(port)
+            await changes.until(lambda: policy.servers[1].up)
+            assert (two.step, two.holder) == (1, "test-run")
+            await two.die()
+            await ask_until(policy, lambda: not policy.servers[1].up)
+            publish_version(paths, 2)
+            await changes.until(lambda: policy.version == 2)
+            await two.start(port)
+
+
 async def test_switch_waits_until_all_servers_staged(tmp_path):
     paths = RunPaths(tmp_path)
     async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, changes):

@@ -38,6 +38,17 @@ def cache_root(folder: Path | None, port: int) -> Path:
     return (folder or Path(tempfile.gettempdir())) / f"prime_rl-weights-{os.getuid()}-{port}"
 
 
+def make_private(root: Path) -> None:
+    """Create a directory for this user alone, if missing. Raises ArtifactError if it belongs to another user."""
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700, parents=True)
+    found, elsewhere = root.lstat(), "set weights_cache to another directory"
+    if not stat.S_ISDIR(found.st_mode):
+        raise ArtifactError(f"{root} is not a directory; remove it, or {elsewhere}")
+    if found.st_uid != os.getuid():
+        raise ArtifactError(f"{root} belongs to another user; {elsewhere}")
+
+
 class DeltaCache:
     """Full versions in a directory of this node, which is created if missing."""
 
@@ -125,13 +136,7 @@ class DeltaCache:
     @contextmanager
     def _locked(self, check: Callable[[], None]) -> Iterator[None]:
         """Exclude the other workers of this node; the kernel releases the lock of a process that dies."""
-        with suppress(FileExistsError):
-            self._root.mkdir(mode=0o700, parents=True)
-        found, elsewhere = self._root.lstat(), "set weights_cache to another directory"
-        if not stat.S_ISDIR(found.st_mode):
-            raise ArtifactError(f"{self._root} is not a directory; remove it, or {elsewhere}")
-        if found.st_uid != os.getuid():
-            raise ArtifactError(f"{self._root} belongs to another user; {elsewhere}")
+        make_private(self._root)
         with (self._root / "lock").open("w") as lock:
             acquire_lock(lock, self._timeout_s, "rebuilds weights from deltas", check)
             yield

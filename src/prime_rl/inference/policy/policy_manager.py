@@ -8,7 +8,7 @@ trainer's. A policy is all weights of a model, or the base model's weights and a
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
 from pathlib import Path
@@ -28,6 +28,8 @@ PauseMode = Literal["keep", "abort"]
 
 _P = ParamSpec("_P")
 _Answer = dict[str, Any]
+_Overtaken = Callable[[], str | None]
+"""Returns why a newer request makes the one in progress obsolete, if so."""
 _running = set[asyncio.Future[_Answer]]()
 
 
@@ -60,6 +62,7 @@ class PolicyManager:
         max_rank: largest rank of an adapter; None accepts no adapters.
         pin_timeout_seconds: longest time that a switch waits for pins.
         on_phase: called at the end of `stage`, `pause` and `swap`, with the start in Unix seconds and the version.
+        copy: copies a published version to this node and returns its directory, as `RelayedVersions.copy`.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class PolicyManager:
         max_rank: int | None = None,
         pin_timeout_seconds: float = 0,
         on_phase: Callable[[str, float, PolicyVersion], None] = lambda name, start, version: None,
+        copy: "Callable[[Path, PolicyVersion, _Overtaken], Awaitable[Path]] | None" = None,
     ) -> None:
         self.policy = self._base = model.policy
         self.pins = VersionPins(pin_timeout_seconds)
@@ -84,6 +88,8 @@ class PolicyManager:
         self._canary_tolerance = canary_tolerance
         self._on_phase = on_phase
         self._max_rank = max_rank
+        self._copy = copy
+        self._copied: tuple[PolicyVersion, Path] | None = None  # the last one of this run
         # Difference and failure of the loaded policy; None until it is compared.
         self._canary: tuple[float | None, str | None] | None = (None, None)
         self._staged: tuple[PublishedPolicy, _Answer] | None = None
@@ -153,6 +159,7 @@ class PolicyManager:
         """
         self._lease.take(run_id)
         self._num_reloads += 1
+        self._copied = None  # the next run has other weights under the same version
         try:
             async with self._lock:
                 return await self._switch(self._base, "abort", await self._stage(self._base))
@@ -230,6 +237,12 @@ class PolicyManager:
                 f"version {version} (branch.step) of {weight_dir} is older than the loaded version "
                 f"{self.policy.version}; a new run starts with POST /reload_weights"
             )
+        if self._copy is not None:
+            if self._copied is None or self._copied[0] != version:
+                self._copied = None
+                copy = await self._copy(weight_dir, version, lambda: self._overtaken(version, weight_dir))
+                self._copied = version, copy
+            weight_dir = self._copied[1]
         policy = await asyncio.to_thread(check_version, weight_dir, version, self._model, self._max_rank)
         self._lease.renew(run_id)
         if policy.adapter is not None and self._weights.hash != self._base.hash:
@@ -259,16 +272,18 @@ class PolicyManager:
         self._staged = None
 
         def overtaken() -> str | None:
-            if policy is self._base:
-                return None
-            newest = max(self._requested, default=policy.version)
-            newer = "the base model" if self._num_reloads else f"version {newest}" if newest > policy.version else None
-            return newer and f"version {policy.version} of {policy.path} was overtaken by {newer} while it was staged"
+            return None if policy is self._base else self._overtaken(policy.version, policy.path)
 
         start = time.time()
         self._staged = policy, await self._engine.stage(policy, overtaken)
         self._on_phase("stage", start, policy.version)
         return self._staged[1]
+
+    def _overtaken(self, version: PolicyVersion, directory: Path) -> str | None:
+        """Return why a newer request makes this version obsolete, if so."""
+        newest = max(self._requested, default=version)
+        newer = "the base model" if self._num_reloads else f"version {newest}" if newest > version else None
+        return newer and f"version {version} of {directory} was overtaken by {newer} while it was staged"
 
     @asynccontextmanager
     async def _paused(self, mode: PauseMode, purpose: str) -> AsyncIterator[list[float]]:

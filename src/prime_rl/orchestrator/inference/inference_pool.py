@@ -57,6 +57,7 @@ class InferencePool:
         before_switch: Callable[[], Awaitable[None]] | None = None,
         on_refused: Literal["fail", "keep_previous"] = "fail",
         reconnect_s: float = 4.0,
+        min_servers: int | None = None,
     ) -> None:
         """Manage at least one server for the run at `paths`.
 
@@ -65,19 +66,18 @@ class InferencePool:
             before_switch: awaited before each switch; a pinned evaluation may delay it.
             on_refused: after invalid weights, `fail` the run or `keep_previous`.
             reconnect_s: the run ends after this many seconds without an answer from any server.
+            min_servers: a new run starts with so many servers; None waits for all.
         """
         self.servers = servers
-        self._num_removed = 0
-        self._num_skipped = 0
+        self._num_removed = self._num_skipped = 0
         self.weight_versions = WeightVersions(paths, on_refused)
         self._switch_s = self._swap_s = 0.0
         self._last_switches: dict[InferenceServer, LoadedPolicy] = {}
-        self._paths = paths
-        self._on_change = on_change
+        self._paths, self._on_change = paths, on_change
         self._before_switch = before_switch
         self._reconnect_s = reconnect_s
-        self._latest = 0
-        self._version_before_loss = 0
+        self._min_servers = min_servers or len(servers)
+        self._latest = self._version_before_loss = 0
         self._has_wanted = asyncio.Event()
         self._attempt: tuple[int, asyncio.Future[float]] | None = None
         self._hold_task: asyncio.Future[None] | None = None
@@ -184,7 +184,7 @@ class InferencePool:
             if published.version != version:
                 raise RunError(f"{published.directory} holds version {published.version}, not {version}")
             self._latest = version.step
-        await bring_up(self.servers, published, timeout_s, self._reconnect_s, is_restart)
+        await bring_up(self.servers, published, timeout_s, self._reconnect_s, 1 if is_restart else self._min_servers)
 
     async def follow_weights(self, stop: asyncio.Event) -> None:
         """Switch to each newest version until `stop` is set; raise InvalidWeights if `on_refused` is `fail`."""

@@ -1,7 +1,7 @@
 """Leases the servers and loads the version that the run starts with, before anything is dispatched (I5).
 
-A new run waits for all servers. A run that restarts, or follows a trainer rollback, waits for one; the others join when
-they are available (`InferencePool.maintain`).
+A new run waits for all servers, or for `min_servers` of them. A run that restarts, or follows a trainer rollback, waits
+for one. The others join when they are available (`InferencePool.maintain`).
 """
 
 import asyncio
@@ -34,14 +34,14 @@ async def bring_up(
     published: PublishedVersion | None,
     timeout_s: float,
     reconnect_s: float,
-    is_restart: bool,
+    minimum: int,
 ) -> None:
     """Lease the servers and load a published version, or the base model.
 
-    After a restart, one server that answers within `timeout_s` is enough. `reconnect_s` is the longest wait for a
-    server that is lost meanwhile. Raises RunError if a server belongs to another run or rejects the version.
+    It is enough if `minimum` servers answer within `timeout_s`. `reconnect_s` is the longest wait for a server that is
+    lost meanwhile. Raises RunError if a server belongs to another run or rejects the version.
     """
-    for server in await _first_reachable(servers, timeout_s) if is_restart else servers:
+    for server in await _first_reachable(servers, timeout_s, minimum) if minimum < len(servers) else servers:
         await server.wait_until_reachable(timeout_s)
         for start in itertools.count(1):
             try:
@@ -76,7 +76,7 @@ async def bring_to_newest(
                 await publications.refresh()
                 if (newest := publications.newest) is not None:
                     published = await run_in_daemon_thread(publications.read, newest)
-            await bring_up(servers, published, timeout_s, reconnect_s, is_restart=True)
+            await bring_up(servers, published, timeout_s, reconnect_s, minimum=1)
             return newest or 0
         except InvalidWeights as error:
             if newest is None:
@@ -84,12 +84,13 @@ async def bring_to_newest(
             await publications.refuse(newest, error)
 
 
-async def _first_reachable(servers: Sequence[InferenceServer], timeout_s: float) -> list[InferenceServer]:
-    """Wait until a server answers; return those that do, or all after the timeout."""
+async def _first_reachable(servers: Sequence[InferenceServer], timeout_s: float, minimum: int) -> list[InferenceServer]:
+    """Wait until `minimum` servers answer; return those that do, or all after the timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         answers = await asyncio.gather(*(server.client.policy() for server in servers), return_exceptions=True)
-        if candidates := [s for s, answer in zip(servers, answers, strict=True) if isinstance(answer, LoadedPolicy)]:
+        candidates = [s for s, answer in zip(servers, answers, strict=True) if isinstance(answer, LoadedPolicy)]
+        if len(candidates) >= minimum:
             for server in servers:
                 if server not in candidates:
                     logger.warning("inference at {} does not answer; starting without it", server.client.url)

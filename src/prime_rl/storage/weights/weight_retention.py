@@ -48,7 +48,12 @@ def remove_old_versions(weights_dir: Path, oldest_sampled: int, needed: Set[int]
         needed = needed | held
         candidates = removable_versions(base_of, oldest_sampled, needed)
     # The newest first: if this process dies in between, the remaining deltas still have their bases.
-    return [s for s in reversed(candidates) if _run_if_free(weights_dir / f"step_{s}", remove_artifact)][::-1]
+    return [s for s in reversed(candidates) if remove_if_free(weights_dir / f"step_{s}")][::-1]
+
+
+def remove_if_free(version: Path) -> bool:
+    """Delete a version unless another process has a `hold_version`; return whether it is deleted."""
+    return _run_if_free(version, remove_artifact)
 
 
 @contextmanager

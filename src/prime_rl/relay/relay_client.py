@@ -1,0 +1,252 @@
+"""Reads from relays: the index, and artifacts, which appear complete or not at all (I4).
+
+All relays of a client have the same files. Each file of an artifact comes from one of them; if that relay fails, the
+next one continues at the same byte. Partial files survive the process, and are completed by the next attempt.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from prime_rl.core.errors import RunError
+from prime_rl.core.os_errors import summarize_os_error
+from prime_rl.relay.run_files import (
+    FORMAT,
+    MAX_MANIFEST_BYTES,
+    ArtifactListing,
+    ArtifactName,
+    FileDigest,
+    RelayIndex,
+    listed_files,
+)
+from prime_rl.storage.artifact import MANIFEST, fsync
+from prime_rl.storage.checkpoint_artifacts import hash_file
+
+_CONNECT_SECONDS = 5.0
+_SILENCE_SECONDS = 10.0
+"""A relay that sends nothing for so long is given up for the file, which continues from the next one."""
+_LISTING_SECONDS = 60.0
+"""The same for a listing, for which a relay reads all files of the artifact; it remembers their hashes."""
+_BLOCK_BYTES = 1 << 20
+_NUM_PARALLEL_FILES = 4
+_ROUNDS = 2
+"""Attempts at each relay without a new byte, after which a file fails."""
+PARTIAL = ".relay-"
+"""Prefix of the folders of incomplete artifacts."""
+
+_T = TypeVar("_T")
+
+
+class RelayError(RunError):
+    """A relay sent something else than it announced; the message names the file."""
+
+
+class RelayUnreachable(RelayError):
+    """No relay answers; a later attempt may succeed."""
+
+
+class ArtifactGone(RelayError):
+    """No relay has the artifact, (any more or yet)."""
+
+
+class RelayClient:
+    """The relays at some URLs. Use as an async context manager."""
+
+    _session: aiohttp.ClientSession
+
+    def __init__(self, urls: Sequence[str], api_key: str | None) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def __aenter__(self) -> Self:
+        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENCE_SECONDS)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def index(self) -> RelayIndex:
+        """Return the index of the first relay that answers. Raises RelayUnreachable, RelayError."""
+        errors = list[RelayError]()
+        for url in self._urls:
+            try:
+                index = await self._get(url, "index", RelayIndex)
+            except RelayUnreachable as error:
+                errors.append(error)
+                continue
+            if index.format != FORMAT:
+                raise RelayError(f"{url} has format {index.format!r}, expected {FORMAT!r}")
+            return index
+        raise RelayUnreachable("; ".join(map(str, errors)))
+
+    async def listing(self, name: ArtifactName, digest: str | None = None) -> tuple[ArtifactListing, list[str]]:
+        """Return the listing of an artifact, and the URLs of all relays that have it.
+
+        Args:
+            name: the artifact.
+            digest: hash of its manifest; None takes that of the first relay that has the artifact.
+
+        Raises:
+            ArtifactGone: no relay has it.
+            RelayUnreachable: no relay answers.
+        """
+        path = f"artifacts/{name}"
+        asked = (self._get(url, path, ArtifactListing) for url in self._urls)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found = dict[str, ArtifactListing]()
+        for url, answer in zip(self._urls, answers, strict=True):
+            if isinstance(answer, ArtifactListing) and answer.digest == (digest or answer.digest):
+                digest = answer.digest
+                found[url] = answer
+            elif isinstance(answer, BaseException) and not isinstance(answer, RelayError):
+                raise answer
+        if not found:
+            errors = [answer for answer in answers if isinstance(answer, RelayUnreachable)]
+            if len(errors) == len(answers):
+                raise RelayUnreachable("; ".join(map(str, errors)))
+            raise ArtifactGone(f"{', '.join(self._urls)}: {name} is not there")
+        listing = next(iter(found.values()))
+        with _well_formed(next(iter(found)), path):
+            if {file: entry.size for file, entry in listing.files.items()} != listed_files(listing.manifest):
+                raise ValueError("its files are not those of its manifest")
+        return listing, [url for url, other in found.items() if other == listing]
+
+    async def fetch(
+        self,
+        name: ArtifactName,
+        target: Path,
+        digest: str | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy an artifact to the directory `target`, which is replaced if it exists.
+
+        Args:
+            name: the artifact.
+            target: where it appears, by a rename, when all files have the announced hashes.
+            digest: as for `listing`.
+            check: called after each block; raises to abort. What was read is kept.
+
+        Raises:
+            RelayError: also ArtifactGone and RelayUnreachable, as `listing`.
+            OSError: the disk is full, or another error of the file system.
+        """
+        listing, urls = await self.listing(name, digest)
+        partial = target.parent / f"{PARTIAL}{target.name}-{listing.digest[:12]}"
+        await asyncio.to_thread(partial.mkdir, parents=True, exist_ok=True)
+        waiting = list(enumerate(sorted(listing.files)))
+
+        async def work() -> None:
+            while waiting:
+                number, file = waiting.pop(0)
+                sources = [urls[(number + i) % len(urls)] for i in range(len(urls))]
+                await self._fetch_file(sources, f"files/{name}/{file}", listing.files[file], partial / file, check)
+
+        tasks = [asyncio.ensure_future(work()) for _ in range(min(_NUM_PARALLEL_FILES, len(waiting)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(_commit, partial, target, listing.manifest)
+
+    async def _fetch_file(
+        self, urls: Sequence[str], path: str, expected: FileDigest, target: Path, check: Callable[[], None]
+    ) -> None:
+        """Append to `target` until it has the expected size, and check its hash."""
+        failures = list[str]()
+        while len(failures) < _ROUNDS * len(urls):
+            url = urls[len(failures) % len(urls)]
+            begin = target.stat().st_size if target.exists() else 0
+            try:
+                if begin < expected.size or not begin:
+                    await self._append(f"{url}/{path}", begin, expected.size, target, check)
+                if (size := target.stat().st_size) == expected.size:
+                    if await asyncio.to_thread(hash_file, target) == expected.hash:
+                        return
+                    failures.append(f"{url}/{path} has another hash than announced")
+                    target.unlink()
+                    continue
+                if size > expected.size:
+                    target.unlink()
+                failures.append(f"{url}/{path} ended after {size} of {expected.size} bytes")
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                if (target.stat().st_size if target.exists() else 0) > begin:
+                    failures.clear()
+                failures.append(f"{url}/{path}: {_summarize(error)}")
+        raise RelayUnreachable(failures[-1])
+
+    async def _append(self, url: str, begin: int, size: int, target: Path, check: Callable[[], None]) -> None:
+        headers = {"Range": f"bytes={begin}-"} if begin else {}
+        async with self._session.get(url, headers=headers, allow_redirects=False) as response:
+            if response.status != (206 if begin else 200):
+                raise aiohttp.ClientPayloadError(f"status {response.status}")
+            with target.open("ab") as output:
+                block = bytearray()
+                async for chunk in response.content.iter_any():
+                    block += chunk
+                    if begin + len(block) > size:
+                        raise aiohttp.ClientPayloadError(f"more than the announced {size} bytes")
+                    if len(block) >= _BLOCK_BYTES:
+                        begin += await asyncio.to_thread(output.write, block)
+                        block = bytearray()
+                        check()
+                output.write(block)
+        check()
+
+    async def _get(self, url: str, path: str, kind: type[_T]) -> _T:
+        """Get and decode one JSON object."""
+        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_SECONDS, sock_read=_LISTING_SECONDS)
+        try:
+            async with self._session.get(f"{url}/{path}", allow_redirects=False, timeout=timeout) as response:
+                if response.status == 404:
+                    raise ArtifactGone(f"{url}/{path} is not there")
+                if response.status in (401, 403):
+                    raise RelayError(f"{url} refuses the request: {(await response.text())[:200]}")
+                if response.status != 200:
+                    raise RelayUnreachable(f"{url}/{path} answered with status {response.status}")
+                content = bytearray()
+                async for chunk in response.content.iter_any():
+                    content += chunk
+                    if len(content) > MAX_MANIFEST_BYTES:
+                        raise RelayError(f"{url}/{path} is longer than {MAX_MANIFEST_BYTES} bytes")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise RelayUnreachable(f"{url} does not answer: {_summarize(error)}") from None
+        with _well_formed(url, path):
+            return msgspec.json.decode(content, type=kind)
+
+
+@contextmanager
+def _well_formed(url: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise RelayError(f"{url}/{path} is malformed: {error}") from None
+
+
+def _summarize(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return summarize_os_error(error) if isinstance(error, OSError) else str(error) or type(error).__name__
+
+
+def _commit(partial: Path, target: Path, manifest: str) -> None:
+    """Replace `target` by the complete artifact in `partial`."""
+    (partial / MANIFEST).write_text(manifest)
+    for file in partial.iterdir():
+        fsync(file)
+    fsync(partial)
+    replaced = target.with_name(f"{PARTIAL}replaced-{target.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
+    partial.rename(target)
+    fsync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

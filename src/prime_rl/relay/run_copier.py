@@ -1,0 +1,208 @@
+"""Copies what one process writes from relays into a run directory, and repeats the deletions of its readers.
+
+Each poll reads the index and applies it in this order: obsolete copies are removed, small files are replaced, missing
+artifacts are copied. Heartbeats therefore arrive while a large version is copied, and no process reads `RESUME.json`
+of a rollback next to versions that the rollback has abandoned.
+
+A copy of a version is obsolete if its manifest is another one now, or if the relay does not have it any more: because
+it has a newer one, or because a rollback has abandoned it. A relay that has lost its files deletes nothing here.
+"""
+
+import asyncio
+import json
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from loguru import logger
+
+from prime_rl.relay.relay_client import PARTIAL, ArtifactGone, RelayClient, RelayError, RelayUnreachable
+from prime_rl.relay.run_files import RESUME_FILE, ArtifactName, RelayIndex, RunFiles, Writer, is_small_file
+from prime_rl.relay.version_download import download_version
+from prime_rl.storage.artifact import replace_file
+from prime_rl.storage.batch import ROWS_FILE
+from prime_rl.storage.checkpoint_artifacts import COMMITTED, ResumeRecord
+from prime_rl.storage.weights.weight_retention import remove_if_free
+
+_PAUSE_SECONDS = 1.0
+"""Pause after a failed copy."""
+_WARN_SECONDS = 5.0
+"""A relay that is silent for so long is reported."""
+
+
+@dataclass
+class _Silence:
+    """Reports that no relay answers, once."""
+
+    writer: Writer
+    since: float
+    is_reported: bool = False
+
+    def end(self) -> None:
+        """A relay has answered."""
+        if self.is_reported:
+            seconds = time.monotonic() - self.since
+            logger.info("the relay of the {} answers again after {:.0f} s", self.writer, seconds)
+        self.since, self.is_reported = time.monotonic(), False
+
+    def report(self, error: RelayError) -> None:
+        """A request has failed."""
+        seconds = time.monotonic() - self.since
+        if not self.is_reported and (seconds > _WARN_SECONDS or not isinstance(error, RelayUnreachable)):
+            logger.warning("no files of the {} for {:.0f} s: {}", self.writer, seconds, error)
+            self.is_reported = True
+
+
+class RunCopier:
+    """Copies the files that `writer` writes from the relays of `client`."""
+
+    def __init__(self, files: RunFiles, client: RelayClient, writer: Writer, poll_seconds: float) -> None:
+        self._files, self._client, self._writer, self._poll_seconds = files, client, writer, poll_seconds
+        self._root = files.paths.root
+        self._index = RelayIndex({}, {})
+        self._small_files = dict[str, str]()
+        self._abandoned = set[tuple[ArtifactName, str]]()
+
+    async def run(self) -> None:
+        """Copy until cancelled. Raises OSError if the disk is full or cannot be written."""
+        fetching: asyncio.Future[None] | None = None
+        silence = _Silence(self._writer, time.monotonic())
+        try:
+            while True:
+                try:
+                    self._index = await self._client.index()
+                    silence.end()
+                    await asyncio.to_thread(self.apply, self._index)
+                    if fetching is None or fetching.done():
+                        if fetching is not None:
+                            fetching.result()
+                        fetching = asyncio.ensure_future(self._fetch_missing())
+                except RelayError as error:
+                    silence.report(error)
+                await asyncio.sleep(self._poll_seconds)
+        finally:
+            if fetching is not None:
+                fetching.cancel()
+                await asyncio.gather(fetching, return_exceptions=True)
+
+    def apply(self, index: RelayIndex) -> None:
+        """Remove obsolete copies, repeat deletions of readers, and replace small files."""
+        resume = _parse_resume(index.files.get(RESUME_FILE))
+        for kind in ("rollouts", "checkpoints", "weights"):
+            listed = [ArtifactName.parse(name) for name in index.artifacts if name.startswith(f"{kind}/")]
+            newest = max((name.step for name in listed), default=-1)
+            for artifact in reversed(self._files.artifacts(kind)):  # the newest first: deltas keep their bases
+                digest, is_older = index.artifacts.get(str(artifact)), artifact.step < newest
+                if artifact.writer != self._writer:
+                    if digest is None and is_older:
+                        self._delete_consumed(artifact)
+                elif kind == "weights":  # of the others, the reader deletes the copy
+                    is_gone = digest is None and (is_older or self._is_abandoned(artifact, resume))
+                    if is_gone or digest not in (None, self._files.manifest_digest(artifact)):
+                        remove_if_free(self._files.path(artifact))
+        self._files.forget()
+        for name, text in index.files.items():
+            if self._small_files.get(name) != text and is_small_file(name, self._writer):
+                self._write_small_file(self._root / name, text)
+                self._small_files[name] = text
+
+    def _delete_consumed(self, name: ArtifactName) -> None:
+        """Delete an artifact that its reader has deleted."""
+        path = self._files.path(name)
+        if name.kind == "rollouts":
+            (path / ROWS_FILE).unlink(missing_ok=True)  # the manifest remains as the record
+        elif name.kind == "weights":
+            remove_if_free(path)
+        else:
+            shutil.rmtree(path.parent)
+        logger.debug("deleted {}, as its reader did", name)
+
+    def _write_small_file(self, file: Path, text: str) -> None:
+        if file.name == COMMITTED and not file.parent.is_dir():  # the part of another orchestrator
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.parent.name == "heartbeats":  # needs not survive a crash
+            temporary = file.with_name(f"{PARTIAL}{file.name}")
+            temporary.write_text(text)
+            temporary.rename(file)
+        else:
+            replace_file(file, text)
+
+    async def _fetch_missing(self) -> None:
+        """Copy missing artifacts, one after the other, until there is none; errors end the pass."""
+        await asyncio.to_thread(self._remove_partial)
+        try:
+            while (missing := await asyncio.to_thread(self._next_missing)) is not None:
+                name, digest = missing
+                start = time.monotonic()
+                if name.kind == "weights":
+                    await download_version(self._client, self._files, name, digest, self._check_listed)
+                elif await self._is_of_this_branch(name, digest):
+                    await self._client.fetch(name, self._files.path(name), digest, partial(self._check_listed, name))
+                else:
+                    self._abandoned.add(missing)
+                    continue
+                logger.info("copied {} in {:.2f} s", name, time.monotonic() - start)
+        except ArtifactGone as error:
+            logger.debug("{}", error)  # the next index has another one
+        except RelayError as error:
+            logger.warning("a copy failed, and is repeated: {}", error)
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _next_missing(self) -> tuple[ArtifactName, str] | None:
+        """Return the next artifact to copy, and the hash of its manifest.
+
+        Parts of checkpoints come first, because the trainer expects the part when it reads the batch; then batches in
+        their order; of the versions only the newest one.
+        """
+        offered = list[tuple[ArtifactName, str]]()
+        for text, digest in self._index.artifacts.items():
+            with suppress(ValueError):  # a newer relay may offer more
+                if (name := ArtifactName.parse(text)).writer == self._writer:
+                    offered.append((name, digest))
+        versions = [one for one in offered if one[0].kind == "weights"]
+        wanted = [one for one in sorted(offered) if one not in versions and one not in self._abandoned]
+        return next((one for one in (*wanted, *sorted(versions)[-1:]) if self._is_missing(*one)), None)
+
+    def _is_missing(self, name: ArtifactName, digest: str) -> bool:
+        held = self._files.manifest_digest(name)  # a batch stays held when its rows are deleted
+        is_fixed = name.kind == "checkpoints" and (self._files.path(name).parent / COMMITTED).exists()
+        return held is None or (held != digest and not is_fixed)
+
+    async def _is_of_this_branch(self, name: ArtifactName, digest: str) -> bool:
+        """Whether the trainer has not abandoned an artifact of the orchestrator by a rollback."""
+        listing, _ = await self._client.listing(name, digest)
+        resume_file = self._root / RESUME_FILE
+        resume = _parse_resume(resume_file.read_text() if resume_file.exists() else None)
+        return resume is None or name.step < resume.step or _branch(listing.manifest) >= resume.branch
+
+    def _is_abandoned(self, name: ArtifactName, resume: ResumeRecord | None) -> bool:
+        return resume is not None and name.step >= resume.step and self._files.branch(name) < resume.branch
+
+    def _check_listed(self, name: ArtifactName) -> None:
+        if str(name) not in self._index.artifacts:
+            raise ArtifactGone(f"{name} was deleted while it was copied")
+
+    def _remove_partial(self) -> None:
+        """Delete partial copies of artifacts that no relay offers any more."""
+        offered = {digest[:12] for digest in self._index.artifacts.values()}
+        for pattern in ("weights", "rollouts", "checkpoints/step_*"):
+            for folder in self._root.glob(f"{pattern}/{PARTIAL}*"):
+                if folder.name.rpartition("-")[2] not in offered:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parse_resume(text: str | None) -> ResumeRecord | None:
+    with suppress(ValueError):
+        return None if text is None else msgspec.json.decode(text, type=ResumeRecord)
+    return None
+
+
+def _branch(manifest: str) -> int:
+    with suppress(ValueError, KeyError, TypeError):
+        return int(json.loads(manifest)["branch"])
+    return -1

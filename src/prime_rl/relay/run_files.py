@@ -1,0 +1,188 @@
+"""Which files of a run directory a relay offers, and which process writes them.
+
+    written by the trainer:        weights/step_n     heartbeats/trainer_*.json  checkpoints/RESUME.json, */COMMITTED
+    written by the orchestrator:   rollouts/step_n    heartbeats/orchestrator.json  checkpoints/step_n/orchestrator
+
+Artifacts are offered with their manifest, the small files in the index. An artifact without its files, such as a batch
+whose rows the trainer has deleted, is not offered: readers repeat deletions that way.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import xxhash
+
+from prime_rl.storage.artifact import MANIFEST
+from prime_rl.storage.batch import ROWS_FILE
+from prime_rl.storage.checkpoint_artifacts import COMMITTED, ORCHESTRATOR, RESUME, hash_file
+from prime_rl.storage.paths import RunPaths, steps_in
+
+FORMAT = "prime_rl.relay/1"
+RESUME_FILE = f"checkpoints/{RESUME}"
+Writer = Literal["trainer", "orchestrator"]
+
+_ARTIFACT = re.compile(rf"(?P<kind>weights|rollouts|checkpoints)/step_(?P<step>[0-9]+)(?P<part>/{ORCHESTRATOR})?")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SMALL_FILES: dict[Writer, re.Pattern[str]] = {
+    "trainer": re.compile(rf"heartbeats/trainer_[0-9]+\.json|{RESUME_FILE}|checkpoints/step_[0-9]+/{COMMITTED}"),
+    "orchestrator": re.compile(r"heartbeats/orchestrator\.json"),
+}
+_MAX_SMALL_BYTES = 1 << 16
+MAX_MANIFEST_BYTES = 1 << 28
+"""A manifest has two lines per tensor."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ArtifactName:
+    """An artifact that a relay offers, such as `weights/step_3`. `str` is its path in the run directory."""
+
+    kind: Literal["weights", "rollouts", "checkpoints"]
+    step: int
+
+    @classmethod
+    def parse(cls, name: str) -> "ArtifactName":
+        """Parse `str(name)`. Raises ValueError for anything else."""
+        match = _ARTIFACT.fullmatch(name)
+        if match is None or (match["kind"] == "checkpoints") != bool(match["part"]):
+            raise ValueError(f"{name!r} is no artifact that a relay offers")
+        return cls(match["kind"], int(match["step"]))  # type: ignore[arg-type]
+
+    @property
+    def writer(self) -> Writer:
+        """The process that writes it."""
+        return "trainer" if self.kind == "weights" else "orchestrator"
+
+    def __str__(self) -> str:
+        """Return the path."""
+        return f"{self.kind}/step_{self.step}" + (f"/{ORCHESTRATOR}" if self.kind == "checkpoints" else "")
+
+
+class RelayIndex(msgspec.Struct, frozen=True):
+    """What a relay offers: hash of the manifest of each artifact, and text of each small file, by path."""
+
+    artifacts: dict[str, str]
+    files: dict[str, str]
+    format: str = FORMAT
+
+
+class FileDigest(msgspec.Struct, frozen=True):
+    """Size in bytes, and xxh3_128."""
+
+    size: int
+    hash: str
+
+
+class ArtifactListing(msgspec.Struct, frozen=True):
+    """An artifact: the text of its manifest, and size and hash of each file that the manifest lists."""
+
+    manifest: str
+    files: dict[str, FileDigest]
+
+    @property
+    def digest(self) -> str:
+        """The hash of the manifest, as in `RelayIndex.artifacts`."""
+        return hash_text(self.manifest)
+
+
+class RunFiles:
+    """The files of one run directory that a relay offers. Hashes are kept until the file changes."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self._hashes: dict[Path, tuple[tuple[int, ...], FileDigest]] = {}
+
+    def index(self) -> RelayIndex:
+        """List what is offered now.
+
+        A rollback archives artifacts before it writes `RESUME.json`, and an orchestrator ships a batch after its part
+        of the checkpoint. So small files are read first, and batches before checkpoints.
+        """
+        files = dict(self._small_files())
+        found = (name for kind in ("rollouts", "checkpoints", "weights") for name in self.artifacts(kind))
+        digests = {str(name): self.manifest_digest(name) for name in found}
+        return RelayIndex({name: digest for name, digest in digests.items() if digest is not None}, files)
+
+    def artifacts(self, kind: str) -> list[ArtifactName]:
+        """Return the complete artifacts of one kind, by ascending step."""
+        names = [ArtifactName(kind, step) for step in steps_in(self.paths.root / kind)]  # type: ignore[arg-type]
+        return [name for name in names if self._is_complete(name)]
+
+    def manifest_digest(self, name: ArtifactName) -> str | None:
+        """Return the hash of the artifact's manifest; None if there is none."""
+        with suppress(OSError):
+            return self._digest(self.path(name) / MANIFEST).hash
+        return None
+
+    def branch(self, name: ArtifactName) -> int:
+        """Return the branch in the artifact's manifest; -1 without one."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return int(json.loads((self.path(name) / MANIFEST).read_bytes())["branch"])
+        return -1
+
+    def path(self, name: ArtifactName) -> Path:
+        """Return the artifact's directory."""
+        return self.paths.root / str(name)
+
+    def listing(self, name: ArtifactName) -> ArtifactListing:
+        """Return manifest and hashes of an artifact. Raises FileNotFoundError if it is not complete (any more)."""
+        directory = self.path(name)
+        text = (directory / MANIFEST).read_bytes().decode()
+        return ArtifactListing(text, {file: self._digest(directory / file) for file in listed_files(text)})
+
+    def file(self, name: ArtifactName, file: str) -> Path:
+        """Return the path of one file of an artifact. Raises ValueError for a name that none has."""
+        if not _FILE.fullmatch(file):
+            raise ValueError(f"{file!r} is not the name of a file")
+        return self.path(name) / file
+
+    def _is_complete(self, name: ArtifactName) -> bool:
+        return (self.path(name) / (ROWS_FILE if name.kind == "rollouts" else MANIFEST)).exists()
+
+    def _small_files(self) -> Iterator[tuple[str, str]]:
+        root = self.paths.root
+        for pattern in ("heartbeats/*.json", RESUME_FILE, f"checkpoints/step_*/{COMMITTED}"):
+            for file in root.glob(pattern):
+                name = file.relative_to(root).as_posix()
+                with suppress(OSError, UnicodeDecodeError):  # it is being replaced
+                    if any(is_small_file(name, writer) for writer in _SMALL_FILES):
+                        yield name, file.read_bytes()[:_MAX_SMALL_BYTES].decode()
+
+    def _digest(self, file: Path) -> FileDigest:
+        stat = file.stat()
+        key = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        known = self._hashes.get(file)
+        if known is None or known[0] != key:
+            known = self._hashes[file] = key, FileDigest(stat.st_size, hash_file(file))
+        return known[1]
+
+    def forget(self) -> None:
+        """Drop the hashes of deleted files."""
+        self._hashes = {file: known for file, known in self._hashes.items() if os.path.exists(file)}  # noqa: PTH110
+
+
+def listed_files(manifest: str) -> dict[str, int]:
+    """Return name and size of each file that a manifest lists. Raises ValueError if it is malformed."""
+    try:
+        files = {str(name): int(size) for name, size in json.loads(manifest)["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the manifest is malformed: {error!r}") from None
+    if wrong := [name for name in files if not _FILE.fullmatch(name) or name == MANIFEST]:
+        raise ValueError(f"the manifest lists {wrong[0]!r}, which is not the name of a file")
+    return files
+
+
+def is_small_file(name: str, writer: Writer) -> bool:
+    """Whether `name` is a small file of the index that `writer` writes."""
+    return _SMALL_FILES[writer].fullmatch(name) is not None
+
+
+def hash_text(text: str) -> str:
+    """Return the xxh3_128 of a text, as `hash_file` of a file with it."""
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -1,0 +1,59 @@
+"""The command `relay` as a process."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from prime_rl.storage.paths import RunPaths
+from tests.support.command import clean_environment, until
+from tests.support.relays import publish_bytes
+from tests.support.server import free_port
+
+
+def relay(*arguments, **variables):
+    return subprocess.Popen(
+        [sys.executable, "-m", "prime_rl.entrypoints.relay", *map(str, arguments)],
+        env=clean_environment() | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
+    port, copy = free_port(), RunPaths(tmp_path / "copy")
+    publish_bytes(tmp_path / "run", 1)
+    first = relay(tmp_path / "run", "--port", port, RELAY_API_KEY="key")
+    second = relay(copy.root, "--port", 0, "--trainer", f"http://127.0.0.1:{port}", RELAY_API_KEY="key")
+    try:
+        until(copy.weights(1).exists, "a copy")
+        assert (copy.weights(1) / "model.safetensors").read_bytes() == b"weights"
+    finally:
+        for process in (first, second):
+            process.send_signal(signal.SIGTERM)
+    for process in (first, second):
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 0, err
+        assert out.startswith("relay: http://127.0.0.1:") and "Traceback" not in err
+    assert "copied weights/step_1" in err
+    assert [log.name.startswith(f"relay_{os.uname().nodename}_") for log in copy.logs_dir.iterdir()] == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "--host", "0.0.0.0"), "error: --host 0.0.0.0: other machines could read the run without a key"),
+        (("run", "--trainer", "node1:8430"), "'node1:8430' is not a URL such as http://node1:8430"),
+        (("run", "--poll-seconds", "0"), "--poll-seconds must be above 0"),
+        (("run", "--host", "203.0.113.1", "--api-key-var", "KEY"), "cannot listen on 203.0.113.1:8430"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    process = relay(*arguments, KEY="key")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert message in err.splitlines()[-1]

@@ -1,0 +1,150 @@
+"""Artifacts over HTTP: whole or absent, whatever a relay sends."""
+
+import asyncio
+import random
+
+import pytest
+
+from prime_rl.relay.relay_client import ArtifactGone, RelayClient, RelayError, RelayUnreachable
+from prime_rl.relay.run_files import ArtifactName, RunFiles
+from prime_rl.storage.paths import RunPaths
+from tests.support.relays import publish_bytes, running_relay
+from tests.support.server import free_port
+
+NAME = ArtifactName("weights", 1)
+FILE = "weights/step_1/model.safetensors"
+CONTENT = random.Random(0).randbytes(3 << 20)
+CLOSED = "http://127.0.0.1:1"
+
+
+def read_all(directory):
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.fixture
+def source(tmp_path):
+    publish_bytes(tmp_path / "source", 1, CONTENT)
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "copy/weights/step_1"
+
+
+def partial_file(target):
+    (folder,) = target.parent.glob(".relay-step_1-*")
+    return folder / "model.safetensors"
+
+
+async def test_fetch_copies_all_files_byte_by_byte(source, target):
+    async with running_relay(source) as relay, RelayClient([relay.url], None) as client:
+        index = await client.index()
+        await client.fetch(NAME, target, index.artifacts[str(NAME)])
+    assert read_all(target) == read_all(source / "weights/step_1")
+    assert [entry.name for entry in target.parent.iterdir()] == ["step_1"]
+    assert RunFiles(RunPaths(target.parents[1])).index().artifacts == index.artifacts
+
+
+async def test_fetch_after_a_lost_connection_continues_at_the_next_relay(source, target):
+    async with running_relay(source) as broken, running_relay(source) as other:
+        sent = 0
+
+        def cut(block):
+            nonlocal sent
+            sent += len(block)
+            return block if sent < len(CONTENT) // 2 else None
+
+        broken.alter = cut
+        # The first file, config.json, comes from the first relay, the second one from the second.
+        async with RelayClient([other.url, broken.url], None) as client:
+            await client.fetch(NAME, target)
+        assert read_all(target) == read_all(source / "weights/step_1")
+        (given,) = [value for value in broken.ranges(FILE) + other.ranges(FILE) if value]
+        assert given.startswith("bytes=") and int(given[6:-1]) > 0
+
+
+async def test_aborted_fetch_is_resumed_by_another_process(source, target):
+    class Abort(Exception):
+        pass
+
+    def abort():
+        raise Abort
+
+    async with running_relay(source) as relay:
+        async with RelayClient([relay.url], None) as client:
+            with pytest.raises(Abort):
+                await client.fetch(NAME, target, check=abort)
+        assert not target.exists()
+        begin = partial_file(target).stat().st_size
+        assert 0 < begin < len(CONTENT)
+        relay.requests.clear()
+        async with RelayClient([relay.url], None) as client:
+            await client.fetch(NAME, target)
+        assert relay.ranges(FILE) == [f"bytes={begin}-"]
+    assert read_all(target) == read_all(source / "weights/step_1")
+
+
+async def test_altered_bytes_are_never_committed(source, target):
+    async with running_relay(source) as relay, RelayClient([relay.url], None) as client:
+        relay.alter = lambda block: block.replace(CONTENT[100:110], bytes(10))
+        with pytest.raises(RelayError, match="has another hash than announced"):
+            await client.fetch(NAME, target)
+        assert not target.exists()
+        relay.alter = lambda block: block
+        await client.fetch(NAME, target)
+    assert read_all(target) == read_all(source / "weights/step_1")
+
+
+async def test_altered_bytes_of_one_relay_are_replaced_by_those_of_another(source, target):
+    async with running_relay(source) as hostile, running_relay(source) as other:
+        hostile.alter = lambda block: bytes(len(block))
+        async with RelayClient([other.url, hostile.url], None) as client:
+            await client.fetch(NAME, target)
+    assert read_all(target) == read_all(source / "weights/step_1")
+
+
+async def test_relay_that_is_not_there_is_left_out(source, target):
+    async with running_relay(source) as relay, RelayClient([CLOSED, relay.url], None) as client:
+        assert str(NAME) in (await client.index()).artifacts
+        await client.fetch(NAME, target)
+    assert read_all(target) == read_all(source / "weights/step_1")
+
+
+async def test_error_distinguishes_absent_artifacts_absent_relays_and_wrong_keys(source, target):
+    async with running_relay(source, key="right") as relay:
+        async with RelayClient([relay.url], "right") as client:
+            with pytest.raises(ArtifactGone, match="weights/step_2 is not there"):
+                await client.fetch(ArtifactName("weights", 2), target)
+        async with RelayClient([relay.url], "wrong") as client:
+            with pytest.raises(RelayError, match="refuses the request: the API key is missing or wrong"):
+                await client.index()
+    async with RelayClient([f"http://127.0.0.1:{free_port()}"], None) as client:
+        with pytest.raises(RelayUnreachable, match="does not answer"):
+            await client.index()
+
+
+async def test_existing_copy_is_replaced(source, target, tmp_path):
+    publish_bytes(tmp_path / "copy", 1, b"of an abandoned branch")
+    async with running_relay(source) as relay, RelayClient([relay.url], None) as client:
+        await client.fetch(NAME, target)
+    assert read_all(target) == read_all(source / "weights/step_1")
+    assert [entry.name for entry in target.parent.iterdir()] == ["step_1"]
+
+
+async def test_cancelled_fetch_leaves_no_task(source, target):
+    async with running_relay(source) as relay, RelayClient([relay.url], None) as client:
+        reached = asyncio.Event()
+
+        def wait_here(block):
+            reached.set()
+            return block[:1]
+
+        relay.alter = wait_here
+        fetching = asyncio.ensure_future(client.fetch(NAME, target))
+        await reached.wait()
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not [task for task in others if "work" in repr(task.get_coro())]

@@ -1,0 +1,232 @@
+"""Two machines without a shared directory: what one process writes appears at the other, and deletions come back."""
+
+import asyncio
+import json
+import shutil
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from prime_rl.relay.relay_client import RelayClient
+from prime_rl.relay.run_copier import RunCopier
+from prime_rl.relay.run_files import RunFiles
+from prime_rl.storage.artifact import remove_artifact
+from prime_rl.storage.batch import ROWS_FILE
+from prime_rl.storage.checkpoint_artifacts import COMMITTED, ResumeRecord, write_resume
+from prime_rl.storage.paths import RunPaths, steps_in
+from prime_rl.storage.rollback import roll_back
+from tests.support.relays import publish_bytes, running_relay, save_part, ship_bytes
+
+
+@asynccontextmanager
+async def copying(target: Path, urls: list[str], writer: str):
+    async with RelayClient(urls, None) as client:
+        task = asyncio.create_task(RunCopier(RunFiles(RunPaths(target)), client, writer, poll_seconds=0.01).run())
+        try:
+            yield
+            assert not task.done(), task.exception()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def hosts(tmp_path):
+    """The directories of trainer and orchestrator, each with a relay that copies from the other."""
+    trainer, orchestrator = RunPaths(tmp_path / "trainer"), RunPaths(tmp_path / "orchestrator")
+    async with (
+        running_relay(trainer.root) as a,
+        running_relay(orchestrator.root) as b,
+        copying(orchestrator.root, [a.url], "trainer"),
+        copying(trainer.root, [b.url], "orchestrator"),
+    ):
+        yield trainer, orchestrator
+
+
+async def test_batches_go_to_the_trainer_and_versions_to_the_orchestrator(hosts):
+    trainer, orchestrator = hosts
+    for step in range(3):
+        ship_bytes(orchestrator.root, step)
+        await until(trainer.rollouts(step).exists)
+        assert (trainer.rollouts(step) / ROWS_FILE).read_bytes() == b"rows of 0.%d" % step
+        publish_bytes(trainer.root, step + 1, b"v%d" % (step + 1))
+        await until(orchestrator.weights(step + 1).exists)
+        assert (orchestrator.weights(step + 1) / "model.safetensors").read_bytes() == b"v%d" % (step + 1)
+
+
+async def test_deletions_of_the_readers_reach_the_writers(hosts):
+    trainer, orchestrator = hosts
+    for step in range(3):
+        ship_bytes(orchestrator.root, step)
+        save_part(orchestrator.root, step + 1)
+        await until(trainer.rollouts(step).exists)
+        publish_bytes(trainer.root, step + 1)
+        await until(orchestrator.weights(step + 1).exists)
+    remove_artifact(orchestrator.weights(1))
+    (trainer.rollouts(0) / ROWS_FILE).unlink()
+    shutil.rmtree(trainer.checkpoint(1))
+    await until(lambda: not trainer.weights(1).exists())
+    await until(lambda: not (orchestrator.rollouts(0) / ROWS_FILE).exists())
+    await until(lambda: not orchestrator.checkpoint(1).exists())
+    assert (orchestrator.rollouts(0) / "manifest.json").exists()
+    assert steps_in(trainer.weights_dir) == steps_in(orchestrator.weights_dir) == [2, 3]
+    assert (orchestrator.rollouts(1) / ROWS_FILE).exists() and (trainer.rollouts(1) / ROWS_FILE).exists()
+    assert steps_in(orchestrator.checkpoints_dir) == [2, 3]
+
+
+async def test_batch_arrives_after_the_part_of_its_checkpoint(tmp_path):
+    """The trainer commits a checkpoint without the part if it reads the batch and finds none."""
+    seen = []
+    save_part(tmp_path / "orchestrator", 4)
+    ship_bytes(tmp_path / "orchestrator", 3)
+    trainer = RunPaths(tmp_path / "trainer")
+    async with running_relay(tmp_path / "orchestrator") as relay:
+
+        def look(block):
+            seen.append((trainer.checkpoint(4) / "orchestrator").exists())
+            return block
+
+        relay.alter = look
+        async with copying(trainer.root, [relay.url], "orchestrator"):
+            await until(trainer.rollouts(3).exists)
+    assert seen == [False, True]
+
+
+async def test_heartbeats_arrive_while_a_version_is_copied(tmp_path):
+    trainer, copy = RunPaths(tmp_path / "trainer"), RunPaths(tmp_path / "copy")
+    publish_bytes(trainer.root, 1, bytes(3 << 20))
+    trainer.heartbeats_dir.mkdir()
+    async with running_relay(trainer.root) as relay:
+        started = asyncio.Event()
+
+        def stall(block):
+            started.set()
+            return b""
+
+        relay.alter = stall
+        async with copying(copy.root, [relay.url], "trainer"):
+            await started.wait()
+            for beat in "12":
+                trainer.heartbeat("trainer_0").write_text(beat)
+                await until(lambda beat=beat: copy.heartbeat("trainer_0").exists()
+                            and copy.heartbeat("trainer_0").read_text() == beat)  # fmt: skip
+            assert not copy.weights(1).exists()
+            relay.alter = lambda block: block
+            await until(copy.weights(1).exists)
+
+
+async def test_rollback_removes_abandoned_versions_before_its_record_appears(hosts):
+    trainer, orchestrator = hosts
+    for step in (1, 2, 3):
+        publish_bytes(trainer.root, step)
+        await until(orchestrator.weights(step).exists)
+    roll_back(trainer, trainer.checkpoints_dir, step=2, branch=1, weights=True, rollouts=True)
+    await until((orchestrator.checkpoints_dir / "RESUME.json").exists)
+    assert steps_in(orchestrator.weights_dir) == [1]
+    publish_bytes(trainer.root, 2, b"again", branch=1)
+    await until(orchestrator.weights(2).exists)
+    assert json.loads((orchestrator.weights(2) / "manifest.json").read_text())["branch"] == 1
+
+
+async def test_batch_of_an_abandoned_branch_is_not_copied(tmp_path):
+    trainer, orchestrator = RunPaths(tmp_path / "trainer"), RunPaths(tmp_path / "orchestrator")
+    trainer.checkpoints_dir.mkdir(parents=True)
+    write_resume(trainer.checkpoints_dir, ResumeRecord(step=2, branch=1))
+    for step in range(4):
+        ship_bytes(orchestrator.root, step)
+    async with running_relay(orchestrator.root) as relay, copying(trainer.root, [relay.url], "orchestrator"):
+        await until(trainer.rollouts(1).exists)
+        shutil.rmtree(orchestrator.rollouts(2))
+        ship_bytes(orchestrator.root, 2, branch=1)
+        await until(trainer.rollouts(2).exists)
+        assert (trainer.rollouts(2) / ROWS_FILE).read_bytes() == b"rows of 1.2"
+        assert not trainer.rollouts(3).exists()
+
+
+async def test_copy_of_an_abandoned_batch_is_replaced(hosts):
+    trainer, orchestrator = hosts
+    ship_bytes(orchestrator.root, 0)
+    await until(trainer.rollouts(0).exists)
+    shutil.rmtree(orchestrator.rollouts(0))
+    ship_bytes(orchestrator.root, 0, branch=1)
+    await until(lambda: (trainer.rollouts(0) / ROWS_FILE).read_bytes() == b"rows of 1.0"
+                if (trainer.rollouts(0) / ROWS_FILE).exists() else False)  # fmt: skip
+
+
+async def test_committed_part_is_never_replaced(hosts):
+    trainer, orchestrator = hosts
+    save_part(orchestrator.root, 4)
+    part = trainer.checkpoint(4) / "orchestrator/state.json"
+    await until(part.exists)
+    (trainer.checkpoint(4) / COMMITTED).write_text("{}")
+    await until((orchestrator.checkpoint(4) / COMMITTED).exists)
+    shutil.rmtree(orchestrator.checkpoint(4) / "orchestrator")
+    save_part(orchestrator.root, 4, branch=1)
+    ship_bytes(orchestrator.root, 4)
+    await until(trainer.rollouts(4).exists)
+    assert part.read_text() == '"0.4"'
+
+
+async def test_relay_that_has_lost_its_files_deletes_none(hosts):
+    trainer, orchestrator = hosts
+    publish_bytes(trainer.root, 1)
+    await until(orchestrator.weights(1).exists)
+    shutil.rmtree(trainer.weights_dir)
+    trainer.heartbeats_dir.mkdir()
+    trainer.heartbeat("trainer_0").write_text("later")
+    await until(orchestrator.heartbeat("trainer_0").exists)
+    assert orchestrator.weights(1).exists()
+
+
+async def test_mirror_serves_what_it_copies_and_survives_the_loss_of_one_source(tmp_path):
+    """Versions pass two mirrors; the second one has two sources, of which one ends."""
+    trainer, last = RunPaths(tmp_path / "trainer"), RunPaths(tmp_path / "last")
+    mirror = tmp_path / "mirror"
+    async with (
+        running_relay(trainer.root) as first,
+        running_relay(mirror) as second,
+        copying(mirror, [first.url], "trainer"),
+    ):
+        async with running_relay(mirror) as other, copying(last.root, [other.url, second.url], "trainer"):
+            publish_bytes(trainer.root, 1)
+            await until(last.weights(1).exists)
+        async with copying(last.root, [other.url, second.url], "trainer"):
+            publish_bytes(trainer.root, 2)
+            await until(last.weights(2).exists)
+
+
+async def test_only_the_newest_version_and_its_bases_are_copied(tmp_path):
+    trainer, copy = RunPaths(tmp_path / "trainer"), RunPaths(tmp_path / "copy")
+    for step in (1, 2, 3):
+        publish_bytes(trainer.root, step)
+    for step in (4, 5):
+        link = {"base": f"step_{step - 1}", "branch": 0, "step": step - 1, "hash": f"0.{step - 1}"}
+        publish_bytes(trainer.root, step, delta=link)
+    async with running_relay(trainer.root) as relay, copying(copy.root, [relay.url], "trainer"):
+        await until(copy.weights(5).exists)
+        assert steps_in(copy.weights_dir) == [3, 4, 5]
+
+
+async def test_silent_relay_is_reported_once_and_copying_continues(tmp_path, said, monkeypatch):
+    monkeypatch.setattr("prime_rl.relay.run_copier._WARN_SECONDS", 0)
+    trainer, copy = RunPaths(tmp_path / "trainer"), RunPaths(tmp_path / "copy")
+    publish_bytes(trainer.root, 1)
+    async with running_relay(trainer.root) as relay:
+        urls = ["http://127.0.0.1:1"]
+        async with RelayClient(urls, None) as client:
+            copier = RunCopier(RunFiles(copy), client, "trainer", poll_seconds=0.01)
+            task = asyncio.create_task(copier.run())
+            await until(lambda: any("no files of the trainer" in line for line in said()))
+            client._urls = [relay.url]
+            await until(copy.weights(1).exists)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    assert sum("no files of the trainer" in line and "127.0.0.1:1 does not answer" in line for line in said()) == 1
+    assert any("the relay of the trainer answers again" in line for line in said())
