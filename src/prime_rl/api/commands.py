@@ -23,6 +23,7 @@ from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.evaluation.eval_results import SUMMARY
 from prime_rl.loading.dump import write_config
 from prime_rl.rollouts.environment_id import find_environment
+from prime_rl.rollouts.group_failures import config_errors
 from prime_rl.storage.paths import RunPaths, steps_in
 
 _IDENTITY = ("env", "model", "version", "folder", "first_error")
@@ -148,13 +149,18 @@ def load_environment(env_id: str, **args: Any) -> Any:
         args: arguments of its load_environment().
 
     Raises:
-        ConfigError: it is not installed, or it is a v1 taskset, which verifiers itself runs.
+        ConfigError: it is not installed, cannot be imported, rejects its arguments, or is a v1 taskset.
     """
     found = find_environment(env_id)
-    module = found.load()
+    with config_errors(f"environment {env_id!r} cannot be imported"):
+        module = found.load()
     if not hasattr(module, "load_environment"):
-        raise ConfigError(f"{env_id} is a v1 taskset without load_environment(); pass its id to Run(env=...)")
-    environment = module.load_environment(**args)
+        raise ConfigError(
+            f"environment {env_id!r} has no load_environment(); if it is a v1 taskset, pass its id to Run(env=...) or "
+            "evaluate(...) instead of loading it"
+        )
+    with config_errors(f"environment {env_id!r} with arguments {args} does not load"):
+        environment = module.load_environment(**args)
     if not getattr(environment, "env_id", True):
         environment.env_id = found.module  # its name in metrics
     return environment

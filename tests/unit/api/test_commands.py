@@ -39,3 +39,24 @@ def test_evaluate_bad_input_is_the_error_of_the_command(tmp_path):
 def test_sft_unknown_key_and_missing_data_are_config_errors(tmp_path):
     with pytest.raises(prime_rl.ConfigError, match=r"unknown key optim\.rl .*given in Python"):
         prime_rl.sft("some/model", "data.jsonl", config={"optim.rl": 1}, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "args", "message"),
+    [
+        (
+            "import verifiers.v1\n__all__ = []",
+            {},
+            r"has no load_environment\(\); if it is a v1 taskset, pass its id to Run",
+        ),
+        ("raise KeyError('data')", {}, "cannot be imported: KeyError: 'data'"),
+        ("def load_environment(size): return size", {}, "does not load: TypeError: .*'size'"),
+        ("def load_environment(size): return 1 / size", {"size": 0}, "{'size': 0} does not load: ZeroDivisionError"),
+    ],
+)
+def test_load_environment_refuses_in_one_line(tmp_path, text, args, message):
+    file = tmp_path / f"loaded_{abs(hash(text))}.py"
+    file.write_text(text)
+    with pytest.raises(prime_rl.ConfigError, match=message) as error:
+        prime_rl.load_environment(str(file), **args)
+    assert "\n" not in str(error.value)
