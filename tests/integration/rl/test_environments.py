@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 STEPS = 3
-ENVIRONMENTS = ["alphabet_sort", "calculator", "talking_taskset"]
+ENVIRONMENTS = ["alphabet_sort", "calculator", "talking_taskset", "two_agents"]
 
 
 def test_run_with_every_kind_of_environment_agrees_with_the_sampler(
@@ -31,7 +31,7 @@ def test_run_with_every_kind_of_environment_agrees_with_the_sampler(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, packages)))
     orchestrator = {
         "client": of_server(server),
-        "batch_size": 24,
+        "batch_size": 32,
         "rollouts_per_example": 4,
         "sampling": {"max_tokens": 32, "temperature": 1.0, "top_k": 50},
         "rendering": {"chat_template": str(ROOT / "configs/chat_templates/tools.jinja")},
@@ -39,6 +39,11 @@ def test_run_with_every_kind_of_environment_agrees_with_the_sampler(
             {"id": "alphabet_sort", "args": {"min_turns": 3, "max_turns": 3, "max_names_per_turn": 2}},
             {"id": "calculator", "args": {"difficulty": "easy"}, "sampling": {"top_k": -1}},
             {"id": "talking_taskset", "args": {"task": {"per_letter": 0.1}}, "sampling": {"top_p": 0.9, "min_p": 0.01}},
+            {
+                "id": "talking_taskset",
+                "name": "two_agents",
+                "args": {"task": {"per_letter": 0.1}, "env": {"train_both": True}},
+            },
         ],
     }
     values = rl_values(
@@ -63,6 +68,9 @@ def test_run_with_every_kind_of_environment_agrees_with_the_sampler(
     assert any(line["grad_norm"] > 0 for line in trained)
     report = [json.loads(line) for step in range(STEPS) for line in run.paths.samples(step).read_text().splitlines()]
     assert {rollout["env"] for rollout in report} == set(ENVIRONMENTS)
+    for rollout in report:
+        names = sorted(credit["name"] for credit in rollout.get("credits", ()))
+        assert names == (["agent", "other"] if rollout["env"] == "two_agents" else [])
     batches = [load_file(run.paths.rollouts(step) / "rows.safetensors") for step in range(STEPS)]
     # Three turns in one sample, what lies between them masked.
     assert max(stretch for rows in batches for stretch in sampled_stretches(rows)) == 3

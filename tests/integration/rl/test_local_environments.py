@@ -54,6 +54,57 @@ def test_file_of_the_working_directory_learns(
     assert part["settings"]["environments"] == {"my_env": identity}
 
 
+SELF_PLAY = """
+import verifiers.v1 as vf
+
+__all__ = ["LettersEnv", "LettersTaskset"]
+
+
+class LettersTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    pass
+
+
+class LettersTaskset(vf.Taskset[LettersTask, vf.TasksetConfig]):
+    def load(self):
+        words = ("tree", "leaf", "seed", "root")
+        return [LettersTask(vf.TaskData(idx=i, prompt=word), self.config.task) for i, word in enumerate(words)]
+
+
+class LettersConfig(vf.EnvConfig):
+    first: vf.AgentConfig = vf.AgentConfig()
+    second: vf.AgentConfig = vf.AgentConfig()
+
+
+class LettersEnv(vf.Env[LettersConfig]):
+    async def run(self, task, agents):
+        await agents.first.run(task)
+        await agents.second.run(task)
+
+    async def finalize(self, task, episode):
+        share = [trace.last_reply.count("e") / max(len(trace.last_reply), 1) for trace in episode.traces]
+        for index, trace in enumerate(episode.traces):
+            trace.record_reward("lead", share[index] - share[1 - index])
+            trace.record_metric("share", share[index])
+"""
+
+
+def test_two_agents_that_play_each_other_learn(
+    start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rewards always add up to 0, so only the advantages of each agent teach anything."""
+    (tmp_path / "letters.py").write_text(SELF_PLAY)
+    monkeypatch.chdir(tmp_path)
+    values = rl_values(tmp_path / "run", inference=own_server(), max_steps=15, async_level=1)
+    values["orchestrator"] = {"batch_size": 32, "rollouts_per_example": 8, "sampling": {"max_tokens": 8}}
+    run = start("rl", values, tmp_path / "run", "--orchestrator.env.id", "letters")
+    assert run.end() == 0, run.story()
+    lines = metrics_of(run.paths, "orchestrator")
+    assert max(abs(line["reward/mean"]) for line in lines) < 1e-6
+    for agent in ("first", "second"):
+        shares = [line[f"metrics/{agent}/share"] for line in lines]
+        assert np.mean(shares[-3:]) > np.mean(shares[:3]) + 0.2, (agent, shares)
+
+
 def test_csv_file_of_fifty_questions_learns(
     start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
