@@ -16,6 +16,8 @@ from loguru import logger
 from prime_rl.storage.artifact import MANIFEST, ArtifactError, remove_artifact
 from prime_rl.storage.paths import step_of, steps_in
 
+_DELETED = ".deleted-"
+
 
 def removable_versions(base_of: Mapping[int, int | None], oldest_sampled: int, needed: Iterable[int] = ()) -> list[int]:
     """Return the steps of the published versions that may be deleted, ascending.
@@ -41,6 +43,8 @@ def remove_old_versions(weights_dir: Path, oldest_sampled: int, needed: Set[int]
 
     Versions on which another process has a `hold_version`, and their bases, are kept.
     """
+    for leftover in weights_dir.glob(f"{_DELETED}*"):  # of a killed process, or files that were open elsewhere
+        remove_artifact(leftover)
     published = steps_in(weights_dir)
     base_of = {step: _base_of(weights_dir / f"step_{step}") for step in published}
     candidates = removable_versions(base_of, oldest_sampled, needed)
@@ -52,8 +56,16 @@ def remove_old_versions(weights_dir: Path, oldest_sampled: int, needed: Set[int]
 
 
 def remove_if_free(version: Path) -> bool:
-    """Delete a version unless another process has a `hold_version`; return whether it is deleted."""
-    return _run_if_free(version, remove_artifact)
+    """Delete a version unless another process has a `hold_version`; return whether it is deleted.
+
+    It is hidden by a rename first, and its files are deleted when its manifest is closed: NFS and FUSE keep a deleted
+    file that is open under another name, and so its directory.
+    """
+    hidden = version.with_name(f"{_DELETED}{version.name}")
+    if not _run_if_free(version, lambda version: version.rename(hidden)):
+        return False
+    remove_artifact(hidden)
+    return True
 
 
 @contextmanager
@@ -89,7 +101,7 @@ def _base_of(version: Path) -> int | None:
     return None
 
 
-def _run_if_free(version: Path, action: Callable[[Path], None] = lambda version: None) -> bool:
+def _run_if_free(version: Path, action: Callable[[Path], object] = lambda version: None) -> bool:
     """Run `action` under an exclusive lock on `version`; return whether no other process holds it."""
     with ExitStack() as stack:
         manifest = None
