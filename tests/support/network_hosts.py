@@ -44,12 +44,11 @@ class NetworkHost:
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> "subprocess.Popen[bytes]":
-        """Start a command, whose output goes to `log`. Signals to the process reach the command."""
-        # unshare waits for the command, which is process 1 of its namespace: all others end with it.
-        inner = f'hostname {self.name}; trap "kill -TERM \\$child" TERM; "$@" & child=$!; wait $child; wait $child'
+        """Start a command, whose output goes to `log`. All its processes end with it."""
+        inner = f'hostname {self.name}; "$@"; exit $?'  # the shell is process 1 of the namespace
         program = [
             str(_find("ip")), "netns", "exec", self.namespace, str(_find("unshare")), "--uts", "--pid", "--fork",
-            "--mount-proc", "--kill-child=SIGTERM", "bash", "-c", inner, "bash", *command,
+            "--mount-proc", "--kill-child", "bash", "-c", inner, "bash", *command,
         ]  # fmt: skip
         variables = {**(os.environ if environment is None else environment), "GLOO_SOCKET_IFNAME": _INTERFACE}
         with log.open("ab") as output:
