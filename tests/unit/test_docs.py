@@ -84,6 +84,23 @@ def test_recipes_and_files_exist(page):
     assert not missing, f"named and not there: {missing}"
 
 
+ENVIRONMENTS = sorted(
+    path.parent for path in (ROOT / "environments").glob("*/pyproject.toml") if not path.parent.is_symlink()
+)
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda path: path.name)
+def test_environment_readme_has_all_sections_and_arguments(environment):
+    text = (environment / "README.md").read_text()
+    assert re.findall(r"^#+ (.+)$", text, re.MULTILINE) == [environment.name, "Install", "Reward", "Data", "Arguments"]
+    assert "uv run" in text.partition("## Install")[0], "the page starts with a command"
+    module = ast.parse((environment / environment.name / "environment.py").read_text())
+    (load,) = [node for node in module.body if getattr(node, "name", None) == "load_environment"]
+    rows = re.findall(r"^\| ([^|]+) \|", text.partition("## Arguments")[2], re.MULTILINE)
+    documented = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(documented) == sorted(argument.arg for argument in [*load.args.args, *load.args.kwonlyargs])
+
+
 def definitions(file):
     """Functions and classes of a module, and methods as `Class.method`."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

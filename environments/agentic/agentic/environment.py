@@ -42,8 +42,8 @@ def load_environment(
         task: "planning" in a generated warehouse, or "repair" of a repository.
         min_actions: no plan of a warehouse has fewer actions.
         max_actions: a plan with at most this many actions exists.
-        data_path: for repair, a `.jsonl` or `.json` file of repositories (see the README); without it they are
-            generated.
+        data_path: for repair, a `.jsonl`, `.json` or `.parquet` file of repositories (see the README); without it
+            they are generated.
         eval_data_path: the same for evaluation; without it, `data_path` is used for evaluation too.
         dataset_name: for repair, a data set of the hub with such rows.
         dataset_subset: its configuration.

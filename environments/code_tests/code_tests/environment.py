@@ -43,7 +43,7 @@ def load_environment(
     `timeouts` and `sandbox_ms` are metrics with weight 0.
 
     Args:
-        data_path: a `.jsonl` or `.json` file with rows of HumanEval, MBPP, APPS or LiveCodeBench (see the README).
+        data_path: a `.jsonl`, `.json` or `.parquet` file with problems (see the README).
         eval_data_path: the same for evaluation; without it, `data_path` is used for evaluation too.
         dataset_name: a data set of the hub with such rows.
         dataset_subset: its configuration.

@@ -36,7 +36,7 @@ def load_environment(
         dataset_subset: its configuration.
         train_split: its split for training.
         eval_split: its split for evaluation, read when it is needed.
-        data_path: read this `.jsonl` or `.json` file instead; nothing is then read from the hub.
+        data_path: read this `.jsonl`, `.json` or `.parquet` file instead; nothing is then read from the hub.
         eval_data_path: read this file for evaluation; without it, `data_path` is used for evaluation too.
         num_train_examples: number of examples; -1 uses all.
         num_eval_examples: the same for evaluation.

@@ -39,7 +39,7 @@ def load_environment(
         dataset_split: its split.
         dataset_shuffle: shuffle the training examples before `num_train_examples` are selected.
         seed: seed of the shuffle.
-        data_path: read this `.jsonl` or `.json` file instead; nothing is then read from the hub.
+        data_path: read this `.jsonl`, `.json` or `.parquet` file instead; nothing is then read from the hub.
         eval_dataset_name: data set for evaluation, read when it is needed; None evaluates on the training examples.
         eval_split: its split.
         eval_data_path: read this file instead; without it, `data_path` is used for evaluation too.

@@ -37,7 +37,7 @@ def load_environment(
         dataset_split: its split.
         dataset_shuffle: shuffle the examples before `num_train_examples` are selected.
         seed: seed of the shuffle.
-        data_path: read this `.jsonl` or `.json` file instead.
+        data_path: read this `.jsonl`, `.json` or `.parquet` file instead.
         eval_data_path: a file with examples for evaluation; without it the training examples are used.
         num_train_examples: number of examples; -1 uses all.
         num_eval_examples: the same for evaluation; only with `eval_data_path`.

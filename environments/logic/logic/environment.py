@@ -45,7 +45,7 @@ def load_environment(
     Args:
         kinds: kinds of generated puzzles: countdown, sudoku, knights, ordering.
         level: "easy", "medium" or "hard" generated puzzles.
-        data_path: a `.jsonl` or `.json` file of puzzles (see the README).
+        data_path: a `.jsonl`, `.json` or `.parquet` file of puzzles (see the README).
         eval_data_path: the same for evaluation; without it, `data_path` is used for evaluation too.
         dataset_name: a data set of the hub with such rows.
         dataset_subset: its configuration.

@@ -45,7 +45,7 @@ def load_environment(
         eval_split: split for evaluation; that of the hub is read when it is needed. None reuses the training examples.
         num_train_examples: number of examples, after a shuffle; -1 uses all.
         num_eval_examples: number of examples; -1 uses all.
-        seed: seed of the shuffle of the training examples.
+        seed: seed of the shuffle of the training examples, and of generated questions.
         include_rationale_metadata: keep the human solution in the column `metadata`.
         data_dir: folder with a file `{split}.jsonl` or `{split}.json` for each split; without it the hub is read.
         cache_dir: where the hub's data set is kept.

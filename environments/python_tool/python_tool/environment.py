@@ -43,7 +43,7 @@ def load_environment(
     raised or timed out) are metrics with weight 0.
 
     Args:
-        data_path: a `.jsonl` or `.json` file with `question` and `answer`, a number.
+        data_path: a `.jsonl`, `.json` or `.parquet` file with `question` and `answer`, a number.
         eval_data_path: the same for evaluation; without it, `data_path` is used for evaluation too.
         dataset_name: a data set of the hub with such rows.
         dataset_subset: its configuration.

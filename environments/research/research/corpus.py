@@ -62,7 +62,7 @@ def words_of(text: str) -> list[str]:
 
 
 def read_corpus(path: str | Path) -> Corpus:
-    """Read a `.jsonl` or `.json` file with `text` and optional `id`, `title`, or a folder of `.txt` and `.md` files.
+    """Read a file with `text` and optional `id` and `title`, or a folder of `.txt` and `.md` files.
 
     Raises:
         ValueError: there is nothing at the path, or it is malformed.

@@ -43,8 +43,8 @@ def load_environment(
     `citation_precision`, `citation_recall` and `has_answer` are metrics with weight 0.
 
     Args:
-        corpus_path: a `.jsonl` or `.json` file of documents, or a folder of text files.
-        data_path: a `.jsonl` or `.json` file of questions about the corpus.
+        corpus_path: a `.jsonl`, `.json` or `.parquet` file of documents, or a folder of text files.
+        data_path: a `.jsonl`, `.json` or `.parquet` file of questions about the corpus.
         eval_data_path: the same for evaluation; without it, `data_path` is used for evaluation too.
         dataset_name: a data set of the hub with such rows.
         dataset_subset: its configuration.

@@ -43,7 +43,7 @@ def load_environment(
     Args:
         kinds: generated questions: "numbers", "choices", or both in turn.
         tolerance: largest relative difference of a number, for rows without `tolerance`.
-        data_path: a `.jsonl` or `.json` file of questions (see the README).
+        data_path: a `.jsonl`, `.json` or `.parquet` file of questions (see the README).
         eval_data_path: the same for evaluation; without it, `data_path` is used for evaluation too.
         dataset_name: a data set of the hub with such rows.
         dataset_subset: its configuration.
