@@ -7,7 +7,7 @@ exists.
     python benchmarks/overhead/engine.py TOKENIZER PROMPT_TOKENS COMPLETION_TOKENS    prints its port
 
 `--latency S` delays each streamed sample by a random time, S seconds on average. `--lag FILE` records the event loop's
-lag (lag_log.py).
+lag (lag_log.py). `--servers N` serves on N ports, each printed on a line, with its own version.
 """
 
 import argparse
@@ -147,10 +147,11 @@ async def train(paths: RunPaths, steps: int) -> None:
             stop.set()
 
 
-async def run(engine: LeanEngine, lag: Path | None) -> None:
-    server = await serve(engine.answer, engine)
+async def run(engines: Sequence[LeanEngine], lag: Path | None) -> None:
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(server.serve_forever())
+        for engine in engines:
+            server = await serve(engine.answer, engine)
+            tasks.create_task(server.serve_forever())
         if lag is not None:
             tasks.create_task(record_lag(lag))
 
@@ -162,10 +163,12 @@ def main() -> None:
     parser.add_argument("completion", type=int)
     parser.add_argument("--latency", type=float, default=0.0)
     parser.add_argument("--lag", type=Path)
+    parser.add_argument("--servers", type=int, default=1)
     args = parser.parse_args()
     die_with_parent()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
-    uvloop.run(run(LeanEngine(tokenizer, args.prompt, args.completion, args.latency), args.lag))
+    settings = tokenizer, args.prompt, args.completion, args.latency
+    uvloop.run(run([LeanEngine(*settings) for _ in range(args.servers)], args.lag))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from heapq import nsmallest
+from itertools import chain
 
 UNBOUNDED = float("inf")
 
@@ -192,14 +193,16 @@ class DeadlineScheduler:
 
     def ready(self) -> list[int] | None:
         """Choose batch n: B group ids, earliest deadlines first; None if it must wait."""
-        order = chain.from_iterable(sorted(self._complete[deadline]) for deadline in sorted(self._complete))
-        chosen = list(islice(order, self.batch_groups))
-        if self.finished or len(chosen) < self.batch_groups:
+        chosen, missing = Counter[int](), self.batch_groups
+        for deadline in sorted(self._complete):
+            chosen[deadline] = min(missing, len(self._complete[deadline]))
+            missing -= chosen[deadline]
+        if self.finished or missing:
             return None
-        rest = self._due - Counter(self._entries[group_id].deadline for group_id in chosen)
+        rest = self._due - chosen
         if any(total > self._capacity(at, self.next_step + 1) for at, total in _running(rest)):
             return None  # F would fail, which it can only at a deadline
-        return sorted(chosen)
+        return sorted(chain.from_iterable(nsmallest(chosen[at], self._complete[at]) for at in chosen))
 
     def ship(self, group_ids: list[int]) -> None:
         """Record that batch n, as chosen by `ready`, was shipped; n becomes n + 1."""

@@ -225,9 +225,12 @@ class InferencePool:
 
     async def release(self) -> None:
         """Release the leases."""
-        for server in self.servers:
+
+        async def release(server: InferenceServer) -> None:
             with _warn_of_failure(f"the lease of {server.client.url} was not released"):
                 await server.client.release()
+
+        await asyncio.gather(*map(release, self.servers))
 
     async def _follow_versions(self, stop: asyncio.Event) -> None:
         """Follow the published versions, and cancel the staging of a version when a newer one appears."""

@@ -13,6 +13,7 @@ from loguru import logger
 
 from prime_rl.core.daemon_futures import run_in_daemon_thread
 from prime_rl.core.errors import RunError
+from prime_rl.evaluation.runner import first_exception
 from prime_rl.orchestrator.asyncio_utils import deadline_scope
 from prime_rl.orchestrator.inference.inference_server import (
     SERVER_ERRORS,
@@ -36,12 +37,13 @@ async def bring_up(
     reconnect_s: float,
     minimum: int,
 ) -> None:
-    """Lease the servers and load a published version, or the base model.
+    """Lease the servers and load a published version, or the base model, on all at the same time.
 
     It is enough if `minimum` servers answer within `timeout_s`. `reconnect_s` is the longest wait for a server that is
     lost meanwhile. Raises RunError if a server belongs to another run or rejects the version.
     """
-    for server in await _first_reachable(servers, timeout_s, minimum) if minimum < len(servers) else servers:
+
+    async def set_up(server: InferenceServer) -> None:
         await server.wait_until_reachable(timeout_s)
         for start in itertools.count(1):
             try:
@@ -59,6 +61,14 @@ async def bring_up(
                 await server.wait_until_reachable(reconnect_s)
         server.version, server.up = loaded.version, True
         logger.info("inference at {} samples from {} ({})", server.client.url, loaded.version, loaded.hash)
+
+    chosen = await _first_reachable(servers, timeout_s, minimum) if minimum < len(servers) else servers
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for server in chosen:
+                tasks.create_task(set_up(server))
+    except ExceptionGroup as group:
+        raise first_exception(group) from group
 
 
 async def bring_to_newest(

@@ -44,7 +44,8 @@ from prime_rl.storage.paths import RunPaths, steps_in
 
 FORMAT = "prime_rl.ledger/1"
 _MOST_RECORDS = 20_000
-"""After this many records (about 5,000 groups, which a restart reads in a second) the file is replaced."""
+"""After this many records (about 5,000 groups, which a restart reads in a second) the file is replaced, if it then has
+less than half of them."""
 
 
 class LedgerHeader(msgspec.Struct, frozen=True, tag="started", tag_field="record"):
@@ -133,7 +134,7 @@ class Ledger:
         """
         self._record(Shipped(step, sorted(group_ids)))
         self._log.delete([self._paths.spool(group_id) for group_id in group_ids])
-        if self._log.num_records >= _MOST_RECORDS:
+        if self._log.num_records >= max(_MOST_RECORDS, 2 * len(self.positions.open)):
             self._compact()
 
     def snapshot(self) -> LedgerSnapshot:
