@@ -110,6 +110,10 @@ class RLConfig(RunConfig):
     """Time for an orderly shutdown after SIGTERM, Ctrl-C or a failure, before processes are killed. Set it below the
     grace period of the cluster's scheduler."""
 
+    checkpoint_grace_seconds: float = Field(25, ge=0)
+    """With `ckpt`, time after SIGTERM to finish the step in progress and save a checkpoint, before the shutdown. Both
+    times together must be below the grace period of the cluster's scheduler."""
+
     @classmethod
     def prepare(cls, state: ConfigState) -> None:
         """Copy the shared values to the three processes; see `prime_rl.configs.shared_values`."""

@@ -56,6 +56,7 @@ from prime_rl.orchestrator.orchestrator_checkpoint import OrchestratorState, wri
 from prime_rl.orchestrator.resume import START, StartPoint, TrainerRolledBack, find_rollback, resume_directory
 from prime_rl.orchestrator.sample_files import SampleFiles
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
+from prime_rl.orchestrator.stop_checkpoints import StopCheckpoints
 from prime_rl.rollouts.token_accounting import DiscardedWork
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.storage.artifact import MANIFEST
@@ -111,6 +112,7 @@ class Orchestrator:
         self._samples = SampleFiles(
             self._paths, config.num_samples_per_batch, config.num_kept_sample_files, config.identities
         )
+        self._stop_checkpoints = StopCheckpoints(config, start_point.branch)
         self._ledger: Ledger
         self._scheduler: DeadlineScheduler
         self._dispatcher: Dispatcher
@@ -132,14 +134,18 @@ class Orchestrator:
             await self._watchdog.start(start, INFERENCE)
             await self._run_tasks()
         finally:
-            if self._writing is not None and not self._writing.done():  # it must not appear after its branch ended
-                await asyncio.wait({self._writing})
-                self._writing.exception()  # retrieved and ignored: the run already ended with an earlier error
+            await self._finish_writing()
             await self._dispatcher.warnings.close()
             try:
                 await asyncio.to_thread(self._ledger.close)
             except RunError as error:  # must not hide the error that the run ended with
                 logger.error("ledger: the last records were not written: {}", error)
+
+    async def _finish_writing(self) -> None:
+        """Wait for a batch that is being written: it must not appear after its branch ended."""
+        if self._writing is not None and not self._writing.done():
+            await asyncio.wait({self._writing})
+            self._writing.exception()  # retrieved and ignored: the run already ended with an earlier error
 
     def _open_ledger(self) -> tuple[Ledger, LedgerState | None]:
         """Start a ledger, or read it and replay the stream; takes seconds, so it runs in a thread."""
@@ -213,17 +219,22 @@ class Orchestrator:
             rolled_back = group.subgroup(TrainerRolledBack)
             keep_lease = rolled_back is not None
             raise first_exception(rolled_back or group) from group
+        except asyncio.CancelledError:  # SIGTERM, which the trainer may have got as well
+            await self._finish_writing()
+            await asyncio.to_thread(self._stop_checkpoints.write)
+            raise
         finally:
             if not keep_lease:
                 await self._inference.release()
 
     async def _follow_trainer(self, stop: asyncio.Event) -> None:
-        """Raise TrainerRolledBack as soon as the trainer starts a newer branch."""
+        """Raise TrainerRolledBack as soon as the trainer starts a newer branch; help it to stop with a checkpoint."""
         directory = self._paths.root if self._config.ckpt is None else resume_directory(self._config)
         async for _ in watch_directory(directory, stop):
             resume = await run_in_daemon_thread(find_rollback, self._config, self._start_point.branch)
             if resume is not None:
                 raise TrainerRolledBack(resume)
+            await run_in_daemon_thread(self._stop_checkpoints.answer)
 
     def _group_ended(self) -> None:
         self._num_ended += 1
@@ -260,6 +271,9 @@ class Orchestrator:
         await self._ledger.flush()  # everything that the batch builds on is on disk before the batch (I3)
         canaries = await self._inference.base_canaries() if step == 0 else []
         state = self._checkpoint_state(step, group_ids)
+        if state is not None and not self._is_checkpoint_due(step + 1):
+            self._stop_checkpoints.keep(step + 1, state, self._inference.weight_versions.newest or 0)
+            state = None
         batch = await self._in_thread(lambda: self._write(step, groups, advantages, state, canaries))
         # No await before the ledger and the scheduler are updated: no group may be admitted in between.
         self._ledger.shipped(step, group_ids)
@@ -276,13 +290,16 @@ class Orchestrator:
         return await asyncio.shield(writing)
 
     def _checkpoint_state(self, step: int, group_ids: Sequence[int]) -> Callable[[], OrchestratorState] | None:
-        """Return a function that builds the state after batch `step`; None if no checkpoint is due then."""
-        ckpt, num_done = self._config.ckpt, step + 1
-        if ckpt is None or self._config.bench or (num_done % ckpt.interval and num_done != self._config.max_steps):
+        """Return a function that builds the state after batch `step`; None without checkpoints. Call it once."""
+        if self._config.ckpt is None or self._config.bench:
             return None
         snapshot, lengths = self._ledger.snapshot(), self._dispatcher.lengths.copy()
         finished = list(self._dispatcher.complete.values())
-        return lambda: OrchestratorState(num_done, snapshot.state_after(step, group_ids), finished, lengths.state())
+        return lambda: OrchestratorState(step + 1, snapshot.state_after(step, group_ids), finished, lengths.state())
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        ckpt = self._config.ckpt
+        return ckpt is not None and (not step % ckpt.interval or step == self._config.max_steps)
 
     def _write(
         self,

@@ -22,6 +22,8 @@ PART_FORMAT = "prime_rl.checkpoint/1"
 COMMITTED = "COMMITTED"
 RESUME = "RESUME.json"
 """File in the checkpoint folder with the latest resume (`ResumeRecord`)."""
+STOP = "STOP.json"
+"""File in the checkpoint folder with the latest request to stop (`StopRecord`)."""
 TRAINER, ORCHESTRATOR = "trainer", "orchestrator"
 """The parts of a checkpoint."""
 _DELETED = ".deleted-"
@@ -61,6 +63,21 @@ class ResumeRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class StopRecord:
+    """The contents of `STOP.json`: the trainer is asked to stop before its next batch, with a checkpoint.
+
+    Attributes:
+        step: the batch before which it stops, which is the step of the checkpoint; None until the ranks agree.
+        branch: of the batch; None as well.
+        start: name of the start that stops (`start_name`), if any.
+    """
+
+    step: int | None = None
+    branch: int | None = None
+    start: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointListing:
     """The contents of a checkpoint folder.
 
@@ -82,7 +99,7 @@ def find_checkpoints(directory: Path) -> CheckpointListing:
     """List the checkpoints in `directory`, and check the size of every file."""
     complete, broken = list[CheckpointCommit](), dict[str, str]()
     for entry in sorted(directory.iterdir()) if directory.is_dir() else ():
-        if entry.name == RESUME or entry.name.startswith("."):
+        if entry.name in (RESUME, STOP) or entry.name.startswith("."):
             continue
         if step_of(entry) is None:
             broken[entry.name] = "is not named step_N"
@@ -177,6 +194,14 @@ def remove_old_checkpoints(directory: Path, keep_last: int | None, keep_interval
     return [step for step in steps if step not in dropped]
 
 
+def remove_unfinished(directory: Path, below: int) -> None:
+    """Delete the checkpoints before step `below` that were not committed and will not be."""
+    for entry in directory.iterdir():
+        step = step_of(entry)
+        if step is not None and step < below and not (entry / COMMITTED).exists():
+            shutil.rmtree(entry)
+
+
 def hash_file(file: Path) -> str:
     """Return the xxh3_128 of a file, in hexadecimal."""
     with file.open("rb") as content:
@@ -196,6 +221,17 @@ def read_resume(directory: Path) -> ResumeRecord | None:
 def write_resume(directory: Path, resume: ResumeRecord) -> None:
     """Write `RESUME.json`, which starts a branch."""
     write_json(directory / RESUME, asdict(resume))
+
+
+def read_stop(directory: Path) -> StopRecord | None:
+    """Read `STOP.json`; None if it does not exist. Raises ArtifactError if it is damaged."""
+    return _read(directory / STOP, StopRecord)
+
+
+def write_stop(directory: Path, stop: StopRecord) -> None:
+    """Write `STOP.json`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / STOP, asdict(stop))
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:

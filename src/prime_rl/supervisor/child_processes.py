@@ -42,6 +42,7 @@ class ProcessSpec:
         restart_spec: the spec of a restart, given the number of restarts that remain after it; None keeps this one.
         num_launcher_restarts: how often the process, if it is a launcher, has restarted its own children.
         needs_rerun: whether another process has undone finished work, so that this one must run again.
+        request_stop: asks the process to save a checkpoint and exit with code 0; None if it cannot.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ProcessSpec:
     restart_spec: "Callable[[int], ProcessSpec] | None" = None
     num_launcher_restarts: Callable[[], int] = lambda: 0
     needs_rerun: Callable[[], bool] = lambda: False
+    request_stop: Callable[[], None] | None = None
 
     def read_error(self) -> ReportedError | None:
         """The error that the process wrote; None if there is none."""
@@ -173,6 +175,20 @@ async def wait_for_exit(pids: Sequence[int], timeout_s: float | None) -> list[in
         for fd in fds:
             loop.remove_reader(fd)
             os.close(fd)
+
+
+async def save_checkpoints(children: Sequence[ChildProcess], timeout_s: float, hurry: asyncio.Event) -> None:
+    """Have the children that can save a checkpoint do so and exit; wait for them until `hurry` is set, or the timeout.
+
+    Raises RunError if the request cannot be written.
+    """
+    asked = [child for child in children if child.spec.request_stop is not None and not child.exited.done()]
+    for child in asked:
+        assert child.spec.request_stop is not None
+        child.spec.request_stop()
+    if asked:
+        await _unless(hurry, asyncio.wait([child.exited for child in asked]), timeout_s)
+        hurry.clear()
 
 
 async def stop_all(

@@ -19,6 +19,7 @@ from prime_rl.liveness.heartbeat_writer import HeartbeatWriter, record_interrupt
 from prime_rl.monitors.bench_report import print_bench_report
 from prime_rl.rollouts.environment_identity import identify_all
 from prime_rl.rollouts.example_count import count_examples
+from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.child_processes import BAD_INPUT, describe_exit
 from prime_rl.supervisor.console_progress import ConsoleProgress, DisconnectableOutput
@@ -63,7 +64,9 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
     if outcome.left:
         console.print(f"warning: processes {list(outcome.left)} could not be ended")
     if outcome.stopped_by is not None:
-        console.print(f"stopped by {outcome.stopped_by.name}; all processes have ended")
+        saved = find_checkpoints(paths.root / config.ckpt.path).steps if config.ckpt is not None else []
+        hint = f"; checkpoint {saved[-1]} is saved: continue with --ckpt.resume-step -1" if saved else ""
+        console.print(f"stopped by {outcome.stopped_by.name}; all processes have ended{hint}")
         return 128 + outcome.stopped_by
     if outcome.culprit is not None:
         raise _explain(outcome, console)
@@ -100,7 +103,7 @@ async def _run(
         remove_heartbeats(paths, role, keep=())  # of an earlier start
     events = EventLog(paths.events, display.show_event)
     health = HealthMonitor(paths, config.heartbeat.limits, events)
-    timeouts = SupervisorTimeouts(stop_seconds=config.grace_timeout_seconds)
+    timeouts = SupervisorTimeouts(config.grace_timeout_seconds, config.checkpoint_grace_seconds)
     with HeartbeatWriter(paths, "rl", "rl") as heartbeat:
         heartbeat.enter("watch over the run")
         heartbeat.watch_event_loop(asyncio.get_running_loop())

@@ -6,13 +6,15 @@ import sys
 import uuid
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.entry_point import ERROR_FILE
+from prime_rl.core.os_errors import wrap_os_errors
 from prime_rl.liveness.heartbeat_monitor import SERVING, KernelState, read_heartbeat, read_kernel_state
 from prime_rl.liveness.parent_process import SUPERVISED
 from prime_rl.loading.dump import write_config
-from prime_rl.storage.checkpoint_artifacts import read_resume
+from prime_rl.storage.checkpoint_artifacts import StopRecord, read_resume, write_stop
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
 from prime_rl.supervisor.child_processes import ProcessSpec
@@ -79,11 +81,20 @@ def _trainer(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> Proces
             is_last=True,
             start_after="inference" if shares_gpu(config) else None,
             restart_spec=lambda left: make(left, restarted=True),
+            request_stop=partial(_request_stop, config, paths, start) if config.ckpt is not None else None,
             # Each attempt of a torchrun has its own log folder.
             num_launcher_restarts=lambda: sum(log.name != "attempt_0" for log in logs.glob("*/attempt_*")),
         )
 
     return make(config.max_restarts, restarted=False)
+
+
+def _request_stop(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> None:
+    """Ask the trainer of this start to stop with a checkpoint. Raises RunError if the file cannot be written."""
+    assert config.ckpt is not None
+    directory = paths.root / config.ckpt.path
+    with wrap_os_errors("ask the trainer for a checkpoint", directory):
+        write_stop(directory, StopRecord(start=start[START_VARIABLE]))
 
 
 def _spec(config: RLConfig, paths: RunPaths, name: str, argv: list[str], env: dict[str, str]) -> ProcessSpec:

@@ -28,6 +28,7 @@ from prime_rl.supervisor.child_processes import (
     describe_exit,
     find_culprit,
     kill_all,
+    save_checkpoints,
     stop_all,
 )
 from prime_rl.supervisor.health_monitor import CHECK_INTERVAL_SECONDS, HealthMonitor
@@ -45,6 +46,7 @@ class SupervisorTimeouts:
 
     Attributes:
         stop_seconds: for an orderly exit after SIGTERM.
+        checkpoint_seconds: before that, for a checkpoint after SIGTERM to this process.
         kill_seconds: for the kernel to end killed processes; it first frees their memory, also that of the GPU.
         culprit_seconds: to find the culprit after the first failure. The clients of a server fail at once, the server
             itself needs two seconds after the death of its engine.
@@ -53,6 +55,7 @@ class SupervisorTimeouts:
     """
 
     stop_seconds: float = 5.0
+    checkpoint_seconds: float = 25.0
     kill_seconds: float = 60.0
     culprit_seconds: float = 4.0
     exit_seconds: float = 60.0
@@ -103,6 +106,8 @@ async def supervise(
         run = _Supervision(specs, timeouts, events, health, stopped, keep_serving)
         try:
             outcome = await run.until_over()
+            if outcome.stopped_by is signal.SIGTERM:
+                await save_checkpoints(run.children, timeouts.checkpoint_seconds, hurry)
         except RunError as error:
             events.add("failed", "rl", detail=str(error))
             raise

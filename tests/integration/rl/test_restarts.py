@@ -99,3 +99,21 @@ def test_run_completes_although_every_process_is_killed(start: StartCommand, tmp
     assert find_checkpoints(run.paths.checkpoints_dir).steps[-1] == steps
     assert_exactly_once(run.paths, steps)
     assert run.errors == ""
+
+
+def test_run_sigterm_saves_a_checkpoint_and_a_second_start_resumes(start: StartCommand, tmp_path: Path) -> None:
+    """Two ranks under torchrun, between two checkpoints."""
+    steps = 12
+    values = rl_values(tmp_path / "run", inference=own_server(), trainer_ranks=2, max_steps=steps)
+    run = start("rl", values | {"ckpt": {"interval": 100}}, tmp_path / "run")
+    run.until_step("trainer", 2)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM, run.story()
+    [saved] = find_checkpoints(run.paths.checkpoints_dir).steps
+    assert 3 <= saved < steps
+    assert f"checkpoint {saved} is saved" in run.output
+
+    run = start("rl", values | {"ckpt": {"interval": 100, "resume_step": -1}}, tmp_path / "run")
+    assert run.end() == 0, run.story()
+    assert find_checkpoints(run.paths.checkpoints_dir).steps == [saved, steps]
+    assert_exactly_once(run.paths, steps)

@@ -15,6 +15,7 @@ from prime_rl.orchestrator.orchestrator_checkpoint import OrchestratorState, rea
 from prime_rl.storage import checkpoint_artifacts
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.batch import read_batch
+from prime_rl.storage.checkpoint_artifacts import StopRecord, write_stop
 from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.rollback import next_branch, roll_back
 from tests.support.fake_engine import fake_engine, play_trainer, publish_version
@@ -64,8 +65,9 @@ def examples(paths):
     return sorted((row["group_id"], row["messages"][0]["content"]) for row in rows)
 
 
-def group_ids(paths):
-    return [group for _, manifest in batches(paths) for group in manifest["group_ids"]]
+def group_ids(paths, steps=STEPS):
+    manifests = [read_batch(paths.rollouts(step), step)[1] for step in range(steps)]
+    return [group for manifest in manifests for group in manifest["group_ids"]]
 
 
 @in_loop
@@ -112,6 +114,44 @@ async def test_resume_finished_groups_are_not_sampled_again(tmp_path, tokenizer_
         again = len(engine.requests) - played
     assert again == ((STEPS - CUT) * 3 - len(cut.finished)) * 2
     assert sorted(group_ids(paths)) == list(range(STEPS * 3))
+
+
+STOPPED_AT = 3
+
+
+@in_loop
+@pytest.mark.parametrize("is_signalled", [False, True])
+async def test_stop_between_two_checkpoints_resumes_with_every_position_once(
+    tmp_path, tokenizer_dir, run_orchestrator, is_signalled
+):
+    """The trainer names the step in STOP.json; or the orchestrator gets SIGTERM first and writes all possible parts."""
+    config = with_ckpt(make_config(tmp_path, tokenizer_dir, async_level=2))
+    paths, published = RunPaths(config.output_dir), asyncio.Event()
+    part = paths.checkpoint(STOPPED_AT) / checkpoint_artifacts.ORCHESTRATOR
+
+    async def stopping_trainer(paths, steps, stop, delay_s):
+        await play_trainer(paths, STOPPED_AT, stop, delay_s)
+        published.set()
+
+    async with fake_engine() as engine:
+        run = asyncio.create_task(run_orchestrator(config, [engine], trainer=stopping_trainer))
+        await asyncio.wait_for(published.wait(), 30)
+        if not is_signalled:
+            write_stop(paths.checkpoints_dir, StopRecord(STOPPED_AT, 0))
+            async with asyncio.timeout(30):
+                while not part.exists():
+                    await asyncio.sleep(0.01)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert part.exists()
+        assert engine.holder is None, "the lease is given back"
+        shipped, before = len(steps_in(paths.rollouts_dir)), group_ids(paths, STOPPED_AT)
+        assert shipped >= STOPPED_AT
+        commit(paths, STOPPED_AT)
+        await run_orchestrator(with_ckpt(config, resume_step=-1), [engine], trainer=resuming_trainer)
+    assert group_ids(paths)[: STOPPED_AT * 3] == before
+    assert sorted(group_ids(paths)) == list(range(STEPS * 3)), "every position of the stream once"
 
 
 @pytest.fixture

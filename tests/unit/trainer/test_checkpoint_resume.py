@@ -1,13 +1,18 @@
 """A resumed run is bit-identical: `trainer` on recorded batches, and `sft`, as commands."""
 
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from prime_rl.configs.trainer import FakeDataConfig
+from prime_rl.liveness.heartbeat_monitor import read_heartbeat
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.storage.batch import ROWS_FILE, write_batch
 from prime_rl.storage.checkpoint_artifacts import COMMITTED, find_checkpoints
@@ -24,17 +29,32 @@ def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), std=0.05)
 
 
-def ship(root, steps):
+def ship(root, steps, first=0):
     """Write batches as the orchestrator would."""
     config = FakeDataConfig(batch_size=6, seq_len=24, micro_batch_size=2, variable_length=True)
-    for step in range(steps):
+    for step in range(first, steps):
         batch = fake_batch(config, 103, row_length=48, seed=5, step=step)
         write_batch(RunPaths(root).rollouts(step), batch, {"branch": 0, "step": step, "async_level": 2})
 
 
-def trainer(model, root, *more):
+def trainer(model, root, *more, **keys):
     arguments = ["--model.name", model, "--output-dir", root, "--optim.lr", "1e-2", "--num-minibatches", "2"]
-    return run_command("trainer", [*arguments, "--device", "cpu", "--wait-timeout-seconds", "5", *more])
+    return run_command("trainer", [*arguments, "--device", "cpu", "--wait-timeout-seconds", "5", *more], **keys)
+
+
+def stop_in_phase(root, phase, rank=0):
+    """Send SIGTERM to a rank as soon as the phase of its heartbeat starts so."""
+
+    def stop():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            beat = read_heartbeat(RunPaths(root).heartbeat(f"trainer_{rank}"))
+            if beat is not None and beat.phase.startswith(phase):
+                os.kill(beat.pid, signal.SIGTERM)
+                return
+            time.sleep(0.02)
+
+    threading.Thread(target=stop, daemon=True).start()
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +128,43 @@ def test_resumed_rl_is_bit_identical(whole, halves):
     one, two = (saved_tensors(RunPaths(root).checkpoint(8) / "trainer") for root in (whole, halves))
     assert one.keys() == two.keys() >= {"rng/0"}
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+@pytest.mark.parametrize(("ranks", "signalled"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.extended)])
+def test_trainer_sigterm_saves_a_checkpoint_from_which_it_resumes(whole, model, tmp_path, ranks, signalled):
+    """SIGTERM ends the wait for a batch, on all ranks; the checkpoint is no multiple of the interval."""
+    ship(tmp_path, 5)
+    stop_in_phase(tmp_path, "wait for batch 5", signalled)
+    wait = ["--wait-timeout-seconds", "60"]
+    code, error = trainer(model, tmp_path, "--max-steps", "8", "--ckpt.interval", "3", *wait, ranks=ranks)
+    assert code == 128 + signal.SIGTERM, error[-3000:]
+    assert find_checkpoints(RunPaths(tmp_path).checkpoints_dir).steps == [3, 5]
+    assert read_heartbeat(RunPaths(tmp_path).heartbeat("trainer_0")).phase == "ended"
+    ship(tmp_path, 8, first=5)
+    succeed(trainer(model, tmp_path, "--max-steps", "8", "--ckpt.resume-step", "-1", ranks=ranks))
+    if ranks == 1:
+        assert metrics_of(tmp_path) == metrics_of(whole)
+        assert weights_hash(tmp_path, 8) == weights_hash(whole, 8)
+
+
+def test_trainer_sigterm_without_checkpoints_exits_at_once(model, tmp_path):
+    ship(tmp_path, 1)
+    stop_in_phase(tmp_path, "wait for batch 1")
+    code, _ = trainer(model, tmp_path, "--max-steps", "8", "--wait-timeout-seconds", "60")
+    assert code == -signal.SIGTERM
+    assert not RunPaths(tmp_path).checkpoints_dir.exists()
+
+
+@pytest.mark.extended
+def test_sft_sigterm_saves_a_checkpoint_from_which_it_resumes(model, words, tmp_path):
+    stop_in_phase(tmp_path / "run", "step")
+    code, error = sft(model, words, tmp_path / "run", "--max-steps", "4000", "--ckpt.interval", "5000")
+    assert code == 128 + signal.SIGTERM, error[-3000:]
+    [step] = find_checkpoints(RunPaths(tmp_path / "run").checkpoints_dir).steps
+    last = str(step + 2)
+    succeed(sft(model, words, tmp_path / "run", "--max-steps", last, "--ckpt.resume-step", "-1"))
+    succeed(sft(model, words, tmp_path / "whole", "--max-steps", last))
+    assert weights_hash(tmp_path / "run", step + 2) == weights_hash(tmp_path / "whole", step + 2)
 
 
 def test_last_step_and_multiples_of_interval_are_saved(whole, halves):

@@ -33,16 +33,19 @@ from prime_rl.storage.artifact import MANIFEST, ArtifactError
 from prime_rl.storage.batch import delete_rows
 from prime_rl.storage.paths import RunPaths, step_of
 from prime_rl.storage.progress import Progress
-from prime_rl.storage.wait_for import DeadlineError
+from prime_rl.storage.wait_for import DeadlineError, wait_for
 from prime_rl.trainer.checkpoints import trainer_state as state
 from prime_rl.trainer.checkpoints.dcp_reader import TensorReader, load_model_and_optimizer, summarize_dcp_error
 from prime_rl.trainer.checkpoints.rank_consensus import RankConsensus
 from prime_rl.trainer.checkpoints.resume_point import ResumeDecision, ResumePoint
 from prime_rl.trainer.checkpoints.resume_settings import check_settings, settings_of
+from prime_rl.trainer.checkpoints.stop_request import StopRequest
 from prime_rl.trainer.parallel.process_group import World, wrap_rank_errors
 from prime_rl.trainer.process_setup import check_output_dir
 
 PART = files.TRAINER
+_ORCHESTRATOR_SECONDS = 20.0
+"""Longest wait for the orchestrator's part of a checkpoint at a stop; it writes it within a second."""
 
 
 class DataStream(Protocol):
@@ -80,12 +83,14 @@ class Checkpointer:
             RunError: the checkpoint is damaged, or the directory cannot be written.
         """
         self._config, self._paths, self._world, self._keeps_rows = config, paths, world, keeps_rows
+        self._publishes_versions, self._waits_for_orchestrator = publishes_versions, False
         self.first_needed_batch = 0
         """First batch whose rows a checkpoint needs, as far as is known; earlier ones are deleted."""
         self._options = None if config.bench else config.ckpt
         if config.bench:
             check_output_dir(paths, resuming=False)
             self._start = ResumePoint()
+            self.stop_request = StopRequest(None, 0, world)
             return
         self._directory = paths.root / (self._options or CkptConfig()).path
         timeout = timedelta(seconds=config.dist_timeout_seconds)
@@ -93,6 +98,8 @@ class Checkpointer:
         self._ranks = RankConsensus(world, self._group)
         self._pending: Future[None] | None = None
         self._start = ResumeDecision(config, paths, self._directory, world, self._ranks, publishes_versions).choose()
+        self._saved = self._start.step
+        self.stop_request = StopRequest(self._directory if self._options else None, self._start.branch, world)
 
     @property
     def branch(self) -> int:
@@ -151,9 +158,29 @@ class Checkpointer:
         if self._options is None:
             return
         self._poll()
-        if not last and progress.step % self._options.interval:
+        if last or not progress.step % self._options.interval:
+            self._start_save(progress)
+
+    def save_at_stop(self, progress: Progress) -> None:
+        """Save before batch `progress.step`, unless that is done, or no step is. All ranks call it.
+
+        The orchestrator writes its part when it reads `STOP.json`. A failure is logged: the run ends anyway.
+        """
+        if self._options is None or progress.step in (0, self._saved):
             return
+        try:
+            self._wait()
+            self._waits_for_orchestrator = self._publishes_versions and any(self._paths.ledger_dir.glob("*.jsonl"))
+            self._start_save(progress)
+            self._wait()
+        except RunError as error:
+            if self._world.is_main:
+                logger.warning("{}", error)
+
+    def _start_save(self, progress: Progress) -> None:
+        assert self._options is not None
         self._wait()
+        self._saved = progress.step
         tensors = {
             **state.model_tensors(self._policy),
             **state.optimizer_tensors(self._policy, self._optimizer),
@@ -215,8 +242,12 @@ class Checkpointer:
     def _commit(self, checkpoint: Path, fields: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
         assert self._options is not None
         files.seal_part(files.temporary_part(checkpoint, PART), checkpoint / PART, fields, hashes)
+        if self._waits_for_orchestrator:
+            wait_for(checkpoint / files.ORCHESTRATOR, _ORCHESTRATOR_SECONDS, "the orchestrator")
         parts = (PART, *self._orchestrators(checkpoint))
         files.commit_checkpoint(checkpoint, self.branch, parts, fields["digest"])
+        if self._waits_for_orchestrator:  # which may have written its part for several steps
+            files.remove_unfinished(self._directory, below=fields["step"])
         kept = files.remove_old_checkpoints(self._directory, self._options.keep_last, self._options.keep_interval)
         first, self.first_needed_batch = self.first_needed_batch, kept[0]
         delete_rows(self._paths, below=kept[0], first=first, keeps=self._keeps_rows)

@@ -18,7 +18,8 @@ from prime_rl.storage.batch import OPTIONAL_ARRAYS, Batch, read_batch
 from prime_rl.storage.fs_consistency import retry_until_complete, visibility_timeout
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import branch_of_batch
-from prime_rl.storage.wait_for import DeadlineError, wait_for
+from prime_rl.storage.wait_for import DeadlineError, wait_until
+from prime_rl.trainer.checkpoints.stop_request import StopRequest
 from prime_rl.trainer.data.row_assignment import PADDING_ROW, assign_rows
 from prime_rl.trainer.micro_batch import MicroBatch, make_micro_batch, masked_row
 from prime_rl.trainer.parallel.process_group import World
@@ -40,6 +41,7 @@ class BatchSource:
         heartbeat: HeartbeatWriter,
         branch: int | None = None,
         check_first: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        stop: StopRequest | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -50,15 +52,17 @@ class BatchSource:
             branch: read only batches of this branch; None reads any. After a rollback of the trainer, an orchestrator
                 that has not noticed it may still write batches of the old branch, which it archives later.
             check_first: called with the manifest of batch 0.
+            stop: ends a wait.
         """
         self._config, self._paths, self._vocabulary, self._branch = config, paths, vocabulary, branch
         self._check_publisher, self._heartbeat, self._check_first = check_publisher, heartbeat, check_first
+        self._stop = stop
         self._orchestrator = PeerMonitor(paths, "orchestrator", config.heartbeat.limits, raises=not is_supervised())
         # One rank of each node monitors the orchestrator; torchrun ends the other ranks together with it.
         self._monitors_peer = not int(os.environ.get("LOCAL_RANK", 0))
 
-    def read(self, step: int) -> Batch:
-        """Return batch `step`, waiting until it exists.
+    def read(self, step: int) -> Batch | None:
+        """Return batch `step`, waiting until it exists; None if the trainer stops before it.
 
         Raises:
             ConfigError: the orchestrator uses another `async_level`.
@@ -66,10 +70,13 @@ class BatchSource:
             RunError: the orchestrator died, or publishing failed.
         """
         config = self._config
+        path = self._paths.rollouts(step)
+        if config.data.fake is None:
+            self._wait(path, step)
+        if self._stop is not None and self._stop.agree(step):
+            return None
         if config.data.fake is not None:
             return fake_batch(config.data.fake, self._vocabulary, config.model.seq_len, config.seed, step)
-        path = self._paths.rollouts(step)
-        self._wait(path, step)
         visible_s = visibility_timeout(path, self._paths.fs_consistency_timeout_seconds)
         batch, manifest = retry_until_complete(partial(read_batch, path, step), visible_s, self._check_publisher)
         if manifest["async_level"] != config.async_level:
@@ -86,9 +93,15 @@ class BatchSource:
         self._heartbeat.enter(f"wait for batch {step}", timeout_s, "orchestrator", step=step)
         if self._monitors_peer:
             self._orchestrator.poll()  # also log its state when the batch exists already
-        owner = f"the orchestrator{self._paths.log_hint('orchestrator')}"
+        what = f"{path}, which the orchestrator{self._paths.log_hint('orchestrator')} should have written"
+
+        def is_over() -> bool:
+            if self._stop is not None and self._stop.is_requested(step):
+                return True
+            return path.exists() and self._branch in (None, branch_of_batch(path))
+
         try:
-            wait_for(path, timeout_s, owner, self._check, lambda: self._branch in (None, branch_of_batch(path)))
+            wait_until(path.parent, is_over, timeout_s, what, self._check)
         except DeadlineError as error:
             raise DeadlineError(f"{error}; {self._orchestrator.describe()}") from None
 

@@ -36,6 +36,7 @@ from prime_rl.storage.artifact import remove_artifact
 from prime_rl.storage.batch import ROWS_FILE
 from prime_rl.storage.paths import RunPaths
 from prime_rl.trainer.checkpoints.checkpointer import Checkpointer
+from prime_rl.trainer.checkpoints.stop_request import exit_if_stopped
 from prime_rl.trainer.fsdp import compute_dtype
 from prime_rl.trainer.losses.token_distributions import TokenDistributions, rl_token_values
 from prime_rl.trainer.memory.activation_checkpointing import prepare_optimizer
@@ -62,11 +63,15 @@ def run(config: TrainerConfig) -> None:
     """Prepare this process, train, and report the benchmark with `--bench`. Raises what `train` raises."""
     start_process(config.log, config.run_paths)
     with report_benchmark(config.bench, config.run_paths, "trainer"):
-        train(config)
+        stopped = train(config)
+    exit_if_stopped(stopped)
 
 
-def train(config: TrainerConfig) -> None:
-    """Train until `config.max_steps`. Raises ConfigError for invalid input, and RunError if the run cannot continue."""
+def train(config: TrainerConfig) -> bool:
+    """Train until `config.max_steps`, or until the trainer is stopped; return whether it was stopped.
+
+    Raises ConfigError for invalid input, and RunError if the run cannot continue.
+    """
     paths, timeout_s = config.run_paths, config.dist_timeout_seconds
     with rank_heartbeat(paths, timeout_s) as heartbeat, join_world(config.device, timeout_s, config.model) as world:
         heartbeat.enter("load the model")
@@ -87,7 +92,8 @@ def train(config: TrainerConfig) -> None:
         references = References(config, policy, world)
         check_first = partial(check_version_0, config, policy, world)
         branch = checkpoints.required_branch
-        batches = BatchSource(config, paths, policy.vocabulary, publisher.check, heartbeat, branch, check_first)
+        stop, vocabulary = checkpoints.stop_request, policy.vocabulary
+        batches = BatchSource(config, paths, vocabulary, publisher.check, heartbeat, branch, check_first, stop)
         monitor = Monitor(paths, "trainer", config.metric_loggers, config) if world.is_main else None
         reporter = StepReporter(policy, config, world, monitor, train_step)
         distributions = TokenDistributions(rl_token_values, world, config.logs_distributions)
@@ -99,44 +105,49 @@ def train(config: TrainerConfig) -> None:
         check_packing(policy, world, config.model.name, dtype, config.model.seq_len)
         if checkpoints.resumes and config.data.fake is None:
             publisher.start(paths.weights(progress.step), PolicyVersion(checkpoints.branch, progress.step))
-        garbage = GarbageCollection(config.gc_interval)
-        for step in range(progress.step, config.max_steps) if config.max_steps else count(progress.step):
-            timer = StepTimer()
-            batch = batches.read(step)
-            timer.lap("wait_for_batch")
-            heartbeat.enter(f"step {step}", timeout_s if world.size > 1 else None, step=step)
-            factor = schedule_factor(config.scheduler, config.optim.lr, step, config.max_steps)
-            minibatches = split_batch(batch, step, config.num_minibatches, world, max_tokens=config.model.seq_len)
-            exporter.start_step(step)
-            recording = distributions.record(step, minibatches, objective)
-            result = train_step.step(references.score(minibatches), recording, factor, config.records_layers(step))
-            timer.lap("train")
-            last = step + 1 == config.max_steps
-            heartbeat.enter(
-                f"publish version {step + 1}", config.weight_broadcast.timeout_seconds, step=step, version=step + 1
-            )
-            publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1), last)
-            timer.lap("publish")
-            exporter.finish_step(step, len(batch.tokens))
-            if world.is_main:
-                delete_obsolete_files(config, paths, step, exporter.keeps_rows)
-            tokens = distributions.gather()
-            progress.count_batch(batch)
-            scored, published = batch.loss_tokens, publisher.metrics()
-            reporter.report(step, result, timer, batch.seq_lens, scored, progress, published, tokens)
-            limit_s = config.ckpt.timeout_seconds if config.ckpt else None
-            heartbeat.enter(f"checkpoint {progress.step}", limit_s, step=step, version=progress.step)
-            checkpoints.step_done(progress, last)
-            garbage.step_done(step)
-        garbage.close()
-        heartbeat.enter("finish writing")
-        checkpoints.close()
-        publisher.close()
-        publications.close()
-        exporter.close()
-        if world.is_main and config.data.fake is not None:
-            remove_artifact(paths.weights(progress.step))
-        reporter.close()
+        with stop:
+            garbage = GarbageCollection(config.gc_interval)
+            for step in range(progress.step, config.max_steps) if config.max_steps else count(progress.step):
+                timer = StepTimer()
+                if (batch := batches.read(step)) is None:
+                    break
+                timer.lap("wait_for_batch")
+                heartbeat.enter(f"step {step}", timeout_s if world.size > 1 else None, step=step)
+                factor = schedule_factor(config.scheduler, config.optim.lr, step, config.max_steps)
+                minibatches = split_batch(batch, step, config.num_minibatches, world, max_tokens=config.model.seq_len)
+                exporter.start_step(step)
+                recording = distributions.record(step, minibatches, objective)
+                result = train_step.step(references.score(minibatches), recording, factor, config.records_layers(step))
+                timer.lap("train")
+                last = step + 1 == config.max_steps
+                heartbeat.enter(
+                    f"publish version {step + 1}", config.weight_broadcast.timeout_seconds, step=step, version=step + 1
+                )
+                publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1), last)
+                timer.lap("publish")
+                exporter.finish_step(step, len(batch.tokens))
+                if world.is_main:
+                    delete_obsolete_files(config, paths, step, exporter.keeps_rows)
+                tokens = distributions.gather()
+                progress.count_batch(batch)
+                scored, published = batch.loss_tokens, publisher.metrics()
+                reporter.report(step, result, timer, batch.seq_lens, scored, progress, published, tokens)
+                limit_s = config.ckpt.timeout_seconds if config.ckpt else None
+                heartbeat.enter(f"checkpoint {progress.step}", limit_s, step=step, version=progress.step)
+                checkpoints.step_done(progress, last)
+                garbage.step_done(step)
+            garbage.close()
+            heartbeat.enter("finish writing")
+            if stop.is_agreed:
+                checkpoints.save_at_stop(progress)
+            checkpoints.close()
+            publisher.close()
+            publications.close()
+            exporter.close()
+            if world.is_main and config.data.fake is not None:
+                remove_artifact(paths.weights(progress.step))
+            reporter.close()
+        return stop.is_agreed
 
 
 def make_publisher(

@@ -9,6 +9,7 @@ from prime_rl.core.types import PolicyVersion
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.bench_report import report_benchmark
 from prime_rl.trainer.checkpoints.checkpointer import Checkpointer
+from prime_rl.trainer.checkpoints.stop_request import exit_if_stopped
 from prime_rl.trainer.data import sft_dataset
 from prime_rl.trainer.fsdp import compute_dtype
 from prime_rl.trainer.losses.token_distributions import TokenDistributions, sft_token_values
@@ -31,13 +32,15 @@ def run(config: SFTConfig) -> None:
     """Prepare this process, train, and report the benchmark with `--bench`. Raises what `train` raises."""
     start_process(config.log, config.run_paths, "sft")
     with report_benchmark(config.bench, config.run_paths, "trainer"):
-        train(config)
+        stopped = train(config)
+    exit_if_stopped(stopped)
 
 
-def train(config: SFTConfig) -> None:
+def train(config: SFTConfig) -> bool:
     """Train for `config.max_steps`, or once through the data, and publish `weights/step_N` after the last of N steps.
 
-    Raises ConfigError for invalid input, and RunError if the run cannot continue.
+    Returns whether it was stopped before that. Raises ConfigError for invalid input, and RunError if the run cannot
+    continue.
     """
     paths, timeout_s = config.run_paths, config.dist_timeout_seconds
     with rank_heartbeat(paths, timeout_s) as heartbeat, join_world(config.device, timeout_s, config.model) as world:
@@ -65,34 +68,41 @@ def train(config: SFTConfig) -> None:
         max_tokens = config.data.seq_len * config.data.micro_batch_size
         check_packing(policy, world, model.name, compute_dtype(model.dtype, world.device), max_tokens)
         validate(progress.step)
-        garbage = GarbageCollection(config.gc_interval)
-        for step, rows in enumerate(batches, progress.step):
-            timer = StepTimer()
-            factor = schedule_factor(config.scheduler, config.optim.lr, step, steps)
-            minibatch = share_rows(rows, config.data.micro_batch_size, world)
-            timer.lap("load_data")
-            heartbeat.enter(f"step {step}", timeout_s if world.size > 1 else None, step=step)
-            recording = distributions.record(step, [minibatch], sft_objective)
-            result = train_step.step([minibatch], recording, factor, config.records_layers(step))
-            timer.lap("train")
-            heartbeat.enter(f"finish step {step}", step=step)
-            if step + 1 == steps or (config.weights_interval and (step + 1) % config.weights_interval == 0):
-                publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1))
-                timer.lap("publish")
-            tokens = distributions.gather()
-            lengths, scored, published = lengths_of(rows), minibatch.counts.tokens, publisher.metrics()
-            progress.count(int(lengths.sum()), len(lengths))
-            reporter.report(step, result, timer, lengths, scored, progress, published, tokens)
-            validate(step + 1, last=step + 1 == steps)
-            limit_s = config.ckpt.timeout_seconds if config.ckpt else None
-            heartbeat.enter(f"checkpoint {progress.step}", limit_s, step=step, version=progress.step)
-            checkpoints.step_done(progress, last=progress.step == steps)
-            garbage.step_done(step)
-        garbage.close()
-        heartbeat.enter("finish writing")
-        checkpoints.close()
-        publisher.close()
-        reporter.close()
+        stop = checkpoints.stop_request
+        with stop:
+            garbage = GarbageCollection(config.gc_interval)
+            for step, rows in enumerate(batches, progress.step):
+                timer = StepTimer()
+                factor = schedule_factor(config.scheduler, config.optim.lr, step, steps)
+                minibatch = share_rows(rows, config.data.micro_batch_size, world)
+                timer.lap("load_data")
+                heartbeat.enter(f"step {step}", timeout_s if world.size > 1 else None, step=step)
+                recording = distributions.record(step, [minibatch], sft_objective)
+                result = train_step.step([minibatch], recording, factor, config.records_layers(step))
+                timer.lap("train")
+                heartbeat.enter(f"finish step {step}", step=step)
+                if step + 1 == steps or (config.weights_interval and (step + 1) % config.weights_interval == 0):
+                    publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1))
+                    timer.lap("publish")
+                tokens = distributions.gather()
+                lengths, scored, published = lengths_of(rows), minibatch.counts.tokens, publisher.metrics()
+                progress.count(int(lengths.sum()), len(lengths))
+                reporter.report(step, result, timer, lengths, scored, progress, published, tokens)
+                validate(step + 1, last=step + 1 == steps)
+                limit_s = config.ckpt.timeout_seconds if config.ckpt else None
+                heartbeat.enter(f"checkpoint {progress.step}", limit_s, step=step, version=progress.step)
+                checkpoints.step_done(progress, last=progress.step == steps)
+                garbage.step_done(step)
+                if progress.step != steps and stop.agree(progress.step):
+                    break
+            garbage.close()
+            heartbeat.enter("finish writing")
+            if stop.is_agreed:
+                checkpoints.save_at_stop(progress)
+            checkpoints.close()
+            publisher.close()
+            reporter.close()
+        return stop.is_agreed
 
 
 if __name__ == "__main__":
