@@ -5,6 +5,7 @@ The ledger records a file once it is complete (I4), with its hash. Groups are ms
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -84,10 +85,15 @@ def _encode(value: Any) -> Any:
 
 def _decode(expected: type, value: Any) -> Any:
     dtype, shape, data = value
-    (wanted,) = get_args(get_args(expected)[1])
-    if np.dtype(dtype) != wanted:
-        raise ValueError(f"an array is {dtype}, expected {np.dtype(wanted).str}")
+    if dtype != (wanted := _dtype_of(expected)):
+        raise ValueError(f"an array is {dtype}, expected {wanted}")
     return np.frombuffer(data, dtype).reshape(shape)
+
+
+@cache  # a restart decodes millions of arrays
+def _dtype_of(annotation: type) -> str:
+    (wanted,) = get_args(get_args(annotation)[1])
+    return np.dtype(wanted).str
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode)
