@@ -17,6 +17,7 @@ from prime_rl.configs.rollouts.options import ConcurrencyConfig, RolloutsConfig
 from prime_rl.configs.shared.bench import sample_without_trainer
 from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, RunConfig, SamplingConfig
 from prime_rl.configs.shared.heartbeat import HeartbeatConfig
+from prime_rl.liveness.run_settings import RunSettings, describe_model
 from prime_rl.loading.base_config import common
 from prime_rl.loading.provenance import ConfigState
 
@@ -199,6 +200,17 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
     def group_size(self, env: EnvConfig) -> int:
         """Return the number of rollouts of each example of an environment."""
         return env.rollouts_per_example or self.rollouts_per_example
+
+    @property
+    def run_settings(self) -> RunSettings:
+        """What this process and the trainer must agree on."""
+        return {
+            "model.name": describe_model(self.model.name),
+            "seq_len": self.seq_len,
+            "max_steps": self.max_steps,
+            "async_level": self.async_level,
+            "ckpt.interval": self.ckpt.interval if self.ckpt is not None else None,
+        }
 
     @property
     def identities(self) -> dict[str, str | None]:

@@ -10,6 +10,7 @@ from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.configs.training.broadcast import BroadcastConfig, FileBroadcastConfig, check_transfer
 from prime_rl.configs.training.common import TrainingConfig
 from prime_rl.configs.training.loss import AIPOLossConfig, LossConfig, ReferenceConfig
+from prime_rl.liveness.run_settings import RunSettings, describe_model
 from prime_rl.loading.base_config import BaseConfig, common, unused
 from prime_rl.loading.provenance import ConfigState
 
@@ -126,6 +127,17 @@ class TrainerConfig(TrainingConfig):
         """Complete the merged values before construction."""
         super().prepare(state)
         use_fake_data(state)
+
+    @property
+    def run_settings(self) -> RunSettings:
+        """What this process and the orchestrator must agree on."""
+        return {
+            "model.name": describe_model(self.model.name),
+            "model.seq_len": self.model.seq_len,
+            "max_steps": self.max_steps,
+            "async_level": self.async_level,
+            "ckpt.interval": self.ckpt.interval if self.ckpt is not None else None,
+        }
 
     @model_validator(mode="after")
     def _check(self) -> "TrainerConfig":

@@ -12,9 +12,9 @@ alive <--> silent --> dead        silent: no heartbeat for `warn_after_seconds`
 import math
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
+from prime_rl.liveness.run_settings import Setting
 from prime_rl.storage.paths import RunPaths
 
 FORMAT = "prime_rl.heartbeat/1"
@@ -49,6 +50,7 @@ class HeartbeatRecord:
         phase_since, written: Unix seconds of the writer's clock; only displayed.
         waiting_for: role that the process waits for, if any.
         log: path of its log; "" for a terminal.
+        settings: those that the processes of a run must share (`run_settings`).
         touched: modification time of the file in nanoseconds. It also changes when a full disk prevents the rest from
             being written.
     """
@@ -69,6 +71,7 @@ class HeartbeatRecord:
     written: float
     touched: int = 0
     format: str = FORMAT
+    settings: Mapping[str, Setting] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return e.g. `trainer_0 (pid 12 on node7)`."""

@@ -8,7 +8,7 @@ import threading
 import time
 from asyncio import AbstractEventLoop
 from contextlib import suppress
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from prime_rl.core.log_file import log_path
@@ -23,6 +23,7 @@ from prime_rl.liveness.heartbeat_monitor import (
     read_heartbeats,
     read_process_stat,
 )
+from prime_rl.liveness.run_settings import RunSettings
 from prime_rl.liveness.timeline_writer import TimelineWriter
 from prime_rl.storage.paths import RunPaths
 
@@ -40,12 +41,19 @@ class HeartbeatWriter:
         is_started: `start` was called; without it, nothing is written.
     """
 
-    def __init__(self, paths: RunPaths, name: str, role: str, interval_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        name: str,
+        role: str,
+        interval_seconds: float = 1.0,
+        settings: RunSettings = MappingProxyType({}),
+    ) -> None:
         self._path = paths.heartbeat(name)
         self._interval_seconds = interval_seconds
         self._identity = {
             "name": name, "role": role, "pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id(),
-            "started": read_process_stat(os.getpid())[1], "log": log_path(),
+            "started": read_process_stat(os.getpid())[1], "log": log_path(), "settings": dict(settings),
         }  # fmt: skip
         self.timeline = TimelineWriter(paths, name, interval_seconds)
         self._paths, self._parts = paths, dict[str, TimelineWriter]()

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable
+from types import MappingProxyType
 
 from loguru import logger
 
-from prime_rl.core.errors import RunError
+from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
 from prime_rl.liveness.heartbeat_monitor import HeartbeatMonitor, KernelState, LivenessReport, ProcessState
+from prime_rl.liveness.run_settings import RunSettings, find_difference
 from prime_rl.storage.paths import RunPaths
 
 _POLL_SECONDS = 0.5
@@ -29,6 +31,7 @@ class PeerMonitor:
         answers_requests: the processes are servers: missing heartbeats are no evidence as long as they may answer
             requests, and one server can replace another. A wait ends only when each of them is stuck, has failed or
             ended, or is gone or stopped on this node.
+        settings: of this process, which those of the peers must not contradict; not checked under `rl`.
     """
 
     def __init__(
@@ -38,10 +41,11 @@ class PeerMonitor:
         limits: HeartbeatLimits,
         raises: bool,
         answers_requests: bool = False,
+        settings: RunSettings = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._paths, self._role, self._limits, self._raises, self._clock = paths, role, limits, raises, clock
-        self._answers_requests = answers_requests
+        self._answers_requests, self._settings = answers_requests, settings
         self._monitor = HeartbeatMonitor(paths, limits, (role,), clock)
         self._last_poll = float("-inf")
         self._reports: list[LivenessReport] = []
@@ -51,6 +55,7 @@ class PeerMonitor:
         """Poll, at most twice a second. Call it repeatedly during a wait.
 
         Raises:
+            ConfigError: a living process of the role has other settings.
             PeerLost: a process of the role is lost. A file that is older than this process and has not changed since
                 is ignored, because it may belong to an earlier run.
         """
@@ -60,6 +65,10 @@ class PeerMonitor:
             self.poll()
             return
         seen = self.log_changes()
+        for report in seen:
+            difference = find_difference(self._settings, report.heartbeat.settings)
+            if difference is not None and not report.has_exited:
+                raise ConfigError(f"{difference} at {report.heartbeat}; give both the same")
         lost = [report for report in seen if self._is_lost(report)]
         if lost and (len(lost) == len(seen) or not self._answers_requests):
             raise PeerLost(f"{lost[0]}; this process was waiting for it")

@@ -101,7 +101,7 @@ class Orchestrator:
         self._heartbeat = heartbeat or HeartbeatWriter(self._paths, "orchestrator", "orchestrator")
         limits, standalone = config.heartbeat.limits, not is_supervised()
         peers = {
-            TRAINER: PeerMonitor(self._paths, TRAINER, limits, raises=standalone),
+            TRAINER: PeerMonitor(self._paths, TRAINER, limits, raises=standalone, settings=config.run_settings),
             INFERENCE: PeerMonitor(self._paths, INFERENCE, limits, raises=standalone, answers_requests=True),
         }
         self._watchdog = ProgressWatchdog(self._heartbeat, peers, config.wait_timeout_seconds)

@@ -47,8 +47,9 @@ _THREADS = 32
 def orchestrate(config: OrchestratorConfig) -> None:
     """Run the orchestrator; after a trainer rollback, start again from the checkpoint. Raises ConfigError, RunError."""
     config = identify_all(config, "", logger.warning)
-    with HeartbeatWriter(config.run_paths, "orchestrator", "orchestrator") as heartbeat:
-        trainer = PeerMonitor(config.run_paths, "trainer", config.heartbeat.limits, raises=not is_supervised())
+    paths, settings = config.run_paths, config.run_settings
+    with HeartbeatWriter(paths, "orchestrator", "orchestrator", settings=settings) as heartbeat:
+        trainer = PeerMonitor(paths, "trainer", config.heartbeat.limits, raises=not is_supervised(), settings=settings)
         while True:
             heartbeat.enter("find the start point", waiting_for="trainer" if waits_for_trainer(config) else None)
             try:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -12,6 +13,7 @@ from prime_rl.core.logging import set_up_logging
 from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import LAUNCHER, die_with_parent, is_supervised
+from prime_rl.liveness.run_settings import RunSettings
 from prime_rl.storage.paths import RunPaths, steps_in
 
 
@@ -28,14 +30,14 @@ def start_process(log: LogConfig, paths: RunPaths | None = None, role: str = "tr
         torch.set_num_threads(1)
 
 
-def rank_heartbeat(paths: RunPaths, timeout_s: float) -> HeartbeatWriter:
+def rank_heartbeat(paths: RunPaths, timeout_s: float, settings: RunSettings = MappingProxyType({})) -> HeartbeatWriter:
     """Create this rank's heartbeat, not started, in the phase in which the ranks connect for up to `timeout_s`."""
     rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if not rank:
         remove_heartbeats(paths, "trainer", [f"trainer_{one}" for one in range(size)])
     # Longer with many ranks, to limit the load on the file system; well below `heartbeat.warn_after_seconds`.
     interval_s = min(3.0, max(1.0, size / 64))
-    heartbeat = HeartbeatWriter(paths, f"trainer_{rank}", "trainer", interval_s)
+    heartbeat = HeartbeatWriter(paths, f"trainer_{rank}", "trainer", interval_s, settings)
     heartbeat.enter("wait for all ranks", timeout_s)
     return heartbeat
 

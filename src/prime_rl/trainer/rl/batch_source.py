@@ -57,7 +57,9 @@ class BatchSource:
         self._config, self._paths, self._vocabulary, self._branch = config, paths, vocabulary, branch
         self._check_publisher, self._heartbeat, self._check_first = check_publisher, heartbeat, check_first
         self._stop = stop
-        self._orchestrator = PeerMonitor(paths, "orchestrator", config.heartbeat.limits, raises=not is_supervised())
+        self._orchestrator = PeerMonitor(
+            paths, "orchestrator", config.heartbeat.limits, raises=not is_supervised(), settings=config.run_settings
+        )
         # One rank of each node monitors the orchestrator; torchrun ends the other ranks together with it.
         self._monitors_peer = not int(os.environ.get("LOCAL_RANK", 0))
 

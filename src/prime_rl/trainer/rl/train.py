@@ -29,6 +29,7 @@ from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.training.model import DebugModelConfig
 from prime_rl.core.entry_point import run_main
 from prime_rl.core.types import PolicyVersion
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.timeline_writer import TimelineWriter
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.bench_report import report_benchmark
@@ -73,7 +74,10 @@ def train(config: TrainerConfig) -> bool:
     Raises ConfigError for invalid input, and RunError if the run cannot continue.
     """
     paths, timeout_s = config.run_paths, config.dist_timeout_seconds
-    with rank_heartbeat(paths, timeout_s) as heartbeat, join_world(config.device, timeout_s, config.model) as world:
+    with (
+        rank_heartbeat(paths, timeout_s, config.run_settings) as heartbeat,
+        join_world(config.device, timeout_s, config.model) as world,
+    ):
         heartbeat.enter("load the model")
         exporter = make_exporter(config, paths, world, lambda: checkpoints.first_needed_batch)
         checkpoints = Checkpointer(
@@ -86,14 +90,10 @@ def train(config: TrainerConfig) -> bool:
         reduce_once = config.model.reduce_gradients_once
         train_step = TrainStep(policy, optimizer, world, config.optim.max_norm, heartbeat.advance, reduce_once)
         publications = TimelineWriter(paths, "trainer_0_publication")  # they overlap the phases of the rank
-        timeline = publications if world.is_main else None
-        publisher = make_publisher(config, policy, tokenizer, optimizer, world, timeline)
+        publisher = make_publisher(config, policy, tokenizer, optimizer, world, publications if world.is_main else None)
         objective = build_objective(config.loss, config.model.seq_len, exporter.add)
         references = References(config, policy, world)
-        check_first = partial(check_version_0, config, policy, world)
-        branch = checkpoints.required_branch
-        stop, vocabulary = checkpoints.stop_request, policy.vocabulary
-        batches = BatchSource(config, paths, vocabulary, publisher.check, heartbeat, branch, check_first, stop)
+        batches, stop = make_batches(config, policy, world, publisher, heartbeat, checkpoints), checkpoints.stop_request
         monitor = Monitor(paths, "trainer", config.metric_loggers, config) if world.is_main else None
         reporter = StepReporter(policy, config, world, monitor, train_step)
         distributions = TokenDistributions(rl_token_values, world, config.logs_distributions)
@@ -148,6 +148,27 @@ def train(config: TrainerConfig) -> bool:
                 remove_artifact(paths.weights(progress.step))
             reporter.close()
         return stop.is_agreed
+
+
+def make_batches(
+    config: TrainerConfig,
+    policy: PolicyModel,
+    world: World,
+    publisher: Publisher,
+    heartbeat: HeartbeatWriter,
+    checkpoints: Checkpointer,
+) -> BatchSource:
+    """Create the source of the batches, which compares the base model before batch 0."""
+    return BatchSource(
+        config,
+        config.run_paths,
+        policy.vocabulary,
+        publisher.check,
+        heartbeat,
+        checkpoints.required_branch,
+        partial(check_version_0, config, policy, world),
+        checkpoints.stop_request,
+    )
 
 
 def make_publisher(
