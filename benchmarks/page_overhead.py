@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def alternate(run: subprocess.Popen[bytes], paths: RunPaths, address: str) -> li
         done = len(metrics(paths))
         if done >= WARM_UP and (done - WARM_UP) // WINDOW % 2:
             begin = time.time()
-            with reader(address):
+            with suppress(httpx.TransportError), reader(address):  # the run may end in this moment
                 while run.poll() is None and (len(metrics(paths)) - WARM_UP) // WINDOW % 2:
                     time.sleep(0.1)
             opened.append((begin, time.time()))

@@ -27,8 +27,8 @@ from prime_rl.loading.provenance import ConfigState
 class PageConfig(BaseConfig):
     """The page that shows the run in a browser (docs/page.md)."""
 
-    port: int = Field(8420, ge=1, le=65535)
-    """Port on 127.0.0.1."""
+    port: int = Field(8420, ge=0, le=65535)
+    """Port on 127.0.0.1; 0 takes any free port."""
 
 
 class RLConfig(RunConfig):

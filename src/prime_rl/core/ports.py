@@ -1,6 +1,13 @@
-"""Reservation of a TCP port among the servers of this project on one machine."""
+"""TCP ports of the servers of this project on one machine."""
 
 import socket
+
+
+def find_free_port() -> int:
+    """Return a port on 127.0.0.1 that is free at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def claim_port(port: int) -> socket.socket:

@@ -8,6 +8,7 @@ from subprocess import DEVNULL, STDOUT
 
 from prime_rl.configs.rl import PageConfig
 from prime_rl.core.entry_point import ERROR_FILE
+from prime_rl.core.ports import find_free_port
 from prime_rl.liveness.parent_process import with_parent_death_signal
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.child_processes import describe_exit
@@ -23,7 +24,8 @@ async def serve_page(config: PageConfig, paths: RunPaths, show: Callable[[str], 
     """
     log = paths.log("page")
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), "--port", str(config.port)]
+    port = config.port or find_free_port()
+    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), "--port", str(port)]
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *with_parent_death_signal(command),
@@ -34,7 +36,7 @@ async def serve_page(config: PageConfig, paths: RunPaths, show: Callable[[str], 
             start_new_session=True,
         )
     ignored.add(process.pid)
-    show(f"page: http://127.0.0.1:{config.port}, log {log}")
+    show(f"page: http://127.0.0.1:{port}, log {log}")
     try:
         code = await process.wait()
         show(f"warning: the page {describe_exit(code)}; the run continues; log {log}")

@@ -199,6 +199,35 @@ def test_plots_are_heatmaps_or_surfaces_that_turn(paths, served, tab):
     assert canvas.screenshot() != before and colours_of(page, "reward_landscape") > 20
 
 
+def test_arrow_keys_choose_the_next_rollout(served, tab):
+    page = tab.page
+    page.goto(f"{served}/#view=rollouts")
+    rows = page.locator("tbody tr")
+    rows.nth(2).click()
+    for key, number in (("ArrowDown", 3), ("ArrowDown", 4), ("ArrowUp", 3)):
+        page.keyboard.press(key)
+        chosen = rows.nth(number).get_attribute("data-rollout")
+        wait_until(page, "id => document.activeElement.dataset.rollout === id", chosen)
+        assert f"rollout={chosen}" in page.url and rows.nth(number).get_attribute("aria-selected") == "true"
+
+
+def test_narrow_window_does_not_scroll_sideways(paths, browser):
+    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), str(paths.root), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        address = process.stdout.readline().split()[1]
+        watched = WatchedTab(browser)
+        watched.page.set_viewport_size({"width": 420, "height": 800})
+        for view, ready in {
+            "overview": ".chart canvas", "timeline": ".lane canvas", "rollouts&rollout=39.78.0": ".tokens span",
+            "plots": ".plots canvas", "health": "main h2", "compare": ".chart canvas",
+        }.items():  # fmt: skip
+            watched.page.goto(f"{address}/#view={view}")
+            watched.page.locator(ready).first.wait_for()
+            assert watched.page.evaluate("document.documentElement.scrollWidth") == 420, view
+        watched.check(("http", urlsplit(address).netloc))
+        process.terminate()
+
+
 def test_health_and_comparison_are_shown(paths, served, tab):
     page = tab.page
     page.goto(f"{served}/#view=health")

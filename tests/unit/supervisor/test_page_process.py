@@ -47,6 +47,21 @@ async def test_page_is_served_until_the_run_ends(paths):
     assert not psutil.pid_exists(page.pid) and len(lines) == 1
 
 
+async def test_port_zero_takes_a_free_port_and_shows_it(paths):
+    lines = []
+    task = asyncio.ensure_future(serve_page(PageConfig(port=0), paths, lines.append, set()))
+    async with asyncio.timeout(60):
+        while "page: http" not in (paths.log("page").read_text() if paths.log("page").exists() else ""):
+            assert not task.done(), lines
+            await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (line,) = lines
+    address = line.split()[1].removesuffix(",")
+    assert address in paths.log("page").read_text() and not address.endswith(":0")
+
+
 async def test_page_on_a_full_disk_serves_and_states_damaged_lines(paths):
     paths.metrics_dir.mkdir()
     paths.metrics("trainer").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo\n{"step": 2, "loss": 0.5}\n{"st')

@@ -1,5 +1,5 @@
 // A card with a line chart: uPlot with our colours, and a legend that shows the values at the cursor.
-import { colour, element, formatNumber, replaceChildren, visibleString } from "./dom.js";
+import { colour, element, formatNumber, formatPercent, replaceChildren, visibleString } from "./dom.js";
 
 const observer = new ResizeObserver((entries) => {
   for (const entry of entries) entry.target.chart?.resize();
@@ -75,7 +75,7 @@ export class LineChart {
       scales: { x: { time: false }, y: { range: this.range ?? paddedRange } },
       axes: [
         { ...axis, size: 22, gap: 2, space: 60, values: (_, ticks) => ticks.map((tick) => (minutes ? formatMinutes(tick) : formatTick(tick))) },
-        { ...axis, size: 42, gap: 4, space: 32, values: (_, ticks) => ticks.map(formatTick) },
+        { ...axis, size: 42, gap: 4, space: 32, values: (_, ticks) => ticks.map(this.format === formatPercent ? formatPercentTick : formatTick) },
       ],
       cursor: { sync: { key: this.options.syncKey ?? "page" }, points: { size: 6 }, drag: { x: true, y: false }, y: false },
       hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
@@ -125,6 +125,10 @@ function formatTick(value) {
   if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
   if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
   return size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(4)));
+}
+
+function formatPercentTick(value) {
+  return `${Number((100 * value).toPrecision(4))} %`;
 }
 
 function formatMinutes(minutes) {

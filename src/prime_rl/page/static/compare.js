@@ -8,7 +8,7 @@ import { readState, setState, stateUrl } from "./state.js";
 const RUN_COLOURS = ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"];
 const COMPARED = [
   ["orchestrator:reward/mean", "Reward"], ["trainer:mismatch_kl", "Mismatch KL", "nats"], ["trainer:entropy", "Entropy", "nats"], ["trainer:grad_norm", "Gradient norm"],
-  ["orchestrator:staleness/mean", "Mean staleness", "versions"], ["trainer:perf/tokens_per_second", "Trained tokens per second"], ["efficiency:run", "Efficiency"],
+  ["orchestrator:staleness/mean", "Mean staleness", "versions"], ["trainer:perf/tokens_per_second", "Trained tokens per second"], ["efficiency:run", "Efficiency", "1 − smaller wait share", formatPercent],
   ["orchestrator:completion_len/mean", "Completion length", "tokens"], ["trainer:time/step", "Step time", "seconds"], ["trainer:loss", "Loss"],
 ];
 
@@ -42,10 +42,10 @@ export class CompareView {
       segments([["step", "Step"], ["time", "Time since start", hasTime ? "" : "The metrics of some runs have no time."]], options.x, (x) => setState({ x: x === "step" ? null : x }), "horizontal axis"),
       element("label", {}, "Smoothing", element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: options.smooth, onchange: (event) => setState({ smooth: Number(event.target.value) || null }) })));
     replaceChildren(this.node, this.table(hidden), element("div", { style: { height: "14px" } }), toolbar, grid, this.differences(shown));
-    for (const [name, title, unit] of charts) {
+    for (const [name, title, unit, format] of charts) {
       const lines = shown.filter((run) => run.store.get(name).step.length).map((run) => ({ label: run.name, colour: run.colour, start: firstTime(run.store), data: () => run.store.get(name) }));
       if (lines.length === 0) continue;
-      const chart = new LineChart({ title, unit, lines, options });
+      const chart = new LineChart({ title, unit, format, lines, options });
       this.charts.push(chart);
       grid.append(chart.node);
       chart.draw();

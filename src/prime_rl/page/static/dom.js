@@ -50,7 +50,7 @@ export function formatNumber(value, digits = 3) {
 
 export function formatPercent(value) {
   if (value === null || value === undefined) return "–";
-  return `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)} %`;
+  return `${(100 * value).toFixed(value !== 0 && Math.abs(value) < 0.1 ? 1 : 0)} %`;
 }
 
 export function formatSeconds(seconds) {

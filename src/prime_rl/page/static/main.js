@@ -82,7 +82,7 @@ class Page {
   showTop(state) {
     const current = this.viewKey?.split(" ")[0];
     const root = this.runs.find((run) => run.name === this.run)?.root ?? "";
-    const picker = this.runs.length > 1
+    const picker = current === "compare" ? element("span", {}, `${this.runs.length} runs`) : this.runs.length > 1
       ? element("select", { "aria-label": "run", onchange: (event) => setState({ run: event.target.value, view: state.view }, { keep: false }) },
         this.runs.map((run) => element("option", { value: run.name, selected: run.name === this.run }, visibleString(run.name))))
       : element("span", {}, visibleString(this.run));
@@ -99,7 +99,7 @@ class Page {
       element("div", { class: "brand" }, picker, current === "compare" ? null : element("span", { class: "path", title: root }, visibleString(root))),
       current === "compare" || !label ? null : element("span", { class: `state ${kind}` }, label),
       element("nav", { "aria-label": "views" }, links));
-    document.title = `${visibleString(this.run)} · prime-rl`;
+    document.title = `${current === "compare" ? "Comparison" : visibleString(this.run)} · prime-rl`;
   }
 
   showFigures(headline) {

@@ -16,6 +16,7 @@ function mainCharts(names) {
     { title: "Reward", lines: [["orchestrator:reward/mean", "mean"], ...(envs.length > 1 ? envs.map((name) => [name, name.split("/").slice(1, -1).join("/")]) : [])] },
     { title: "Evaluation", unit: "mean reward", lines: evaluations.map((name) => [name, name.replace(/^\w+:/, "").replace("/reward/mean", "")]) },
     { title: "pass@k", lines: passes.map((name) => [name, name.replace(/^\w+:/, "")]) },
+    { title: "pass@k in training", unit: "share of groups", format: formatPercent, lines: of(/^orchestrator:pass@\d+$/).slice(0, 6).map((name) => [name, name.split(":")[1]]) },
     { title: "Staleness", unit: "versions", bound: true, lines: [["orchestrator:staleness/mean", "mean"], ["orchestrator:staleness/max", "max"]] },
     { title: "Mismatch KL", unit: "nats", lines: [["trainer:mismatch_kl", "all tokens"], ["trainer:mismatch_kl/on_policy", "on-policy"]] },
     { title: "Entropy", unit: "nats", lines: [["trainer:entropy", ""]] },

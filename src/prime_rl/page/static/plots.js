@@ -11,7 +11,7 @@ const MEANINGS = {
   reward_landscape: "Share of the rollouts of a step with each reward, and their mean.",
   advantage_distribution: "Share of the rollouts of a step with each advantage, and their mean.",
   gradient_flow: "Gradient norm of each layer.",
-  pass_at_k: "Unbiased pass@k of the groups of each third of the run, with the 5 % to 95 % bootstrap band.",
+  pass_at_k: "Unbiased pass@k of the groups of each third of the run, with the 5\u00a0% to 95\u00a0% bootstrap band.",
   loss_surface: "Loss of one batch in the plane of the versions' principal directions, and the path of the versions.",
 };
 
@@ -54,7 +54,7 @@ export class PlotsView {
     replaceChildren(this.node, toolbar,
       this.cards.length ? element("div", { class: "charts plots" }, this.cards.map((card) => card.node))
         : element("p", { class: "empty" }, "No figures yet. They need rollouts in samples/, or gradient norms of layers (trainer.grad_norm_interval)."),
-      this.figures.loss_surface ? null : element("p", { class: "muted" }, "`uv run plots DIRECTORY --loss-surface` adds the loss surface of a run with checkpoints and kept batches."));
+      this.figures.loss_surface ? null : element("p", { class: "muted" }, "`uv run loss-surface DIRECTORY` adds the loss surface of a run with checkpoints and kept batches."));
     this.draw();
   }
 

@@ -95,10 +95,10 @@ export class RolloutView {
       key === null ? text : element("button", { type: "button", onclick: () => setState({ order: key === "step" ? null : key,
         ascending: order === key && state.ascending !== "true" ? "true" : null }) }, text + (order === key ? (state.ascending === "true" ? " ↑" : " ↓") : ""))));
     const selected = state.rollout;
-    const rows = this.rows.map((row) => {
+    const rows = this.rows.map((row, number) => {
       const id = rolloutId(row);
-      return element("tr", { tabindex: 0, "aria-selected": String(id === selected), onclick: () => setState({ rollout: id }),
-        onkeydown: (event) => event.key === "Enter" && setState({ rollout: id }) },
+      return element("tr", { tabindex: 0, "data-rollout": id, "aria-selected": String(id === selected), onclick: () => setState({ rollout: id }),
+        onkeydown: (event) => this.chooseByKey(event, number) },
       element("td", {}, row.step), element("td", {}, visibleString(row.env)), element("td", { class: "muted" }, `${row.group}·${row.rollout}`),
       element("td", { class: "number" }, formatNumber(row.reward)), element("td", { class: `number ${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : ""}` }, signed(row.advantage)),
       element("td", { class: "number" }, row.staleness ?? "–"), element("td", {}, row.is_truncated ? element("span", { class: "tag warn" }, "cut") : ""),
@@ -108,14 +108,25 @@ export class RolloutView {
     const count = state.text ? `${this.rows.length} found in ${formatNumber(answer.num_matching)}` : `${formatNumber(answer.num_matching)} rollouts`;
     const damaged = answer.num_damaged ? ` · ${answer.num_damaged} damaged lines left out` : "";
     const scroll = this.listTable?.scrollTop ?? 0;
-    const focused = document.activeElement?.name;
+    const { name, dataset } = document.activeElement ?? {};
+    const focused = this.chosenByKey ?? dataset?.rollout;
+    this.chosenByKey = null;
     this.listTable = element("div", { class: "list" }, this.rows.length
       ? element("table", {}, element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows))
       : element("p", { class: "empty" }, answer.num_files ? "No rollout matches the filters." : "This run has no samples/ (yet)."),
     this.next !== null && this.rows.length ? element("button", { type: "button", style: { margin: "10px 0" }, onclick: () => this.search(false) }, "More") : null);
     replaceChildren(this.listNode, this.filters(), element("div", { class: "muted", style: { marginBottom: "6px" } }, count + partial + damaged), this.listTable);
     this.listTable.scrollTop = scroll;
-    if (focused) this.listNode.querySelector(`[name="${focused}"]`)?.focus();
+    if (name) this.listNode.querySelector(`[name="${name}"]`)?.focus();
+    else if (focused) this.listNode.querySelector(`[data-rollout="${focused}"]`)?.focus();
+  }
+
+  chooseByKey(event, number) {
+    const row = this.rows[{ Enter: number, ArrowDown: number + 1, ArrowUp: number - 1 }[event.key]];
+    if (row === undefined) return;
+    event.preventDefault();
+    this.chosenByKey = rolloutId(row);
+    setState({ rollout: this.chosenByKey }, { replace: event.key !== "Enter" });
   }
 
   async showDetail() {

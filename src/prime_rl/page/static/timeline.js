@@ -4,7 +4,7 @@ import { colour, element, formatClock, formatPercent, formatSeconds, hideTip, re
 import { getJson, isReport } from "./source.js";
 import { readState, setState } from "./state.js";
 
-const PHASE_COLOURS = ["c0", "c1", "c2", "c3", "c5", "c6", "c4", "c7"];
+const PHASE_COLOURS = ["c0", "c1", "c2", "c3", "c5", "c6", "c4", "c8", "c9", "c7"];
 const BAD_EVENTS = new Set(["failed", "silent", "stuck", "stopped", "killed", "restarted"]);
 const LANE_HEIGHT = 28;
 
@@ -97,7 +97,7 @@ export class TimelineView {
       seconds.set(kind, (seconds.get(kind) ?? 0) + span.end - span.start);
     }
     // The longest phases get colours first, because there are more kinds of phases than colours.
-    const top = [...seconds].sort((a, b) => b[1] - a[1]).slice(0, 10);
+    const top = [...seconds].sort((a, b) => b[1] - a[1]).slice(0, PHASE_COLOURS.length);
     for (const [kind] of top) this.addColour(kind);
     if (top.length === 0) return null;
     const key = (background, text) => element("span", {}, element("span", { class: "key", style: { background } }), text);
