@@ -1,6 +1,7 @@
 """The complete orchestrator over HTTP, with a fake engine and a trainer without a model."""
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -36,12 +37,15 @@ from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.wait_for import watch_directory
 from tests.support.fake_engine import fake_engine, play_trainer, publish_version
 from tests.support.loop_turns import needs_loop
+from tests.support.tiny_model import make_tokenizer
 from tests.unit.evaluation.fakes import FakePool, make_rollout
 from tests.unit.orchestrator.ledger_player import make_group
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STEPS = 6
+SELF_PLAY = Path(__file__).parents[2] / "support/environments/agents/self_play.py"
+TOKENIZER = make_tokenizer()
 
 
 def make_config(tmp_path, tokenizer_dir, env_args=None, **values):
@@ -185,6 +189,32 @@ async def test_batch_rows_and_samples_hold_the_same_advantages(tmp_path, tokeniz
     )
     assert (batch.advantages == 0).all(), "all rollouts of a group have one reward here"
     assert rows[0]["messages"][0]["content"].startswith("say it")
+
+
+async def test_two_agents_get_the_advantages_of_their_own_rewards(tmp_path, tokenizer_dir, run_orchestrator):
+    """Larger numbers win. Samples list the credits, and each row has the advantage of its agent."""
+    numbers = itertools.cycle("3141592653")
+    config = make_config(tmp_path, tokenizer_dir, env=[EnvConfig(id=str(SELF_PLAY))], seq_len=256)
+    async with fake_engine() as engine:
+        engine.reply = lambda body: ([TOKENIZER.convert_tokens_to_ids(next(numbers)), TOKENIZER.eos_token_id], "stop")
+        paths = await run_orchestrator(config, [engine])
+    seen = set()
+    for step, (batch, _) in enumerate(batches(paths)):
+        rows = [json.loads(line) for line in paths.samples(step).read_text().splitlines()]
+        credits = {(row["group_id"], row["rollout"]): row["credits"] for row in rows}
+        for group in {row["group_id"] for row in rows}:
+            for agent in range(2):
+                one, two = (credits[group, rollout][agent] for rollout in range(2))
+                assert one["name"] == two["name"] == ("first", "second")[agent]
+                assert one["advantage"] == -two["advantage"] == (one["reward"] - two["reward"]) / 2
+        for index, end in enumerate(np.cumsum(batch.seq_lens)):
+            span = slice(end - batch.seq_lens[index], end)
+            trained = batch.advantages[span][batch.loss_mask[span] == 1]
+            is_second = "More than" in TOKENIZER.decode(batch.tokens[span])
+            credit = credits[batch.sample_group[index], batch.sample_rollout[index]][is_second]
+            assert trained.tolist() == [credit["advantage"]] * 2
+            seen.add(credit["advantage"])
+    assert seen > {0.5, -0.5}
 
 
 async def test_multi_turn_rollout_keeps_the_engine_token_ids(tmp_path, tokenizer_dir, run_orchestrator):
