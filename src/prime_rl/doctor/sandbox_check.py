@@ -3,11 +3,14 @@
 import asyncio
 import os
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.sandbox.jail.bubblewrap import JAIL_UID, bubblewrap_version, find_bubblewrap, find_interpreter
+from prime_rl.sandbox.prime.prime_jail import check_prime
 from prime_rl.sandbox.sandbox import Sandbox
+from prime_rl.sandbox.wasm.component import component_path
 
 _NUM_EXECUTIONS = 20
 
@@ -20,13 +23,23 @@ class SandboxReport:
     message: str
 
     def lines(self) -> list[str]:
-        """Return the report as text."""
+        """Return the report as text, with the other backends and what they need."""
         if self.isolated:
             return [f"sandbox: bwrap, isolated: {self.message}"]
         return [
             f"sandbox: not available: {self.message}",
+            f"sandbox: backend wasm, for Python code alone: {_find_missing(component_path)}",
+            f"sandbox: backend prime, in remote machines: {_find_missing(check_prime)}",
             "sandbox: unsafe-subprocess would run model-written code with your rights and without any isolation",
         ]
+
+
+def _find_missing(check: Callable[[], object]) -> str:
+    try:
+        check()
+    except ConfigError as error:
+        return f"not available: {error}"
+    return "installed; select it with `backend` (docs/sandbox.md)"
 
 
 def check_sandbox() -> SandboxReport:

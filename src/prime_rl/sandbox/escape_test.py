@@ -18,14 +18,18 @@ DEFAULT_PRELOAD = (
 )  # fmt: skip
 
 _ATTEMPTS = """
-import ctypes, json, os, socket, sys
+import json, os, sys
+try:
+    import ctypes, socket
+except ImportError:  # WebAssembly has neither, so what needs them fails with a NameError
+    pass
 secret_path, port, host_pid, folder = json.loads(sys.stdin.read())
 escaped = []
 def attempt(name, function):
     try:
         if function() is not False:
             escaped.append(name)
-    except (OSError, ProcessLookupError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, NameError, AttributeError):
         pass
 def write(path):
     with open(path, "w") as file:

@@ -40,10 +40,13 @@ from prime_rl.sandbox.jail.backend import build_start
 from prime_rl.sandbox.jail.bubblewrap import explain_refusal
 from prime_rl.sandbox.jail.jail import JailStartError
 from prime_rl.sandbox.jail.jail_pool import JailPool
+from prime_rl.sandbox.prime.prime_jail import build_prime_start
 from prime_rl.sandbox.session import Answer, Session
-from prime_rl.sandbox.settings import BackendName, check_backend, current_settings
+from prime_rl.sandbox.settings import BACKENDS, BackendName, current_settings
+from prime_rl.sandbox.wasm.component import build_component, build_wasm_start
 
 _NUM_ATTEMPTS = 3
+_REMOTE_MEMORY_BYTES = 4 * 2**30
 
 
 class Sandbox:
@@ -52,14 +55,19 @@ class Sandbox:
     Backend, limits, num_jails and max_running that are None come from `current_settings`, the run's configuration.
 
     Args:
-        backend: `bwrap` isolates by the kernel. `unsafe-subprocess` isolates nothing, and logs a warning.
+        backend: `bwrap` isolates by the kernel. `wasm` runs Python code in WebAssembly. `prime` uses remote machines.
+            `unsafe-subprocess` isolates nothing, and logs a warning.
         limits: limits of each execution.
-        num_jails: jails; one per processor if neither this nor the settings say otherwise.
+        num_jails: jails; one per processor, or one remote machine, if neither this nor the settings say otherwise.
         num_warm: prepared processes per jail.
         max_running: executions at once in each jail; further ones wait.
         preload: modules that each execution finds imported already.
-        paths: folders with further packages, readable in the sandbox and on its module path.
-        python: the interpreter, None for this process's, or the system's if the user of the jail cannot read it.
+        paths: folders with further packages, readable in the sandbox and on its module path; not with `wasm`, `prime`.
+        python: the interpreter, None for this process's, or the system's if the user of the jail cannot read it; not
+            with `wasm` and `prime`, which have their own.
+
+    Raises:
+        ConfigError: what the backend needs is missing, or it does not have one of these options.
     """
 
     def __init__(
@@ -76,20 +84,32 @@ class Sandbox:
     ) -> None:
         settings = current_settings()
         self.backend, self.limits = backend or settings.backend, limits or settings.limits
-        try:
-            check_backend(self.backend)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        num_jails = num_jails or settings.num_jails or len(os.sched_getaffinity(0))
-        start = build_start(
-            isolated=self.backend == "bwrap",
-            limits=self.limits,
-            num_warm=num_warm,
-            preload=preload,
-            paths=paths,
-            python=python,
-            jail_memory_bytes=settings.jail_memory_bytes or _half_of_memory() // num_jails,
-        )
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"sandbox backend {self.backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+        if self.backend in ("wasm", "prime") and (paths or python):
+            raise ConfigError(f"the sandbox backend {self.backend} has its own Python: remove `paths` and `python`")
+        processors = 1 if self.backend == "prime" else len(os.sched_getaffinity(0))
+        num_jails = num_jails or settings.num_jails or processors
+        if self.backend == "wasm":
+            start = build_wasm_start(self.limits, num_warm)
+        elif self.backend == "prime":
+            start = build_prime_start(
+                self.limits,
+                num_warm=num_warm,
+                preload=preload,
+                image=settings.remote_image,
+                memory_bytes=settings.jail_memory_bytes or _REMOTE_MEMORY_BYTES,
+            )
+        else:
+            start = build_start(
+                isolated=self.backend == "bwrap",
+                limits=self.limits,
+                num_warm=num_warm,
+                preload=preload,
+                paths=paths,
+                python=python,
+                jail_memory_bytes=settings.jail_memory_bytes or _half_of_memory() // num_jails,
+            )
         self._pool = JailPool(start, self.limits, num_jails, max_running or settings.max_running)
 
     async def __aenter__(self) -> Self:
@@ -103,11 +123,15 @@ class Sandbox:
                 "sandbox: backend unsafe-subprocess isolates nothing: code that a model writes runs with the rights of "
                 "this user and can read keys, delete files and use the network"
             )
+        if self.backend == "wasm":
+            await asyncio.to_thread(build_component)
         try:
             await self._pool.start()
         except JailStartError as error:
-            raise JailStartError(explain_refusal(str(error))) from None
-        if self.backend == "bwrap":
+            if self.backend == "bwrap":
+                raise JailStartError(explain_refusal(str(error))) from None
+            raise JailStartError(f"the sandbox backend {self.backend} did not start: {error}") from None
+        if self.backend != "unsafe-subprocess":
             try:
                 await escape_test.check_isolation(self.run)
             except BaseException:
@@ -153,6 +177,7 @@ class Sandbox:
 
         Raises:
             ValueError: both or none of code and argv, or a file that leads out of the working directory.
+            ConfigError: another program, which the backend `wasm` cannot run.
         """
         request = ExecutionRequest(code, argv, stdin, files or {}, outputs, timeout)
         return await self.run_request(request)
@@ -160,6 +185,10 @@ class Sandbox:
     async def run_request(self, request: ExecutionRequest) -> ExecutionResult:
         """Run a request; as `run`."""
         check_request(request, self.limits)
+        if request.argv and self.backend == "wasm":
+            raise ConfigError(
+                "the sandbox backend wasm runs Python code only; use the backend bwrap for other programs"
+            )
         for attempt in range(_NUM_ATTEMPTS):
             result = await self._pool.run(request)
             if result.verdict is not Verdict.INFRA:

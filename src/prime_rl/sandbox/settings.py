@@ -5,13 +5,8 @@ from typing import Literal, get_args
 
 from prime_rl.sandbox.execution import SandboxLimits
 
-BackendName = Literal["bwrap", "unsafe-subprocess"]
-
-_NOT_AVAILABLE = {
-    "wasm": "there is no CPython component for wasmtime on PyPI, only tools to build one",
-    "prime": "remote sandboxes take about a second for each command, and a rollout needs a local session",
-}
-"""Backends that other systems have, and why this one does not."""
+BackendName = Literal["bwrap", "wasm", "prime", "unsafe-subprocess"]
+BACKENDS: tuple[str, ...] = get_args(BackendName)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +18,10 @@ class SandboxSettings:
         limits: of each execution.
         num_jails: jails, None for one per processor.
         max_running: executions at once in each jail.
-        jail_memory_bytes: memory of each jail, where control groups are available; None is half of this machine's,
-            divided by the number of jails.
+        jail_memory_bytes: memory of each jail, where control groups are available, and of each remote machine; None is
+            half of this machine's, divided by the number of jails, and 4 GiB of a remote one.
         command_timeout_seconds: time of each command of an agent.
+        remote_image: container image of the remote machines of the backend `prime`; it has `python3`.
     """
 
     backend: BackendName = "bwrap"
@@ -34,17 +30,10 @@ class SandboxSettings:
     max_running: int = 128
     jail_memory_bytes: int | None = None
     command_timeout_seconds: float = 60.0
+    remote_image: str = "python:3.12-slim"
 
 
 _current = SandboxSettings()
-
-
-def check_backend(name: object) -> None:
-    """Raise ValueError if there is no backend of this name; the message says what to use instead."""
-    names = get_args(BackendName)
-    if name not in names:
-        reason = f": {_NOT_AVAILABLE[name]}" if isinstance(name, str) and name in _NOT_AVAILABLE else ""
-        raise ValueError(f"sandbox backend {name!r} is not available{reason}; use {' or '.join(names)}")
 
 
 def current_settings() -> SandboxSettings:

@@ -20,9 +20,9 @@ PACKAGES = Path(__file__).parents[2] / "support/packages"
 
 
 def test_every_key_is_a_setting():
-    values = {
-        name: 2**28 + number for number, name in enumerate(sorted(SandboxConfig.model_fields)) if name != "backend"
-    }
+    values = {name: 2**28 + number for number, name in enumerate(sorted(SandboxConfig.model_fields))}
+    del values["backend"]
+    values["remote_image"] = "python:3.13"
     settings = SandboxConfig(backend="unsafe-subprocess", **values).settings
     found = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "limits"}
     found |= {field.name: getattr(settings.limits, field.name) for field in fields(settings.limits)}

@@ -20,6 +20,7 @@ from prime_rl.rollouts.verifiers.verifiers_v1 import TasksetEnvironment
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+from prime_rl.sandbox.settings import SandboxSettings, use_settings
 from tests.support.fake_engine import fake_engine
 from tests.support.tiny_model import make_tokenizer
 
@@ -247,6 +248,15 @@ def test_shell_on_this_machine_raises_unless_allowed():
         assert environment._env.config.other.runtime.type == "subprocess"
         assert environment._env.config.other.harness.id == "bash"
         assert len(warnings) == 1 and "agent 'other'" in warnings[0] and "without isolation" in warnings[0]
+
+
+def test_shell_in_webassembly_is_refused():
+    use_settings(SandboxSettings(backend="wasm"))
+    try:
+        with pytest.raises(ConfigError, match="backend wasm runs Python code only"):
+            load(env={"agent": SHELL})
+    finally:
+        use_settings(SandboxSettings())
 
 
 @pytest.mark.parametrize("runtime", ["docker", "prime"])

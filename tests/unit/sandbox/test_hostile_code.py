@@ -52,6 +52,8 @@ SLOW = {"exponential fork bomb", "error flood", "large power", "endless sleep", 
 )
 async def test_hostile_use_of_resources_ends_with_a_verdict(sandbox, name):
     code, verdicts = RESOURCES[name]
+    if sandbox.backend == "wasm":  # the interpreter has neither processes nor signals, so some end at once
+        verdicts = verdicts | {Verdict.ERROR}
     result = await sandbox.run(code, timeout=0.4 if Verdict.TIMEOUT in verdicts else 30)
     assert result.verdict in verdicts, result
     assert len(result.stdout) + len(result.stderr) <= 2**20
@@ -61,8 +63,11 @@ async def test_hostile_use_of_resources_ends_with_a_verdict(sandbox, name):
 async def assert_clean(sandbox):
     """The next execution sees nothing of the one before, and no process of it is left."""
     code = "import os; print([x for x in os.listdir('/proc') if x.isdigit()], os.listdir('.'), os.listdir('/dev/shm'))"
+    expected = "['1'] [] []\n"
+    if sandbox.backend == "wasm":
+        code, expected = "import os; print(os.listdir('.'), os.listdir('/tmp'))", "[] []\n"
     result = await sandbox.run(code, timeout=20)
-    assert result.stdout == "['1'] [] []\n", result
+    assert result.stdout == expected, result
     jail = psutil.Process(sandbox.jail_pids[0])
     deadline = time.monotonic() + 20
     while (left := len(jail.children(recursive=True))) > 2 + 2 * 3 and time.monotonic() < deadline:
@@ -131,10 +136,14 @@ def raise_limit():
 
 @pytest.mark.parametrize("name", REFUSED)
 async def test_hostile_access_is_refused(sandbox, name):
-    attempt = f"try:\n    {REFUSED[name]}\n    print('ALLOWED')\nexcept OSError as error:\n    print('refused', error)"
-    code = f"{PRELUDE}\n{attempt}"
-    result = await sandbox.run(code, timeout=10)
-    assert result.stdout.startswith("refused"), result
+    if sandbox.backend == "prime" and name in ("read passwd", "list home"):
+        pytest.skip("a remote machine has its own users")
+    errors, prelude = "OSError", PRELUDE
+    if sandbox.backend == "wasm":  # what is missing is refused
+        errors, prelude = "(OSError, NameError, AttributeError)", "import os"
+    attempt = f"try:\n    {REFUSED[name]}\n    print('ALLOWED')\nexcept {errors} as error:\n    print('refused', error)"
+    result = await sandbox.run(f"{prelude}\n{attempt}", timeout=10)
+    assert result.stdout.startswith("refused") or "No space left on device" in result.stderr, result
 
 
 async def test_hostile_network_reaches_no_server_of_the_host(sandbox):
@@ -147,7 +156,7 @@ async def test_hostile_network_reaches_no_server_of_the_host(sandbox):
             server.accept()
 
 
-async def test_hostile_code_sees_neither_files_nor_keys_of_the_host(sandbox, tmp_path, monkeypatch):
+async def test_hostile_code_sees_neither_files_nor_keys_of_the_host(native, tmp_path, monkeypatch):
     secret = tmp_path / "key"
     secret.write_text("secret-1234")
     for folder in (tmp_path, *tmp_path.parents[:2]):
@@ -164,26 +173,26 @@ async def test_hostile_code_sees_neither_files_nor_keys_of_the_host(sandbox, tmp
     assert "INFERENCE" not in everything
 
 
-async def test_hostile_daemon_ends_with_the_execution_and_does_not_delay_it(sandbox):
+async def test_hostile_daemon_ends_with_the_execution_and_does_not_delay_it(native):
     daemon = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
         "    os._exit(0)\nprint('done')"
     )
-    result = await sandbox.run(daemon, timeout=300)
+    result = await native.run(daemon, timeout=300)
     assert (result.stdout, result.verdict) == ("done\n", Verdict.OK)
-    await assert_clean(sandbox)
+    await assert_clean(native)
 
 
-async def test_hostile_suid_program_gains_nothing(sandbox):
+async def test_hostile_suid_program_gains_nothing(native):
     status = "grep -E 'CapEff|NoNewPrivs|Seccomp:' /proc/self/status"
     script = f"cp /bin/sh s; chmod u+s s; ./s -c 'id -u'; su -c id; {status}"
-    result = await sandbox.run(argv=["/bin/sh", "-c", script], timeout=10)
+    result = await native.run(argv=["/bin/sh", "-c", script], timeout=10)
     lines = result.stdout.splitlines()
     assert lines[0] == "1000"
     assert {"CapEff:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2"} <= set(lines)
 
 
-async def test_hostile_executions_at_once_do_not_see_each_other(sandbox):
+async def test_hostile_executions_at_once_do_not_see_each_other(native):
     writer = (
         "import os, socket, time\nopen('/tmp/shared', 'w').write('x')\nserver = socket.socket(socket.AF_UNIX)\n"
         "server.bind('\\0shared')\nserver.listen()\ntime.sleep(1.5)"
@@ -192,12 +201,12 @@ async def test_hostile_executions_at_once_do_not_see_each_other(sandbox):
         "import os, socket, time\ntime.sleep(0.5)\nprint(os.path.exists('/tmp/shared'), len(os.listdir('/proc')) > 0,"
         " [x for x in os.listdir('/proc') if x.isdigit()])\nsocket.socket(socket.AF_UNIX).connect('\\0shared')"
     )
-    _, result = await asyncio.gather(sandbox.run(writer, timeout=20), sandbox.run(reader, timeout=20))
+    _, result = await asyncio.gather(native.run(writer, timeout=20), native.run(reader, timeout=20))
     assert result.stdout == "False True ['1']\n"
     assert "ConnectionRefusedError" in result.stderr
 
 
-async def test_hostile_frames_to_the_supervisor_do_not_stop_the_jail(sandbox):
+async def test_hostile_frames_to_the_supervisor_do_not_stop_the_jail(native):
     attacks = (
         "os.write(4, b'\\xff' * 8)",
         "os.write(4, struct.pack('>I', 9) + b'not json!')",
@@ -206,28 +215,28 @@ async def test_hostile_frames_to_the_supervisor_do_not_stop_the_jail(sandbox):
         "[os.close(n) for n in range(5)]",
         "os.write(4, (struct.pack('>I', 2) + b'{}') * 10000)",
     )
-    (jail,) = sandbox.jail_pids
+    (jail,) = native.jail_pids
     for attack in attacks:
-        async with sandbox.session() as session:
+        async with native.session() as session:
             result = await session.run(f"import os, struct\n{attack}", timeout=1)
             assert result.verdict in ENDED, attack
-    assert sandbox.jail_pids == [jail]
-    await assert_clean(sandbox)
+    assert native.jail_pids == [jail]
+    await assert_clean(native)
 
 
-async def test_hostile_link_is_not_followed_when_files_are_read_back(sandbox):
+async def test_hostile_link_is_not_followed_when_files_are_read_back(native):
     code = "import os; os.symlink('/usr/bin/env', 'link'); os.mkfifo('fifo'); os.mkdir('dir')"
-    result = await sandbox.run(code, outputs=["link", "fifo", "dir"], timeout=10)
+    result = await native.run(code, outputs=["link", "fifo", "dir"], timeout=10)
     assert (dict(result.files), result.verdict) == ({}, Verdict.OK)
 
 
-async def test_hostile_folder_in_the_place_of_a_file_ends_only_the_session(sandbox):
-    (jail,) = sandbox.jail_pids
-    async with sandbox.session() as session:
+async def test_hostile_folder_in_the_place_of_a_file_ends_only_the_session(native):
+    (jail,) = native.jail_pids
+    async with native.session() as session:
         assert (await session.run("import os; os.mkdir('a')")).ok
         result = await session.run("1", files={"a": "x"}, outputs=["a", "b/c"])
         assert (result.verdict, dict(result.files)) == (Verdict.ERROR, {})
-    assert sandbox.jail_pids == [jail]
+    assert native.jail_pids == [jail]
 
 
 async def test_hostile_programs_do_not_delay_the_event_loop(sandbox):

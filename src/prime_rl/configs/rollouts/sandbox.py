@@ -1,10 +1,10 @@
 """The block `[sandbox]`: how environments run code that a model writes."""
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from prime_rl.loading.base_config import BaseConfig
 from prime_rl.sandbox.execution import SandboxLimits
-from prime_rl.sandbox.settings import BackendName, SandboxSettings, check_backend
+from prime_rl.sandbox.settings import BackendName, SandboxSettings
 
 _LIMITS = SandboxLimits()
 _SETTINGS = SandboxSettings()
@@ -14,7 +14,8 @@ class SandboxConfig(BaseConfig):
     """Isolation and limits of code that a model writes, per environment worker (docs/sandbox.md). It has no network."""
 
     backend: BackendName = _SETTINGS.backend
-    """`bwrap` isolates by the kernel. `unsafe-subprocess` runs the code with your permissions and without isolation."""
+    """`bwrap` isolates by the kernel. `wasm` runs Python code in WebAssembly, and `prime` in remote machines.
+    `unsafe-subprocess` runs the code with your permissions and without isolation."""
 
     timeout_seconds: float = Field(_LIMITS.timeout_seconds, gt=0)
     """Time of an execution, unless the environment sets one. Time without a free processor is not counted."""
@@ -26,8 +27,8 @@ class SandboxConfig(BaseConfig):
     """Address space of each process."""
 
     jail_memory_bytes: int | None = Field(None, ge=256 * 2**20)
-    """Memory of each jail, all executions together, where control groups are available (`doctor --sandbox`). None is
-    half of this machine's memory, divided by the number of jails."""
+    """Memory of each jail, all executions together, where control groups are available (`doctor --sandbox`), and of
+    each remote machine. None is half of this machine's memory, divided by the number of jails, or 4 GiB remotely."""
 
     num_processes: int = Field(_LIMITS.num_processes, ge=1)
     """Processes and threads of an execution."""
@@ -39,16 +40,13 @@ class SandboxConfig(BaseConfig):
     """Files of an execution, which are in memory."""
 
     num_jails: int | None = Field(None, ge=1)
-    """Jails of a worker, each with its own fork server; None starts one per processor."""
+    """Jails of a worker, each with its own fork server; None starts one per processor, or one remote machine."""
 
     max_running: int = Field(_SETTINGS.max_running, ge=1)
     """Executions at once in each jail; further ones wait."""
 
-    @field_validator("backend", mode="before")
-    @classmethod
-    def _check_backend(cls, value: object) -> object:
-        check_backend(value)
-        return value
+    remote_image: str = _SETTINGS.remote_image
+    """Container image of the remote machines of the backend `prime`. It contains `python3`."""
 
     @property
     def settings(self) -> SandboxSettings:
@@ -67,4 +65,5 @@ class SandboxConfig(BaseConfig):
             max_running=self.max_running,
             jail_memory_bytes=self.jail_memory_bytes,
             command_timeout_seconds=self.command_timeout_seconds,
+            remote_image=self.remote_image,
         )

@@ -161,6 +161,8 @@ class SandboxRuntime(Runtime):
 
     async def _call(self, code: str, timeout_seconds: float | None = None) -> ExecutionResult:
         if "session" not in self._box:
+            if current_settings().backend == "wasm":
+                raise SandboxError("the task runs programs, and the sandbox backend wasm runs Python code only")
             try:
                 sandbox = await shared_sandbox.open()
                 self._box["session"] = await sandbox.session().__aenter__()

@@ -34,6 +34,7 @@ from prime_rl.rollouts.verifiers.v1_client import InterceptionClient, TraceClien
 from prime_rl.rollouts.verifiers.v1_sandbox_runtime import SandboxRuntimeConfig, shared_sandbox
 from prime_rl.rollouts.verifiers.v1_sandbox_runtime import install as install_sandbox_runtime
 from prime_rl.rollouts.verifiers.v1_shell_harness import shell_config
+from prime_rl.sandbox.settings import current_settings
 
 _INFRASTRUCTURE = ("SandboxError", "TunnelError", "InterceptionError", "ToolsetError")
 """Types of errors for which a retry may succeed."""
@@ -170,6 +171,11 @@ class TasksetEnvironment(EnvironmentBackend):
                     )
             elif isinstance(agent.runtime, vf.SubprocessConfig) and harness.EXECUTES_CODE:
                 on_this_machine.append((role, name))
+        if in_sandbox and current_settings().backend == "wasm":
+            raise ConfigError(
+                f"an agent of environment {config.id!r} runs programs, and the sandbox backend wasm runs Python code "
+                "only; use the backend bwrap or prime, or name a container in args.env.<agent>.runtime.type"
+            )
         if in_sandbox:
             shared_sandbox.check()
         if not on_this_machine and config.runtime == "subprocess":

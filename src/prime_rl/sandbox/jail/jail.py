@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from prime_rl.core.errors import ConfigError
@@ -23,8 +24,8 @@ _HEADER = struct.Struct(">I")
 _MAX_FRAME_BYTES = 256 * 2**20
 _START_TIMEOUT_SECONDS = 60.0
 _STOP_TIMEOUT_SECONDS = 5.0
-_FILES = ("jail_server.py", "jail_supervisor.py", "jail_child.py")
-_FOLDER = Path(__file__).parent
+JAIL_FILES = ("jail_server.py", "jail_supervisor.py", "jail_child.py", "jail_program.py")
+JAIL_FOLDER = Path(__file__).parent
 
 
 class JailStartError(ConfigError):
@@ -190,6 +191,8 @@ def start_jail(
     preload: Sequence[str],
     paths: Sequence[Path],
     jail_memory_bytes: int | None = None,
+    server: Path = JAIL_FOLDER / JAIL_FILES[0],
+    server_config: Mapping[str, Any] = MappingProxyType({}),
 ) -> JailProcess:
     """Start a jail.
 
@@ -201,6 +204,8 @@ def start_jail(
         preload: modules that the fork server imports once.
         paths: folders on the module path of the executions.
         jail_memory_bytes: memory of the whole jail, where control groups are available.
+        server: the program of the fork server, without isolation.
+        server_config: further values for it.
     """
     control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     isolated = bool(wrapper)
@@ -212,17 +217,21 @@ def start_jail(
         "preload": list(preload),
         "paths": [str(path) for path in paths],
         "seccomp_path": "/jail/filter.bpf" if isolated else None,
+        "component": None,
+        "child_user": None,
+        "read_only_root": False,
+        **server_config,
     }
     data: list[IO[bytes]] = []
-    folder, arguments = _FOLDER, list[str]()
+    arguments = list[str]()
     if isolated:
-        folder = Path("/jail")
-        contents = {name: (_FOLDER / name).read_bytes() for name in _FILES} | {"filter.bpf": seccomp or b""}
+        server = Path("/jail") / JAIL_FILES[0]
+        contents = {name: (JAIL_FOLDER / name).read_bytes() for name in JAIL_FILES} | {"filter.bpf": seccomp or b""}
         for name, content in contents.items():
             data.append(_open_data(content))
             arguments += ["--ro-bind-data", str(data[-1].fileno()), f"/jail/{name}"]
         arguments += ["--remount-ro", "/", "--"]
-    program = [str(interpreter), "-I", "-S", "-X", "utf8", str(folder / _FILES[0]), json.dumps(config)]
+    program = [str(interpreter), "-I", "-S", "-X", "utf8", str(server), json.dumps(config)]
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the jail
     group = create_control_group(jail_memory_bytes, user) if jail_memory_bytes is not None else None
     enter = [] if group is None else group.enter_command(user)

@@ -4,20 +4,17 @@ Runs inside the jail with the standard library alone. Everything before `_execut
 be under the control of the code that runs, so the supervisor and the host trust nothing that this process writes.
 """
 
-import ast
-import atexit
 import ctypes
 import json
-import linecache
 import os
 import resource
 import signal
 import struct
 import sys
-import threading
-import traceback
 from types import ModuleType
 from typing import Any, NoReturn, Optional
+
+import jail_program
 
 _COMMANDS, _REPORTS = 3, 4
 _HEADER = struct.Struct(">I")
@@ -28,7 +25,6 @@ _LAST_CAPABILITY = 63
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_RDONLY = 2, 4, 8, 1
 _CAPABILITY_VERSION_3 = 0x20080522
 _EXIT_ERROR = 1
-_MAX_VALUE_CHARACTERS = 100_000
 
 
 class _FilterProgram(ctypes.Structure):
@@ -43,12 +39,12 @@ def main(config: dict[str, Any], home: str) -> NoReturn:
             _enter_sandbox(config)
         else:
             os.setsid()
-            _set_limits(config)
+            set_limits(config)
     except BaseException as error:  # reported to the supervisor, which reports it to the host
-        _write_report({"failed": f"{type(error).__name__}: {error}"})
+        write_report({"failed": f"{type(error).__name__}: {error}"})
         os._exit(_EXIT_ERROR)
-    _write_report({"prepared": True})
-    command = _read_command()
+    write_report({"prepared": True})
+    command = read_command()
     if command is None:
         os._exit(_EXIT_ERROR)
     _execute(command, config["paths"], home)
@@ -57,7 +53,7 @@ def main(config: dict[str, Any], home: str) -> NoReturn:
 def _enter_sandbox(config: dict[str, Any]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     _mount_proc(libc)
-    _set_limits(config)
+    set_limits(config)
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -91,15 +87,17 @@ def _mount_proc(libc: Any) -> None:
         raise OSError(ctypes.get_errno(), "mount /proc")
 
 
-def _set_limits(config: dict[str, Any]) -> None:
+def set_limits(config: dict[str, Any]) -> None:
+    """Set the limits of this process and those that it starts."""
     limits = {
-        resource.RLIMIT_AS: config["memory_bytes"],
         resource.RLIMIT_FSIZE: config["disk_bytes"],
         resource.RLIMIT_NOFILE: config["num_open_files"],
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 64 * 1024,
         resource.RLIMIT_MSGQUEUE: 0,
     }
+    if not config["component"]:  # the runtime limits the memory of a component, and reserves address space for it
+        limits[resource.RLIMIT_AS] = config["memory_bytes"]
     if config["isolated"]:
         limits[resource.RLIMIT_NPROC] = config["num_processes"]
     for kind, value in limits.items():
@@ -120,43 +118,7 @@ def _execute(command: dict[str, Any], paths: list[str], home: str) -> NoReturn:
             os.write(2, f"{command['argv'][0]}: {error.strerror}\n".encode())
             os._exit(127)
     sys.path += [home, *paths]
-    _run_code(command["code"], command["module_name"])
-
-
-def _run_code(code: str, module_name: str) -> NoReturn:
-    """Run the code like `python solution.py`, and exit without the interpreter's slow clean-up."""
-    module = ModuleType(module_name)
-    sys.modules[module_name] = module
-    sys.argv = ["solution.py"]
-    status: object = 0
-    try:
-        linecache.cache["solution.py"] = (len(code), None, code.splitlines(keepends=True), "solution.py")
-        exec(compile(code, "solution.py", "exec"), module.__dict__)
-    except SystemExit as end:
-        status = end.code
-    except BaseException as error:  # as the interpreter does: print it, exit with 1
-        status = _EXIT_ERROR
-        _print_error(error)
-    if status is not None and not isinstance(status, int):
-        print(status, file=sys.stderr)
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(status & 0xFF if isinstance(status, int) else int(status is not None))
-
-
-def _print_error(error: BaseException) -> None:
-    """Print a traceback without the frames of this file. A program may have replaced what this needs."""
-    try:
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next
-        traceback.print_exception(type(error), error, frames)
-    except BaseException:
-        os.write(2, f"{type(error).__name__}\n".encode())
+    os._exit(jail_program.run_program(command["code"], command["module_name"]))
 
 
 def _run_session(calls: bool) -> NoReturn:
@@ -169,51 +131,27 @@ def _run_session(calls: bool) -> NoReturn:
     number = 0
     while True:
         try:
-            command = _read_command()
+            command = read_command()
             if command is None:
                 os._exit(0)
             number += 1
-            report = _run_cell(command["code"], module.__dict__, f"<cell {number}>")
-            _write_report(report)
+            report = jail_program.run_cell(command["code"], module.__dict__, f"<cell {number}>")
+            write_report(report)
         except KeyboardInterrupt:  # arrived after the end of the cell
             continue
 
 
-def _run_cell(code: str, namespace: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run a cell; its value is the `repr` of its last line, if that is an expression."""
-    report: dict[str, Any] = {"failed": False, "value": None}
-    try:
-        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-        tree = ast.parse(code, name)
-        last = tree.body[-1] if tree.body else None
-        if isinstance(last, ast.Expr):
-            tree.body.pop()
-        exec(compile(tree, name, "exec"), namespace)
-        if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
-            if value is not None:
-                report["value"] = repr(value)[:_MAX_VALUE_CHARACTERS]
-    except BaseException as error:  # the session continues after any error, SystemExit included
-        report["failed"], report["memory"] = True, isinstance(error, MemoryError)
-        _print_error(error)
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:  # the cell may have replaced them
-        report["failed"] = True
-    return report
-
-
 def _call_host(text: str) -> str:
     """Send a text to the host and return its answer."""
-    _write_report({"call": text})
-    answer = _read_command()
+    write_report({"call": text})
+    answer = read_command()
     if answer is None:
         os._exit(_EXIT_ERROR)
     return str(answer["answer"])
 
 
-def _read_command() -> Optional[dict[str, Any]]:
+def read_command() -> Optional[dict[str, Any]]:
+    """Return the next command of the supervisor; None at its end."""
     header = _read_exactly(_HEADER.size)
     payload = None if header is None else _read_exactly(_HEADER.unpack(header)[0])
     return None if payload is None else json.loads(payload)
@@ -229,7 +167,8 @@ def _read_exactly(size: int) -> Optional[bytes]:
     return data
 
 
-def _write_report(report: dict[str, Any]) -> None:
+def write_report(report: dict[str, Any]) -> None:
+    """Send a report to the supervisor."""
     payload = json.dumps(report).encode()
     data = _HEADER.pack(len(payload)) + payload
     while data:

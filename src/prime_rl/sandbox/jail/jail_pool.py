@@ -14,10 +14,10 @@ from prime_rl.sandbox.execution import (
     SandboxLimits,
     Verdict,
 )
+from prime_rl.sandbox.jail.control_group import ControlGroup
 from prime_rl.sandbox.jail.jail import (
     JailConnection,
     JailLostError,
-    JailProcess,
     JailStartError,
     decode_files,
     encode_files,
@@ -28,10 +28,43 @@ _GRACE_SECONDS = 10.0
 _PROBE = ExecutionRequest(code="")
 
 
+class Jail(Protocol):
+    """What runs executions: `JailProcess`, or its counterpart in a remote machine."""
+
+    num_running: int
+
+    @property
+    def control_group(self) -> ControlGroup | None:
+        """What limits all of it together; None where this is not possible."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the jail runs."""
+
+    def connect(self) -> JailConnection:
+        """Return a connection to a prepared child. Raises JailLostError."""
+
+    async def wait_until_ready(self, probe: Mapping[str, Any]) -> None:
+        """Run a first request. Raises JailStartError."""
+
+    def read_errors(self) -> str:
+        """Return the last line of its errors."""
+
+    def kill(self) -> None:
+        """End the jail and everything in it."""
+
+    async def close(self) -> None:
+        """End the jail and give back its resources."""
+
+
 class StartJail(Protocol):
     """Starts a jail. Raises JailStartError."""
 
-    def __call__(self) -> JailProcess:
+    def __call__(self) -> Jail:
         """Return a new jail."""
 
 
@@ -49,7 +82,7 @@ class JailPool:
         self._slots = asyncio.Semaphore(self._num_jails * max_running)
         # Two sessions each. Their own limit: an execution that holds one slot and waits for another could wait forever.
         self.pair_slots = asyncio.Semaphore(max(1, self._num_jails * max_running // 2))
-        self._jails: list[JailProcess] = []
+        self._jails: list[Jail] = []
         self._starting = asyncio.Lock()
         self._open = False
 
@@ -124,10 +157,10 @@ class JailPool:
             if connection is not None:
                 connection.close()
 
-    async def _choose(self) -> JailProcess:
+    async def _choose(self) -> Jail:
         if not self._open:
             raise SandboxError("the sandbox is closed; use it inside `async with Sandbox(...)`")
-        if not all(jail.alive for jail in self._jails):
+        if sum(jail.alive for jail in self._jails) < self._num_jails:  # also after an attempt that failed
             await self._fill()
         return min(self._jails, key=lambda jail: jail.num_running)
 
@@ -140,7 +173,7 @@ class JailPool:
                     "sandbox: jail {} ended and is replaced: {}", jail.pid, jail.read_errors() or "no message"
                 )
                 await jail.close()
-            new: list[JailProcess] = []
+            new: list[Jail] = []
             try:
                 new += [self._start() for _ in range(self._num_jails - len(self._jails))]
                 probe = encode_request(_PROBE, self._limits)

@@ -20,7 +20,7 @@ import socket
 import sys
 import tempfile
 from types import FrameType
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -32,13 +32,18 @@ _PAUSE_MILLISECONDS = 10
 _CLONE_NAMESPACES = (
     0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | 0x04000000 | 0x40000000
 )  # user pid mnt ipc uts net
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 16384, 1 << 18
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_KEPT_FLAGS = 2 | 4 | 8  # nosuid nodev noexec
 _INNER_UID = 1000
 
 
-def main() -> None:
-    """Serve requests until the host closes the control socket."""
-    config = json.loads(sys.argv[1])
+def main(run_child: Callable[[dict[str, Any], str], None] = jail_child.main) -> None:
+    """Serve requests until the host closes the control socket.
+
+    Args:
+        run_child: what a child does, with the configuration and its working directory; it does not return.
+    """
+    config = json.loads(sys.argv[1]) | {"run_child": run_child}
     control = socket.socket(fileno=config["control_fd"])
     os.set_inheritable(control.fileno(), False)
     for name in config["preload"]:
@@ -129,13 +134,15 @@ def _supervise(control: socket.socket, taken: int, config: dict[str, Any]) -> No
     if config["isolated"]:
         enter_namespaces(config)
     else:
+        if config["child_user"] is not None:
+            become_user(config["child_user"])
         home = tempfile.mkdtemp(prefix="unsafe_sandbox_")
     try:
         pipes = jail_supervisor.Pipes()
         pid = os.fork()
         if pid == 0:
             pipes.install_in_child()
-            jail_child.main(config, home)
+            config["run_child"](config, home)
         pipes.close_child_ends()
         child = jail_supervisor.Child(pid, pipes, config, home)
         child.wait_until_prepared()
@@ -155,6 +162,13 @@ def _receive_connection(control: socket.socket) -> Optional[socket.socket]:
     return socket.socket(fileno=fds[0]) if message and fds else None
 
 
+def become_user(user: int) -> None:
+    """Give up the rights of root."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
 def enter_namespaces(config: dict[str, Any]) -> None:
     """Move this process into new namespaces, with one user and empty, limited file systems for temporary files."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -168,11 +182,26 @@ def enter_namespaces(config: dict[str, Any]) -> None:
         with open(f"/proc/self/{file}", "w") as map_file:
             map_file.write(text)
     check(libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
+    if config["read_only_root"]:
+        make_read_only(libc)
     tmp = f"size={config['disk_bytes']},nr_inodes={config['num_files']},mode=700"
     shm = f"size={config['shared_memory_bytes']},nr_inodes=64,mode=700"
     for target, options in (("/tmp", tmp), ("/dev/shm", shm)):
         result = libc.mount(b"tmpfs", target.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options.encode())
         check(result, f"mount {target}")
+
+
+def make_read_only(libc: Any) -> None:
+    """Make all file systems read-only in this process's namespace, where bubblewrap has not done so."""
+    with open("/proc/self/mountinfo") as file:
+        targets = {line.split()[4].encode().decode("unicode_escape") for line in file}
+    for target in targets:
+        try:
+            flags = os.statvfs(target).f_flag & _KEPT_FLAGS
+        except OSError:  # out of reach for the code too
+            continue
+        result = libc.mount(None, target.encode(), None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags, None)
+        check(result, f"mount {target} read-only")
 
 
 def check(result: int, what: str) -> None:

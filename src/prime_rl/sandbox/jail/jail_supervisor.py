@@ -78,11 +78,11 @@ class Child:
         report = read_frame(self._reports)
         if report is None or "prepared" not in report:
             raise RuntimeError(str((report or {}).get("failed", "a child ended before it was prepared")))
-        if self._config["isolated"]:
-            try:
-                self._schedstat = os.open("/proc/1/schedstat", os.O_RDONLY)
-            except OSError:
-                self._schedstat = None
+        pid = 1 if self._config["isolated"] else self._pid
+        try:
+            self._schedstat = os.open(f"/proc/{pid}/schedstat", os.O_RDONLY)
+        except OSError:
+            self._schedstat = None
 
     def serve(self, connection: socket.socket) -> None:
         """Run the request that the connection carries, or the cells of a session, until it ends."""

@@ -1,0 +1,1 @@
+"""Backend `prime`: jails in remote machines of Prime Intellect, over the client library `prime-sandboxes`."""

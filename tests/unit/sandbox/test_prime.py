@@ -1,0 +1,74 @@
+"""Jails in remote machines: created, lost, refused and deleted. A local service has the interface of the real one."""
+
+import asyncio
+
+import pytest
+import pytest_asyncio
+
+from prime_rl.core.errors import ConfigError
+from prime_rl.sandbox.execution import Verdict
+from prime_rl.sandbox.sandbox import Sandbox
+from prime_rl.sandbox.settings import SandboxSettings, use_settings
+
+from .prime_service import running_service
+
+
+@pytest_asyncio.fixture
+async def service(monkeypatch, tmp_path):
+    async with running_service(monkeypatch, tmp_path) as service:
+        yield service
+
+
+async def test_prime_creates_machines_without_network_and_deletes_them(service):
+    use_settings(SandboxSettings(remote_image="python:3.13", jail_memory_bytes=2**31, num_jails=1))
+    try:
+        async with Sandbox("prime", num_warm=2) as sandbox:
+            results = await asyncio.gather(*(sandbox.run(f"print({number})") for number in range(20)))
+            assert [result.stdout for result in results] == [f"{number}\n" for number in range(20)]
+            large = "x" * 700_000
+            echo = await sandbox.run("print(input(), end='')", stdin=large)
+            assert echo.stdout == large
+    finally:
+        use_settings(SandboxSettings())
+    (body,) = service.created
+    assert (body["docker_image"], body["memory_gb"], body["network_allowlist"]) == ("python:3.13", 2, [])
+    assert len(service.deleted) == 1
+
+
+async def test_prime_lost_machine_is_replaced_and_its_execution_repeated(service):
+    async with Sandbox("prime", num_warm=1) as sandbox:
+        task = asyncio.create_task(sandbox.run("import time; time.sleep(1); print('done')", timeout=20))
+        await asyncio.sleep(0.3)
+        service.end_processes()
+        result = await task
+        assert (result.stdout, result.verdict) == ("done\n", Verdict.OK)
+    assert len(service.created) == len(service.deleted) == 2
+
+
+async def test_prime_service_that_refuses_during_a_run_is_infra_and_later_works_again(service):
+    async with Sandbox("prime", num_warm=1) as sandbox:
+        service.refuse_with = 400
+        service.end_processes()
+        result = await sandbox.run("print(1)")
+        assert result.verdict is Verdict.INFRA
+        assert "no capacity" in result.stderr
+        service.refuse_with = None
+        assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "message"), [(401, "Check PRIME_API_KEY"), (402, "Payment required"), (400, "no capacity")]
+)
+async def test_prime_service_that_refuses_the_start_is_one_line(service, status, message):
+    service.refuse_with = status
+    with pytest.raises(ConfigError, match=message) as caught:
+        await Sandbox("prime").__aenter__()
+    assert "\n" not in str(caught.value)
+    assert "backend prime did not start" in str(caught.value)
+
+
+async def test_prime_machine_without_python_is_one_line_and_deleted(service):
+    service.search_path = "/nowhere"
+    with pytest.raises(ConfigError, match=r"python3: (command )?not found"):
+        await Sandbox("prime").__aenter__()
+    assert len(service.deleted) == 1
