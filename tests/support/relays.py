@@ -8,8 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from prime_rl.relay.relay_app import RelayAccess, RelayServer, make_relay_app
-from prime_rl.relay.run_files import RunFiles
+from prime_rl.relay.relay_client import RelayClient
+from prime_rl.relay.run_copier import RunCopier
+from prime_rl.relay.run_files import RunFiles, Writer
 from prime_rl.storage.artifact import publish_artifact
 from prime_rl.storage.batch import ROWS_FILE
 from prime_rl.storage.paths import RunPaths
@@ -64,6 +68,21 @@ async def running_relay(root: Path, key: str | None = None) -> AsyncIterator[Run
         finally:
             server.should_exit = True
             await serving
+
+
+@asynccontextmanager
+async def copying(target: Path, urls: list[str], writer: Writer) -> AsyncIterator[None]:
+    """Copy what `writer` writes from the relays at `urls` to `target`, during the block."""
+    async with RelayClient(urls, None) as client:
+        task = asyncio.create_task(RunCopier(RunFiles(RunPaths(target)), client, writer, poll_seconds=0.01).run())
+        try:
+            yield
+            assert not task.done(), task.exception()
+        finally:
+            task.cancel()
+            (outcome,) = await asyncio.gather(task, return_exceptions=True)
+            if not isinstance(outcome, asyncio.CancelledError):
+                logger.error("the copying of {} ended: {!r}", target, outcome)
 
 
 def publish_bytes(root: Path, step: int, content: bytes = b"weights", branch: int = 0, **fields: Any) -> Path:

@@ -12,7 +12,8 @@ import asyncio
 import json
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 import msgspec
 from loguru import logger
 
+from prime_rl.core.os_errors import is_system_resource_error
 from prime_rl.relay.relay_client import PARTIAL, ArtifactGone, RelayClient, RelayError, RelayUnreachable
 from prime_rl.relay.run_files import RESUME_FILE, ArtifactName, RelayIndex, RunFiles, Writer, is_small_file
 from prime_rl.relay.version_download import download_version
@@ -76,7 +78,8 @@ class RunCopier:
                 try:
                     self._index = await self._client.index()
                     silence.end()
-                    await asyncio.to_thread(self.apply, self._index)
+                    with _tolerate_changes():
+                        await asyncio.to_thread(self.apply, self._index)
                     if fetching is None or fetching.done():
                         if fetching is not None:
                             fetching.result()
@@ -95,10 +98,11 @@ class RunCopier:
         for kind in ("rollouts", "checkpoints", "weights"):
             listed = [ArtifactName.parse(name) for name in index.artifacts if name.startswith(f"{kind}/")]
             newest = max((name.step for name in listed), default=-1)
+            known = [name for name in listed if index.artifacts[str(name)] == self._files.manifest_digest(name)]
             for artifact in reversed(self._files.artifacts(kind)):  # the newest first: deltas keep their bases
                 digest, is_older = index.artifacts.get(str(artifact)), artifact.step < newest
                 if artifact.writer != self._writer:
-                    if digest is None and is_older:
+                    if digest is None and self._is_consumed(artifact, max(known, default=None)):
                         self._delete_consumed(artifact)
                 elif kind == "weights":  # of the others, the reader deletes the copy
                     is_gone = digest is None and (is_older or self._is_abandoned(artifact, resume))
@@ -109,6 +113,13 @@ class RunCopier:
             if self._small_files.get(name) != text and is_small_file(name, self._writer):
                 self._write_small_file(self._root / name, text)
                 self._small_files[name] = text
+
+    def _is_consumed(self, name: ArtifactName, newest: ArtifactName | None) -> bool:
+        """Whether the reader has had an artifact, given the newest one that it has of those that are here.
+
+        What it has of an abandoned branch is not here any more, and says nothing about artifacts of this branch.
+        """
+        return newest is not None and name < newest and self._files.branch(name) <= self._files.branch(newest)
 
     def _delete_consumed(self, name: ArtifactName) -> None:
         """Delete an artifact that its reader has deleted."""
@@ -134,7 +145,11 @@ class RunCopier:
 
     async def _fetch_missing(self) -> None:
         """Copy missing artifacts, one after the other, until there is none; errors end the pass."""
-        await asyncio.to_thread(self._remove_partial)
+        with _tolerate_changes():
+            await asyncio.to_thread(self._remove_partial)
+            await self._fetch_all()
+
+    async def _fetch_all(self) -> None:
         try:
             while (missing := await asyncio.to_thread(self._next_missing)) is not None:
                 name, digest = missing
@@ -194,6 +209,20 @@ class RunCopier:
             for folder in self._root.glob(f"{pattern}/{PARTIAL}*"):
                 if folder.name.rpartition("-")[2] not in offered:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _tolerate_changes() -> Iterator[None]:
+    """End the block if a file has disappeared: processes of the run move and delete files. The next poll repeats it.
+
+    Errors of the machine, such as a full disk, are raised.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_system_resource_error(error):
+            raise
+        logger.debug("a file has changed meanwhile: {}", error)
 
 
 def _parse_resume(text: str | None) -> ResumeRecord | None:

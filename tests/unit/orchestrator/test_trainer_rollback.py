@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 
 import pytest
 
@@ -19,6 +19,7 @@ from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.rollback import START_VARIABLE, archive_late_artifacts, branch_of_batch, next_branch, roll_back
 from prime_rl.storage.wait_for import watch_directory
 from tests.support.fake_engine import fake_engine, publish_version
+from tests.support.relays import copying, running_relay
 from tests.unit.orchestrator.test_checkpoint import commit, group_ids, with_ckpt
 from tests.unit.orchestrator.test_orchestrator import STEPS, batches, make_config, metrics
 
@@ -114,15 +115,35 @@ def run_on(host):
     return run
 
 
+@asynccontextmanager
+async def relays_between(trainer, orchestrator):
+    """Connect two run directories as relays do."""
+    async with (
+        running_relay(trainer.root) as a,
+        running_relay(orchestrator.root) as b,
+        copying(orchestrator.root, [a.url], "trainer"),
+        copying(trainer.root, [b.url], "orchestrator"),
+    ):
+        yield
+
+
+ROLLBACKS = [
+    (True, [3, 5, 5], [0, 2, 4, 4], False), (False, [2, 1], [0, 0, 0], False), (True, [3, 5, 5], [0, 2, 4, 4], True),
+]  # fmt: skip
+
+
 @in_loop
-@pytest.mark.parametrize(("ckpt", "deaths", "begins"), [(True, [3, 5, 5], [0, 2, 4, 4]), (False, [2, 1], [0, 0, 0])])
-async def test_running_orchestrator_follows_a_rollback(tmp_path, tokenizer_dir, run_on, ckpt, deaths, begins):
-    """Also if the trainer exits again before any progress, and without checkpoints."""
+@pytest.mark.parametrize(("ckpt", "deaths", "begins", "has_relays"), ROLLBACKS)
+async def test_running_orchestrator_follows_a_rollback(
+    tmp_path, tokenizer_dir, run_on, ckpt, deaths, begins, has_relays
+):
+    """Also if the trainer exits again before any progress, without checkpoints, and without a shared directory."""
     config = make_config(tmp_path, tokenizer_dir, async_level=2)
     config = config.model_copy(update={"ckpt": CkptConfig(interval=EVERY) if ckpt else None})
     paths = RunPaths(config.output_dir)
-    trainer = MortalTrainer(paths, deaths, ckpt)
-    async with fake_engine() as engine:
+    trainers = RunPaths(tmp_path / "trainer") if has_relays else paths
+    trainer = MortalTrainer(trainers, deaths, ckpt)
+    async with fake_engine() as engine, relays_between(trainers, paths) if has_relays else nullcontext():
         begun = await run_on(config, engine, trainer)
         assert (engine.branch, engine.step) == (len(deaths), STEPS)
     assert [one.state.step if one.state else 0 for one in begun] == begins

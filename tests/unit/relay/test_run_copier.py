@@ -3,8 +3,6 @@
 import asyncio
 import json
 import shutil
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
@@ -16,19 +14,7 @@ from prime_rl.storage.batch import ROWS_FILE
 from prime_rl.storage.checkpoint_artifacts import COMMITTED, ResumeRecord, write_resume
 from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.rollback import roll_back
-from tests.support.relays import publish_bytes, running_relay, save_part, ship_bytes
-
-
-@asynccontextmanager
-async def copying(target: Path, urls: list[str], writer: str):
-    async with RelayClient(urls, None) as client:
-        task = asyncio.create_task(RunCopier(RunFiles(RunPaths(target)), client, writer, poll_seconds=0.01).run())
-        try:
-            yield
-            assert not task.done(), task.exception()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+from tests.support.relays import copying, publish_bytes, running_relay, save_part, ship_bytes
 
 
 async def until(condition):
