@@ -549,6 +549,7 @@ async def test_step_rewards_log_one_warning(play):
 async def test_environment_advantages_become_credits(play):
     (rollout,) = await play(make(StateAdvantage))
     assert rollout.credits == (Credit("", 1.0, 1.0),) and rollout.samples[0].credits is None
+    assert play.warnings == ["it sets advantages itself, which are trained on instead of computed ones"]
     (rollout,) = await play(make(StepAdvantages))
     assert rollout.credits == (Credit("turn 0", 1.0, 0.5), Credit("turn 1", 1.0, 0.5))
     (sample,) = rollout.samples
@@ -779,3 +780,35 @@ async def test_own_client_is_served_until_the_group_ends(play, renderer):
 async def test_own_client_refuses_what_the_raw_client_refuses(play, request_, message):
     with pytest.raises(EnvironmentFailed, match=message):
         await play(make(type("Refused", (OwnClient,), {"request": request_})))
+
+
+class Leaving(Raw):
+    """Its rollout ends while a request of its own client is running."""
+
+    async def talk(self, state):
+        client = openai.AsyncOpenAI(base_url=state["client"].base_url, api_key=state["client"].api_key, max_retries=0)
+        messages = [{"role": "user", "content": "say it"}]
+        self.request = asyncio.create_task(client.chat.completions.create(model="m", messages=messages))
+        await self.asked.wait()
+        raise KeyError("gave up")
+
+
+async def test_own_client_requests_end_with_the_group(play, monkeypatch):
+    environment, cancelled = make(Leaving), asyncio.Event()
+    environment.asked = asyncio.Event()
+
+    async def generate(self, prompt_ids, sampling):
+        environment.asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    monkeypatch.setattr(NumberingEngine, "generate", generate)
+    with pytest.raises(EnvironmentFailed, match="gave up"):
+        await play(environment)
+    async with asyncio.timeout(30):
+        await cancelled.wait()
+    with pytest.raises(openai.APIConnectionError):
+        await environment.request

@@ -6,6 +6,7 @@ import aiohttp
 import pytest
 import verifiers as vf
 
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.rollouts import group_attempts
 from prime_rl.rollouts.clients.inference_client import InferenceServerLost
@@ -223,3 +224,7 @@ async def test_clock_reports_a_block_that_does_not_end():
             except asyncio.CancelledError:
                 continue
     assert clock.expired
+
+
+def test_default_time_limit_ends_a_rollout_before_the_orchestrator_gives_up():
+    assert EnvConfig().timeout_seconds < OrchestratorConfig().wait_timeout_seconds

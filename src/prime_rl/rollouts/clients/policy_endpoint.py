@@ -8,6 +8,7 @@ import asyncio
 import secrets
 import socket
 from contextvars import Context
+from typing import Any
 
 from aiohttp import web
 
@@ -22,6 +23,7 @@ class PolicyEndpoint:
     def __init__(self) -> None:
         """Open no port before the first rollout asks for `base_url`."""
         self._answers: dict[str, Answer] = {}
+        self._requests: dict[str, set[asyncio.Task[Any]]] = {}
         self._socket: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -42,8 +44,10 @@ class PolicyEndpoint:
         return key
 
     def remove(self, key: str) -> None:
-        """Refuse further requests with the key."""
+        """End the requests with the key, so that the server stops sampling, and refuse further ones."""
         self._answers.pop(key, None)
+        for task in self._requests.pop(key, ()):
+            task.cancel()
 
     async def _serve(self, listening: socket.socket) -> None:
         application = web.Application(client_max_size=_MAX_BODY_BYTES)
@@ -62,5 +66,12 @@ class PolicyEndpoint:
         if (answer := self._answers.get(key)) is None:
             refusal = "the key is not that of a running rollout; use the api_key of state['client'].client"
             return web.json_response(error_body(refusal), status=401)
-        status, body = await respond(answer, request.path, await request.read())
+        task = asyncio.current_task()
+        assert task is not None
+        requests = self._requests.setdefault(key, set())
+        requests.add(task)
+        try:
+            status, body = await respond(answer, request.path, await request.read())
+        finally:
+            requests.discard(task)
         return web.json_response(body, status=status)

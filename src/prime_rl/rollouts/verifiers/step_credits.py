@@ -54,6 +54,11 @@ class GivenCredit:
         return any(step.reward is not None for step in self.steps)
 
     @property
+    def has_advantages(self) -> bool:
+        """Whether the rollout or a step has an advantage."""
+        return self.advantage is not None or any(step.advantage is not None for step in self.steps)
+
+    @property
     def total(self) -> float:
         """Sum of the rewards of the steps."""
         return sum(step.reward or 0.0 for step in self.steps)
@@ -65,9 +70,9 @@ class GivenCredit:
         advantage takes the place of the one that is computed from it.
         """
         by_turn = mode != "ignore" and self.has_rewards
-        advantages = {step.reply: step.advantage for step in self.steps}
-        if not by_turn and self.advantage is None and not any(value is not None for value in advantages.values()):
+        if not by_turn and not self.has_advantages:
             return None
+        advantages = {step.reply: step.advantage for step in self.steps}
         remaining = self._remaining(reward) if by_turn else {}
         credits = dict[Reply, Credit]()
         for number, reply in enumerate(trained):

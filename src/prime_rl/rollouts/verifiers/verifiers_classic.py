@@ -126,6 +126,8 @@ class ClassicEnvironment(EnvironmentBackend):
             raise environment_failure(error) if isinstance(error, BaseException) else EnvironmentFailed(repr(error))
         with contain_failures():
             client.credit = GivenCredit.read(client.state, client.reply)
+        if client.credit.has_advantages and self.trains:
+            self.warn("advantages", "it sets advantages itself, which are trained on instead of computed ones")
         if client.credit.has_rewards and self.config.step_rewards == "ignore":
             self.warn(
                 "rewards of steps",
