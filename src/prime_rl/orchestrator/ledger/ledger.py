@@ -11,6 +11,7 @@ After a crash the ledger is a prefix of the decisions. Work after that prefix wa
 ship may be missing from the ledger; then the batch's manifest proves it.
 """
 
+import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -218,14 +219,27 @@ def read_ledger(paths: RunPaths, branch: int) -> LedgerState | None:
         with _located_errors(place):
             positions.apply(record)
     state = LedgerState(branch, size, header.identity, header.base, records, unrecorded, positions)
-    for group_id, position in positions.open.items():
-        if position.done is not None:
-            try:
-                state.finished[group_id] = read_group(paths.spool_dir / position.done.file, position.done.hash)
-            except PendingGroupError as error:
-                state.damaged[group_id] = str(error)
-                positions.reopen(group_id)
+    with _paused_garbage_collection():
+        for group_id, position in positions.open.items():
+            if position.done is not None:
+                try:
+                    state.finished[group_id] = read_group(paths.spool_dir / position.done.file, position.done.hash)
+                except PendingGroupError as error:
+                    state.damaged[group_id] = str(error)
+                    positions.reopen(group_id)
     return state
+
+
+@contextmanager
+def _paused_garbage_collection() -> Iterator[None]:
+    """Avoid collections while millions of objects are made, none of which is garbage: they take half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def replay(stream: ExampleStream, state: LedgerState) -> None:
