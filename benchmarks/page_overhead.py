@@ -44,10 +44,17 @@ def main() -> None:
             opened = alternate(run, paths, f"http://127.0.0.1:{port}/api/runs/run")
         assert run.returncode == 0, f"rl exited with {run.returncode}"
         result = compare(metrics(paths), opened)
-    text = json.dumps({"date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(), **result}, indent=1)
+    machine = {"date": time.strftime("%Y-%m-%d"), "cpu": cpu_name(), "cpus": os.cpu_count()}
+    text = json.dumps({**machine, **result}, indent=1)
     print(text)
     if arguments.json is not None:
         arguments.json.write_text(text + "\n")
+
+
+def cpu_name() -> str:
+    """The model of the processor, as Linux names it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def alternate(run: subprocess.Popen[bytes], paths: RunPaths, address: str) -> list[tuple[float, float]]:

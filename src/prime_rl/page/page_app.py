@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib import resources
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from prime_rl.page.timeline_spans import chrome_trace
 STREAM_INTERVAL_SECONDS = 1.0
 _HEALTH_INTERVAL_SECONDS = 5.0
 _PING_TICKS = 15
+_CLOSING_CHECK_SECONDS = 0.1
 _MAX_POINTS = 4000
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
@@ -62,6 +64,16 @@ def make_app(
         begin = request.headers.get("last-event-id") or cursor
         events = run_events(find(name), begin, interval_seconds, is_closing)
         return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+    @app.get("/api/runs/{name}/health")
+    async def health(name: str) -> dict[str, Any]:
+        run = find(name)
+        examination = run.health.start()
+        while examination.is_alive():
+            if is_closing():
+                raise HTTPException(503, "the page ends")
+            await asyncio.sleep(_CLOSING_CHECK_SECONDS)
+        return await asyncio.to_thread(run.read_health)
 
     return AccessLayer(app, access)
 
@@ -130,10 +142,6 @@ def _add_queries(app: FastAPI, by_name: dict[str, RunView], find: Any) -> None:
         headers = {"content-disposition": 'attachment; filename="trace.json"'}
         return Response(body, media_type="application/json", headers=headers)
 
-    @app.get("/api/runs/{name}/health")
-    def health(name: str) -> dict[str, Any]:
-        return find(name).read_health()
-
 
 async def run_events(
     run: RunView, cursor: str, interval_seconds: float, is_closing: Callable[[], bool] = lambda: False
@@ -145,32 +153,37 @@ async def run_events(
     """
     last: dict[str, Any] = {}
     ticks = 0
-    await asyncio.sleep(interval_seconds)  # the browser asks for its first curves now, and reading the rest takes time
-    examined = asyncio.ensure_future(asyncio.to_thread(run.health.read))
-    try:
-        while not is_closing():
-            if examined.done() and ticks * interval_seconds >= _HEALTH_INTERVAL_SECONDS:
-                examined = asyncio.ensure_future(asyncio.to_thread(run.health.read))
-                ticks = 0
-            updates = await asyncio.to_thread(run.updates, cursor)
-            if updates is None:
-                cursor = await asyncio.to_thread(run.cursor)
-                yield _event("reload", {}, cursor)
-            elif updates["cursor"] != cursor:
-                cursor = updates["cursor"]
-                if updates["rows"]:
-                    yield _event("metrics", updates["rows"], cursor)
-            for name, read in (("headline", run.headline), ("counts", run.counts)):
-                value = await asyncio.to_thread(read)
-                if value != last.get(name):
-                    last[name] = value
-                    yield _event(name, value, cursor)
-            if ticks % _PING_TICKS == 0:
-                yield ": ping\n\n"
-            ticks += 1
-            await asyncio.sleep(interval_seconds)
-    finally:
-        examined.cancel()
+    # The browser asks for its first curves now, and reading the rest takes time.
+    await _pause(interval_seconds, is_closing)
+    run.health.start()
+    while not is_closing():
+        if ticks * interval_seconds >= _HEALTH_INTERVAL_SECONDS:
+            run.health.start()
+            ticks = 0
+        updates = await asyncio.to_thread(run.updates, cursor)
+        if updates is None:
+            cursor = await asyncio.to_thread(run.cursor)
+            yield _event("reload", {}, cursor)
+        elif updates["cursor"] != cursor:
+            cursor = updates["cursor"]
+            if updates["rows"]:
+                yield _event("metrics", updates["rows"], cursor)
+        for name, read in (("headline", run.headline), ("counts", run.counts)):
+            value = await asyncio.to_thread(read)
+            if value != last.get(name):
+                last[name] = value
+                yield _event(name, value, cursor)
+        if ticks % _PING_TICKS == 0:
+            yield ": ping\n\n"
+        ticks += 1
+        await _pause(interval_seconds, is_closing)
+
+
+async def _pause(seconds: float, is_closing: Callable[[], bool]) -> None:
+    """Sleep, but not after the server stops: Ctrl-C would wait for the open tabs."""
+    end = time.monotonic() + seconds
+    while not is_closing() and (left := end - time.monotonic()) > 0:
+        await asyncio.sleep(min(left, _CLOSING_CHECK_SECONDS))
 
 
 def _event(name: str, data: Any, cursor: str) -> str:

@@ -12,7 +12,6 @@ from prime_rl.page.metric_series import Series
 from prime_rl.plots.figure_history import MAX_STEPS, FigureHistory
 from prime_rl.plots.figures import Figure
 from prime_rl.plots.loss_surface import read_loss_surface
-from prime_rl.plots.run_plots import pass_threshold
 from prime_rl.storage.paths import RunPaths
 
 _LAYER = re.compile(r"grad_norm/layer_\d+")
@@ -42,6 +41,13 @@ def run_figures(
     if (surface := read_loss_surface(paths)) is not None:
         found["loss_surface"] = surface.figure()
     return found
+
+
+def pass_threshold(settings: Mapping[str, Any]) -> float:
+    """Return the reward from which a rollout of the run with this run.toml solves its example."""
+    orchestrator = settings.get("orchestrator")
+    value = orchestrator.get("pass_threshold") if isinstance(orchestrator, Mapping) else None
+    return float(value) if isinstance(value, int | float) else 1.0
 
 
 def _gradient_norms(series: Mapping[str, Series]) -> dict[int, dict[str, float]]:

@@ -22,6 +22,7 @@ class RunHealth:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._latest: dict[str, Any] | None = None
         self._at = -math.inf
 
@@ -36,6 +37,13 @@ class RunHealth:
                 self._latest = self._examine()
                 self._at = time.monotonic()
             return self._latest
+
+    def start(self) -> threading.Thread:
+        """Call `read` in a thread that does not delay the end of this process, unless one does so already."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self.read, name="health", daemon=True)
+            self._thread.start()
+        return self._thread
 
     def _examine(self) -> dict[str, Any]:
         if not contains_run(self._paths):

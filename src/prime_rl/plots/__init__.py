@@ -1,1 +1,1 @@
-"""Figures of a run, as plotly's JSON. Imports neither torch nor plotly until a figure is written."""
+"""Figures of a run, as plotly's JSON. Imports neither torch nor plotly."""

@@ -1,4 +1,4 @@
-"""Figures as plotly's JSON: dicts of lists and numbers, which need no plotly until they are written.
+"""Figures as plotly's JSON: dicts of lists and numbers, which need no plotly until W&B gets them.
 
 A heatmap is the default; `three_d` draws a surface of the same numbers.
 """

@@ -1,4 +1,4 @@
-"""The loss over a plane of weights: what `plots --loss-surface` measures, writes into the run, and draws."""
+"""The loss over a plane of weights: what `loss-surface` measures and writes into the run, and its figure."""
 
 from contextlib import suppress
 

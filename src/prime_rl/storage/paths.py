@@ -48,7 +48,7 @@ class RunPaths:
     warnings = _Fixed("metrics/warnings.jsonl")  # Warnings that `rl` prints, written by the orchestrator
     events = _Fixed("events.jsonl")  # Starts, failures and restarts of processes, written by `rl`
     kv_cache = _Fixed("kv_cache.json")  # Size of the server's KV cache, for its restart on a GPU that it shares
-    loss_surface = _Fixed("loss_surface.json")  # The latest result of `plots --loss-surface`
+    loss_surface = _Fixed("loss_surface.json")  # The latest result of `loss-surface`
     torchrun_logs = _Fixed("logs/torchrun")  # torchrun's log folder, with stdout and stderr of each rank
 
     def rollouts(self, step: int) -> Path:

@@ -278,3 +278,15 @@ def test_report_opens_from_disk(paths, browser, tmp_path):
     watched.page.locator("canvas[data-figure=pass_at_k]").wait_for()
     assert colours_of(watched.page, "reward_landscape") > 20
     watched.check(("file", ""))
+
+
+def test_interrupt_ends_the_page_while_a_tab_is_open(paths, browser):
+    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(paths.root), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        watched = WatchedTab(browser)
+        watched.page.goto(process.stdout.readline().split()[1])
+        watched.page.locator(".state").wait_for()  # the event stream is open
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stdout.read() == "", "no traceback"
+    watched.page.get_by_text("The connection to the page's process is lost").wait_for()

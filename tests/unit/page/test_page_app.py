@@ -4,19 +4,22 @@ import asyncio
 import hashlib
 import json
 import re
+import threading
 from importlib import resources
 from pathlib import Path
 
 import pytest
+from httpx import ASGITransport, AsyncClient
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from prime_rl.core.errors import ConfigError
+from prime_rl.page import run_health
 from prime_rl.page.page_access import PageAccess
 from prime_rl.page.page_app import make_app, run_events
 from prime_rl.page.run_view import RunView, find_runs
+from prime_rl.plots.figure_history import FigureHistory
 from prime_rl.plots.loss_surface import LossSurface, write_loss_surface
-from prime_rl.plots.run_plots import read_history
 from prime_rl.storage.paths import RunPaths
 from tests.support.synthetic_run import synthetic_run, write_run
 
@@ -267,7 +270,10 @@ def test_figures_are_those_of_the_run_with_its_threshold(root, client):
     figures = get(client, "figures")["figures"]
     assert list(figures) == ["reward_landscape", "advantage_distribution", "pass_at_k"]
     assert figures["reward_landscape"]["data"][0]["x"] == list(range(120))
-    whole = read_history(RunPaths(root)).figures()
+    history = FigureHistory()
+    for step in range(120):
+        history.add_samples(step, list(map(json.loads, RunPaths(root).samples(step).read_text().splitlines())))
+    whole = history.figures()
     assert figures["advantage_distribution"] == whole["advantage_distribution"]
     line = next(trace for trace in figures["pass_at_k"]["data"] if trace.get("name") == "steps 80 to 119")
     assert line["x"] == [1, 2, 4, 8] and line["y"] == pytest.approx(
@@ -298,3 +304,21 @@ async def test_stream_ends_when_the_server_stops(root):
     assert (await anext(stream)).startswith("event: reload")
     closing.append(True)
     assert len([event async for event in stream]) <= 3
+
+
+async def test_stopping_server_waits_for_no_examination(root, monkeypatch):
+    begun, release = threading.Event(), threading.Event()
+
+    def examine(paths):
+        begun.set()
+        release.wait()
+        raise OSError
+
+    monkeypatch.setattr(run_health, "examine", examine)
+    app = make_app([RunView("synthetic", root)], LOCAL, is_closing=begun.is_set)
+    transport = ASGITransport(app)
+    async with AsyncClient(transport=transport, base_url="http://127.0.0.1") as client, asyncio.timeout(20):
+        answer = await client.get("/api/runs/synthetic/health")
+    release.set()
+    assert (answer.status_code, answer.json()["detail"]) == (503, "the page ends")
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "health")

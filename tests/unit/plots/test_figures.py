@@ -1,19 +1,19 @@
-"""Figures of a run: their numbers, bounds of the history, and the files that contain them."""
+"""Figures of a run: their numbers, bounds of the history, and the file of the loss surface."""
 
 import json
-import re
 
 import numpy as np
 import pytest
 
 from prime_rl.core.errors import ConfigError
-from prime_rl.entrypoints.plots import _main
+from prime_rl.entrypoints.loss_surface import _main
 from prime_rl.plots import figures as module
 from prime_rl.plots.figure_history import MAX_STEPS, FigureHistory
 from prime_rl.plots.figures import distribution_over_steps, gradient_flow, pass_at_k_curves
 from prime_rl.plots.loss_surface import LossSurface, read_loss_surface, write_loss_surface
 from prime_rl.plots.pass_at_k_curve import pass_at_k_curve
 from prime_rl.storage.paths import RunPaths
+from prime_rl.trainer.rl import loss_surface as measured
 
 
 def test_distribution_over_steps_is_the_share_of_each_bin():
@@ -106,23 +106,18 @@ def test_figure_history_draws_pass_at_k_for_each_third_of_the_run():
     assert lines == {"steps 0 to 1": [0, 0], "steps 2 to 3": [0, 0], "steps 4 to 5": [1, 1]}
 
 
-def test_plots_command_writes_one_file_that_needs_no_network(tmp_path, capsys):
-    pytest.importorskip("plotly")
-    paths = RunPaths(tmp_path)
-    with pytest.raises(ConfigError, match="contains neither samples/ nor metrics"):
+def test_loss_surface_command_writes_the_file_of_the_page(tmp_path, monkeypatch, capsys):
+    asked = []
+    surface = LossSurface([0, 1], [0, 1], [[1.0, 2.0], [3.0, 4.0]], [(1, 0.5, 0.5)])
+    monkeypatch.setattr(measured, "measure_loss_surface", lambda paths, batch: asked.append(batch) or surface)
+    _main([str(tmp_path), "--batch", "3"])
+    assert asked == [3] and read_loss_surface(RunPaths(tmp_path)) == surface
+    assert f"`uv run page {tmp_path}` shows it" in capsys.readouterr().out
+
+
+def test_loss_surface_command_without_a_run_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"trainer.toml does not exist; the loss surface needs"):
         _main([str(tmp_path)])
-    paths.samples_dir.mkdir()
-    for step in range(3):
-        lines = [json.dumps({**row, "messages": ["</script><script>alert(1)"]}) + "\n" for row in rows_of(step)]
-        paths.samples(step).write_text("".join(lines) + '{"half')
-    paths.metrics("trainer").parent.mkdir()
-    paths.metrics("trainer").write_text('{"step": 0, "grad_norm/layer_0": 0.5}\n{"step": 1, "loss": 1}\n{"st')
-    _main([str(tmp_path), "--3d"])
-    assert "wrote reward_landscape, advantage_distribution, gradient_flow, pass_at_k to" in capsys.readouterr().out
-    text = (tmp_path / "plots.html").read_text()
-    assert text.count('class="plotly-graph-div"') == 4
-    assert '"type":"surface"' in text and "alert(1)" not in text
-    assert not re.search(r"<(script|link)[^>]+(src|href)=", text), "nothing is loaded from elsewhere"
 
 
 def test_plotly_that_is_not_installed_is_one_line(monkeypatch):
