@@ -1,5 +1,6 @@
 """The wrapper of every command: exit codes, one-line errors, and the file that reports an error to `rl`."""
 
+import gc
 import os
 import signal
 import sys
@@ -79,6 +80,8 @@ def run_main(main: Callable[[], None]) -> None:
         append_to_log_file(line)
         write_error_file(message, code)
         sys.exit(code)
+    finally:
+        gc.freeze()  # otherwise the final garbage collection visits all objects of torch or vLLM, which takes seconds
 
 
 def write_error_file(message: str, code: int, *, replace: bool = False) -> None:

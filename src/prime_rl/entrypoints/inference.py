@@ -1,7 +1,5 @@
 """`inference`: start the inference server."""
 
-import gc
-
 from prime_rl.core.entry_point import command
 from prime_rl.core.import_utils import require_packages
 from prime_rl.liveness.parent_process import die_with_parent, is_supervised
@@ -25,10 +23,7 @@ def main() -> None:
     has_directory = config.log.file and "output_dir" in config.model_fields_set
     log_file = config.run_paths.log(server_name(config)) if has_directory else None
     set_up_logging(config.log.level, config.log.utc, log_file)
-    try:
-        run(config)
-    finally:
-        gc.freeze()  # otherwise the final garbage collection visits all objects of vLLM, which takes seconds
+    run(config)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 A killed rank logs nothing, and the other ranks only report that they lost a rank.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -34,6 +35,8 @@ def main() -> None:
             print(f"error: {cause}", file=sys.stderr, flush=True)
             write_error_file(cause, 1, replace=True)
         sys.exit(1)
+    finally:
+        gc.freeze()  # as in run_main
 
 
 def describe_first_failure(error: ChildFailedError, kills: int) -> str | None:
