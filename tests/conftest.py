@@ -11,11 +11,24 @@ from hypothesis import settings
 from loguru import logger
 from xdist.scheduler import LoadScopeScheduling
 
-SHARED = ("tests/integration/inference/", "tests/integration/rl/")
+SHARED = ("tests/integration/inference/", "tests/integration/rl/shared_server/")
 IMPORT_VLLM = ("tests/unit/trainer/test_rope.py",)  # as tests/unit/inference does
 SECONDS = {  # the scopes that take longest, rounded; the others count as 0
+    # With the extended tests:
+    "tests/integration/api/test_documented_programs.py": 600,
+    "tests/integration/rl/test_code_tests.py": 300,
+    "tests/unit/environments/test_wheels.py": 300,
+    "tests/integration/rl/test_restarts.py": 200,
+    "tests/integration/rl/test_local_environments.py": 190,
+    "tests/integration/rl/test_aqua_rat.py": 170,
+    "tests/chaos/test_two_servers.py": 140,
+    "tests/integration/page/test_live_run.py": 140,
+    "tests/unit/trainer/test_activation_memory.py": 130,
+    "tests/integration/rl/test_mixture.py": 90,
+    "tests/unit/test_install.py": 80,
+    # Without them:
     "tests/integration/inference/": 160,
-    "tests/integration/rl/": 80,
+    "tests/integration/rl/shared_server/": 80,
     "tests/unit/orchestrator/test_orchestrator.py": 60,
     "tests/unit/trainer/test_checkpoint_worlds.py": 45,
     "tests/unit/trainer/test_fake_cuda.py": 35,

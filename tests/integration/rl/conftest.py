@@ -10,7 +10,7 @@ import tomli_w
 
 from prime_rl.liveness.parent_process import become_subreaper
 from tests.support.command import Command
-from tests.support.server import Server, free_port, inference_server
+from tests.support.server import Server, free_port
 
 MODEL = Path(__file__).parents[3] / "configs/reverse_text/model"
 PR_SET_CHILD_SUBREAPER = 36
@@ -74,12 +74,3 @@ def start() -> Iterator[StartCommand]:
     yield _start
     for command in reversed(commands):
         command.clean_up()
-
-
-@pytest.fixture(scope="package")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A standalone server: `inference @ inference.toml`."""
-    root = tmp_path_factory.mktemp("server")
-    file = write_toml(root / "inference.toml", {"model": {"max_model_len": 2048}, "lease_seconds": 10})
-    with inference_server(MODEL, root / "server.log", ["@", str(file)]) as running:
-        yield running

@@ -15,7 +15,7 @@ from tests.support.server import Server
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 STEPS = 3
 ENVIRONMENTS = ["alphabet_sort", "calculator", "talking_taskset", "two_agents"]
 
