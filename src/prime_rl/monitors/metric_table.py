@@ -65,13 +65,13 @@ class MetricTable:
         complete = dict(metrics)
         for name, value in metrics.items():
             if name not in self._old_names:
-                self._old_names[name] = self.old_name(name)
                 if self.find(name) is None:
                     where = "prime_rl/monitors/*_metric_table.py"
                     text = f"metric {name!r} of {self.process} is not declared; add it to {where}"
                     if os.environ.get(STRICT_VARIABLE) == "1":
                         raise UndeclaredMetricError(text)
                     logger.warning(text)
+                self._old_names[name] = self.old_name(name)
             if (old := self._old_names[name]) is not None:
                 complete[old] = value
         return complete

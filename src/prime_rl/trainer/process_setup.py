@@ -46,9 +46,10 @@ def check_output_dir(paths: RunPaths, resuming: bool) -> None:
     """Raise ConfigError if the directory cannot be written, or contains weights of a run that is not resumed."""
     check_writable("output_dir", paths.root)
     if not resuming and (steps := steps_in(paths.weights_dir)):
+        versions = f"versions {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"version {steps[0]}"
         raise ConfigError(
-            f"output_dir: {paths.weights_dir} contains versions {steps[0]} to {steps[-1]} of an earlier run, which "
-            "would be mistaken for this run's; remove it or choose another output_dir"
+            f"output_dir: {paths.weights_dir} contains {versions} of an earlier run, which would be mistaken for this "
+            "run's; remove it or choose another output_dir"
         )
 
 

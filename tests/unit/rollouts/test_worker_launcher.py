@@ -81,6 +81,18 @@ async def test_fork_server_that_always_dies_raises(monkeypatch):
             await workers.start(None)
 
 
+async def test_start_after_the_death_of_the_fork_server_starts_another_one():
+    """The event loop has not seen the end of the connection yet when the next worker is started."""
+    async with asyncio.timeout(60), worker_launcher.WorkerLauncher() as workers:
+        first = workers._server
+        first.kill()
+        first.wait()
+        process = await workers.start(None)
+        assert workers._server.pid != first.pid
+        assert psutil.Process(process.pid).parent().pid == workers._server.pid
+        process.connection.close()
+
+
 async def test_stopped_fork_server_raises_at_the_timeout(monkeypatch):
     monkeypatch.setattr(worker_launcher, "_CLOSE_SECONDS", 0.2)
     config = EnvConfig(id="troubled_environment", start_timeout_seconds=0.2)

@@ -19,7 +19,7 @@ from prime_rl.rollouts.token_accounting import DiscardedWork, RolloutSeconds
 from prime_rl.rollouts.workers import protocol
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher, WorkerProcess
 
-_DRAIN_SECONDS = 1.0
+_DRAIN_SECONDS = 5.0
 """Maximum wait for data that a dead worker has sent; a child process may keep its connection open."""
 
 _KILL_SECONDS = 5.0

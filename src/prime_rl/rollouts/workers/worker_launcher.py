@@ -90,6 +90,9 @@ class WorkerLauncher:
                 try:
                     command = fork_server.encode(fork_server.Fork(str(log) if log else None))
                     socket.send_fds(control, [command], [theirs.fileno(), page])
+                except ConnectionError:  # noticed before the event loop reads the end of the connection
+                    self._disconnect()
+                    raise
                 finally:
                     os.close(page)
                 self._forks.append(forked := asyncio.get_running_loop().create_future())
