@@ -137,21 +137,25 @@ def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
             "exit_codes": {name: process.poll() for name, process in started.items()},
             "megabytes": {host.name: round(host.bytes_received() / 1e6, 1) for host in made},
         }
-    return result | summary(paths, root, options)
+    return result | summary(paths, root, victim)
 
 
-def summary(paths: RunPaths, root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """What the metrics and logs contain."""
+def summary(paths: RunPaths, root: Path, victim: NetworkHost | None) -> dict[str, Any]:
+    """What metrics and logs contain; `named` are the warnings and errors that name the host with the fault."""
     rows = metrics_of(paths, "orchestrator")
     rewards = [row["reward/mean"] for row in rows]
     logs = [line for log in sorted(root.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
-    host = options.cut or options.kill
+    names = () if victim is None else (f"on {victim.name}", victim.address, f"of the {victim.name.rstrip('12')}")
     return {
         "steps": len(rows),
         "reward_first": round(sum(rewards[:5]) / max(1, len(rewards[:5])), 3),
         "reward_last": round(sum(rewards[-5:]) / max(1, len(rewards[-5:])), 3),
         "staleness_max": max((row["staleness/max"] for row in rows), default=None),
-        "named": [line[:300] for line in logs if host and ("WARNING" in line or "error: " in line)][:20],
+        "named": [
+            line[:300]
+            for line in logs
+            if any(name in line for name in names) and any(kind in line for kind in ("WARNING", "error:", "INFO"))
+        ],
     }
 
 

@@ -33,6 +33,8 @@ _SILENCE_SECONDS = 10.0
 """A relay that sends nothing for so long is given up for the file, which continues from the next one."""
 _LISTING_SECONDS = 60.0
 """The same for a listing, for which a relay reads all files of the artifact; it remembers their hashes."""
+_OTHERS_SECONDS = 0.5
+"""After the first listing, others are waited for so long; these relays then share the work."""
 _BLOCK_BYTES = 1 << 20
 _NUM_PARALLEL_FILES = 4
 _ROUNDS = 2
@@ -73,50 +75,66 @@ class RelayClient:
         await self._session.close()
 
     async def index(self) -> RelayIndex:
-        """Return the index of the first relay that answers. Raises RelayUnreachable, RelayError."""
+        """Return the index of the first relay that answers, which is asked first from then on.
+
+        Raises RelayUnreachable, or RelayError for an answer that cannot be used.
+        """
         errors = list[RelayError]()
-        for url in self._urls:
+        for url in list(self._urls):
             try:
                 index = await self._get(url, "index", RelayIndex)
             except RelayUnreachable as error:
                 errors.append(error)
+                self._urls.remove(url)
+                self._urls.append(url)
                 continue
             if index.format != FORMAT:
                 raise RelayError(f"{url} has format {index.format!r}, expected {FORMAT!r}")
             return index
         raise RelayUnreachable("; ".join(map(str, errors)))
 
-    async def listing(self, name: ArtifactName, digest: str | None = None) -> tuple[ArtifactListing, list[str]]:
-        """Return the listing of an artifact, and the URLs of all relays that have it.
+    async def listing(
+        self, name: ArtifactName, accepts: Callable[[ArtifactListing], bool] = lambda listing: True
+    ) -> tuple[ArtifactListing, list[str]]:
+        """Return the first listing of an artifact that `accepts` accepts, and the URLs of the relays that have it.
 
-        Args:
-            name: the artifact.
-            digest: hash of its manifest; None takes that of the first relay that has the artifact.
+        All relays are asked at once; those that answer much later than the first one are left out.
 
         Raises:
-            ArtifactGone: no relay has it.
+            ArtifactGone: no relay has such an artifact.
             RelayUnreachable: no relay answers.
+            RelayError: an answer cannot be used.
         """
-        path = f"artifacts/{name}"
-        asked = (self._get(url, path, ArtifactListing) for url in self._urls)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        found = dict[str, ArtifactListing]()
-        for url, answer in zip(self._urls, answers, strict=True):
-            if isinstance(answer, ArtifactListing) and answer.digest == (digest or answer.digest):
-                digest = answer.digest
-                found[url] = answer
-            elif isinstance(answer, BaseException) and not isinstance(answer, RelayError):
-                raise answer
+        tasks = {asyncio.ensure_future(self._list(url, name)): url for url in self._urls}
+        found, errors = dict[str, ArtifactListing](), list[RelayError]()
+        pending, timeout_s = set(tasks), None
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        if accepts(listing := await task):
+                            found[tasks[task]] = listing
+                    except RelayError as error:
+                        errors.append(error)
+                if found and not done:
+                    break
+                timeout_s = _OTHERS_SECONDS if found else None
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
         if not found:
-            errors = [answer for answer in answers if isinstance(answer, RelayUnreachable)]
-            if len(errors) == len(answers):
-                raise RelayUnreachable("; ".join(map(str, errors)))
-            raise ArtifactGone(f"{', '.join(self._urls)}: {name} is not there")
-        listing = next(iter(found.values()))
-        with _well_formed(next(iter(found)), path):
+            raise _reason(errors, len(tasks), f"{', '.join(tasks.values())}: {name} is not there")
+        first = next(iter(found.values()))
+        return first, [url for url, other in found.items() if other == first]
+
+    async def _list(self, url: str, name: ArtifactName) -> ArtifactListing:
+        listing = await self._get(url, f"artifacts/{name}", ArtifactListing)
+        with _well_formed(url, f"artifacts/{name}"):
             if {file: entry.size for file, entry in listing.files.items()} != listed_files(listing.manifest):
                 raise ValueError("its files are not those of its manifest")
-        return listing, [url for url, other in found.items() if other == listing]
+        return listing
 
     async def fetch(
         self,
@@ -130,14 +148,14 @@ class RelayClient:
         Args:
             name: the artifact.
             target: where it appears, by a rename, when all files have the announced hashes.
-            digest: as for `listing`.
+            digest: hash of its manifest; None takes what the first relay has.
             check: called after each block; raises to abort. What was read is kept.
 
         Raises:
             RelayError: also ArtifactGone and RelayUnreachable, as `listing`.
             OSError: the disk is full, or another error of the file system.
         """
-        listing, urls = await self.listing(name, digest)
+        listing, urls = await self.listing(name, lambda listing: listing.digest == (digest or listing.digest))
         partial = target.parent / f"{PARTIAL}{target.name}-{listing.digest[:12]}"
         await asyncio.to_thread(partial.mkdir, parents=True, exist_ok=True)
         waiting = list(enumerate(sorted(listing.files)))
@@ -229,6 +247,16 @@ def _well_formed(url: str, path: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise RelayError(f"{url}/{path} is malformed: {error}") from None
+
+
+def _reason(errors: Sequence[RelayError], num_relays: int, absence: str) -> RelayError:
+    """The error of a listing that no relay has sent."""
+    others = [error for error in errors if not isinstance(error, ArtifactGone | RelayUnreachable)]
+    if others:
+        return others[0]
+    if sum(isinstance(error, RelayUnreachable) for error in errors) == num_relays:
+        return RelayUnreachable("; ".join(map(str, errors)))
+    return ArtifactGone(absence)
 
 
 def _summarize(error: Exception) -> str:

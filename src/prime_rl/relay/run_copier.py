@@ -190,7 +190,7 @@ class RunCopier:
 
     async def _is_of_this_branch(self, name: ArtifactName, digest: str) -> bool:
         """Whether the trainer has not abandoned an artifact of the orchestrator by a rollback."""
-        listing, _ = await self._client.listing(name, digest)
+        listing, _ = await self._client.listing(name, lambda listing: listing.digest == digest)
         resume_file = self._root / RESUME_FILE
         resume = _parse_resume(resume_file.read_text() if resume_file.exists() else None)
         return resume is None or name.step < resume.step or _branch(listing.manifest) >= resume.branch

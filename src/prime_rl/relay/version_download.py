@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.relay.relay_client import RelayClient, RelayError
-from prime_rl.relay.run_files import ArtifactName, RunFiles
+from prime_rl.relay.run_files import ArtifactListing, ArtifactName, RunFiles
 from prime_rl.storage.artifact import MANIFEST, ArtifactError
 from prime_rl.storage.delta.chain import DeltaBase, base_of
 from prime_rl.storage.paths import step_of
@@ -36,12 +36,9 @@ async def download_version(
     base: DeltaBase | None = None
     while True:
         directory = files.path(name)
-        held = files.manifest_digest(name)
-        is_held = held is not None and (_holds(directory, base) if base is not None else held == digest)
-        if is_held:
-            text = (directory / MANIFEST).read_text()
-        else:
-            listing, _ = await client.listing(name, digest)
+        text = _read_held(files, name, digest, base)
+        if text is None:
+            listing, _ = await client.listing(name, partial(_is_wanted, digest=digest, base=base))
             text = listing.manifest
             missing.append((name, listing.digest))
         chain.append(name)
@@ -56,12 +53,25 @@ async def download_version(
     return chain
 
 
-def _holds(directory: Path, base: DeltaBase) -> bool:
-    """Whether the version here is the base of the delta, and not one that a rollback has abandoned."""
-    manifest: Any = json.loads((directory / MANIFEST).read_text())
-    return (manifest.get("branch"), manifest.get("step"), manifest.get("hash")) == (
-        base.version.branch, base.version.step, base.hash,
-    )  # fmt: skip
+def _read_held(files: RunFiles, name: ArtifactName, digest: str | None, base: DeltaBase | None) -> str | None:
+    """Return the manifest of the requested version, if it is here: the one with `digest`, or the `base` of a delta."""
+    held = files.manifest_digest(name)
+    if held is None or (base is None and held != digest):
+        return None
+    text = (files.path(name) / MANIFEST).read_text()
+    return text if base is None or _is_base(text, base) else None
+
+
+def _is_wanted(listing: ArtifactListing, digest: str | None, base: DeltaBase | None) -> bool:
+    """Whether a relay has the requested version; None accepts any."""
+    return digest in (None, listing.digest) and (base is None or _is_base(listing.manifest, base))
+
+
+def _is_base(manifest: str, base: DeltaBase) -> bool:
+    """Whether a version is the base of the delta, and not one that a rollback has abandoned."""
+    fields: Any = json.loads(manifest)
+    found = (fields.get("branch"), fields.get("step"), fields.get("hash"))
+    return found == (base.version.branch, base.version.step, base.hash)
 
 
 def _base(directory: Path, manifest: str) -> DeltaBase | None:

@@ -89,8 +89,20 @@ async def test_version_that_no_relay_has_yet_is_waited_for(tmp_path, copies):
 async def test_version_of_an_abandoned_branch_is_not_taken(tmp_path, copies):
     publish_bytes(tmp_path / "run", 1)
     async with running_relay(tmp_path / "run") as relay, RelayClient([relay.url], None) as client:
-        with pytest.raises(RunError, match=r"weights/step_1 is version 0\.1 there, not 1\.1; nothing new for 0"):
+        with pytest.raises(RunError, match=r"weights/step_1 is not there; nothing new for 0 s"):
             await copies(client, timeout_seconds=0).copy(ELSEWHERE / "step_1", PolicyVersion(1, 1), never)
+
+
+async def test_version_comes_from_the_relay_that_has_its_branch(tmp_path, copies):
+    publish_bytes(tmp_path / "behind", 1, b"abandoned")
+    publish_bytes(tmp_path / "run", 1, branch=1)
+    async with (
+        running_relay(tmp_path / "behind") as behind,
+        running_relay(tmp_path / "run") as relay,
+        RelayClient([behind.url, relay.url], None) as client,
+    ):
+        directory = await copies(client).copy(ELSEWHERE / "step_1", PolicyVersion(1, 1), never)
+    assert (directory / "model.safetensors").read_bytes() == b"weights"
 
 
 async def test_overtaken_version_is_abandoned(tmp_path, copies):

@@ -9,7 +9,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -21,8 +21,8 @@ from prime_rl.core.errors import ConfigError, RunError, translate_error
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.delta_cache import cache_root, make_private
 from prime_rl.inference.policy.weight_checks import WeightsRefusedError
-from prime_rl.relay.relay_client import PARTIAL, ArtifactGone, RelayClient, RelayError
-from prime_rl.relay.run_files import ArtifactName, RunFiles
+from prime_rl.relay.relay_client import PARTIAL, RelayClient, RelayError
+from prime_rl.relay.run_files import ArtifactListing, ArtifactName, RunFiles
 from prime_rl.relay.version_download import download_version
 from prime_rl.storage.artifact import ArtifactError, remove_artifact
 from prime_rl.storage.paths import RunPaths, step_of
@@ -98,10 +98,13 @@ class RelayedVersions:
 
     async def _digest(self, name: ArtifactName, version: PolicyVersion) -> str:
         """Return the hash of the manifest of a version. A relay may still have the version of an abandoned branch."""
-        listing, _ = await self._client.listing(name)
-        declared = _decode_version(listing.manifest)
-        if (declared.branch, declared.step) != (version.branch, version.step):
-            raise ArtifactGone(f"{name} is version {declared.branch}.{declared.step} there, not {version}")
+
+        def is_it(listing: ArtifactListing) -> bool:
+            with suppress(ValueError):
+                return msgspec.json.decode(listing.manifest, type=_Declared) == _Declared(version.branch, version.step)
+            return False
+
+        listing, _ = await self._client.listing(name, is_it)
         return listing.digest
 
     def _delete_others(self, chain: set[ArtifactName]) -> None:
@@ -114,12 +117,7 @@ class RelayedVersions:
 
 
 class _Declared(msgspec.Struct):
+    """The version in a manifest."""
+
     branch: int
     step: int
-
-
-def _decode_version(manifest: str) -> _Declared:
-    try:
-        return msgspec.json.decode(manifest, type=_Declared)
-    except ValueError as error:
-        raise RelayError(f"a manifest is malformed: {error}") from None
