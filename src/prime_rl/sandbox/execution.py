@@ -1,7 +1,7 @@
 """What a sandbox runs and returns: limits, requests, results, test cases."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Any
@@ -73,6 +73,8 @@ class ExecutionResult:
 
     Attributes:
         exit_code: negative for a signal; None if the sandbox failed.
+        stdout: text; a byte that is not UTF-8 becomes a surrogate (`printable`).
+        stderr: the same.
         milliseconds: from the start of the code to its end.
         files: contents of the requested `outputs` that exist.
         value: `repr` of the last expression of a session cell.
@@ -85,6 +87,12 @@ class ExecutionResult:
     milliseconds: float = 0.0
     files: Mapping[str, bytes] = field(default_factory=dict)
     value: str | None = None
+
+    @property
+    def printable(self) -> "ExecutionResult":
+        """The result with texts that can be encoded: what is not UTF-8 becomes question marks."""
+        value = None if self.value is None else _to_printable(self.value)
+        return replace(self, stdout=_to_printable(self.stdout), stderr=_to_printable(self.stderr), value=value)
 
     @property
     def ok(self) -> bool:
@@ -137,10 +145,16 @@ class AssertResult:
     latency_ms: float = 0.0
 
 
+def _to_printable(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
 def check_request(request: ExecutionRequest, limits: SandboxLimits) -> None:
     """Raise a ValueError for a request that no sandbox could run."""
     if (request.code is None) == (not request.argv):
         raise ValueError("pass either code or argv")
+    if any("\0" in argument for argument in request.argv):
+        raise ValueError("an argument contains a null character")
     check_files(request.files, limits)
     for name in request.outputs:
         check_file_name(name)
@@ -160,3 +174,5 @@ def check_file_name(name: str) -> None:
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
         raise ValueError(f"file name {name!r} leads out of the working directory")
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise ValueError(f"file name {name!r} contains half of a surrogate pair")

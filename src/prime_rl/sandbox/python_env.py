@@ -91,6 +91,7 @@ class PythonEnv(vf.StatefulToolEnv):
     def _describe(self, result: ExecutionResult, *, restarted: bool) -> str:
         """Return the text for the model."""
         seconds = self._timeout_seconds or self.sandbox.limits.timeout_seconds
+        result = result.printable
         parts = [result.stdout.rstrip(), result.stderr.rstrip(), result.value or ""]
         parts.append(_ENDINGS.get(result.verdict, "").format(seconds=seconds))
         if restarted:

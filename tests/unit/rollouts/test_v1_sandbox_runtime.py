@@ -127,6 +127,7 @@ async def test_agent_in_a_worker_sees_neither_users_nor_keys_of_the_host(install
         ("echo a; echo b >&2; exit 3", None, 3, "ab"),
         ("echo before; while :; do :; done", 1, 124, "beforethe command took longer than 1 s"),
         ("kill -9 $$", None, 137, ""),
+        ("printf 'a\\377'", None, 0, "a?"),
         ("kill -9 1; kill -9 -1; echo alive", None, None, None),
         ("head -c 3000000 /dev/zero | tr '\\0' x", None, 0, "x" * 2**19),
         ("(sleep 1000 &); echo started", None, 0, "started"),

@@ -1,6 +1,7 @@
 """Hostile programs: each is contained, the next execution is clean, and no process is left."""
 
 import asyncio
+import os
 import socket
 import time
 
@@ -40,11 +41,33 @@ RESOURCES = {
     "abort": ("import os; os.abort()", {Verdict.ERROR}),
     "segmentation fault": ("import ctypes; ctypes.string_at(0)", {Verdict.ERROR}),
     "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", ENDED),
+    "fork bomb of threads": (
+        "import os, threading\ndef f():\n    while True:\n        try: os.fork()\n        except OSError: pass\n"
+        "for _ in range(8): threading.Thread(target=f).start()",
+        {Verdict.TIMEOUT},
+    ),
+    "stop itself": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP); os.kill(0, 19)\nwhile True: pass", ENDED),
+    # 0 is the process group, and processes of other namespaces can be in it.
+    "signal the process group": ("import os; os.kill(os.getppid(), 15); os.kill(0, 9)\nwhile True: pass", ENDED),
+    "pipes full of data": (
+        "import os\nwhile True:\n    r, w = os.pipe()\n    os.set_blocking(w, False)\n    os.write(w, bytes(65536))",
+        {Verdict.ERROR},
+    ),
     "closed streams": ("import os\nfor n in range(64):\n    try: os.close(n)\n    except OSError: pass", ENDED),
 }
 
 
-SLOW = {"exponential fork bomb", "error flood", "large power", "endless sleep", "deep recursion", "ignored signals"}
+SLOW = {
+    "fork bomb of threads",
+    "stop itself",
+    "signal the parent",
+    "exponential fork bomb",
+    "error flood",
+    "large power",
+    "endless sleep",
+    "deep recursion",
+    "ignored signals",
+}
 
 
 @pytest.mark.parametrize(
@@ -52,10 +75,12 @@ SLOW = {"exponential fork bomb", "error flood", "large power", "endless sleep", 
 )
 async def test_hostile_use_of_resources_ends_with_a_verdict(sandbox, name):
     code, verdicts = RESOURCES[name]
+    pids = sandbox.jail_pids
     if sandbox.backend == "wasm":  # the interpreter has neither processes nor signals, so some end at once
         verdicts = verdicts | {Verdict.ERROR}
     result = await sandbox.run(code, timeout=0.4 if Verdict.TIMEOUT in verdicts else 30)
     assert result.verdict in verdicts, result
+    assert sandbox.jail_pids == pids
     assert len(result.stdout) + len(result.stderr) <= 2**20
     await assert_clean(sandbox)
 
@@ -81,7 +106,7 @@ REFUSED = {
     "write to /dev": "open('/dev/x', 'w')",
     "write to /jail": "open('/jail/jail_child.py', 'w')",
     "write to /etc": "open('/etc/x', 'w')",
-    "write to a setting of the kernel": "open('/proc/sys/kernel/core_pattern', 'w').write('x')",
+    "write to a setting of the kernel": "open('/proc/sys/kernel/core_pattern', 'wb', 0).write(b'x')",
     "read shadow": "open('/etc/shadow').read()",
     "read passwd": "open('/etc/passwd').read()",
     "list home": "os.listdir('/root'), os.listdir('/home')",
@@ -117,13 +142,24 @@ REFUSED = {
     "device node": "os.mknod('/tmp/sda', 0o60600, os.makedev(8, 0))",
     "type into a terminal": "fcntl.ioctl(0, 0x5412, b'x')",
     "personality": "check(libc.personality(0x0040000))",
+    "change the clock": "time.clock_settime(time.CLOCK_REALTIME, 0)",
+    "change the clock of the processor": "check(libc.adjtimex(bytes(512)))",
+    "restart the machine": "open('/proc/sysrq-trigger', 'wb', 0).write(b'b')",
+    "files of the host through a process": "os.listdir('/proc/1/root/root')",
+    "memory of process 1 of the host": "open('/proc/2/mem', 'rb').read(1)",
+    "protect itself from the lack of memory": "open('/proc/self/oom_score_adj', 'wb', 0).write(b'-1000')",
+    "map another user": "open('/proc/self/uid_map', 'wb', 0).write(b'0 0 1')",
+    "replace a program": "os.rename('/usr/bin/env', '/usr/bin/env2')",
+    "real-time priority": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))",
+    "argument of many bytes": "os.execv('/bin/true', ['x' * 2**22])",
+    "sparse file": "open('sparse', 'wb').truncate(2**40)",
     "disk quota": "open('big', 'wb').write(bytes(2**20) * 40)",
     "number of files": "[open(f'f{n}', 'w').close() for n in range(6000)]",
     "shared memory quota": "open('/dev/shm/x', 'wb').write(bytes(2**22))",
     "number of open files": "files = [open('/dev/null') for _ in range(2000)]",
 }
 PRELUDE = """
-import ctypes, fcntl, os, resource, socket
+import ctypes, fcntl, os, resource, socket, time
 libc = ctypes.CDLL(None, use_errno=True)
 def check(result):
     if result == -1:
@@ -140,7 +176,7 @@ async def test_hostile_access_is_refused(sandbox, name):
         pytest.skip("a remote machine has its own users")
     errors, prelude = "OSError", PRELUDE
     if sandbox.backend == "wasm":  # what is missing is refused
-        errors, prelude = "(OSError, NameError, AttributeError)", "import os"
+        errors, prelude = "(OSError, NameError, AttributeError)", "import os, time"
     attempt = f"try:\n    {REFUSED[name]}\n    print('ALLOWED')\nexcept {errors} as error:\n    print('refused', error)"
     result = await sandbox.run(f"{prelude}\n{attempt}", timeout=10)
     assert result.stdout.startswith("refused") or "No space left on device" in result.stderr, result
@@ -228,6 +264,39 @@ async def test_hostile_link_is_not_followed_when_files_are_read_back(native):
     code = "import os; os.symlink('/usr/bin/env', 'link'); os.mkfifo('fifo'); os.mkdir('dir')"
     result = await native.run(code, outputs=["link", "fifo", "dir"], timeout=10)
     assert (dict(result.files), result.verdict) == ({}, Verdict.OK)
+
+
+async def test_hostile_links_to_folders_are_not_followed(sandbox):
+    depth = "../" * 20
+    links = f"import os\nfor n, t in (('a', '{depth}etc'), ('b', '/etc'), ('c', '/proc/self'), ('d', '{depth}usr')):\n"
+    code = f"{links}    try: os.symlink(t, n)\n    except OSError: pass"
+    names = ["a/hostname", "b/hostname", "b/alternatives/README", "c/environ", "c/exe", "d/bin/env"]
+    result = await sandbox.run(code, outputs=names, timeout=10)
+    assert (dict(result.files), result.verdict) == ({}, Verdict.OK)
+    if sandbox.backend == "wasm":
+        code = f"import os; os.symlink('{depth}tmp', 'a')"  # absolute links are refused
+    target = f"/tmp/written-{os.getpid()}"
+    for name in ("a", "b"):
+        async with sandbox.session() as session:
+            await session.run(code.replace("etc", "tmp"))
+            await session.run("1", files={f"{name}/{os.path.basename(target)}": "x"})
+    assert not os.path.exists(target)
+
+
+async def test_hostile_sparse_file_is_read_back_only_within_the_limit(sandbox):
+    code = "open('a', 'wb').truncate(2**24)\nopen('b', 'wb').truncate(2**20)"
+    result = await sandbox.run(code, outputs=["a", "b"], timeout=10)
+    assert {name: len(content) for name, content in result.files.items()} == {"b": 2**20}
+
+
+async def test_hostile_output_is_data(sandbox):
+    code = (
+        "import os, sys\nos.write(1, b'\\xff\\x1b]0;x\\x07\\x00 \\xed\\xa0\\x80\\n')\nprint('\\u202e', file=sys.stderr)"
+    )
+    result = await sandbox.run(code, timeout=10)
+    assert result.stdout.encode(errors="surrogateescape") == b"\xff\x1b]0;x\x07\x00 \xed\xa0\x80\n"
+    assert result.printable.stdout.encode().count(b"?") == 4
+    assert result.stderr == "\u202e\n"
 
 
 async def test_hostile_folder_in_the_place_of_a_file_ends_only_the_session(native):

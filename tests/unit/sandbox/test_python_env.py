@@ -75,6 +75,7 @@ async def test_python_env_offers_one_tool_with_one_argument(env):
         ([runs("x = 1\nimport os\nos._exit(0)"), runs("x")], ["variables and files are lost", "NameError"]),
         ([runs("print('a' * 10_000)")], ["characters left out"]),
         ([runs("pass")], ["(no output)"]),
+        ([runs("import os; n = os.write(1, b'\\xff\\xed\\xa0\\x80')")], ["????"]),
         ([call("python", '{"code": 1}')], ["`code` must be text"]),
         ([call("python", '{"state": {}}')], ["missing 1 required positional argument: 'code'"]),
         ([call("python", "[]")], ["Expected tool arguments to be a dict"]),

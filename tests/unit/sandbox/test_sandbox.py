@@ -67,7 +67,7 @@ async def test_run_argv_runs_another_program_with_files(native):
     assert (missing.exit_code, missing.verdict) == (127, Verdict.ERROR)
 
 
-@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", "."])
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", ".", "a\0b"])
 async def test_run_file_outside_of_the_working_directory_is_refused(sandbox, name):
     with pytest.raises(ValueError, match="working directory"):
         await sandbox.run("1", files={name: "x"})
@@ -80,6 +80,14 @@ async def test_run_files_above_the_limit_or_no_program_are_refused(sandbox):
         await sandbox.run("1", files={"x": bytes(10 * 2**20)})
     with pytest.raises(ValueError, match="either code or argv"):
         await sandbox.run()
+
+
+async def test_run_names_and_arguments_that_no_system_takes_are_refused(sandbox):
+    with pytest.raises(ValueError, match="surrogate"):
+        await sandbox.run("1", files={"a\ud800": "x"})
+    with pytest.raises(ValueError, match="null character"):
+        await sandbox.run(argv=["/bin/echo", "a\0b"])
+    assert (await sandbox.run("1", files={"x" * 300: "x"}, timeout=10)).verdict is Verdict.ERROR
 
 
 async def test_run_large_input_and_output_pass(sandbox):

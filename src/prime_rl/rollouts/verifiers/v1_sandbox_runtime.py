@@ -116,6 +116,7 @@ class SandboxRuntime(Runtime):
         max_bytes = shared_sandbox.limits.output_bytes // 2
         seconds = timeout_seconds or current_settings().command_timeout_seconds
         result = await self._call(f"_run({list(argv)!r}, {self.process_env(env)!r}, {max_bytes})", seconds)
+        result = result.printable
         if result.verdict is Verdict.TIMEOUT:
             return ProgramResult(_EXIT_TIMEOUT, result.stdout, f"the command took longer than {seconds:g} s")
         self._check(result)

@@ -24,7 +24,7 @@ _HEADER = struct.Struct(">I")
 _MAX_FRAME_BYTES = 256 * 2**20
 _START_TIMEOUT_SECONDS = 60.0
 _STOP_TIMEOUT_SECONDS = 5.0
-JAIL_FILES = ("jail_server.py", "jail_supervisor.py", "jail_child.py", "jail_program.py")
+JAIL_FILES = ("jail_server.py", "jail_supervisor.py", "jail_child.py", "jail_program.py", "jail_files.py")
 JAIL_FOLDER = Path(__file__).parent
 
 

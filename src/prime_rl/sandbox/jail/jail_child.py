@@ -35,10 +35,10 @@ def main(config: dict[str, Any], home: str) -> NoReturn:
     """Give up all privileges, report that the child is prepared, and run the command that follows."""
     try:
         os.chdir(home)
+        os.setsid()  # a signal to the own process group crosses pid namespaces
         if config["isolated"]:
             _enter_sandbox(config)
         else:
-            os.setsid()
             set_limits(config)
     except BaseException as error:  # reported to the supervisor, which reports it to the host
         write_report({"failed": f"{type(error).__name__}: {error}"})

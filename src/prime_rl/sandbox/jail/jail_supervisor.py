@@ -11,10 +11,11 @@ import os
 import select
 import signal
 import socket
-import stat
 import struct
 import time
 from typing import Any, Optional
+
+import jail_files
 
 _INTERRUPT_GRACE_SECONDS = 0.5
 _REPORT_OVERHEAD_BYTES = 4096
@@ -268,8 +269,8 @@ class Child:
         """Write files. An execution that made this impossible, such as by a folder of that name, ends with an error."""
         try:
             for name, content in files.items():
-                write_file(self._home, name, base64.b64decode(content))
-        except OSError as error:
+                jail_files.write_file(self._home, name, base64.b64decode(content))
+        except (OSError, ValueError) as error:
             self._outputs[self._stderr] += f"cannot write the files of the request: {error}\n".encode()
             self._kill("error")
 
@@ -314,49 +315,9 @@ class Child:
             "stderr": self._outputs[self._stderr].decode("utf-8", "surrogateescape"),
             "milliseconds": elapsed * 1000,
             "report": report,
-            "files": read_files(self._home, outputs, self._max_output),
+            "files": jail_files.read_files(self._home, outputs, self._max_output),
             "alive": status is None,
         }
-
-
-def resolve_path(home: str, name: str) -> str:
-    """Return the path of a file below `home`.
-
-    Raises:
-        ValueError: the name is absolute or leads out of `home`.
-    """
-    path = os.path.normpath(os.path.join(home, name))
-    if os.path.isabs(name) or not path.startswith(home + "/"):
-        raise ValueError(f"file name {name!r} leads out of the working directory")
-    return path
-
-
-def write_file(home: str, name: str, content: bytes) -> None:
-    """Write a file below `home`, with its folders."""
-    path = resolve_path(home, name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-
-
-def read_files(home: str, names: list[str], max_bytes: int) -> dict[str, str]:
-    """Return the regular files that exist, in base64. Larger ones, links and devices are left out."""
-    found = {}
-    for name in names:
-        try:
-            fd = os.open(resolve_path(home, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            continue
-        try:
-            facts = os.fstat(fd)
-            if stat.S_ISREG(facts.st_mode) and facts.st_size <= max_bytes:
-                found[name] = base64.b64encode(os.read(fd, max_bytes)).decode()
-        except OSError:
-            continue
-        finally:
-            os.close(fd)
-    return found
 
 
 def read_frame(fd: int) -> Optional[dict[str, Any]]:
