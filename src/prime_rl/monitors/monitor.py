@@ -35,7 +35,6 @@ class Monitor:
 
     Raises:
         ConfigError: the file cannot be written, or a logger has no key or is not installed.
-        RunError: W&B cannot be reached.
     """
 
     def __init__(

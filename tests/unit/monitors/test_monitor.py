@@ -166,16 +166,31 @@ def test_wandb_logs_every_evaluation(tmp_path, fake_wandb):
 def test_wandb_rejected_settings_are_one_line(tmp_path, monkeypatch):
     import wandb
 
-    refusals = {
-        wandb.errors.UsageError("api_key not configured (no-tty).\nmore"): (ConfigError, "wandb login"),
-        wandb.errors.CommError("no route\nmore"): (RunError, "--wandb.offline"),
-    }
-    for refusal, (kind, hint) in refusals.items():
-        monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=refusal))
-        with pytest.raises(kind) as caught:
-            Monitor(RunPaths(tmp_path), "trainer", [WandbConfig()])
-        assert hint in str(caught.value)
-        assert "more" not in str(caught.value)
+    refusal = wandb.errors.UsageError("api_key not configured (no-tty).\nmore")
+    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=refusal))
+    with pytest.raises(ConfigError, match="wandb login") as caught:
+        Monitor(RunPaths(tmp_path), "trainer", [WandbConfig()])
+    assert "more" not in str(caught.value)
+
+
+def test_wandb_that_cannot_be_reached_is_logged_offline_with_a_warning(tmp_path, monkeypatch, said):
+    import wandb
+
+    init, modes = wandb.init, []
+
+    def unreachable(**settings):
+        modes.append(settings["mode"])
+        if settings["mode"] == "online":
+            raise wandb.errors.CommError("no route\nmore")
+        return init(**settings)
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    monitor = Monitor(RunPaths(tmp_path), "trainer", [WandbConfig()])
+    monitor.log(0, {"loss": 1.0})
+    monitor.close()
+    assert modes == ["online", "offline"] and list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    (line,) = [line for line in said() if "W&B" in line]
+    assert "W&B cannot be reached; this run is logged offline" in line and "more" not in line
 
 
 def test_wandb_offline_run_is_written(tmp_path, monkeypatch):

@@ -50,7 +50,6 @@ def start_logger(config: MetricLoggerConfig, role: str, directory: Path, whole: 
 
     Raises:
         ConfigError: the package is not installed, or the logger rejects its configuration.
-        RunError: the service cannot be reached.
     """
     check_loggers_installed([config])
     if isinstance(config, WandbConfig):

@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import wandb
+from loguru import logger
 from numpy.typing import NDArray
 
 from prime_rl.configs.shared.blocks import WandbConfig
-from prime_rl.core.errors import ConfigError, RunError, summarize_exception
+from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.loading.root_config import RootConfig
 from prime_rl.monitors.loggers.logged_values import continues_earlier_run, table_of
 from prime_rl.plots.figures import Figure
@@ -21,6 +23,8 @@ _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 class WandbLogger:
     """One W&B run. A configured id continues or starts the run of that id; a resumed process continues its own run.
 
+    While W&B cannot be reached, the run is logged offline, with a warning: a service that is down stops no training.
+
     Args:
         role: role of the process; the job type of the run.
         directory: the folder that contains W&B's `wandb` folder.
@@ -28,7 +32,6 @@ class WandbLogger:
 
     Raises:
         ConfigError: there is no API key, or W&B rejects the settings.
-        RunError: W&B cannot be reached.
     """
 
     name = "W&B"
@@ -37,24 +40,26 @@ class WandbLogger:
         known = directory / "wandb" / f"{role}.id"
         is_disabled = os.environ.get("WANDB_MODE") == "disabled"
         run_id = config.id or (known.read_text() if continues_earlier_run(whole) and known.exists() else None)
+        start = partial(
+            wandb.init,
+            **config.model_dump(include={"project", "name", "entity", "group", "tags"}),
+            id=run_id,
+            resume="allow" if run_id else None,
+            job_type=role,
+            dir=directory,
+            config=whole.model_dump(mode="json") if whole else None,
+            settings=wandb.Settings(init_timeout=config.timeout_seconds),
+        )
         try:
-            self._run = wandb.init(
-                **config.model_dump(include={"project", "name", "entity", "group", "tags"}),
-                id=run_id,
-                resume="allow" if run_id else None,
-                job_type=role,
-                dir=directory,
-                # WANDB_MODE = offline is not read: `wandb.offline` sets it.
-                mode="offline" if config.offline else "disabled" if is_disabled else "online",
-                config=whole.model_dump(mode="json") if whole else None,
-                settings=wandb.Settings(init_timeout=config.timeout_seconds),
-            )
+            # WANDB_MODE = offline is not read: `wandb.offline` sets it.
+            self._run = start(mode="offline" if config.offline else "disabled" if is_disabled else "online")
         except wandb.errors.UsageError as error:
             advice = "run `uv run wandb login`, set WANDB_API_KEY, or use --wandb.offline"
             raise ConfigError(f"wandb: {summarize_exception(error)}; {advice}") from None
         except wandb.errors.CommError as error:
-            advice = "--wandb.offline needs no network"
-            raise RunError(f"wandb cannot be reached: {summarize_exception(error)}; {advice}") from None
+            advice = "this run is logged offline, and `wandb sync` uploads it later"
+            logger.warning("W&B cannot be reached; {}: {}", advice, summarize_exception(error))
+            self._run = start(mode="offline")
         known.parent.mkdir(parents=True, exist_ok=True)
         known.write_text(self._run.id)
         # The step is an ordinary metric, because it decreases after a rollback; W&B's own counter cannot.
