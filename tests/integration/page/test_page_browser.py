@@ -73,6 +73,17 @@ def test_overview_is_drawn_and_new_steps_appear_without_reload(paths, served, ta
     assert page.evaluate("window.marked") is True
 
 
+def test_step_axis_has_whole_numbers(served, tab):
+    page = tab.page
+    page.goto(served)
+    page.get_by_text("Gradient norm", exact=True).wait_for()
+    ticks = page.evaluate(
+        "(plot => { plot.setScale('x', { min: 0, max: 14 }); return new Promise(done => requestAnimationFrame(() =>"
+        " done(plot.axes[0]._splits))); })(document.querySelector('.chart .plot').chart.plot)"
+    )
+    assert len(ticks) >= 3 and all(tick == int(tick) for tick in ticks)
+
+
 def test_overview_metric_search_is_in_the_url(served, tab):
     page = tab.page
     page.goto(f"{served}/#q=quality_3")

@@ -1,6 +1,9 @@
 // A card with a line chart: uPlot with our colours, and a legend that shows the values at the cursor.
 import { colour, element, formatNumber, formatPercent, replaceChildren, visibleString } from "./dom.js";
 
+// Steps are whole numbers: 1, 2, 5, 10, ...
+const STEP_INCREMENTS = Array.from({ length: 36 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
+
 const observer = new ResizeObserver((entries) => {
   for (const entry of entries) entry.target.chart?.resize();
 });
@@ -74,7 +77,7 @@ export class LineChart {
       series: [{}, ...lines, ...faint],
       scales: { x: { time: false }, y: { range: this.range ?? paddedRange } },
       axes: [
-        { ...axis, size: 22, gap: 2, space: 60, values: (_, ticks) => ticks.map((tick) => (minutes ? formatMinutes(tick) : formatTick(tick))) },
+        { ...axis, size: 22, gap: 2, space: 60, incrs: minutes ? undefined : STEP_INCREMENTS, values: (_, ticks) => ticks.map((tick) => (minutes ? formatMinutes(tick) : formatTick(tick))) },
         { ...axis, size: 42, gap: 4, space: 32, values: (_, ticks) => ticks.map(this.format === formatPercent ? formatPercentTick : formatTick) },
       ],
       cursor: { sync: { key: this.options.syncKey ?? "page" }, points: { size: 6 }, drag: { x: true, y: false }, y: false },

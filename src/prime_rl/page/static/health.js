@@ -59,7 +59,7 @@ function processCard(health) {
 
 function versionCard(health) {
   const steps = health.steps ?? {};
-  const fact = (name, value) => (value === null || value === undefined ? null : element("tr", {}, element("td", { class: "muted" }, name), element("td", {}, String(value))));
+  const fact = (name, value) => (value === null || value === undefined ? null : element("tr", {}, element("td", { class: "muted name" }, name), element("td", {}, String(value))));
   const bound = steps.async_level === null || steps.async_level === undefined ? "" : ` (limit ${steps.async_level})`;
   return element("div", { class: "card" }, element("h2", {}, "Versions"), element("table", {}, element("tbody", {},
     fact("trained steps", steps.trained), fact("shipped batches", steps.shipped), fact("newest published version", steps.published),

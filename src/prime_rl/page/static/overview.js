@@ -6,6 +6,11 @@ import { readState, setState } from "./state.js";
 
 const PALETTE = ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"];
 
+// "orchestrator:eval/math/pass@2" is math/pass@2; validation keeps its prefix.
+function evaluated(name) {
+  return name.replace(/^\w+:(eval\/)?/, "");
+}
+
 // Charts at the top of the page; those without data are left out.
 function mainCharts(names) {
   const of = (pattern) => [...names].filter((name) => pattern.test(name)).sort();
@@ -14,8 +19,8 @@ function mainCharts(names) {
   const passes = of(/^(orchestrator|eval):(eval|val)\/.+\/pass@\d+$/).slice(0, 6);
   return [
     { title: "Reward", lines: [["orchestrator:reward/mean", "mean"], ...(envs.length > 1 ? envs.map((name) => [name, name.split("/").slice(1, -1).join("/")]) : [])] },
-    { title: "Evaluation", unit: "mean reward", lines: evaluations.map((name) => [name, name.replace(/^\w+:/, "").replace("/reward/mean", "")]) },
-    { title: "pass@k", lines: passes.map((name) => [name, name.replace(/^\w+:/, "")]) },
+    { title: "Evaluation", unit: "mean reward", lines: evaluations.map((name) => [name, evaluated(name).replace("/reward/mean", "")]) },
+    { title: "Evaluation pass@k", unit: "share of examples", format: formatPercent, lines: passes.map((name) => [name, evaluated(name)]) },
     { title: "pass@k in training", unit: "share of groups", format: formatPercent, lines: of(/^orchestrator:pass@\d+$/).slice(0, 6).map((name) => [name, name.split(":")[1]]) },
     { title: "Staleness", unit: "versions", bound: true, lines: [["orchestrator:staleness/mean", "mean"], ["orchestrator:staleness/max", "max"]] },
     { title: "Mismatch KL", unit: "nats", lines: [["trainer:mismatch_kl", "all tokens"], ["trainer:mismatch_kl/on_policy", "on-policy"]] },
