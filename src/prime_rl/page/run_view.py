@@ -92,7 +92,6 @@ class RunView:
                 "metrics": list(self._describe_metrics()),
                 "cursor": self.cursor(),
                 "has_time": any(self._has_time(file) for file in self._metrics.values()),
-                "num_damaged": sum(file.file.num_damaged for file in self._metrics.values()),
             }
 
     def series(self, names: list[str], max_points: int) -> dict[str, Any]:
@@ -228,6 +227,7 @@ class RunView:
         return {
             "state": diagnosis.get("state"),
             "healthy": diagnosis.get("healthy"),
+            "num_damaged": sum(file.file.num_damaged for file in self._metrics.values()),
             "steps": done,
             "max_steps": max_steps if isinstance(max_steps, int) else None,
             "reward": shipped.get("reward/mean"),

@@ -73,6 +73,18 @@ def test_overview_is_drawn_and_new_steps_appear_without_reload(paths, served, ta
     assert page.evaluate("window.marked") is True
 
 
+def test_damaged_lines_are_stated_also_those_that_are_written_later(paths, served, tab):
+    page = tab.page
+    with paths.metrics("trainer").open("a") as file:
+        file.write("damaged\n")
+    page.goto(served)
+    page.locator(".state").wait_for()  # the event stream is open
+    page.get_by_text("1 damaged line of the metric files is left out.").wait_for()
+    with paths.metrics("orchestrator").open("a") as file:
+        file.write('{"step": 40, "rew\n{"step": 41, "reward/mean": 1.0')
+    page.get_by_text("2 damaged lines of the metric files are left out.").wait_for()
+
+
 def test_step_axis_has_whole_numbers(served, tab):
     page = tab.page
     page.goto(served)
@@ -122,7 +134,7 @@ def test_rollout_of_an_evaluation_is_chosen_by_its_folder(paths, served, tab):
     page = tab.page
     page.goto(f"{served}/#view=rollouts&rollout=39.78.0")
     page.locator("select[name=evaluation]").select_option("math")
-    page.get_by_text("1 rollouts", exact=True).wait_for()
+    page.get_by_text("1 rollout", exact=True).wait_for()
     page.locator("tbody tr").first.click()
     page.get_by_text("Rollout 0 of example 7, version 5").wait_for()
     assert "evaluation=math" in page.url and page.locator(".message.assistant .text").text_content() == "evaluated"

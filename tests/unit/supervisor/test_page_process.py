@@ -79,7 +79,7 @@ async def test_page_on_a_full_disk_serves_and_states_damaged_lines(paths):
             except (urllib.error.URLError, ConnectionError):
                 assert not task.done(), lines
                 await asyncio.sleep(0.1)
-    assert overview["num_damaged"] == 1, "the half line at the end is not damaged, but not complete yet"
+    assert overview["headline"]["num_damaged"] == 1, "the half line at the end is not damaged, but not complete yet"
     assert next(one["count"] for one in overview["metrics"] if one["name"] == "trainer:loss") == 2
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

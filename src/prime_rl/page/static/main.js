@@ -19,6 +19,7 @@ class Page {
     this.view = null;
     this.viewKey = null;
     this.headline = {};
+    this.notices = new Map();
     this.closeStream = () => {};
   }
 
@@ -38,7 +39,6 @@ class Page {
     this.store = new SeriesStore(run);
     this.overview = await getJson(`runs/${encodeURIComponent(run)}/overview`);
     this.showFigures(this.overview.headline);
-    this.showNotice(this.overview.num_damaged ? `${this.overview.num_damaged} damaged lines of the metric files are left out.` : "");
     this.closeStream = openStream(run, this.overview.cursor, {
       metrics: (rows) => {
         this.store.append(rows);
@@ -50,7 +50,7 @@ class Page {
         this.showTop(readState());
       },
       counts: (counts) => this.view?.onCounts?.(counts),
-    }, (isOpen) => this.showNotice(isOpen ? "" : "The connection to the page's process is lost; the figures are not current. Trying again …"));
+    }, (isOpen) => this.showNotice("connection", isOpen ? "" : "The connection to the page's process is lost; the figures are not current. Trying again …"));
   }
 
   async show(state) {
@@ -104,6 +104,8 @@ class Page {
 
   showFigures(headline) {
     this.headline = headline;
+    const damaged = headline.num_damaged;
+    this.showNotice("damage", damaged ? `${damaged} damaged ${damaged === 1 ? "line" : "lines"} of the metric files ${damaged === 1 ? "is" : "are"} left out.` : "");
     const { state: condition, steps, max_steps: most, staleness_bound: bound, staleness_max: stalest, trainer_wait_share: wait } = headline;
     const hasEnded = condition !== null && condition !== undefined && condition !== "running";
     const done = most ? Math.min(1, steps / most) : null;
@@ -122,10 +124,13 @@ class Page {
         done === 1 ? "" : hasEnded ? `the run is ${condition}` : done === null ? "no max_steps" : "at the pace of 10 steps"));
   }
 
-  showNotice(text) {
+  // A notice per subject: the end of one problem leaves the others on the page.
+  showNotice(subject, text) {
+    this.notices.set(subject, text);
+    const texts = [...this.notices.values()].filter(Boolean);
     const notice = document.getElementById("notice");
-    notice.textContent = text;
-    notice.hidden = !text;
+    notice.textContent = texts.join(" ");
+    notice.hidden = texts.length === 0;
   }
 }
 
@@ -147,7 +152,8 @@ async function startPage() {
   const page = new Page(runs);
   let running = Promise.resolve();
   const update = () => {
-    running = running.then(() => page.update()).catch((error) => page.showNotice(`This view cannot be shown: ${error.message}`));
+    running = running.then(() => page.update()).then(() => page.showNotice("view", ""))
+      .catch((error) => page.showNotice("view", `This view cannot be shown: ${error.message}`));
   };
   onState(update);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {

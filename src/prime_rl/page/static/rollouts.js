@@ -105,7 +105,7 @@ export class RolloutView {
       element("td", { class: "preview" }, visibleString(row.preview ?? "")));
     });
     const partial = answer.num_indexed < answer.num_files ? ` · ${formatPercent(answer.num_indexed / answer.num_files)} of the files read` : "";
-    const count = state.text ? `${this.rows.length} found in ${formatNumber(answer.num_matching)}` : `${formatNumber(answer.num_matching)} rollouts`;
+    const count = state.text ? `${this.rows.length} found in ${formatNumber(answer.num_matching)}` : `${formatNumber(answer.num_matching)} ${answer.num_matching === 1 ? "rollout" : "rollouts"}`;
     const damaged = answer.num_damaged ? ` · ${answer.num_damaged} damaged lines left out` : "";
     const scroll = this.listTable?.scrollTop ?? 0;
     const { name, dataset } = document.activeElement ?? {};
