@@ -83,7 +83,7 @@ def test_id_of_a_file_is_its_module_and_can_be_imported(env_id, file, folder, mo
         ("path/missing.py", r"e = path/missing\.py: there is no such file \(looked in .*\)"),
         ("path/json.py", r"e = path/json\.py: .*json/__init__\.py is also called json; rename your file"),
         ("path/my-env.py", r"e = path/my-env\.py: 'my-env' cannot be imported; rename the file to letters"),
-        ("reverse_text", r"e = reverse_text is both .*/reverse_text\.py and the installed .*; rename the former"),
+        ("reverse_text", r"e = reverse_text is both .*/reverse_text\.py and the installed .*; rename the first"),
         ("path/other_env", r"e = path/other_env is not installed; for your file, write path/other_env\.py"),
     ],
 )

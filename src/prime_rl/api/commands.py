@@ -102,7 +102,7 @@ def evaluate(
     if env is not None:
         values["env"] = [_of_split(one, split) for one in environment_list(env, directory)]
     elif split is not None:
-        raise ConfigError("evaluate(split=...) selects examples of evaluate(env=...); give env, too")
+        raise ConfigError("evaluate(split=...) selects examples of evaluate(env=...); set env too")
     return _run(EvalConfig.load(argv, plain_values(values, directory)))
 
 

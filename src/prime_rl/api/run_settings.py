@@ -52,7 +52,7 @@ def load_run_config(
         for one in environments:
             one["rewards"] = [*one.get("rewards", []), *([rewards] if callable(rewards) else rewards)]
     elif rewards:
-        raise ConfigError("Run(reward=...) adds a reward to the environments of Run(env=...); give env, too")
+        raise ConfigError("Run(reward=...) adds a reward to the environments of Run(env=...); set env too")
     for key, function in functions.items():
         if function is not None:
             values[key] = {"type": "custom", "import_path": function}

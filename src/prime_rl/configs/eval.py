@@ -64,7 +64,7 @@ class EvalConfig(EvaluationConfig):
             re.compile(self.majority_pattern or "")
         except re.error as error:
             raise ValueError(
-                f"majority_pattern = {self.majority_pattern!r} is no regular expression: {error}"
+                f"majority_pattern = {self.majority_pattern!r} is not a regular expression: {error}"
             ) from None
         return self
 

@@ -172,7 +172,7 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
                 "can only extend the limit for long rollouts"
             )
         if self.oversampling_factor > 1 and not self.async_level:
-            raise ValueError("oversampling_factor > 1 needs async_level >= 1: at 0 a surplus could join no batch")
+            raise ValueError("oversampling_factor > 1 needs async_level >= 1: at 0 additional groups fit into no batch")
         for env in self.env:
             fewest, most = min(2, self.group_size(env)), self.group_size(env)
             if env.min_rollouts is not None and not fewest <= env.min_rollouts <= most:

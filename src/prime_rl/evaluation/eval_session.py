@@ -229,7 +229,7 @@ class FixedServers:
                             self._lost.pop(url, None)
                             return url
                 await asyncio.sleep(_PROBE_SECONDS)
-        raise RunError(f"no server answers any more ({', '.join(self._load)}); run the same command again to resume")
+        raise RunError(f"no server responds ({', '.join(self._load)}); run the same command again to resume")
 
 
 @dataclass(frozen=True, slots=True)

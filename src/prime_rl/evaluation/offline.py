@@ -73,7 +73,7 @@ def _published_versions(config: EvalConfig) -> list[Path]:
             raise ConfigError("steps selects versions of weights_dir; set --weights-dir too")
         return []
     if config.client.api == "chat":
-        raise ConfigError("weights_dir loads versions, which needs our own server; client.api = chat cannot load any")
+        raise ConfigError("weights_dir needs an `inference` server, which loads versions; remove client.api = chat")
     available = steps_in(config.weights_dir)
     wanted = available if config.steps is None else sorted(set(config.steps))
     if missing := set(wanted) - set(available):
@@ -95,8 +95,8 @@ async def _evaluate_versions(
     """
     if session.api == "chat":
         raise ConfigError(
-            f"{config.client.urls[0]} does not answer GET /policy: it is not one of our servers, and cannot load the "
-            "versions of weights_dir"
+            f"{config.client.urls[0]} does not answer GET /policy: it is not an `inference` server, and cannot load "
+            "the versions of weights_dir"
         )
     results: list[Result] = []
     with ExitStack() as held:

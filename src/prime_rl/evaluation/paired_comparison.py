@@ -116,7 +116,7 @@ def _rewards(path: Path) -> dict[int, float]:
     try:
         rows = [decode(line) for line in path.read_bytes().splitlines()]
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no file of evaluated examples: {error}") from None
+        raise ConfigError(f"{path} is not a file of evaluated examples: {error}") from None
     latest = {row.example: row for row in rows}  # the last row of an example counts
     return {
         example: float(np.mean([rollout.reward for rollout in row.rollouts]))

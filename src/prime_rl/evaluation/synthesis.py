@@ -59,7 +59,10 @@ def synthesize(config: SynthesizeConfig) -> Path:
     kept = sum(count["kept"] for count in counts.values())
     if not kept:
         error = next((error for rows in rows_by_env.values() if (error := first_error(rows))), None)
-        raise RunError(f"no sample is left{f'; the first failure: {error}' if error else ' by the filters'}")
+        reason = (
+            f"the first failure: {error}" if error else "all were filtered out; lower min_reward, or set keep_truncated"
+        )
+        raise RunError(f"no sample is left; {reason}")
     logger.info("{} samples are in {}; train on them with `uv run sft --data.name {}`", kept, path, path)
     return path
 

@@ -158,8 +158,8 @@ def _wait_for_resume(config: OrchestratorConfig, check: Callable[[], None]) -> R
             is_new = not is_started and asked in (-1, resume.step)
         return resume if is_new else None
 
-    logger.info("waiting for the trainer to write from which checkpoint it resumes")
-    what = f"{_trainer(config)} to write in {directory} that it resumes" + (f" from {asked}" if asked != -1 else "")
+    logger.info("waiting for the trainer to record which checkpoint it resumes from")
+    what = f"{_trainer(config)} to record in {directory} that it resumes" + (f" from {asked}" if asked != -1 else "")
     return _wait(config, directory, find, what, check)
 
 

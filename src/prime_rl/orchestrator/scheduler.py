@@ -96,7 +96,7 @@ class DeadlineScheduler:
     @credit.setter
     def credit(self, credit: int) -> None:
         if credit and not self.async_level:
-            raise ValueError("admission credit needs async_level >= 1: at 0 a surplus could join no batch")
+            raise ValueError("admission credit needs async_level >= 1: at 0 additional groups fit into no batch")
         if credit < 0:
             raise ValueError(f"admission credit is {credit}, below 0")
         self._credit = credit

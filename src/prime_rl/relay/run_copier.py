@@ -55,7 +55,7 @@ class _Silence:
         """A request has failed."""
         seconds = time.monotonic() - self.since
         if not self.is_reported and (seconds > _WARN_SECONDS or not isinstance(error, RelayUnreachable)):
-            logger.warning("no files of the {} for {:.0f} s: {}", self.writer, seconds, error)
+            logger.warning("received no files of the {} for {:.0f} s: {}", self.writer, seconds, error)
             self.is_reported = True
 
 
@@ -165,7 +165,7 @@ class RunCopier:
         except ArtifactGone as error:
             logger.debug("{}", error)  # the next index has another one
         except RelayError as error:
-            logger.warning("a copy failed, and is repeated: {}", error)
+            logger.warning("a copy failed; retrying: {}", error)
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def _next_missing(self) -> tuple[ArtifactName, str] | None:

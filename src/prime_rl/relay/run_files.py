@@ -51,7 +51,7 @@ class ArtifactName:
         """Parse `str(name)`. Raises ValueError for anything else."""
         match = _ARTIFACT.fullmatch(name)
         if match is None or (match["kind"] == "checkpoints") != bool(match["part"]):
-            raise ValueError(f"{name!r} is no artifact that a relay offers")
+            raise ValueError(f"{name!r} is not an artifact that a relay offers")
         return cls(match["kind"], int(match["step"]))  # type: ignore[arg-type]
 
     @property

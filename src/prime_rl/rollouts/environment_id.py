@@ -71,7 +71,7 @@ def find_environment(env_id: str, key: str = "env.id") -> FoundEnvironment:
         raise ConfigError(f"{key} = {env_id} is not installed; {_hint(env_id, module, owner)}")
     if installed is not None and local is not None and installed.origin != local.origin:
         raise ConfigError(
-            f"{key} = {env_id} is both {local.origin} and the installed {installed.origin}; rename the former"
+            f"{key} = {env_id} is both {local.origin} and the installed {installed.origin}; rename the first"
         )
     if installed is not None:
         _check_version(installed, env_id, wanted, key)

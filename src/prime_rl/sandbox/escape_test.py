@@ -86,5 +86,8 @@ async def _attempt_escapes(run: Callable[..., Awaitable[ExecutionResult]]) -> li
         facts = [str(secret), server.getsockname()[1], os.getpid(), name]
         result = await run(_ATTEMPTS, stdin=json.dumps(facts))
     if result.verdict is not Verdict.OK:
-        raise ConfigError(f"the self-test of the sandbox failed ({result.verdict}): {result.stderr.strip()[-300:]}")
+        raise ConfigError(
+            f"the self-test of the sandbox failed ({result.verdict}); run `uv run doctor --sandbox`: "
+            f"{result.stderr.strip()[-300:]}"
+        )
     return list(json.loads(result.stdout))

@@ -46,4 +46,4 @@ def read_call_result(result: ExecutionResult) -> Any:
     try:
         return plain_values.decode_value(json.loads(result.files[_RESULT_FILE]))
     except (TypeError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"the function returned no plain value: {error}") from None
+        raise ValueError(f"the function did not return a plain value: {error}") from None

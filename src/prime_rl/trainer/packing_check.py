@@ -76,7 +76,7 @@ def check_packing(policy: PolicyModel, world: World, name: str, dtype: torch.dty
         error = ConfigError(
             f"model.name: the log-probabilities that {name} gives to packed samples {excess}: it carries state from "
             "one sample to the next, or depends on the length of the row, and cannot be trained on packed rows; use "
-            "a model of docs/training.md"
+            "a model that docs/training.md lists"
         )
     world.raise_on_all_ranks(error, "the check that packing is invisible")
 

@@ -45,7 +45,7 @@ def test_code_tests_recipe_raises_its_reward_although_a_jail_is_killed(start: St
     assert max(line["staleness/max"] for line in steps) <= ASYNC_LEVEL
     assert sum(line.get("dropped/error/code_tests", 0) for line in steps) == 0
     logs = "".join(log.read_text() for log in run.paths.logs_dir.glob("env_code_tests_*.log"))
-    assert f"jail {killed} ended and is replaced" in logs
+    assert f"jail {killed} exited; starting another" in logs
     assert "attempt 3 of 3 failed" not in logs
     right = [
         rollout

@@ -32,7 +32,7 @@ async def test_evaluate_function_with_split_against_a_chat_server(tmp_path):
 def test_evaluate_bad_input_is_the_error_of_the_command(tmp_path):
     with pytest.raises(prime_rl.ConfigError, match="no environment to run"):
         prime_rl.evaluate(base_url="http://127.0.0.1:1", output_dir=tmp_path)
-    with pytest.raises(prime_rl.ConfigError, match="give env, too"):
+    with pytest.raises(prime_rl.ConfigError, match="set env too"):
         prime_rl.evaluate(split="test", output_dir=tmp_path)
 
 

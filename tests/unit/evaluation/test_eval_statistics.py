@@ -118,7 +118,7 @@ def test_table_shows_breakdown_votes_and_pass_hat(capsys):
     ("arguments", "message"),
     [
         (["--pass-at", "1,9", "--rollouts-per-example", "8"], "pass_at contains 9, but an example has 8 rollouts"),
-        (["--majority-pattern", "("], r"is no regular expression"),
+        (["--majority-pattern", "("], r"is not a regular expression"),
     ],
 )
 def test_invalid_statistics_are_one_line(arguments, message):

@@ -97,7 +97,7 @@ async def test_own_server_returns_conversations(synthesize):
 @pytest.mark.slow
 async def test_no_remaining_sample_raises(synthesize):
     async with fake_chat() as server:
-        with pytest.raises(RunError, match="no sample is left by the filters"):
+        with pytest.raises(RunError, match="no sample is left; all were filtered out"):
             await synthesize(server.url, REVERSE, min_reward=1.0)
 
 

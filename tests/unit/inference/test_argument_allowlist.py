@@ -42,8 +42,8 @@ def test_every_argument_of_vllm_is_in_exactly_one_list() -> None:
         ({"load_format": "dummy"}, r"load_format: dummy is not supported .*; supported: auto, safetensors"),
         ({"scheduling_policy": "priority"}, "scheduling_policy: priority is not supported"),
         ({"hf_overrides": {"a": 1}}, "hf_overrides: not supported: the trainer and the orchestrator read"),
-        ({"no_enable_prefix_caching": True}, "no_enable_prefix_caching: is vllm.enable_prefix_caching"),
-        ({"device_memory_utilization": 0.5}, "device_memory_utilization: is vllm.gpu_memory_utilization"),
+        ({"no_enable_prefix_caching": True}, "no_enable_prefix_caching is another name of vllm.enable_prefix_caching"),
+        ({"device_memory_utilization": 0.5}, "device_memory_utilization is another name of vllm.gpu_memory"),
     ],
 )
 def test_unsupported_arguments_are_rejected_in_one_line(extra: dict[str, Any], message: str) -> None:

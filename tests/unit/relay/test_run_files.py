@@ -21,7 +21,7 @@ def test_artifact_name_parses_what_it_prints(name):
 
 @pytest.mark.parametrize("name", NOT_OFFERED)
 def test_artifact_name_of_anything_else_is_refused(name):
-    with pytest.raises(ValueError, match="no artifact that a relay offers"):
+    with pytest.raises(ValueError, match="not an artifact that a relay offers"):
         ArtifactName.parse(name)
 
 

@@ -95,7 +95,7 @@ def test_validation_loss_is_mean_over_held_out_tokens(first, inputs):
         (["--data.prompt-column", "q", "--data.completion-column", "a"], "words.jsonl:1: there is no column 'q', only"),
         (["--val.name", "gone.jsonl"], "error: val.name: gone.jsonl does not exist"),
         (["--data.streaming"], "max_steps: the number of steps of a streaming dataset is unknown"),
-        (["--data.seq-len", "4"], "no example has anything to learn"),
+        (["--data.seq-len", "4"], "no example has a trained token"),
     ],
 )
 def test_sft_with_invalid_input_exits_with_one_line(inputs, tmp_path, arguments, message):

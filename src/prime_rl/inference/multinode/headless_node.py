@@ -51,7 +51,7 @@ def run_headless(config: InferenceConfig) -> None:
                 logger.info("the head has ended; this node ends too")
                 return
             if dead := [process for process in engines.processes if process.exitcode is not None]:
-                raise RunError(f"{dead[0].name} (pid {dead[0].pid}) died; its log is above")
+                raise RunError(f"{dead[0].name} (pid {dead[0].pid}) died; see its log above")
 
 
 def node_info(config: InferenceConfig, base: ServedModel) -> NodeInfo:

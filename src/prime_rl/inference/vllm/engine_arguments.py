@@ -220,9 +220,9 @@ def _flags(key: str, value: Any, known: Mapping[str, Any]) -> list[str]:
     if flag not in known:
         raise ConfigError(f"vllm.{key}: vLLM's server has no such argument")
     if not is_known(argument := known[flag].dest):
-        raise ConfigError(f"vllm.{key}: not supported: not tested with weight updates")
+        raise ConfigError(f"vllm.{key} is not supported, because it is not tested with weight updates; remove it")
     if argument != key.replace("-", "_"):  # an alias or a negation
-        raise ConfigError(f"vllm.{key}: is vllm.{argument}; set {ELSEWHERE.get(argument, 'that')}")
+        raise ConfigError(f"vllm.{key} is another name of vllm.{argument}; set {ELSEWHERE.get(argument, 'that key')}")
     if value is None:
         return []
     _check_value(key, value, known[flag])

@@ -155,7 +155,7 @@ class InferencePool:
             self._version_before_loss = self.version
             server.up = False
             self._num_removed += 1
-            logger.warning("inference at {} is taken out: {}", server.client.url, why)
+            logger.warning("inference at {} is removed until it recovers: {}", server.client.url, why)
 
     def raise_if_refused(self, next_step: int) -> None:
         """Raise RunError if the run waits for version `next_step` and its weights are invalid.
@@ -382,7 +382,7 @@ class InferencePool:
             except InvalidWeights as error:
                 if any(other.up and other.version.step >= newest for other in self.servers):
                     server.rejected_step = newest
-                    logger.warning("inference at {} stays out until the next version: {}", server.client.url, error)
+                    logger.warning("inference at {} stays removed until the next version: {}", server.client.url, error)
                     return
                 await self.weight_versions.refuse(newest, error)
                 self._on_change()

@@ -260,7 +260,7 @@ def replay(stream: ExampleStream, state: LedgerState) -> None:
                 raise RunError(
                     f"position {record.group_id} of the stream was example {record.example} of environment "
                     f"{record.env} and is drawn as {draw} now: the configuration, the seed or the program changed "
-                    "since the run began"
+                    "since the run began; restore them, or start a new run"
                 )
         apply_record(positions, record, stream)
 

@@ -166,8 +166,8 @@ class TasksetEnvironment(EnvironmentBackend):
                 in_sandbox |= harness.EXECUTES_CODE
                 if harness.NEEDS_CONTAINER:
                     raise ConfigError(
-                        f"agent {role!r} of environment {config.id!r} (harness {name!r}) needs a container, and the "
-                        f'sandbox is none; name one, such as args.env.{role}.runtime.type = "docker"'
+                        f"agent {role!r} of environment {config.id!r} (harness {name!r}) needs a container, which the "
+                        f'sandbox is not; name one, such as args.env.{role}.runtime.type = "docker"'
                     )
             elif isinstance(agent.runtime, vf.SubprocessConfig) and harness.EXECUTES_CODE:
                 on_this_machine.append((role, name))

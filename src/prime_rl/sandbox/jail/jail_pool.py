@@ -149,7 +149,7 @@ class JailPool:
             connection = jail.connect()
             yield connection
         except TimeoutError:
-            logger.warning("sandbox: jail {} did not answer in time and is killed", jail.pid)
+            logger.warning("sandbox: killed jail {}, which did not answer in time", jail.pid)
             jail.kill()
             raise
         finally:
@@ -170,7 +170,7 @@ class JailPool:
             self._jails = [jail for jail in self._jails if jail.alive]
             for jail in ended:
                 logger.warning(
-                    "sandbox: jail {} ended and is replaced: {}", jail.pid, jail.read_errors() or "no message"
+                    "sandbox: jail {} exited; starting another: {}", jail.pid, jail.read_errors() or "no message"
                 )
                 await jail.close()
             new: list[Jail] = []

@@ -1,6 +1,6 @@
 """Renders examples to token sequences, and marks the tokens to learn.
 
-The learned tokens are exactly those that the model would generate after the tokens of its prompt. The prompt is
+The trained tokens are exactly those that the model would generate after the tokens of its prompt. The prompt is
 rendered with the template's generation prompt and tokenised separately; the answer is the text that the template adds
 with the assistant's message, including the token that ends the turn. For other roles the tokens of the content are
 learned.
@@ -59,7 +59,7 @@ def encode_example(
     """Encode one example: a conversation, or prompt and completion as text or as messages.
 
     Messages may have `tools`, definitions in OpenAI's form, which are passed to the template. Of prompt and completion
-    only the turns of the completion are learned. Returns usually one sequence; none if there is nothing to learn. A
+    only the turns of the completion are trained on. Returns usually one sequence; none if no token is trained on. A
     template that renders an earlier turn differently when a later one follows (for example without its reasoning) gives
     one sequence per such turn.
 
@@ -124,7 +124,7 @@ def _answer(
     if not whole.startswith(prompt):
         raise ConfigError(
             "tokenizer.name: the chat template does not continue its own generation prompt with the assistant's "
-            "message, so the learned tokens are ambiguous; use another template"
+            "message, so the trained tokens are ambiguous; use another template"
         )
     answer = whole[len(prompt) :]
     bare = answer.rstrip()
@@ -137,14 +137,16 @@ def _find(
     """Return the span of message `j`'s content in `text`, including an end-of-turn token that follows it directly."""
     content = messages[j].get("content")
     if not isinstance(content, str):
-        raise RowError(f"message {j} has role {messages[j]['role']!r}, which is learned, but its content is not text")
+        raise RowError(
+            f"message {j} has role {messages[j]['role']!r}, which is trained on, but its content is not text"
+        )
     marked = [*messages[:j], {**messages[j], "content": _MARK}, *messages[j + 1 :]]
     before, found, after = _render(tokenizer, marked, tools, with_prompt).partition(_MARK)
     around = text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
     if not found or _MARK in after or not around:
         raise ConfigError(
             f"tokenizer.name: the chat template does not show the content of a {messages[j]['role']} message once and "
-            "unchanged, so it cannot be learned; remove it from data.loss_mask"
+            "unchanged, so it cannot be trained on; remove it from data.loss_mask"
         )
     end = len(text) - len(after)
     ending = next((special for special in _specials(tokenizer) if after.startswith(special)), "")

@@ -16,7 +16,7 @@ class Dialogue(NamedTuple):
     """A conversation."""
 
     messages: list[Message]  # in OpenAI's form
-    first: int  # index of the first message that may be learned; earlier messages are the prompt
+    first: int  # index of the first message that may be trained on; earlier messages are the prompt
     tools: Any  # definitions for the template, if any
 
 

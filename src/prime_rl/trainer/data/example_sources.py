@@ -120,7 +120,9 @@ class StreamedSource:
         if state["block"] >= 0:
             self._read_block()
         if state["place"] > len(self._rows):
-            raise ConfigError("ckpt.resume_step: the data are shorter than when the checkpoint was written")
+            raise ConfigError(
+                "ckpt.resume_step: the data are shorter than when the checkpoint was written; resume with the same data"
+            )
         self._place = state["place"]
 
 

@@ -54,7 +54,9 @@ class Packer:
         self._free = [seq_len - sum(map(len, row)) for row in rows]
         self._seq_len, self._stack = seq_len, stack
         if min(self._free, default=0) < 0:
-            raise ConfigError("ckpt.resume_step: the checkpoint has rows longer than data.seq_len")
+            raise ConfigError(
+                "ckpt.resume_step: the checkpoint has rows longer than data.seq_len; resume with the earlier value"
+            )
 
     def add(self, sequence: RenderedSequence) -> PackedRow | None:
         """Add a sequence of at most `seq_len` tokens; return the row that was closed for it, if any."""

@@ -67,7 +67,9 @@ def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, world: Worl
             sets, rows = [train for train, _ in parts], _choose([held for _, held in parts], config.val, source)
         held_out = sharing(rows, lambda row: encode_row(row, tokenizer, source))
         if not held_out:
-            raise ConfigError("val: no example has anything to learn within data.seq_len")
+            raise ConfigError(
+                "val: no example has a trained token within data.seq_len; increase it, or check data.loss_mask"
+            )
 
     def make(steps: int | None) -> PackedStream:
         mixed = interleave(sets, source, once=config.max_steps is None)
@@ -215,7 +217,7 @@ class EncodedExamples:
         if not rows:
             if not self._found:
                 raise ConfigError(
-                    "data.name: no example has anything to learn (an assistant message, a completion) within "
+                    "data.name: no example has a trained token (of an assistant message or a completion) within "
                     f"data.seq_len={self._config.seq_len}"
                 )
             return None

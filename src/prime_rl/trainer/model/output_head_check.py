@@ -91,5 +91,5 @@ def check_output_head(name: str, causal_lm: PreTrainedModel, divisor: float, sof
     if got.shape != wanted.shape or not torch.allclose(got.float(), wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
         raise ConfigError(
             f"model.name: {name} computes its logits by more than one matrix, a constant factor and "
-            "final_logit_softcapping; train a model of docs/training.md"
+            "final_logit_softcapping; use a model that docs/training.md lists"
         )

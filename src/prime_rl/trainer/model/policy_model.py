@@ -239,7 +239,7 @@ def _check_supported(config: TrainerModelConfig, causal_lm: PreTrainedModel) -> 
     if not blocks_of(causal_lm):
         raise ConfigError(
             f"model.name: {name} does not name the classes of its blocks (_no_split_modules), which sharding and "
-            "recomputation require; train a model of docs/training.md"
+            "recomputation require; use a model that docs/training.md lists"
         )
     # Position ids separate the segments in transformers' masks.
     source = inspect.getsource(type(causal_lm.base_model).forward)

@@ -39,7 +39,7 @@ def to_micro_batch(rows: Sequence[PackedRow]) -> MicroBatch:
 
 
 def sft_objective(scored: ScoredRow) -> Objective:
-    """Compute the mean cross-entropy over the learned tokens of all ranks, and their entropy."""
+    """Compute the mean cross-entropy over the trained tokens of all ranks, and their entropy."""
     mask = scored.row.loss_mask
     loss = cross_entropy(scored.logprobs, mask).sum() / scored.counts.tokens
     return Objective(loss, {"entropy": (scored.entropy.sum(), mask.sum())})
@@ -51,7 +51,7 @@ def lengths_of(rows: Sequence[PackedRow]) -> NDArray[np.int64]:
 
 
 class Validator:
-    """Reports `val/loss` by version of the weights: the mean over all learned tokens of the validation set."""
+    """Reports `val/loss` by version of the weights: the mean over all trained tokens of the validation set."""
 
     def __init__(
         self, config: SFTConfig, rows: list[PackedRow] | None, step: TrainStep, world: World, monitor: Monitor | None

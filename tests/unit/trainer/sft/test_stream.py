@@ -307,7 +307,7 @@ def test_long_examples_are_truncated_and_empty_ones_skipped(tmp_path, tokenizer)
     assert [len(s) for rows in batches for row in rows for s in row] == [10]
     (tmp_path / "x.jsonl").write_text(json.dumps(rows[1]))
     for max_steps in (None, 3):
-        with pytest.raises(ConfigError, match=r"no example has anything to learn .* data.seq_len=10"):
+        with pytest.raises(ConfigError, match=r"no example has a trained token .* data.seq_len=10"):
             list(open_batches(tokenizer, max_steps, name=str(tmp_path / "x.jsonl"), seq_len=10).batches)
 
 
