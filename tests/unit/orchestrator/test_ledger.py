@@ -42,7 +42,8 @@ def same_group(one, two):
     return (
         heads[0] == heads[1]
         and texts[0] == texts[1]
-        and all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in arrays)
+        and all((a is None) == (b is None) for a, b in arrays)
+        and all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in arrays if a is not None)
     )
 
 
