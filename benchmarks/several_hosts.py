@@ -109,7 +109,7 @@ def start_all(hosts: dict[str, NetworkHost], root: Path, options: argparse.Names
 
 def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run the recipe, with the fault that `options` name, and return the result."""
-    paths = RunPaths(directories(root, options.directory == "relay")[1])
+    trainer, paths = map(RunPaths, directories(root, options.directory == "relay"))
     with network_hosts(NAMES) as made:
         hosts = {host.name: host for host in made}
         for host in made if options.rate else ():
@@ -119,7 +119,7 @@ def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
         victim = hosts.get(options.cut or options.kill or "")
         fault_at = None
         while any(process.poll() is None for process in started.values()):
-            steps = len(metrics_of(paths, "orchestrator"))
+            steps = len(metrics_of(trainer, "trainer"))
             if victim is not None and fault_at is None and steps >= options.at:
                 fault_at, due = time.monotonic(), time.monotonic() + options.seconds
                 (victim.cut if options.cut else victim.kill)()

@@ -10,13 +10,17 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 _INTERFACE = "eth0"
 _STOP_S = 15
+_calls = count()
 
 
+@cache
 def missing() -> str:
     """Return why hosts cannot be made on this machine; "" if they can."""
     if os.geteuid():
@@ -99,8 +103,9 @@ class NetworkHost:
 @contextmanager
 def network_hosts(names: Sequence[str]) -> Iterator[list[NetworkHost]]:
     """Make hosts that reach each other, and remove them with their processes at the end."""
-    number = os.getpid() % 60000
-    bridge, subnet = f"pr{number}", f"10.{77 + number % 100}.{number % 250}"
+    # A number for each call: the kernel removes the devices of a namespace some time after the namespace.
+    number = os.getpid() % 6000 * 10 + next(_calls) % 10
+    bridge, subnet = f"pr{number}", f"10.{77 + number % 100}.{number // 100 % 250}"
     with ExitStack() as stack:
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)

@@ -68,20 +68,17 @@ class InferencePool:
             reconnect_s: the run ends after this many seconds without an answer from any server.
             min_servers: a new run starts with so many servers; None waits for all.
         """
-        self.servers = servers
+        self.servers, self.weight_versions = servers, WeightVersions(paths, on_refused)
         self._num_removed = self._num_skipped = 0
-        self.weight_versions = WeightVersions(paths, on_refused)
         self._switch_s = self._swap_s = 0.0
         self._last_switches: dict[InferenceServer, LoadedPolicy] = {}
         self._paths, self._on_change = paths, on_change
-        self._before_switch = before_switch
-        self._reconnect_s = reconnect_s
+        self._before_switch, self._reconnect_s = before_switch, reconnect_s
         self._min_servers = min_servers or len(servers)
         self._latest = self._version_before_loss = 0
-        self._has_wanted = asyncio.Event()
         self._attempt: tuple[int, asyncio.Future[float]] | None = None
         self._hold_task: asyncio.Future[None] | None = None
-        self._changed = asyncio.Condition()
+        self._has_wanted, self._changed = asyncio.Event(), asyncio.Condition()
         self._all_lost_since: float | None = None
 
     @property
@@ -331,8 +328,7 @@ class InferencePool:
                 if loaded.version != server.version or not loaded.is_ours or server.rejected_step is not None:
                     await self._rejoin(server)
                 elif not server.up:
-                    server.up = True
-                    await self._notify()
+                    await self._restore(server)
                 self._all_lost_since = None
             except SERVER_ERRORS as error:
                 if not may_recover(error):
@@ -344,10 +340,8 @@ class InferencePool:
                 elif self._all_lost_since is None:
                     self._all_lost_since = time.monotonic()
                 elif time.monotonic() - self._all_lost_since > self._reconnect_s:
-                    url, seconds = server.client.url, self._reconnect_s
-                    raise InferenceServerLost(
-                        f"inference at {url} cannot be reached, and no server answered for {seconds:g} s"
-                    ) from None
+                    lost = f"inference at {server.client.url} cannot be reached"
+                    raise InferenceServerLost(f"{lost}, and no server answered for {self._reconnect_s:g} s") from None
             await pause(stop, _LEASE_RENEWAL_S if server.up else _PROBE_S)
 
     async def _rejoin(self, server: InferenceServer) -> None:
@@ -364,9 +358,12 @@ class InferencePool:
             server.cancel_all()
             await self._load_newest(server)
         if server.rejected_step is None:
-            logger.info("inference at {} is restored and samples from {}", server.client.url, server.version)
-            server.up = True
-            await self._notify()
+            await self._restore(server)
+
+    async def _restore(self, server: InferenceServer) -> None:
+        logger.info("inference at {} is restored and samples from {}", server.client.url, server.version)
+        server.up = True
+        await self._notify()
 
     async def _load_newest(self, server: InferenceServer) -> None:
         """Load the newest version that the server accepts; sets `rejected_step` if others sample from it."""
