@@ -5,7 +5,11 @@ from prime_rl.loading.provenance import DEFAULT, ConfigState
 
 
 def assign_gpus(state: ConfigState) -> None:
-    """Convert GPU counts into ids, inference first, and the ids of inference into its data parallelism."""
+    """Convert GPU counts into ids, inference first, and the ids of inference into its data parallelism.
+
+    Raises:
+        ConfigError: counts, ids and parallelism contradict each other.
+    """
     tp, dp = (number(state, f"inference.parallel.{key}") for key in ("tp", "dp"))
     serves = state.is_on("inference")
     needed = (tp or 1) * dp if serves and dp is not None else None

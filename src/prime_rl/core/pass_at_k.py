@@ -11,6 +11,9 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
     1 - C(n - c, k) / C(n, k), n rollouts of an example, c of them correct, 1 <= k <= n; Chen et al. 2021
     (arXiv 2107.03374), section 2.1. Computed with integers, so only the result is rounded.
+
+    Raises:
+        ValueError: `correct` or `k` is out of range.
     """
     if not 0 <= correct <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} is not defined for {correct} correct of {n} rollouts")
@@ -23,6 +26,9 @@ def pass_hat_k(n: int, correct: int, k: int) -> float:
 
     C(c, k) / C(n, k), n rollouts of an example, c of them correct, 1 <= k <= n; Yao et al. 2024 (arXiv 2406.12045),
     section 3.
+
+    Raises:
+        ValueError: `correct` or `k` is out of range.
     """
     if not 0 <= correct <= n or not 1 <= k <= n:
         raise ValueError(f"pass^{k} is not defined for {correct} correct of {n} rollouts")

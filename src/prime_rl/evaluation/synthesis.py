@@ -74,6 +74,9 @@ def write_samples(
 
     Returns:
         By environment, how many rollouts were `kept`, `truncated` or had too `low` a reward.
+
+    Raises:
+        RunError: an environment has several trainable agents.
     """
     counts: dict[str, Counter[str]] = {name: Counter() for name in rows_by_env}
     path.parent.mkdir(parents=True, exist_ok=True)

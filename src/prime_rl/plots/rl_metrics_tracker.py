@@ -31,7 +31,11 @@ class RLMetricsTracker:
         sequence_lengths: Sequence[int] | None = None,
         advantages: Sequence[float] | None = None,
     ) -> None:
-        """Add the rollouts of a step; all sequences have one entry per rollout."""
+        """Add the rollouts of a step; all sequences have one entry per rollout. Lengths are in tokens.
+
+        Raises:
+            ValueError: there are no rewards.
+        """
         if not len(rewards):
             raise ValueError(f"step {step} has no rollouts")
         self._history.add_rollouts(step, rewards, () if advantages is None else advantages)
