@@ -5,7 +5,23 @@ import verifiers.v1 as vf
 __all__ = ["CodingTaskset"]
 
 
-class CodingTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+class CalculatorTools(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    def add(self, a: int, b: int) -> int:
+        """Return the sum."""
+        return a + b
+
+
+class CodingConfig(vf.TaskConfig):
+    image: str | None = None
+    tools: vf.ToolsetConfig | None = None
+
+
+class CodingTask(vf.Task[vf.TaskData, vf.State, CodingConfig]):
+    @classmethod
+    def toolsets(cls, config: CodingConfig) -> list[vf.Toolset]:
+        return [] if config.tools is None else [CalculatorTools(config.tools)]
+
     async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         await runtime.write("src/numbers.txt", b"19\n23\n")
 
@@ -17,6 +33,12 @@ class CodingTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
             return 0.0
 
 
-class CodingTaskset(vf.Taskset[CodingTask, vf.TasksetConfig]):
+class CodingTasksetConfig(vf.TasksetConfig):
+    task: CodingConfig = CodingConfig()
+
+
+class CodingTaskset(vf.Taskset[CodingTask, CodingTasksetConfig]):
     def load(self):
-        return [CodingTask(vf.TaskData(idx=0, prompt="Write the sum of src/numbers.txt to sum.txt."), self.config.task)]
+        prompt = "Write the sum of src/numbers.txt to sum.txt."
+        data = vf.TaskData(idx=0, prompt=prompt, image=self.config.task.image)
+        return [CodingTask(data, self.config.task)]

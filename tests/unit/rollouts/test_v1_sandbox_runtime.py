@@ -233,6 +233,21 @@ def test_harness_that_needs_a_container_is_refused(installed):
         environment_loader.load(EnvConfig(id="coding_taskset", args=args), Renderer(TOKENIZER), "train")
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"task": {"image": "python:3"}}, "needs the container image 'python:3'"),
+        ({"task": {"tools": {"colocated": True}}}, "tool server CalculatorTools .* runs in the agent's container"),
+    ],
+)
+def test_tasks_that_need_a_container_are_refused_at_the_start(installed, args, message):
+    with pytest.raises(ConfigError, match=f"{message}.*docker") as caught:
+        environment_loader.load(EnvConfig(id="coding_taskset", args=args), Renderer(TOKENIZER), "train")
+    assert "\n" not in str(caught.value)
+    container = {**args, "env": {"agent": {"runtime": {"type": "docker"}}}}
+    environment_loader.load(EnvConfig(id="coding_taskset", args=container), Renderer(TOKENIZER), "train")
+
+
 async def test_task_with_an_image_is_refused():
     install()
     with pytest.raises(SandboxError, match="image"):

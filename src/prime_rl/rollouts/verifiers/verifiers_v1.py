@@ -67,6 +67,7 @@ class TasksetEnvironment(EnvironmentBackend):
             if limit is None and not getattr(taskset, "bounded", not taskset.INFINITE):
                 raise ConfigError(f"taskset {config.id!r} is infinite; set env.args.env.num_tasks")
             self._tasks = list(islice(taskset, limit))
+            self._check_tasks(env_config)
         if not self._tasks:
             raise ConfigError(f"taskset {config.id!r} has no tasks; check env.args")
         self._added_rewards = load_rewards(config.rewards, config.id)
@@ -188,6 +189,25 @@ class TasksetEnvironment(EnvironmentBackend):
                     f'args.env.{role}.runtime for the sandbox, or allow it with runtime = "subprocess" next to the id'
                 )
             self.warn(f"runtime of {role}", f'agent {role!r} (harness {name!r}) {risk} (runtime = "subprocess")')
+
+    def _check_tasks(self, env: Any) -> None:
+        """Raise ConfigError for tasks that need a container if an agent is in the sandbox, where each would fail."""
+        agents = [agent for _, agent in env if isinstance(agent, vf.AgentConfig)]
+        if not any(isinstance(agent.runtime, SandboxRuntimeConfig) for agent in agents):
+            return
+        hint = 'and the sandbox is none; name one, such as args.env.agent.runtime.type = "docker"'
+        for task in self._tasks:
+            if (image := getattr(task.data, "image", None)) is not None:
+                raise ConfigError(
+                    f"task {task.data.idx!r} of {self.config.id!r} needs the container image {image!r}, {hint}"
+                )
+        for task in {type(task): task for task in self._tasks}.values():
+            for toolset in type(task).toolsets(task.config):
+                if getattr(toolset.config, "colocated", False):
+                    name = type(toolset).__name__
+                    raise ConfigError(
+                        f"the tool server {name} of {self.config.id!r} runs in the agent's container, {hint}"
+                    )
 
 
 def _env_config(taskset: str, settings: dict[str, Any], env: dict[str, Any], runtime: str) -> Any:
