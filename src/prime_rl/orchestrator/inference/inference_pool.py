@@ -340,10 +340,8 @@ class InferencePool:
                 elif self._all_lost_since is None:
                     self._all_lost_since = time.monotonic()
                 elif time.monotonic() - self._all_lost_since > self._reconnect_s:
-                    raise InferenceServerLost(
-                        f"inference at {server.client.url} cannot be reached, and no server answered for "
-                        f"{self._reconnect_s:g} s"
-                    ) from None
+                    lost = f"inference at {server.client.url} cannot be reached"
+                    raise InferenceServerLost(f"{lost}, and no server answered for {self._reconnect_s:g} s") from None
             await pause(stop, _LEASE_RENEWAL_S if server.up else _PROBE_S)
 
     async def _rejoin(self, server: InferenceServer) -> None:
