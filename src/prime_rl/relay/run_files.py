@@ -8,7 +8,6 @@ whose rows the trainer has deleted, is not offered: readers repeat deletions tha
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -164,7 +163,9 @@ class RunFiles:
 
     def forget(self) -> None:
         """Drop the hashes of deleted files."""
-        self._hashes = {file: known for file, known in self._hashes.items() if os.path.exists(file)}  # noqa: PTH110
+        for file in list(self._hashes):  # a copy: other threads add hashes meanwhile
+            if not file.exists():
+                self._hashes.pop(file, None)
 
 
 def listed_files(manifest: str) -> dict[str, int]:

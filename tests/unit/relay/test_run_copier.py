@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.relay.relay_client import RelayClient
 from prime_rl.relay.run_copier import RunCopier
-from prime_rl.relay.run_files import RunFiles
+from prime_rl.relay.run_files import RelayIndex, RunFiles
 from prime_rl.storage.artifact import remove_artifact
 from prime_rl.storage.batch import ROWS_FILE
 from prime_rl.storage.checkpoint_artifacts import COMMITTED, ResumeRecord, write_resume
@@ -131,9 +131,29 @@ async def test_batch_of_an_abandoned_branch_is_not_copied(tmp_path):
         await until(trainer.rollouts(1).exists)
         shutil.rmtree(orchestrator.rollouts(2))
         ship_bytes(orchestrator.root, 2, branch=1)
-        await until(trainer.rollouts(2).exists)
+        ship_bytes(orchestrator.root, 4, branch=1)
+        await until(trainer.rollouts(4).exists)
         assert (trainer.rollouts(2) / ROWS_FILE).read_bytes() == b"rows of 1.2"
         assert not trainer.rollouts(3).exists()
+
+
+@pytest.mark.parametrize("writer", ["has it", "has archived it", "has replaced it"])
+def test_what_the_reader_has_of_an_abandoned_branch_deletes_nothing(tmp_path, writer):
+    """The reader's index is from before it archived batch 2."""
+    ship_bytes(tmp_path, 0, branch=1)
+    abandoned = ship_bytes(tmp_path, 2)
+    files = RunFiles(RunPaths(tmp_path))
+    index = RelayIndex({"rollouts/step_2": files.index().artifacts["rollouts/step_2"]}, {})
+    if writer != "has it":
+        abandoned.rename(tmp_path / "archived")
+    if writer == "has replaced it":
+        ship_bytes(tmp_path, 2, branch=1)
+    copier = RunCopier(files, RelayClient([], None), "trainer", poll_seconds=1)
+    copier.apply(index)
+    assert (RunPaths(tmp_path).rollouts(0) / ROWS_FILE).exists()
+    ship_bytes(tmp_path, 3, branch=1)
+    copier.apply(RelayIndex({"rollouts/step_3": files.index().artifacts["rollouts/step_3"]}, {}))
+    assert not (RunPaths(tmp_path).rollouts(0) / ROWS_FILE).exists()
 
 
 async def test_copy_of_an_abandoned_batch_is_replaced(hosts):

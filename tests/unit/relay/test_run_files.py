@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,21 @@ def test_listing_of_a_replaced_artifact_has_its_new_hashes(tmp_path):
     (files.path(name) / "model.safetensors").unlink()
     (files.path(name) / "model.safetensors").write_bytes(b"new")
     assert files.listing(name).files["model.safetensors"].hash != old.files["model.safetensors"].hash
+
+
+def test_hashes_are_forgotten_while_another_thread_adds_some(tmp_path, monkeypatch):
+    files = RunFiles(RunPaths(tmp_path))
+    for step in (1, 2):
+        publish_bytes(tmp_path, step)
+    files.listing(ArtifactName("weights", 1))
+    exists = Path.exists
+
+    def add_and_look(path):
+        files.listing(ArtifactName("weights", 2))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", add_and_look)
+    files.forget()
 
 
 @pytest.mark.parametrize("file", ["../../run.toml", "a/b", ".hidden", "", "manifest.json", "a\x00"])
