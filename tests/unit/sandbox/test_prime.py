@@ -11,6 +11,7 @@ from prime_rl.sandbox.sandbox import Sandbox
 from prime_rl.sandbox.settings import SandboxSettings, use_settings
 
 from .prime_service import running_service
+from .test_sandbox import find_processes
 
 
 @pytest_asyncio.fixture
@@ -35,10 +36,14 @@ async def test_prime_creates_machines_without_network_and_deletes_them(service):
     assert len(service.deleted) == 1
 
 
+@pytest.mark.extended
 async def test_prime_lost_machine_is_replaced_and_its_execution_repeated(service):
     async with Sandbox("prime", num_warm=1) as sandbox:
-        task = asyncio.create_task(sandbox.run("import time; time.sleep(1); print('done')", timeout=20))
-        await asyncio.sleep(0.3)
+        script = "sleep 1.25; echo done"
+        (machine,) = sandbox.jail_pids
+        task = asyncio.create_task(sandbox.run(argv=["/bin/sh", "-c", script], timeout=20))
+        while not find_processes(machine, script):
+            await asyncio.sleep(0.01)
         service.end_processes()
         result = await task
         assert (result.stdout, result.verdict) == ("done\n", Verdict.OK)

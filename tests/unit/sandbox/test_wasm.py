@@ -1,0 +1,45 @@
+"""The compiled interpreter of the backend `wasm`: cached by its contents; one line if it cannot be made or loaded."""
+
+import pytest
+
+from prime_rl.core.errors import ConfigError
+from prime_rl.sandbox.sandbox import Sandbox
+from prime_rl.sandbox.wasm import component
+
+from .conftest import needs_wasm
+
+pytestmark = needs_wasm
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "prime_rl"
+
+
+def test_component_path_depends_on_the_versions(cache, monkeypatch):
+    before = component.component_path()
+    assert before.parent == cache
+    monkeypatch.setattr(component, "version", lambda name: "1.0")
+    assert component.component_path() != before
+
+
+def test_build_component_that_fails_is_one_line_and_leaves_nothing(cache, monkeypatch):
+    monkeypatch.setattr(component, "_BUILD", "raise SystemExit('first\\nno compiler')")
+    with pytest.raises(ConfigError, match=r"cannot compile .*: no compiler$"):
+        component.build_component()
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_build_component_without_a_writable_cache_names_it(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    with pytest.raises(ConfigError, match="cannot write the compiled interpreter to /proc/none/prime_rl"):
+        component.build_component()
+
+
+async def test_damaged_component_is_one_line(cache):
+    cache.mkdir()
+    component.component_path().write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="backend wasm did not start") as caught:
+        await Sandbox("wasm", num_jails=1).__aenter__()
+    assert "\n" not in str(caught.value)
