@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from prime_rl.core.api_key import API_KEY_VAR
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.doctor.collect import contains_run
 
 if TYPE_CHECKING:
     from prime_rl.page.run_view import RunView
@@ -67,6 +68,9 @@ def _serve(runs: "list[RunView]", host: str, port: int, key_variable: str) -> No
         threading.Thread(target=_read_runs, args=(runs,), daemon=True).start()
         with suppress(OSError):  # the disk of the log is full; the page itself writes nothing
             print(f"page: http://{address}:{bound} shows {len(runs)} run{'s' if len(runs) != 1 else ''}", flush=True)
+            for run in runs:
+                if not contains_run(run.paths):
+                    print(f"page: {run.paths.root} contains no run yet; it is shown when it starts", flush=True)
         app = make_app(runs, access, is_closing=lambda: server.should_exit)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_CLOSE_SECONDS)
         server = uvicorn.Server(config)
@@ -104,6 +108,8 @@ def _write_trace(runs: "list[RunView]", file: Path) -> None:
 def _only(runs: "list[RunView]", option: str) -> "RunView":
     if len(runs) != 1:
         raise ConfigError(f"{option} takes one run, and {len(runs)} are given; pass one run directory")
+    if not contains_run(runs[0].paths):
+        raise ConfigError(f"{option}: {runs[0].paths.root} contains no run")
     return runs[0]
 
 

@@ -80,3 +80,7 @@ def test_page_command_writes_report_and_trace(view, tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit, match="2"):
         page_command.main()
     assert "--report takes one run, and 2 are given" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["page", str(tmp_path / "none"), "--report", str(tmp_path / "none.html")])
+    with pytest.raises(SystemExit, match="2"):
+        page_command.main()
+    assert "none contains no run" in capsys.readouterr().err and not (tmp_path / "none.html").exists()

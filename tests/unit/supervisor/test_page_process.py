@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 
@@ -84,6 +86,14 @@ async def test_page_on_a_full_disk_serves_and_states_damaged_lines(paths):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+def test_page_of_a_directory_without_a_run_says_so(tmp_path):
+    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(tmp_path / "typo"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        lines = process.stdout.readline(), process.stdout.readline()
+        process.terminate()
+    assert lines[0].startswith("page: http") and "typo contains no run yet" in lines[1]
 
 
 async def test_page_that_cannot_start_is_a_warning(paths):
