@@ -1,7 +1,8 @@
 """Keys of `uv run rl`, with the values that trainer, orchestrator and inference share."""
 
+import re
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +15,7 @@ from prime_rl.configs.shared.blocks import (
     IntList,
     NameConfig,
     RunConfig,
+    StrList,
 )
 from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.configs.shared_values import share_all
@@ -89,6 +91,20 @@ class RLConfig(RunConfig):
     trainer_ranks: int | None = Field(None, ge=1)
     """Number of trainer processes; None is one per GPU of the trainer. Set it for several ranks on a CPU."""
 
+    nodes: StrList = Field([])
+    """Hosts of a run on several nodes, or `slurm` for those of the Slurm job: the first inference_nodes have a server
+    each, all others train together. `rl` itself and the orchestrator stay on this host. GPU ids and trainer_ranks count
+    within a node. Empty runs all on this host."""
+
+    inference_nodes: int = Field(1, ge=1)
+    """Nodes with a server, if `nodes` is set."""
+
+    launcher: Literal["ssh", "srun"] | None = None
+    """How processes on `nodes` are started; None is srun in a Slurm job and ssh otherwise."""
+
+    rendezvous_port: int = Field(29500, ge=1, le=65535)
+    """Port of torchrun on the first node of the trainer, if `nodes` is set."""
+
     page: PageConfig | None = Field(None, json_schema_extra=common("Run"))
     """Serves the page while the run lasts. `uv run page OUTPUT_DIR` also shows finished runs."""
 
@@ -129,7 +145,7 @@ class RLConfig(RunConfig):
 
     @property
     def ranks(self) -> int:
-        """Number of trainer processes."""
+        """Number of trainer processes, on each node of the trainer."""
         return self.trainer_ranks or len(self.trainer_gpu_ids)
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
@@ -147,8 +163,11 @@ class RLConfig(RunConfig):
                 f"trainer.model.seq_len = {self.trainer.model.seq_len} is shorter than "
                 f"orchestrator.seq_len = {self.orchestrator.seq_len}; the trainer must hold whole rows"
             )
+        if self.nodes:
+            self._check_nodes()
+        num_nodes = max(1, len(self.nodes) - self.inference_nodes)
         try:
-            self.trainer.model.sharding_ranks(self.ranks)
+            self.trainer.model.sharding_ranks(self.ranks * num_nodes)
         except ValueError as error:
             keys = "trainer_ranks" if self.trainer_ranks else "trainer_gpu_ids"
             raise ValueError(f"trainer.{error} ({keys} sets their number)") from None
@@ -173,3 +192,17 @@ class RLConfig(RunConfig):
         evaluated = self.orchestrator.eval.base_url if self.orchestrator.eval else None
         check_placement(self.trainer.weight_broadcast.type, self.trainer_gpu_ids, served, evaluated)
         return self
+
+    def _check_nodes(self) -> None:
+        if wrong := [node for node in self.nodes if not re.fullmatch(r"\w[\w.-]*", node)]:
+            raise ValueError(f"nodes: {wrong[0]!r} is not the name or IPv4 address of a host")
+        if self.inference is None:
+            raise ValueError("nodes starts a server on each inference node: add --inference")
+        if self.nodes != ["slurm"] and len(self.nodes) <= self.inference_nodes:
+            raise ValueError(
+                f"inference_nodes = {self.inference_nodes} leaves none of the {len(self.nodes)} nodes for the trainer"
+            )
+        if self.trainer.weight_broadcast.type != "filesystem":
+            raise ValueError(f"weight_broadcast.type = {self.trainer.weight_broadcast.type!r} does not work with nodes")
+        if self.bench or self.slurm is not None:
+            raise ValueError("nodes cannot be combined with bench or slurm (which has slurm.nodes)")

@@ -4,6 +4,7 @@ A server without the run's directory writes no heartbeat; its clients notice its
 """
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -14,7 +15,7 @@ from prime_rl.configs.inference import InferenceConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.liveness.heartbeat_monitor import SERVING
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
-from prime_rl.liveness.parent_process import is_supervised
+from prime_rl.liveness.parent_process import NODE_VARIABLE, is_supervised
 
 ROLE = "inference"
 PAUSE = "pause"
@@ -23,7 +24,12 @@ _INTERVAL_S = 1.0
 
 
 def server_name(config: InferenceConfig) -> str:
-    """Return the name of heartbeat and log: `inference` under `rl`; that of a standalone server has node and port."""
+    """Return the name of heartbeat and log: `inference` under `rl`, with the node if there are several.
+
+    That of a standalone server has host and port.
+    """
+    if is_supervised() and (node := os.environ.get(NODE_VARIABLE)):
+        return f"{ROLE}_{node}"
     return ROLE if is_supervised() else f"{ROLE}_{socket.gethostname()}_{config.server.port}"
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from prime_rl.core.errors import RunError
 
+NODE_VARIABLE = "PRIME_RL_NODE"
+"""Environment variable of a process that `rl` started on one of several nodes: the name of the node."""
 SUPERVISED = "PRIME_RL_SUPERVISED"
 """Environment variable, `1` in processes that `rl` started: they take their configuration from `rl` alone."""
 

@@ -52,12 +52,19 @@ class HealthMonitor:
     The kernel reports which descendants are stopped, environment workers and engines included. Heartbeats report
     whether a process makes progress. A process that is traced by a debugger is reported but not killed.
 
-    Findings are added to `events`. `clock` returns monotonic seconds.
+    Findings are added to `events`. `clock` returns monotonic seconds. With `spans_nodes`, the child processes of `rl`
+    started those of other nodes: instead of a lost process there, its child process is killed.
     """
 
     def __init__(
-        self, paths: RunPaths, limits: HeartbeatLimits, events: EventLog, clock: Callable[[], float] = time.monotonic
+        self,
+        paths: RunPaths,
+        limits: HeartbeatLimits,
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+        spans_nodes: bool = False,
     ) -> None:
+        self._spans_nodes = spans_nodes
         self.process_tree = ProcessTree()
         self._limits, self._events, self._clock = limits, events, clock
         self._heartbeats = HeartbeatMonitor(paths, limits)
@@ -78,7 +85,8 @@ class HealthMonitor:
         self._names |= {v.heartbeat.pid: v.name for v in reports if v.is_local}
         self._report_exits(members, roles)
         alive = {member.pid for member in members}
-        found = (*self._find_stopped(members), *self._find_silent(reports, alive))
+        found = [*self._find_stopped(members), *self._find_silent(reports, alive)]
+        found += self._find_silent_elsewhere(reports, roles) if self._spans_nodes else []
         fresh = [one for one in found if one.pid not in self._killed]
         self._killed = (self._killed & alive) | {one.pid for one in fresh}
         return fresh
@@ -130,6 +138,16 @@ class HealthMonitor:
                 self._report_change(report.name, event, report.name, beat.pid, beat.role, str(report))
             if report.is_local and beat.pid in descendants and self._is_lost(report):
                 yield UnresponsiveProcess(report.name, beat.pid, beat.role, str(report))
+
+    def _find_silent_elsewhere(
+        self, reports: list[LivenessReport], roles: Mapping[int, str]
+    ) -> Iterator[UnresponsiveProcess]:
+        children = {role: pid for pid, role in roles.items()}
+        for report in reports:
+            pid = children.get(report.name) or children.get(report.heartbeat.role)
+            is_elsewhere = report.seen_alive and report.kernel_state is KernelState.UNKNOWN
+            if is_elsewhere and pid is not None and self._is_lost(report):
+                yield UnresponsiveProcess(report.name, pid, roles[pid], str(report))
 
     def _is_lost(self, report: LivenessReport) -> bool:
         """Whether a process makes no more progress. One that wrote its last heartbeat gets time to exit."""

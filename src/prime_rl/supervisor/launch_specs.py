@@ -19,6 +19,7 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
 from prime_rl.supervisor.child_processes import ProcessSpec
 from prime_rl.supervisor.preflight import visible_gpus
+from prime_rl.supervisor.remote_launch import remote_command
 
 _TORCHRUN_MARGIN_SECONDS = 1
 """torchrun kills ranks that hang in a collective this long before `rl` kills torchrun."""
@@ -40,11 +41,43 @@ def make_process_specs(config: RLConfig, paths: RunPaths) -> list[ProcessSpec]:
     write_config(config.trainer, paths.config("trainer"))
     write_config(config.orchestrator, paths.config("orchestrator"))
     start = {START_VARIABLE: uuid.uuid4().hex}
-    specs = [_orchestrator(config, paths, start), _trainer(config, paths, start)]
     if config.inference is not None:
         write_config(config.inference, paths.config("inference"))
-        specs.insert(0, _inference(config, paths))
-    return specs
+    if config.nodes:
+        servers = [_inference_on(node, config, paths) for node in config.nodes[: config.inference_nodes]]
+        return [*servers, _orchestrator(config, paths, start), _trainer_on_nodes(config, paths, start)]
+    specs = [_orchestrator(config, paths, start), _trainer(config, paths, start)]
+    return [*([_inference(config, paths)] if config.inference is not None else []), *specs]
+
+
+def _inference_on(node: str, config: RLConfig, paths: RunPaths) -> ProcessSpec:
+    argv = [sys.executable, "-m", "prime_rl.entrypoints.inference", "@", str(paths.config("inference").absolute())]
+    spec = _spec(config, paths, f"inference_{node}", argv, _gpus_on_node(config.inference_gpu_ids))
+    return replace(spec, argv=remote_command(config.launcher or "ssh", [node], argv), must_finish=False)
+
+
+def _trainer_on_nodes(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> ProcessSpec:
+    """torchrun on all nodes of the trainer. `rl` restarts all of them together."""
+    nodes = config.nodes[config.inference_nodes :]
+    argv = [sys.executable, "-m", "prime_rl.trainer.torchrun", f"--nnodes={len(nodes)}", "--node-rank={node_rank}"]
+    argv += [f"--nproc-per-node={config.ranks}", f"--master-addr={nodes[0]}"]
+    argv += [f"--master-port={config.rendezvous_port}", f"--log-dir={paths.torchrun_logs.absolute()}"]
+    argv += ["--redirects=3", "--tee=3", "-m", "prime_rl.trainer.rl.train"]
+    argv += ["@", str(paths.config("trainer").absolute())]
+    env = start | _gpus_on_node(config.trainer_gpu_ids)
+
+    def make(restarted: bool) -> ProcessSpec:
+        restart = {RESTART_VARIABLE: "1" if restarted else "0"} if config.max_restarts else {}
+        spec = _spec(config, paths, "trainer", remote_command(config.launcher or "ssh", nodes, argv), env | restart)
+        stop = partial(_request_stop, config, paths, start) if config.ckpt is not None else None
+        return replace(spec, is_last=True, request_stop=stop, restart_spec=lambda left: make(restarted=True))
+
+    return make(restarted=False)
+
+
+def _gpus_on_node(ids: list[int]) -> dict[str, str]:
+    """Restrict a process on another node; a machine without GPUs ignores it."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
 
 
 def _inference(config: RLConfig, paths: RunPaths) -> ProcessSpec:

@@ -26,6 +26,8 @@ def check_before_start(config: RLConfig) -> None:
     check_loggers_installed([*config.trainer.metric_loggers, *config.orchestrator.metric_loggers])
     for name in {config.trainer.model.name, config.orchestrator.model.name, config.model.name}:
         check_model(name)
+    if config.nodes:  # ports and GPUs are on other hosts
+        return
     if config.inference is not None:
         check_key(config.inference.server)
         check_port(config.inference.server.host, config.inference.server.port, "--inference.server.port")

@@ -13,7 +13,7 @@ from torch.distributed.run import main as torchrun
 
 from prime_rl.core.entry_point import write_error_file
 from prime_rl.core.os_errors import count_oom_kills, describe_signal
-from prime_rl.liveness.parent_process import LAUNCHER
+from prime_rl.liveness.parent_process import LAUNCHER, die_with_parent, is_supervised
 from prime_rl.trainer.rendezvous_loopback import restrict_to_loopback
 
 
@@ -24,6 +24,8 @@ def main() -> None:
     names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     handled = [name for name in names if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     sys.argv[1:1] = ["--signals-to-handle", ",".join(handled)] if len(handled) < len(names) else []
+    if is_supervised():
+        die_with_parent()
     os.environ[LAUNCHER] = str(os.getpid())  # the ranks exit with this process
     if "--standalone" in sys.argv:
         sys.argv[1:1] = restrict_to_loopback()
