@@ -34,7 +34,7 @@ class PageConfig(BaseConfig):
 
 
 class RLConfig(RunConfig):
-    """A whole run on one node: starts inference (if configured), the orchestrator and the trainer."""
+    """A whole run, on one node or several: starts inference (if configured), the orchestrator and the trainer."""
 
     command: ClassVar[str] = "rl"
     deprecated: ClassVar[dict[str, str]] = {"grace_seconds": "grace_timeout_seconds"}
@@ -153,6 +153,10 @@ class RLConfig(RunConfig):
         yield from super().without_effect()
         if self.inference is None:
             yield "inference_gpu_ids", "starts no server without an [inference] block"
+        if not self.nodes:
+            yield from (
+                (key, "has no effect without nodes") for key in ("inference_nodes", "launcher", "rendezvous_port")
+            )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -173,7 +177,7 @@ class RLConfig(RunConfig):
             raise ValueError(f"trainer.{error} ({keys} sets their number)") from None
         if self.inference is not None and self.inference.parallel.spans_nodes:
             raise ValueError(
-                "inference.parallel: `rl` starts all on one node, so it cannot start a server over several; start "
+                "inference.parallel: a server that `rl` starts is on one node, so it cannot span several; start "
                 "inference, orchestrator and trainer separately (docs/deployment.md)"
             )
         if self.inference is None and self.gpu_memory_utilization is not None:

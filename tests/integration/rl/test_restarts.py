@@ -9,13 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
-from prime_rl.liveness.heartbeat_monitor import read_heartbeats
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.integration.rl.test_whole_run import manifest
 from tests.support.command import Command, metrics_of
-from tests.support.server import free_port
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -118,34 +116,4 @@ def test_run_sigterm_saves_a_checkpoint_and_a_second_start_resumes(start: StartC
     run = start("rl", values | {"ckpt": {"interval": 100, "resume_step": -1}}, tmp_path / "run")
     assert run.end() == 0, run.story()
     assert find_checkpoints(run.paths.checkpoints_dir).steps == [saved, steps]
-    assert_exactly_once(run.paths, steps)
-
-
-def test_run_on_several_nodes_restarts_a_lost_node(
-    start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three addresses of this machine; `ssh` runs its command here. The trainer has a rank on two of them."""
-    steps = 12
-    (tmp_path / "bin").mkdir()
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.write_text('#!/usr/bin/env bash\nshift 3 # -o BatchMode=yes NODE\nexec "$@"\n')
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
-    values = rl_values(
-        tmp_path / "run",
-        inference=own_server(),
-        trainer_ranks=1,
-        max_steps=steps,
-        max_restarts=1,
-        ckpt={"interval": 2},
-        nodes=["127.0.0.1", "127.0.0.2", "127.0.0.3"],
-        rendezvous_port=free_port(),
-    )
-    run = start("rl", values, tmp_path / "run")
-    run.until_step("trainer", 3)
-    beats = read_heartbeats(run.paths)
-    assert beats.keys() >= {"inference_127.0.0.1", "orchestrator", "trainer_0", "trainer_1"}
-    os.kill(beats["trainer_1"].pid, signal.SIGKILL)
-    assert run.end() == 0, run.story()
-    assert [event["name"] for event in events(run.paths, "restarted")] == ["trainer"]
     assert_exactly_once(run.paths, steps)

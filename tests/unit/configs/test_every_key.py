@@ -107,7 +107,7 @@ def other_values(leaf: Leaf, value: Any) -> Iterator[str]:
     elif isinstance(value, int | float):
         yield from (str(other) for other in (value + 1, value * 2, value / 2, value - 1, 1e-7) if other != value)
     else:
-        yield from ("2", "1", "0.5", "package.module:name", "x", "['x']", str(2**30))
+        yield from ("2", "1", "0.5", "package.module:name", "x", "['x']", "x,y", str(2**30))
 
 
 def _options(annotation: Any) -> Iterator[tuple[Any, ...]]:
