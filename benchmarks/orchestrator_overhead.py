@@ -100,7 +100,7 @@ async def run_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]:
     """Run the orchestrator against the engine at `url`."""
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, NameConfig, SamplingConfig
-    from prime_rl.orchestrator.orchestrator import Orchestrator
+    from prime_rl.orchestrator.orchestrator import OrchestratorLoop
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
     from prime_rl.storage.paths import RunPaths
@@ -130,7 +130,7 @@ async def run_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]:
         servers = [await connect(config, url, stack)]
         in_flight: list[int] = []
         watch = asyncio.create_task(look(servers[0], in_flight))
-        await Orchestrator(config, environments, servers, meter).run()  # type: ignore[arg-type]
+        await OrchestratorLoop(config, environments, servers, meter).run()  # type: ignore[arg-type]
         watch.cancel()
     return meter.result | {"in_flight": float(np.percentile(in_flight, 90))}
 

@@ -106,7 +106,7 @@ async def run_orchestrator(directory: Path, url: str, server: int, steps: int) -
     """Run the orchestrator against the server at `url`, with the process id `server`."""
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, NameConfig, SamplingConfig
-    from prime_rl.orchestrator.orchestrator import Orchestrator
+    from prime_rl.orchestrator.orchestrator import OrchestratorLoop
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
     from prime_rl.storage.paths import RunPaths
@@ -141,7 +141,7 @@ async def run_orchestrator(directory: Path, url: str, server: int, steps: int) -
             asyncio.create_task(record_lag(directory / "orchestrator")),
             asyncio.create_task(watch(servers[0], in_flight)),
         ]
-        await Orchestrator(config, environments, servers, meter).run()  # type: ignore[arg-type]
+        await OrchestratorLoop(config, environments, servers, meter).run()  # type: ignore[arg-type]
         for task in tasks:
             task.cancel()
     return meter.result() | {"in_flight": float(np.percentile(in_flight, 50))}

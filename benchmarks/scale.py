@@ -136,7 +136,7 @@ def make_config(directory: Path, urls: Sequence[str], size: Size, **settings: An
 
 async def run_in_flight(directory: Path, urls: Sequence[str], size: Size, in_flight: int) -> dict[str, float]:
     """Run the orchestrator with rollouts in flight; return CPU milliseconds per rollout, lag and memory."""
-    from prime_rl.orchestrator.orchestrator import Orchestrator
+    from prime_rl.orchestrator.orchestrator import OrchestratorLoop
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 
@@ -153,7 +153,7 @@ async def run_in_flight(directory: Path, urls: Sequence[str], size: Size, in_fli
         servers = [await connect(config, url, stack) for url in urls]
         counts: list[int] = []
         tasks = [asyncio.create_task(record_lag(directory / "lag")), asyncio.create_task(watch(servers, counts))]
-        await Orchestrator(config, environments, servers, meter).run()  # type: ignore[arg-type]
+        await OrchestratorLoop(config, environments, servers, meter).run()  # type: ignore[arg-type]
         for task in tasks:
             task.cancel()
     before, after = meter.readings[WARM_UP - 1], meter.readings[-1]
@@ -176,7 +176,7 @@ async def watch(servers: Sequence[Any], counts: list[int]) -> None:
 
 async def run_restart(directory: Path, urls: Sequence[str], size: Size) -> dict[str, float]:
     """Restart the orchestrator with finished groups; return the seconds until a batch is shipped."""
-    from prime_rl.orchestrator.orchestrator import Orchestrator
+    from prime_rl.orchestrator.orchestrator import OrchestratorLoop
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 
@@ -193,7 +193,7 @@ async def run_restart(directory: Path, urls: Sequence[str], size: Size) -> dict[
         meter = Meter([])
         servers = [await connect(config, url, stack) for url in urls]
         started = time.monotonic()
-        run = asyncio.create_task(Orchestrator(config, environments, servers, meter).run())  # type: ignore[arg-type]
+        run = asyncio.create_task(OrchestratorLoop(config, environments, servers, meter).run())  # type: ignore[arg-type]
         shipping = asyncio.create_task(meter.shipped.wait())
         await asyncio.wait({run, shipping}, return_when=asyncio.FIRST_COMPLETED)
         seconds = time.monotonic() - started

@@ -127,7 +127,7 @@ async def run(spec: Spec, url: str, tokenizer: str) -> None:
         servers = [await connect(config, url, stack)]
         monitor = Monitor(paths, "orchestrator", None)
         stack.callback(monitor.close)
-        ours = orchestrator.Orchestrator(config, environments, servers, monitor)
+        ours = orchestrator.OrchestratorLoop(config, environments, servers, monitor)
         if substitute is not None:
             substitute.serve(ours)
         print("ready", flush=True)

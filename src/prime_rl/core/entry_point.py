@@ -65,7 +65,7 @@ def run_main(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        from prime_rl.core.log_file import append_to_log_file  # only a failed command needs it
+        from prime_rl.core.logs.log_file import append_to_log_file  # only a failed command needs it
 
         if isinstance(error, OSError) and is_system_resource_error(error):
             message, code = summarize_os_error(error), 1

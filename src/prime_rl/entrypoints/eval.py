@@ -18,7 +18,7 @@ def main() -> None:
     from prime_rl.configs.eval import EvalConfig
 
     config = EvalConfig.load()
-    from prime_rl.core.logging import set_up_logging
+    from prime_rl.core.logs.logging import set_up_logging
     from prime_rl.evaluation.offline import evaluate
 
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("eval") if config.log.file else None)

@@ -16,7 +16,7 @@ def main() -> None:
 
     config = InferenceConfig.load()
     require_packages("torch", "vllm")
-    from prime_rl.core.logging import set_up_logging
+    from prime_rl.core.logs.logging import set_up_logging
     from prime_rl.inference.server import run
     from prime_rl.inference.server_heartbeat import server_name
 

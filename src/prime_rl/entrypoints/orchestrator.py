@@ -14,7 +14,7 @@ def main() -> None:
     from prime_rl.configs.orchestrator import OrchestratorConfig
 
     config = OrchestratorConfig.load()
-    from prime_rl.core.logging import set_up_logging
+    from prime_rl.core.logs.logging import set_up_logging
     from prime_rl.monitors.bench_report import report_benchmark
     from prime_rl.orchestrator.orchestrator_setup import orchestrate
 

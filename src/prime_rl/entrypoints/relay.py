@@ -52,7 +52,7 @@ def _urls(text: str) -> list[str]:
 
 async def _run(arguments: argparse.Namespace) -> None:
     from prime_rl.core.api_key import read_api_key  # neither this nor what follows is needed by `--help`
-    from prime_rl.core.logging import set_up_logging
+    from prime_rl.core.logs.logging import set_up_logging
     from prime_rl.relay.relay_app import RelayAccess, RelayServer, make_relay_app
     from prime_rl.relay.relay_client import RelayClient
     from prime_rl.relay.run_copier import RunCopier

@@ -11,7 +11,7 @@ def main() -> None:
     from prime_rl.configs.synthesize import SynthesizeConfig
 
     config = SynthesizeConfig.load()
-    from prime_rl.core.logging import set_up_logging
+    from prime_rl.core.logs.logging import set_up_logging
     from prime_rl.evaluation.synthesis import synthesize
 
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("synthesize") if config.log.file else None)

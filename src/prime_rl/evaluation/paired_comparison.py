@@ -24,7 +24,7 @@ _EXPECTED = {"model", "version", "weights", "servers", "api"}
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PairedComparison:
     """Two evaluations of one environment. Rewards are means over the rollouts of an example.
 
     Attributes:
@@ -50,7 +50,7 @@ class Comparison:
     differences: tuple[str, ...]
 
 
-def compare(a: Path, b: Path) -> list[Comparison]:
+def compare(a: Path, b: Path) -> list[PairedComparison]:
     """Compare two results: result files, their directories, or directories with several environments.
 
     Raises:
@@ -66,7 +66,7 @@ def compare(a: Path, b: Path) -> list[Comparison]:
     return [_compare(env, before[env], after[env]) for env in common]
 
 
-def print_comparisons(comparisons: Sequence[Comparison]) -> None:
+def print_comparisons(comparisons: Sequence[PairedComparison]) -> None:
     """Print one line per environment, and the settings that differ."""
     table = Table("environment", "examples", "A", "B", "B - A", "95 % interval", "p", "better", "worse")
     for each in comparisons:
@@ -82,7 +82,7 @@ def print_comparisons(comparisons: Sequence[Comparison]) -> None:
             console.print(f"warning: the settings of {each.env} differ: {', '.join(each.differences)}", soft_wrap=True)
 
 
-def _compare(env: str, a: Path, b: Path) -> Comparison:
+def _compare(env: str, a: Path, b: Path) -> PairedComparison:
     before, after = _rewards(a), _rewards(b)
     if not (common := sorted(before.keys() & after.keys())):
         raise ConfigError(f"{a} and {b} have no finished example in common")
@@ -93,7 +93,7 @@ def _compare(env: str, a: Path, b: Path) -> Comparison:
     half = Z_95 * float(difference.std(ddof=1)) / len(common) ** 0.5 if len(common) > 1 else float("nan")
     settings = _settings(a), _settings(b)
     keys = sorted((settings[0].keys() | settings[1].keys()) - _EXPECTED)
-    return Comparison(
+    return PairedComparison(
         env, len(common), float(first.mean()), float(second.mean()), mean - half, mean + half,
         _sign_flip_p_value(difference), int((difference > 0).sum()), int((difference < 0).sum()),
         tuple(key for key in keys if settings[0].get(key) != settings[1].get(key)),

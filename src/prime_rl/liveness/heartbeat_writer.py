@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from prime_rl.core.log_file import log_path
+from prime_rl.core.logs.log_file import log_path
 from prime_rl.core.terminal_escape import replace_surrogates
 from prime_rl.liveness.heartbeat_monitor import (
     ENDED,

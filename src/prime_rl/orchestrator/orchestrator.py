@@ -67,7 +67,7 @@ from prime_rl.storage.wait_for import watch_directory
 Written = TypeVar("Written")
 
 
-class Orchestrator:
+class OrchestratorLoop:
     """One run of the orchestrator."""
 
     def __init__(

@@ -25,7 +25,7 @@ from prime_rl.orchestrator.health.progress_watchdog import SUPERVISOR, watch_sup
 from prime_rl.orchestrator.inference.concurrency_control import ConcurrencyController
 from prime_rl.orchestrator.inference.inference_server import InferenceServer
 from prime_rl.orchestrator.online_eval.eval_setup import start_pools, start_schedules
-from prime_rl.orchestrator.orchestrator import Orchestrator
+from prime_rl.orchestrator.orchestrator import OrchestratorLoop
 from prime_rl.orchestrator.resume import (
     StartPoint,
     TrainerRolledBack,
@@ -95,7 +95,7 @@ async def _run(config: OrchestratorConfig, start_point: StartPoint, heartbeat: H
         gc.unfreeze()  # objects of an earlier branch
         gc.collect()
         gc.freeze()  # the remaining objects live until the end: later collections skip them
-        await Orchestrator(
+        await OrchestratorLoop(
             config, environments, servers, monitor, row_cost(description), schedules, start_point, heartbeat
         ).run()
 

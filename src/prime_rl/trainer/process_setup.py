@@ -9,7 +9,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from prime_rl.configs.shared.blocks import LogConfig
 from prime_rl.core.errors import ConfigError, translate_error
-from prime_rl.core.logging import set_up_logging
+from prime_rl.core.logs.logging import set_up_logging
 from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import LAUNCHER, die_with_parent, is_supervised

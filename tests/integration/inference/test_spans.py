@@ -20,7 +20,7 @@ import pytest
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.monitors import Monitor
-from prime_rl.orchestrator.orchestrator import Orchestrator
+from prime_rl.orchestrator.orchestrator import OrchestratorLoop
 from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 from prime_rl.storage.batch import read_batch
@@ -88,7 +88,7 @@ async def run_orchestrator(config: OrchestratorConfig, models: Models) -> None:
         stack.callback(monitor.close)
         training = asyncio.create_task(publish_after_each_batch(config.run_paths, models, stop))
         stack.callback(training.cancel)
-        await Orchestrator(config, environments, servers, monitor).run()
+        await OrchestratorLoop(config, environments, servers, monitor).run()
 
 
 def assert_batch_equals_responses(paths: RunPaths, step: int, reported: dict[tuple[int, ...], Any]) -> int:

@@ -49,7 +49,7 @@ def benchmark() -> ModuleType:
             "engine loop",
         ),
         ("main (prime_rl/trainer/rl/train.py:9);linear (torch/nn/functional.py:3)", "model"),
-        (f"{ROOT_FRAMES};Orchestrator.run (prime_rl/orchestrator/orchestrator.py:9)", "orchestration"),
+        (f"{ROOT_FRAMES};OrchestratorLoop.run (prime_rl/orchestrator/orchestrator.py:9)", "orchestration"),
         ("main (somewhere.py:1);encode (json/encoder.py:2)", "other"),
         ("_bootstrap (threading.py:1);_worker (concurrent/futures/thread.py:81)", None),
         (f"{WORKER_FRAMES};wait (threading.py:3)", None),

@@ -13,10 +13,10 @@ PROCESS = """
 import logging, sys
 from pathlib import Path
 from loguru import logger
-from prime_rl.core import log_file
+from prime_rl.core.logs import log_file
 from prime_rl.core.entry_point import run_main
 from prime_rl.core.errors import ConfigError
-from prime_rl.core.logging import set_up_logging
+from prime_rl.core.logs.logging import set_up_logging
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.storage.paths import RunPaths
 

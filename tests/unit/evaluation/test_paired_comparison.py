@@ -82,7 +82,7 @@ def test_command_prints_the_comparison(write, monkeypatch, capsys):
         (("a/evals/gsm8k/d", "c/evals/other/d"), r"no finished example in common"),
         (("a/evals/gsm8k/d", "c"), r"c has no rollouts\.jsonl; name one evaluation"),
         (("a", "twice"), r"has several evaluations; name one of"),
-        (("a/evals/gsm8k/d", "broken.jsonl"), r"is no file of evaluated examples"),
+        (("a/evals/gsm8k/d", "broken.jsonl"), r"is not a file of evaluated examples"),
     ],
 )
 def test_results_that_cannot_be_compared_are_one_line(names, message, write, tmp_path):

@@ -28,7 +28,7 @@ from prime_rl.orchestrator.ledger import ledger as ledger_module
 from prime_rl.orchestrator.ledger.ledger import read_ledger, replay
 from prime_rl.orchestrator.length_aware_admission import LengthHistory
 from prime_rl.orchestrator.online_eval.online_evaluation import EvalSchedule
-from prime_rl.orchestrator.orchestrator import Orchestrator
+from prime_rl.orchestrator.orchestrator import OrchestratorLoop
 from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
 from prime_rl.orchestrator.resume import find_start_point
 from prime_rl.orchestrator.sample_files import SampleFiles
@@ -78,7 +78,7 @@ def run_orchestrator(host):
                 start_point = await asyncio.to_thread(find_start_point, config)
                 monitor = Monitor(paths, "orchestrator", None)
                 stack.callback(monitor.close)
-                await Orchestrator(
+                await OrchestratorLoop(
                     config, environments, servers, monitor, start_point=start_point, schedules=schedules
                 ).run()
             await training
@@ -545,7 +545,7 @@ async def test_reading_directories_does_not_block_the_event_loop(
 async def test_groups_start_while_a_batch_is_written(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
     """One group at a time: each group that ends makes capacity for the next."""
     config = make_config(tmp_path, tokenizer_dir, async_level=3, max_concurrent=2)
-    whole, loop = Orchestrator._write, asyncio.get_running_loop()
+    whole, loop = OrchestratorLoop._write, asyncio.get_running_loop()
 
     async def until_three_more_groups_are_started():
         allowed = (1 + 3) * 3 * 2  # by the bound, until the next version
@@ -559,7 +559,7 @@ async def test_groups_start_while_a_batch_is_written(tmp_path, tokenizer_dir, ru
             asyncio.run_coroutine_threadsafe(until_three_more_groups_are_started(), loop).result()
         return whole(self, step, *rest)
 
-    monkeypatch.setattr(Orchestrator, "_write", slow)
+    monkeypatch.setattr(OrchestratorLoop, "_write", slow)
     async with fake_engine() as engine:
         paths = await run_orchestrator(config, [engine])
     groups = [group for _, manifest in batches(paths) for group in manifest["group_ids"]]
@@ -786,5 +786,5 @@ async def test_ship_all_of_batches_that_are_ready_together_starts_evaluations_be
         _evaluator=SimpleNamespace(on_switch=lambda version, tasks: evaluated.append(version)),
         _dispatcher=SimpleNamespace(admit=lambda tasks: None),
     )
-    await Orchestrator._ship_all(orchestrator, None)
+    await OrchestratorLoop._ship_all(orchestrator, None)
     assert evaluated == [0, 1, 2]

@@ -10,7 +10,7 @@ from prime_rl.configs.shared.blocks import CkptConfig, ClientConfig
 from prime_rl.core.errors import RunError
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator import resume
-from prime_rl.orchestrator.orchestrator import Orchestrator
+from prime_rl.orchestrator.orchestrator import OrchestratorLoop
 from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
 from prime_rl.orchestrator.resume import StartPoint, TrainerRolledBack, find_rollback, find_start_point
 from prime_rl.storage import checkpoint_artifacts
@@ -101,7 +101,7 @@ def run_on(host):
                     monitor = Monitor(paths, "orchestrator", None)
                     stack.callback(monitor.close)
                     try:
-                        await Orchestrator(config, environments, servers, monitor, start_point=begun[-1]).run()
+                        await OrchestratorLoop(config, environments, servers, monitor, start_point=begun[-1]).run()
                         break
                     except TrainerRolledBack:
                         assert engine.holder is not None, "nobody else gets the server meanwhile"
@@ -165,7 +165,7 @@ async def test_rollback_waits_for_a_batch_being_written(tmp_path, tokenizer_dir,
     """Otherwise the batch would appear in the new branch."""
     config = with_ckpt(make_config(tmp_path, tokenizer_dir, async_level=0))
     paths = RunPaths(config.output_dir)
-    whole, loop = Orchestrator._write, asyncio.get_running_loop()
+    whole, loop = OrchestratorLoop._write, asyncio.get_running_loop()
     written, rewound = asyncio.Event(), asyncio.Event()
 
     def slow(self, step, *rest):
@@ -174,7 +174,7 @@ async def test_rollback_waits_for_a_batch_being_written(tmp_path, tokenizer_dir,
             asyncio.run_coroutine_threadsafe(rewound.wait(), loop).result()
         return whole(self, step, *rest)
 
-    monkeypatch.setattr(Orchestrator, "_write", slow)
+    monkeypatch.setattr(OrchestratorLoop, "_write", slow)
 
     async def back_to_the_start(stop):
         await until(lambda: paths.rollouts(0).exists())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_rl.core.log_file import open_log_file
+from prime_rl.core.logs.log_file import open_log_file
 from prime_rl.core.terminal_escape import escape_control_chars
 
 

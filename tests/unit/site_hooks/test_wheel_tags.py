@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.entrypoints.wheel_tags import DISTRIBUTION, RIGHT_TAG, WRONG_TAG, correct_tags
+from prime_rl.site_hooks.wheel_tags import DISTRIBUTION, RIGHT_TAG, WRONG_TAG, correct_tags
 
 ROOT = Path(__file__).parents[3]
 

@@ -1,0 +1,1 @@
+"""The log of a process: its format, and its file in the run directory."""
