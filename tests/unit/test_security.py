@@ -21,10 +21,11 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.configs.synthesize import SynthesizeConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.core import entry_point, logging
+from prime_rl.core import entry_point
 from prime_rl.core.api_key import read_api_key
 from prime_rl.core.entry_point import run_main
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.logs import logging
 from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.workers.protocol import LoadEnvironment, ModelAccess
