@@ -227,3 +227,14 @@ def test_orchestrator_needs_rerun_while_the_trainer_is_on_a_later_branch(tmp_pat
     assert needs_rerun()
     paths.ledger(1).touch()
     assert not needs_rerun()
+
+
+@pytest.mark.parametrize("spans_nodes", [True, False])
+def test_lost_process_of_another_node_ends_its_child_only_with_several_nodes(scene, spans_nodes):
+    scene.health._spans_nodes = spans_nodes
+    there = replace(BEAT, host="node2", name="trainer_1")
+    silent = LivenessReport("trainer_1", ProcessState.DEAD, there, 61.0, KernelState.UNKNOWN, True, "is silent")
+    child = replace(RANK, pid=2)
+    found = scene.look([child], [silent])
+    assert [(one.name, one.pid, one.role) for one in found] == ([("trainer_1", 2, "trainer")] if spans_nodes else [])
+    assert scene.look([child], [silent]) == [], "it is killed once"
