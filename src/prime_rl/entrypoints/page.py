@@ -15,7 +15,7 @@ from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.doctor.collect import contains_run
 
 if TYPE_CHECKING:
-    from prime_rl.page.run_view import RunView
+    from prime_rl.page.run_data.run_view import RunView
 
 _DEFAULT_PORT = 8420
 _CLOSE_SECONDS = 2
@@ -26,7 +26,7 @@ _CLOSE_SECONDS = 2
 def main() -> None:
     """Serve the page until Ctrl-C, or write a report or a trace."""
     arguments = _parse(sys.argv[1:])
-    from prime_rl.page.run_view import find_runs  # not needed by `--help`
+    from prime_rl.page.run_data.run_view import find_runs  # not needed by `--help`
 
     runs = find_runs([Path(directory) for directory in arguments.output_dir])
     if arguments.report is not None:
@@ -94,7 +94,7 @@ def _write_report(runs: "list[RunView]", file: Path) -> None:
 
 
 def _write_trace(runs: "list[RunView]", file: Path) -> None:
-    from prime_rl.page.timeline_spans import chrome_trace
+    from prime_rl.page.run_data.timeline_spans import chrome_trace
 
     run = _only(runs, "--trace")
     timeline = run.read_timeline()

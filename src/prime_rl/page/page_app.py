@@ -14,9 +14,9 @@ from starlette.responses import Response, StreamingResponse
 
 from prime_rl.page.page_access import AccessLayer, PageAccess
 from prime_rl.page.prometheus_export import prometheus_text
-from prime_rl.page.run_view import RunView
-from prime_rl.page.sample_index import SampleFilter
-from prime_rl.page.timeline_spans import chrome_trace
+from prime_rl.page.run_data.run_view import RunView
+from prime_rl.page.run_data.sample_index import SampleFilter
+from prime_rl.page.run_data.timeline_spans import chrome_trace
 
 STREAM_INTERVAL_SECONDS = 1.0
 _HEALTH_INTERVAL_SECONDS = 5.0

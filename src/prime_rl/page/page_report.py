@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from prime_rl.page.run_view import RunView
-from prime_rl.page.sample_index import conversation_text
+from prime_rl.page.run_data.run_view import RunView
+from prime_rl.page.run_data.sample_index import conversation_text
 
 BUDGET_BYTES = 5_000_000
 """Largest size of a report; as many rollouts as fit are included."""

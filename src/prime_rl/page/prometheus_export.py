@@ -8,8 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from prime_rl.liveness.heartbeat_monitor import read_heartbeats
-from prime_rl.page.metric_series import MetricFile, Series
-from prime_rl.page.run_view import RunView
+from prime_rl.page.run_data.metric_series import MetricFile, Series
+from prime_rl.page.run_data.run_view import RunView
 
 Family = CounterMetricFamily | GaugeMetricFamily
 GAUGES = {

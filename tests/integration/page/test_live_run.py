@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from prime_rl.page.run_view import RunView
-from prime_rl.page.sample_index import SampleFilter
+from prime_rl.page.run_data.run_view import RunView
+from prime_rl.page.run_data.sample_index import SampleFilter
 from tests.support.browser import CHROMIUM, WatchedTab, chart_steps, colours_of, wait_until
 from tests.support.command import Command, executable
 from tests.support.server import free_port

@@ -11,7 +11,7 @@ import pytest
 
 from prime_rl.evaluation.eval_results import ExampleRow, ResultFile, RolloutRow
 from prime_rl.page.page_report import make_report
-from prime_rl.page.run_view import RunView
+from prime_rl.page.run_data.run_view import RunView
 from prime_rl.plots.loss_surface import LossSurface, write_loss_surface
 from tests.support.browser import CHROMIUM, WatchedTab, chart_steps, colours_of, wait_until
 from tests.support.synthetic_run import synthetic_run, write_run

@@ -3,9 +3,9 @@
 import pytest
 
 from prime_rl.evaluation.eval_results import ExampleRow, ResultFile, RolloutRow
-from prime_rl.page.evaluation_index import OFFLINE_FILE, find_evaluations
-from prime_rl.page.run_view import RunView
-from prime_rl.page.sample_index import SampleFilter
+from prime_rl.page.run_data.evaluation_index import OFFLINE_FILE, find_evaluations
+from prime_rl.page.run_data.run_view import RunView
+from prime_rl.page.run_data.sample_index import SampleFilter
 from prime_rl.storage.paths import RunPaths
 from tests.support.synthetic_run import write_run
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.page.json_lines import FilePosition, JsonLinesFile, decode_object, read_between
+from prime_rl.page.run_data.json_lines import FilePosition, JsonLinesFile, decode_object, read_between
 
 
 def lines_of(rows):

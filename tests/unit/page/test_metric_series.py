@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.page.metric_series import MetricFile, Series, decimate, decimated_series, efficiency, wait_share
+from prime_rl.page.run_data.metric_series import MetricFile, Series, decimate, decimated_series, efficiency, wait_share
 from prime_rl.storage.paths import RunPaths
 
 values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500)

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from prime_rl.core.errors import ConfigError
-from prime_rl.page import run_health
 from prime_rl.page.page_access import PageAccess
 from prime_rl.page.page_app import make_app, run_events
-from prime_rl.page.run_view import RunView, find_runs
+from prime_rl.page.run_data import run_health
+from prime_rl.page.run_data.run_view import RunView, find_runs
 from prime_rl.plots.figure_history import FigureHistory
 from prime_rl.plots.loss_surface import LossSurface, write_loss_surface
 from prime_rl.storage.paths import RunPaths

@@ -10,7 +10,7 @@ import pytest
 
 from prime_rl.entrypoints import page as page_command
 from prime_rl.page.page_report import bundle_modules, make_report
-from prime_rl.page.run_view import RunView
+from prime_rl.page.run_data.run_view import RunView
 from tests.support.synthetic_run import write_run
 
 

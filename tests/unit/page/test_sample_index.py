@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.page.sample_index import SampleFilter, SampleIndex, preview
+from prime_rl.page.run_data.sample_index import SampleFilter, SampleIndex, preview
 from prime_rl.storage.paths import RunPaths
 
 

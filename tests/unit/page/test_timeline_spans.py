@@ -4,8 +4,8 @@ import json
 import time
 
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
-from prime_rl.page.json_lines import JsonLinesFile
-from prime_rl.page.timeline_spans import Lane, Timeline
+from prime_rl.page.run_data.json_lines import JsonLinesFile
+from prime_rl.page.run_data.timeline_spans import Lane, Timeline
 from prime_rl.storage.paths import RunPaths
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from prime_rl.doctor.collect import contains_run
 from prime_rl.doctor.examine import examine
 from prime_rl.doctor.rendering import as_json
-from prime_rl.page.timeline_spans import Timeline
+from prime_rl.page.run_data.timeline_spans import Timeline
 from prime_rl.storage.paths import RunPaths
 
 _MAX_AGE_SECONDS = 4.0

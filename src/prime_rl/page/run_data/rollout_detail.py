@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_rl.doctor.collect import read_toml
-from prime_rl.page.sample_index import SampleIndex
+from prime_rl.page.run_data.sample_index import SampleIndex
 from prime_rl.storage.batch import ROWS_FILE, TRAIN_FILE
 from prime_rl.storage.paths import RunPaths, steps_in
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_rl.doctor.collect import contains_run, read_toml
-from prime_rl.page.evaluation_index import EvaluationIndex, find_evaluations
-from prime_rl.page.json_lines import FilePosition, read_between
-from prime_rl.page.metric_series import (
+from prime_rl.page.run_data.evaluation_index import EvaluationIndex, find_evaluations
+from prime_rl.page.run_data.json_lines import FilePosition, read_between
+from prime_rl.page.run_data.metric_series import (
     PROCESSES,
     MetricFile,
     Series,
@@ -22,11 +22,11 @@ from prime_rl.page.metric_series import (
     efficiency,
     wait_share,
 )
-from prime_rl.page.rollout_detail import TokenTexts, rollout_detail, token_detail
-from prime_rl.page.run_figures import run_figures
-from prime_rl.page.run_health import RunHealth, server_versions
-from prime_rl.page.sample_index import SampleFilter, SampleIndex
-from prime_rl.page.timeline_spans import Timeline
+from prime_rl.page.run_data.rollout_detail import TokenTexts, rollout_detail, token_detail
+from prime_rl.page.run_data.run_figures import run_figures
+from prime_rl.page.run_data.run_health import RunHealth, server_versions
+from prime_rl.page.run_data.sample_index import SampleFilter, SampleIndex
+from prime_rl.page.run_data.timeline_spans import Timeline
 from prime_rl.plots.figures import Figure
 from prime_rl.storage.paths import RunPaths
 

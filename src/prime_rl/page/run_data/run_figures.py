@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.page.metric_series import Series
+from prime_rl.page.run_data.metric_series import Series
 from prime_rl.plots.figure_history import MAX_STEPS, FigureHistory
 from prime_rl.plots.figures import Figure
 from prime_rl.plots.loss_surface import read_loss_surface

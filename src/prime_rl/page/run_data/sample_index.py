@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
-from prime_rl.page.json_lines import decode_object
+from prime_rl.page.run_data.json_lines import decode_object
 from prime_rl.storage.paths import RunPaths
 
 MAX_ROLLOUT_BYTES = 2**26

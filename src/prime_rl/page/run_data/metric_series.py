@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from prime_rl.monitors.metric_table import Metric
 from prime_rl.monitors.monitor import METRIC_TABLES
-from prime_rl.page.json_lines import JsonLinesFile
+from prime_rl.page.run_data.json_lines import JsonLinesFile
 from prime_rl.storage.paths import RunPaths
 
 PROCESSES = ("orchestrator", "trainer", "eval")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prime_rl.liveness.heartbeat_monitor import ENDED, FAILED, HeartbeatRecord, read_heartbeats
-from prime_rl.page.json_lines import JsonLinesFile
+from prime_rl.page.run_data.json_lines import JsonLinesFile
 from prime_rl.storage.paths import RunPaths
 
 _MAX_EVENTS = 500

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from prime_rl.page.sample_index import IndexedRollout, SampleIndex
+from prime_rl.page.run_data.sample_index import IndexedRollout, SampleIndex
 from prime_rl.storage.paths import RunPaths
 
 OFFLINE_FILE = "rollouts.jsonl"

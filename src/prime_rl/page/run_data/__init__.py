@@ -1,0 +1,1 @@
+"""What the page shows of a run, read from its directory."""
