@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.environment_id import find_environment
+from prime_rl.rollouts.environments.environment_id import find_environment
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.rollouts.advantage import CustomAdvantageConfig
 from prime_rl.configs.training.loss import CustomLossConfig
 from prime_rl.orchestrator.algorithms.advantages import Scores, advantage_function
-from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.losses.loss_inputs import LossInputs

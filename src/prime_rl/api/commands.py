@@ -22,7 +22,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.evaluation.eval_results import SUMMARY
 from prime_rl.loading.dump import write_config
-from prime_rl.rollouts.environment_id import find_environment
+from prime_rl.rollouts.environments.environment_id import find_environment
 from prime_rl.rollouts.group_failures import config_errors
 from prime_rl.storage.paths import RunPaths, steps_in
 

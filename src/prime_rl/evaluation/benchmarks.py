@@ -5,7 +5,7 @@ from typing import Any
 
 from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.environment_id import find_environment
+from prime_rl.rollouts.environments.environment_id import find_environment
 
 
 def _math_benchmark(dataset: str, split: str) -> EvalEnvConfig:

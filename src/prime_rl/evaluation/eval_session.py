@@ -28,7 +28,7 @@ from prime_rl.rollouts.clients.inference_client import (
     InferenceServerLost,
     LoadedPolicy,
 )
-from prime_rl.rollouts.environment_identity import identify_environments
+from prime_rl.rollouts.environments.environment_identity import identify_environments
 from prime_rl.rollouts.workers.environment_pool import (
     EnvironmentPool,
     start_pools,

@@ -34,7 +34,7 @@ from prime_rl.orchestrator.resume import (
     waits_for_trainer,
 )
 from prime_rl.rollouts.clients.inference_client import InferenceClient
-from prime_rl.rollouts.environment_identity import identify_all
+from prime_rl.rollouts.environments.environment_identity import identify_all
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher

@@ -19,8 +19,8 @@ from prime_rl.liveness.file_locks import hold_run_lock
 from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter, record_interrupted_phases
 from prime_rl.monitors.bench_report import print_bench_report
-from prime_rl.rollouts.environment_identity import identify_all
-from prime_rl.rollouts.example_count import count_examples
+from prime_rl.rollouts.environments.environment_identity import identify_all
+from prime_rl.rollouts.environments.example_count import count_examples
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.child_processes import BAD_INPUT, describe_exit

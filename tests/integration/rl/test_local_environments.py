@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from prime_rl.configs.rl import RLConfig
-from prime_rl.rollouts.environment_id import FoundEnvironment
-from prime_rl.rollouts.environment_identity import identify
+from prime_rl.rollouts.environments.environment_id import FoundEnvironment
+from prime_rl.rollouts.environments.environment_identity import identify
 from prime_rl.storage.artifact import MANIFEST
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.support.command import metrics_of

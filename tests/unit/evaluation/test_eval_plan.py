@@ -11,7 +11,7 @@ from prime_rl.configs.shared.blocks import EnvConfig, SamplingConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.evaluation.benchmarks import BENCHMARKS, benchmark_environment
 from prime_rl.evaluation.eval_plan import choose_examples, plan_tasks
-from prime_rl.rollouts import environment_id
+from prime_rl.rollouts.environments import environment_id
 
 
 def test_choose_examples_larger_choice_contains_the_smaller():

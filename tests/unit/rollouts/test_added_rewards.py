@@ -9,8 +9,8 @@ import pytest
 
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.group_failures import EnvironmentFailed, UnsupportedEnvironment
 from prime_rl.rollouts.rendering.renderer import Renderer
 from tests.support.fake_engine import fake_engine

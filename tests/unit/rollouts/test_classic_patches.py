@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts import environment_loader
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.replies import Generation
 from prime_rl.rollouts.verifiers import classic_patches, signatures

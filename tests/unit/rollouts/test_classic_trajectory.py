@@ -18,7 +18,7 @@ from verifiers.types import TrajectoryStep
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Credit
-from prime_rl.rollouts import environment_loader
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.replies import Generation

@@ -8,8 +8,8 @@ import pytest
 
 from prime_rl.configs.rollouts.options import RenderingConfig
 from prime_rl.configs.shared.blocks import EnvConfig
-from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.rollouts.rendering.renderer import Renderer
 from tests.support.chat_templates import SHAPES, make_merging_tokenizer

@@ -9,8 +9,8 @@ import pytest
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.environment_id import find_environment
-from prime_rl.rollouts.environment_identity import identify, identify_all, identify_environments
+from prime_rl.rollouts.environments.environment_id import find_environment
+from prime_rl.rollouts.environments.environment_identity import identify, identify_all, identify_environments
 
 ROOT = Path(__file__).parents[3]
 PRIME = """#!{python}

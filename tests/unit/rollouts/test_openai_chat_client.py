@@ -10,10 +10,10 @@ from aiohttp import web
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.types import Conversation
 from prime_rl.evaluation.eval_results import RolloutRow
-from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients import openai_chat_client
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer, PromptTooLong
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.rollouts.workers.protocol import GroupFinished, decode_report, frame
 from tests.support.fake_chat import calls, fake_chat, says

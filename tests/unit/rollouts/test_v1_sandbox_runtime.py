@@ -13,8 +13,8 @@ from verifiers.v1.errors import SandboxError
 
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.verifiers import v1_sandbox_runtime
 from prime_rl.rollouts.verifiers.v1_sandbox_runtime import SandboxRuntime, SandboxRuntimeConfig, install, shared_sandbox

@@ -10,8 +10,8 @@ import pytest
 
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceServerLost
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.replies import Generation

@@ -12,8 +12,8 @@ from aiohttp import web
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Conversation
-from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.verifiers.verifiers_v1 import TasksetEnvironment

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts import environment_loader
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.group_failures import is_infrastructure
 from prime_rl.sandbox.execution import ExecutionResult, SandboxLimits, Verdict
 from prime_rl.sandbox.python_env import PythonEnv

@@ -17,9 +17,9 @@ import uvloop
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.core.types import Conversation
-from prime_rl.rollouts import environment_loader
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
+from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.group_failures import check_scores, config_errors
 from prime_rl.rollouts.loop_turns import LoopTurns
 from prime_rl.rollouts.rendering.renderer import Renderer

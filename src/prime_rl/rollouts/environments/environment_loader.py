@@ -8,7 +8,7 @@ from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.types import Split
 from prime_rl.rollouts.environment_backend import LAST_CLASSIC, EnvironmentBackend
-from prime_rl.rollouts.environment_id import find_environment
+from prime_rl.rollouts.environments.environment_id import find_environment
 from prime_rl.rollouts.rendering.renderer import Renderer
 
 

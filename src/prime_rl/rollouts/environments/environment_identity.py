@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.environment_id import FoundEnvironment, distribution_of, find_environment
+from prime_rl.rollouts.environments.environment_id import FoundEnvironment, distribution_of, find_environment
 
 _MAX_HASHED_BYTES = 16 << 20
 """Of a larger file, such as data in the package, only name and size are hashed."""

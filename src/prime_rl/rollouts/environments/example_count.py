@@ -25,7 +25,7 @@ def count_examples(environments: Sequence[EnvConfig]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         result, failure = Path(folder, "count"), Path(folder, "error")
         process = subprocess.run(
-            [sys.executable, "-m", "prime_rl.rollouts.example_count", str(result)],
+            [sys.executable, "-m", "prime_rl.rollouts.environments.example_count", str(result)],
             input=json.dumps([env.model_dump(mode="json") for env in environments]),
             text=True,
             stdout=subprocess.DEVNULL,  # environments may print
@@ -43,7 +43,7 @@ def count_examples(environments: Sequence[EnvConfig]) -> int:
 @command
 def main() -> None:
     """Read environments as JSON from stdin; write the sum of their examples to the file in the first argument."""
-    from prime_rl.rollouts.environment_loader import load
+    from prime_rl.rollouts.environments.environment_loader import load
 
     environments = [EnvConfig.model_validate(values) for values in json.load(sys.stdin)]
     Path(sys.argv[1]).write_text(str(sum(len(load(env, None, "train")) for env in environments)))

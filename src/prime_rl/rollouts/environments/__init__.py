@@ -1,0 +1,1 @@
+"""Environments: how an id is resolved and loaded, and what identifies one."""
