@@ -24,7 +24,7 @@ from prime_rl.rollouts.environments.example_count import count_examples
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.child_processes import BAD_INPUT, describe_exit
-from prime_rl.supervisor.console_progress import ConsoleProgress, DisconnectableOutput
+from prime_rl.supervisor.console.console_progress import ConsoleProgress, DisconnectableOutput
 from prime_rl.supervisor.health_monitor import HealthMonitor
 from prime_rl.supervisor.launch_specs import make_process_specs
 from prime_rl.supervisor.lifecycle_events import EventLog

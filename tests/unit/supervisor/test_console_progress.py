@@ -6,7 +6,7 @@ import json
 from rich.console import Console
 
 from prime_rl.storage.paths import RunPaths
-from prime_rl.supervisor.console_progress import ConsoleProgress
+from prime_rl.supervisor.console.console_progress import ConsoleProgress
 
 
 def test_console_progress_batches_without_learning_signal_warn_once(tmp_path):

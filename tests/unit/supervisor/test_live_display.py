@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from prime_rl.storage.paths import RunPaths
-from prime_rl.supervisor.console_progress import ConsoleProgress
-from prime_rl.supervisor.live_display import LiveDisplay, sparkline
-from prime_rl.supervisor.run_progress import RunProgress
+from prime_rl.supervisor.console.console_progress import ConsoleProgress
+from prime_rl.supervisor.console.live_display import LiveDisplay, sparkline
+from prime_rl.supervisor.console.run_progress import RunProgress
 
 REPORT = """
 import json, os, pathlib, time

@@ -13,9 +13,9 @@ from prime_rl.liveness.file_locks import hold_run_lock
 from prime_rl.liveness.parent_process import SUPERVISED
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor import launch_specs, preflight
+from prime_rl.supervisor.console.run_progress import JsonTail, RunProgress
 from prime_rl.supervisor.launch import tail
 from prime_rl.supervisor.launch_specs import make_process_specs
-from prime_rl.supervisor.run_progress import JsonTail, RunProgress
 
 
 def refused(call, *args):

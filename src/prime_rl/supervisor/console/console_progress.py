@@ -18,8 +18,8 @@ from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.monitors.learning_signal import LearningSignalMonitor
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.wait_for import watch_directory
-from prime_rl.supervisor.live_display import LiveDisplay
-from prime_rl.supervisor.run_progress import ROLES, JsonTail, RunProgress, format_clock, format_number
+from prime_rl.supervisor.console.live_display import LiveDisplay
+from prime_rl.supervisor.console.run_progress import ROLES, JsonTail, RunProgress, format_clock, format_number
 
 _FIGURES = {"reward": "reward/mean", "loss": "loss", "staleness": "staleness/max", "tokens/s": "perf/tokens_per_second"}
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl.core.terminal_escape import escape_control_chars
-from prime_rl.supervisor.run_progress import RunProgress, format_clock, format_number
+from prime_rl.supervisor.console.run_progress import RunProgress, format_clock, format_number
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = ".:-=+*#@"

@@ -1,0 +1,1 @@
+"""What `rl` shows of the run on the console."""
