@@ -7,7 +7,7 @@ import pytest
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts import example_count
+from prime_rl.rollouts.environments import example_count
 from prime_rl.supervisor import launch
 
 
