@@ -177,7 +177,7 @@ def test_model_with_code_does_not_execute_it(tmp_path):
 
 def test_source_uses_neither_pickle_nor_eval():
     """But for torch's checkpoint metadata, whose reader has an allowlist (`trainer/checkpoints/dcp_reader.py`), the
-    process in the sandbox that runs the model's code (`sandbox/jail/jail_child.py`), and the functions that a Python
+    process in the sandbox that runs the model's code (`sandbox/jail/jail_program.py`), and the functions that a Python
     program hands to its own run, which become Python files there (`api/shipped_code.py`)."""
     wrong = {
         ("pickle",), ("cloudpickle",), ("dill",), ("marshal",), ("shelve",), ("joblib",), ("eval",), ("exec",),
@@ -194,7 +194,7 @@ def test_source_uses_neither_pickle_nor_eval():
                 found.add(str(file.relative_to(SOURCE)))
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
                 found.add(str(file.relative_to(SOURCE)))
-    assert found == {"trainer/checkpoints/dcp_reader.py", "sandbox/jail/jail_child.py", "api/shipped_code.py"}
+    assert found == {"trainer/checkpoints/dcp_reader.py", "sandbox/jail/jail_program.py", "api/shipped_code.py"}
 
 
 # Text of others

@@ -46,7 +46,7 @@ def test_run_resume_sets_the_checkpoint_of_both_processes(tmp_path):
         ({"max_steps": "many"}, "max_steps .*given in Python"),
         ({"config": {"orchestrator.batch_size": 12, "orchestrator.rollouts_per_example": 8}}, "not a multiple"),
         ({"config": "missing.toml"}, "missing.toml does not exist"),
-        ({"reward": named_advantage}, "give env"),
+        ({"reward": named_advantage}, "set env too"),
     ],
 )
 def test_run_bad_input_is_a_config_error_of_one_line(values, message, tmp_path):

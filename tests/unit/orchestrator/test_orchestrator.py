@@ -492,7 +492,8 @@ async def test_restart_other_settings_ships_every_position_once(stopped, run_orc
     assert len(groups) == len(set(groups)) == 3 + (config.max_steps - 1) * config.batch_size // count
     assert sampled == len(groups) - 3 - kept, "what fits is not sampled again, and nothing is sampled in vain"
     if config.max_steps == STEPS:
-        assert finished <= set(groups)
+        # One that does not fit is sampled again, and late enough in the order that the run may end before it.
+        assert len(finished - set(groups)) <= 2 - kept
         last = metrics(paths)[-1]
         assert last["tokens/wasted"] == 0
         assert last.get("dropped/resampled", 0) == 2 - kept
