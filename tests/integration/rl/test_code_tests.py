@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,8 +21,13 @@ ASYNC_LEVEL = 2
 
 def jails(run: Command) -> list[psutil.Process]:
     """The jails of all environment workers."""
-    descendants = psutil.Process(run.process.pid).children(recursive=True)
-    return [process for process in descendants if process.name() == "bwrap" and process.parent().name() != "bwrap"]
+    found = []
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # executions end at any time
+            parent = process.parent()
+            if process.name() == "bwrap" and parent is not None and parent.name() != "bwrap":
+                found.append(process)
+    return found
 
 
 def test_code_tests_recipe_raises_its_reward_although_a_jail_is_killed(start: StartCommand, tmp_path: Path) -> None:
