@@ -7,6 +7,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,8 @@ class Command:
         """Kill the remaining processes after a failed test."""
         self.process.poll()
         for process in self.started():
-            process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def story(self) -> str:

@@ -175,8 +175,16 @@ def requeue(cluster, number, holds, log):
     wait_until(holds, log)
     requeued = cluster.run("scontrol", "requeue", number)
     assert requeued.returncode == 0, requeued.stderr
-    wait_until(lambda: "PENDING" in cluster.run("squeue", "-h", "-j", number, "-o", "%T").stdout, log)
-    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+    def is_pending():
+        return "PENDING" in cluster.run("squeue", "-h", "-j", number, "-o", "%T").stdout
+
+    def has_started():
+        cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # the first start sets it as it ends
+        return not is_pending()
+
+    wait_until(is_pending, log)
+    wait_until(has_started, log)
 
 
 @pytest.mark.timeout(600)

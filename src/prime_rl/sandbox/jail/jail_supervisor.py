@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 import jail_files
 
-_INTERRUPT_GRACE_SECONDS = 0.5
+_INTERRUPT_GRACE_SECONDS = 2.0
 _REPORT_OVERHEAD_BYTES = 4096
 _HEADER = struct.Struct(">I")
 
