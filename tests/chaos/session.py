@@ -239,12 +239,13 @@ class Session:
             time.sleep(_POLL_S)
 
     def _noticed(self, kill: dict[str, Any]) -> float | None:
-        """Time of the first event of a killed process; for a worker, of its replacement."""
+        """Time of the first event of a killed process, or of a rank's torchrun; for a worker, of its replacement."""
         if kill["killed"] == "worker":
             latest = self._chaos / "pids" / "worker"
             return None if int(latest.read_text() or 0) in (0, kill["pid"]) else latest.stat().st_mtime
         events = (e for e in _lines(self.paths.events) if e["time"] >= kill["time"] and e["event"] != "started")
-        return min((e["time"] for e in events if e.get("pid") == kill["pid"]), default=None)
+        launcher = "trainer" if kill["killed"].startswith("rank") else None
+        return min((e["time"] for e in events if e.get("pid") == kill["pid"] or e["name"] == launcher), default=None)
 
     def _note_detections(self, result: CaseResult, ended: float | None = None) -> None:
         """Record when the kills so far were detected; those that `rl` could not report, at its end.

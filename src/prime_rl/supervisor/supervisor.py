@@ -278,6 +278,7 @@ class _Supervision:
             error = child.spec.read_error()
             bad_input = BAD_INPUT in (child.exited.result(), error.code if error else None)
             if bad_input or self._restarts_left(child.spec) <= 0:
+                self._report_exit(child)
                 others = [one for one in self.children if one.spec.name not in self._pending]
                 culprit = await find_culprit(others, self._timeouts.culprit_seconds)
                 return self._give_up(culprit, culprit.exited.result())
