@@ -58,7 +58,9 @@ class MathGrader:
         self._memory = memory
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="math-grader")
         self._own = threading.local()
+        self._lock = threading.Lock()
         self._workers: list[subprocess.Popen[str]] = []
+        self._is_closed = False
 
     async def grade(self, gold: str, answer: str) -> Verdict:
         """Return whether `answer` equals `gold`; both are what stands in a box.
@@ -81,7 +83,10 @@ class MathGrader:
         worker: subprocess.Popen[str] | None = getattr(self._own, "worker", None)
         if worker is None or worker.poll() is not None:
             worker = self._own.worker = _start(self._memory)
-            self._workers.append(worker)
+            with self._lock:
+                self._workers.append(worker)
+                if self._is_closed:  # while it was started
+                    worker.kill()
         request = {"gold": gold, "answer": answer, "seconds": self._seconds}
         assert worker.stdin and worker.stdout
         try:
@@ -100,8 +105,10 @@ class MathGrader:
 
     def close(self) -> None:
         """End the processes; no answer can be graded afterwards. They also exit when this program dies."""
-        for worker in list(self._workers):
-            worker.kill()  # a thread that waits for its verdict reads the end of its output
+        with self._lock:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.kill()  # a thread that waits for its verdict reads the end of its output
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in self._workers:
             _end(worker)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hendrycks_math.environment_tools import math_grading
 from hendrycks_math.environment_tools.answers import TAIL, final_part, last_boxed
 from hendrycks_math.environment_tools.math_grading import GraderBroken, MathGrader, Verdict, same_text
 from hendrycks_math.environment_tools.rows import Source, convert_rows, pick, read_file, text_of
@@ -215,6 +216,32 @@ def test_close_ends_busy_processes() -> None:
         await asyncio.to_thread(grader.close)
         assert (await hanging).failure == "crash"
         assert workers and all(worker.poll() is not None for worker in workers)
+
+    asyncio.run(run())
+
+
+def test_close_ends_a_process_that_is_being_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    grader, is_starting, may_start = MathGrader(seconds=1000), threading.Event(), threading.Event()
+    start = math_grading._start
+
+    def slow_start(memory: int) -> "subprocess.Popen[str]":
+        is_starting.set()
+        assert may_start.wait(60)
+        return start(memory)
+
+    def end_after_the_start(**options: bool) -> None:
+        may_start.set()
+        shutdown(**options)
+
+    shutdown = grader._threads.shutdown
+    monkeypatch.setattr(math_grading, "_start", slow_start)
+    monkeypatch.setattr(grader._threads, "shutdown", end_after_the_start)
+
+    async def run() -> None:
+        hanging = asyncio.create_task(grader.grade("2", "9^{9^{9^{9}}}"))
+        assert await asyncio.to_thread(is_starting.wait, 60)
+        await asyncio.to_thread(grader.close)
+        assert (await hanging).failure == "crash"
 
     asyncio.run(run())
 
