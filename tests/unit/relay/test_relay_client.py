@@ -47,20 +47,24 @@ async def test_fetch_copies_all_files_byte_by_byte(source, target):
 
 
 async def test_fetch_after_a_lost_connection_continues_at_the_next_relay(source, target):
-    async with running_relay(source) as broken, running_relay(source) as other:
-        sent = 0
+    async with running_relay(source) as one, running_relay(source) as other:
+        sent, is_cut = 0, False
 
-        def cut(block):
-            nonlocal sent
+        def cut_once(block):
+            nonlocal sent, is_cut
             sent += len(block)
-            return block if sent < len(CONTENT) // 2 else None
+            if is_cut or sent < len(CONTENT) // 2:
+                return block
+            is_cut = True
+            return None
 
-        broken.alter = cut
-        # The first file, config.json, comes from the first relay, the second one from the second.
-        async with RelayClient([other.url, broken.url], None) as client:
+        one.alter = other.alter = cut_once
+        async with RelayClient([one.url, other.url], None) as client:
             await client.fetch(NAME, target)
         assert read_all(target) == read_all(source / "weights/step_1")
-        (given,) = [value for value in broken.ranges(FILE) + other.ranges(FILE) if value]
+        first, second = one.ranges(FILE), other.ranges(FILE)
+        assert len(first) == len(second) == 1
+        (given,) = [value for value in first + second if value]
         assert given.startswith("bytes=") and int(given[6:-1]) > 0
 
 
