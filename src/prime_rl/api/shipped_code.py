@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.core.errors import ConfigError, summarize_exception, translate_error, unwritable
 from prime_rl.loading.diagnostics import find_secret
 
 _TEMPLATE = '''"""{name}, written by prime_rl.Run.
@@ -71,11 +71,9 @@ def write_code(name: str, value: Any, directory: Path) -> Path:
         name=name, source=_source(value), folders=_own_folders(), payload=base64.b85encode(payload).decode()
     )
     path = directory.resolve() / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
-    try:
+    with translate_error(OSError, unwritable(f"cannot write {path}", "set output_dir to a writable folder")):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; set output_dir to a writable folder") from None
     return path
 
 

@@ -25,6 +25,11 @@ def translate_error(
         raise make(error) from None
 
 
+def unwritable(problem: str, fix: str = "set --output-dir to a writable folder") -> Callable[[OSError], ConfigError]:
+    """Return what `translate_error` raises for an OSError: `{problem}: {reason}; {fix}`."""
+    return lambda error: ConfigError(f"{problem}: {error.strerror}; {fix}")
+
+
 def summarize_exception(error: BaseException, *, full: bool = False, location: bool = False) -> str:
     """Return the type and the message of an exception on one line.
 

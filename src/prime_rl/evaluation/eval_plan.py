@@ -8,7 +8,7 @@ import numpy as np
 
 from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
 from prime_rl.configs.shared.blocks import SamplingConfig
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.evaluation.benchmarks import benchmark_environment
 
 
@@ -69,7 +69,5 @@ def choose_examples(available: int, wanted: int, seed: int) -> list[int]:
 
 
 def _merge_sampling(env: EvalEnvConfig, sampling: SamplingConfig) -> SamplingConfig:
-    try:
+    with translate_error(ValueError, lambda error: ConfigError(str(error))):
         return env.sampling_with(sampling)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

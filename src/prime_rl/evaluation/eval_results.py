@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.errors import RunError, translate_error, unwritable
 from prime_rl.core.types import Conversation, Rollout
 
 ROLLOUTS = "rollouts.jsonl"
@@ -135,12 +135,10 @@ def open_results(parent: Path, settings: Mapping[str, Any]) -> ResultFile:
     Raises ConfigError if the folder cannot be written, RunError if another process is writing there.
     """
     folder = parent / digest(settings)
-    try:
+    with translate_error(OSError, unwritable(f"output_dir: {folder} cannot be written")):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / SETTINGS, settings)
         return ResultFile(folder / ROLLOUTS)
-    except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be written: {error.strerror}; set --output-dir") from None
 
 
 def digest(settings: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tomli_w
 
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import translate_error, unwritable
 from prime_rl.loading.base_config import BaseConfig
 
 
@@ -18,13 +18,11 @@ def to_toml(config: BaseConfig) -> str:
 
 def write_config(config: BaseConfig, path: Path) -> None:
     """Write `to_toml` to `path` by rename. Raises ConfigError if the directory cannot be written."""
-    try:
+    with translate_error(OSError, unwritable(f"cannot write {path}")):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         temporary.write_text(to_toml(config))
         temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; set --output-dir to a writable folder") from None
 
 
 def substitute(value: Any, old: str | None, new: str | None) -> Any:

@@ -16,7 +16,7 @@ from loguru import logger
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared.blocks import CkptConfig
-from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.errors import ConfigError, RunError, translate_error, unwritable
 from prime_rl.core.types import PolicyVersion
 from prime_rl.orchestrator.orchestrator_checkpoint import OrchestratorState, read_checkpoint_part
 from prime_rl.storage.artifact import ArtifactError
@@ -222,10 +222,8 @@ def _shipped_branch(paths: RunPaths) -> int:
 def _prepare_directory(config: OrchestratorConfig) -> None:
     """Create the directory, or clear it with `clean`; raise ConfigError if artifacts of an earlier run remain."""
     paths = config.run_paths
-    try:
+    with translate_error(OSError, unwritable(f"output_dir: {paths.root} cannot be created")):
         paths.root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir: {paths.root} cannot be created: {error.strerror}; set --output-dir") from None
     try:
         for old in clear_earlier_run(paths) if config.clean else ():
             logger.info("{} {} of an earlier run", "archived" if old == paths.checkpoints_dir else "removed", old)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
+from prime_rl.core.errors import translate_error
 from prime_rl.storage.artifact import MANIFEST, ArtifactError, commit_artifact, fsync, read_manifest, replace_file
 from prime_rl.storage.paths import step_of
 
@@ -242,7 +243,5 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 def _read(file: Path, kind: type[Record]) -> Record | None:
     if not file.exists():
         return None
-    try:
+    with translate_error(ValueError, lambda error: ArtifactError(f"{file} is damaged: {error}")):
         return msgspec.json.decode(file.read_bytes(), type=kind)
-    except ValueError as error:
-        raise ArtifactError(f"{file} is damaged: {error}") from None

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from prime_rl.configs.shared.monitoring import TensorBoardConfig
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import translate_error, unwritable
 from prime_rl.plots.figures import Figure
 
 _NUM_BINS = 64
@@ -30,11 +30,9 @@ class TensorBoardLogger:
 
     def __init__(self, config: TensorBoardConfig, role: str, directory: Path) -> None:
         folder = directory / "tensorboard" / role
-        try:
+        with translate_error(OSError, unwritable(f"tensorboard: {folder} cannot be written")):
             folder.mkdir(parents=True, exist_ok=True)
             self._writer = EventFileWriter(str(folder), flush_secs=config.flush_seconds)
-        except OSError as error:
-            raise ConfigError(f"tensorboard: {folder} cannot be written: {error.strerror}; set --output-dir") from None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log scalars."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from xxhash import xxh3_128_hexdigest
 
-from prime_rl.core.errors import RunError, summarize_exception
+from prime_rl.core.errors import RunError, summarize_exception, translate_error
 from prime_rl.core.types import Group
 from prime_rl.orchestrator.ledger.ledger_records import Done
 from prime_rl.orchestrator.ledger.pending_groups import encode_group, write_groups
@@ -40,13 +40,11 @@ class AppendLog:
         self.path = path
         self.num_records = num_records
         self._hashes: dict[str, str] = {}
-        try:
+        with translate_error(OSError, lambda error: RunError(f"{path} cannot be opened: {error}")):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.ftruncate(self._file, size)
             fsync(path.parent)
-        except OSError as error:
-            raise RunError(f"{path} cannot be opened: {error}") from None
         self._changed = threading.Condition()
         self._work: list[_Entry | Callable[[], object]] = []
         """In order: records, and what to do once the records before are on disk."""

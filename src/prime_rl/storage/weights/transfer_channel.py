@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from prime_rl.core.errors import RunError
+from prime_rl.core.errors import RunError, translate_error
 from prime_rl.storage.wait_for import DeadlineError
 
 Message = dict[str, Any]
@@ -53,10 +53,8 @@ class TransferChannel:
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message. Raises ChannelError if the peer has disconnected."""
         data = msgspec.json.encode(message)
-        try:
+        with translate_error(OSError, self._disconnected):
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
-        except OSError as error:
-            raise self._disconnected(error) from None
 
     def receive(
         self, timeout_s: float | None, check: Callable[[], None] = lambda: None, max_bytes: int = _MAX_BYTES
