@@ -231,10 +231,10 @@ def test_death_of_a_worker_ends_the_transfer_of_the_others(start, monkeypatch):
         collector = dying._member(TransferDescriptor.parse(request), "g", 2)._collector
         monkeypatch.setattr(collector, "load_weights", die)
         dead = pool.submit(next, receiving)
-        begun = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(ChannelError, match=r"version 0.1 was not sent: worker 1 of inference .* disconnected"):
             answer.result(20)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - started < 10
         over.set()
         assert isinstance(dead.exception(), ChannelError)
     trainer.sender.check()
@@ -245,7 +245,7 @@ def test_death_of_a_worker_ends_the_transfer_of_the_others(start, monkeypatch):
 def test_death_of_the_trainer_raises_at_once(start):
     trainer, receiver = start(timeout=60), worker()
     request, hashes = trainer.publish(1)
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(ChannelError, match=r"the trainer at localhost:\d+ disconnected"):
         for _ in receiver.receive(request, hashes):
             for group in list(trainer.sender._groups.values()):
@@ -254,7 +254,7 @@ def test_death_of_the_trainer_raises_at_once(start):
     trainer.sender.close()
     with pytest.raises(ChannelError, match=r"the trainer at localhost:\d+ cannot be reached at localhost:"):
         fetch(worker(), {**request, "group": "later"}, hashes)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - started < 15
 
 
 def test_missing_worker_is_named_in_the_error(start):

@@ -89,16 +89,16 @@ async def test_restarted_server_is_detected_and_updated(tmp_path):
 async def test_lost_server_cancels_its_rollouts(tmp_path, reborn):
     """Also requests on a connection that was not closed."""
 
-    async def play(server, begun):
+    async def play(server, started):
         async with server.cancel_scope():
-            begun.set()
+            started.set()
             await asyncio.Event().wait()
 
     paths = RunPaths(tmp_path)
     async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, _):
-        begun = asyncio.Event()
-        lost = asyncio.create_task(play(policy.servers[1], begun))
-        await begun.wait()
+        started = asyncio.Event()
+        lost = asyncio.create_task(play(policy.servers[1], started))
+        await started.wait()
         if reborn:
             two.step, two.hash, two.holder = 5, "other", None
         else:

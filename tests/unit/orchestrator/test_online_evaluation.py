@@ -23,10 +23,10 @@ class Held:
 
     def __init__(self):
         self.gate = asyncio.Event()
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
 
     async def __call__(self, example, url):
-        self.begun.set()
+        self.started.set()
         await self.gate.wait()
 
 
@@ -87,7 +87,7 @@ async def test_online_eval_newer_version_replaces_the_waiting_one(tmp_path):
     run = Run(tmp_path, FakePool(behave=held), interval=1)
     async with asyncio.TaskGroup() as tasks:
         await run.switch(0, tasks)
-        await held.begun.wait()
+        await held.started.wait()
         for version in (1, 2, 3):
             await run.switch(version, tasks)  # returns while the first goes on
         assert run.versions == []
@@ -157,7 +157,7 @@ async def test_online_eval_failing_run_cancels_it(tmp_path):
     with pytest.raises(ExceptionGroup):
         async with asyncio.TaskGroup() as tasks:
             await run.switch(0, tasks)
-            await held.begun.wait()
+            await held.started.wait()
             raise RunError("the trainer has died")
     assert pool.in_flight == 0
     assert run.versions == []
@@ -168,7 +168,7 @@ async def test_online_eval_span_does_not_delay_the_switch(tmp_path):
     run = Run(tmp_path, FakePool(behave=held))
     async with asyncio.TaskGroup() as tasks:
         await run.switch(0, tasks)
-        await held.begun.wait()
+        await held.started.wait()
         await run.evaluator.before_switch()
         held.gate.set()
         await run.evaluator.finish(0)
@@ -182,7 +182,7 @@ async def test_online_eval_pinned_delays_the_switch(tmp_path):
     async with asyncio.TaskGroup() as tasks:
         await run.switch(0, tasks)
         switch = tasks.create_task(run.evaluator.before_switch())
-        await held.begun.wait()
+        await held.started.wait()
         assert not switch.done()
         held.gate.set()
         await switch
@@ -198,7 +198,7 @@ async def test_online_eval_pinned_delays_the_switch_at_most_hold_s(tmp_path):
     run = Run(tmp_path, FakePool(behave=held), mode="pinned", hold_s=0.05)
     async with asyncio.TaskGroup() as tasks:
         await run.switch(0, tasks)
-        await held.begun.wait()
+        await held.started.wait()
         await run.evaluator.before_switch()
         assert run.versions == [], "the evaluation still goes on"
         async with asyncio.timeout(0.04):
@@ -245,7 +245,7 @@ async def test_online_eval_skipped_evaluation_releases_its_files(tmp_path):
             publish_version(run.paths, step)
         async with asyncio.TaskGroup() as tasks:
             await run.switch(1, tasks)
-            await held.begun.wait()
+            await held.started.wait()
             await run.switch(2, tasks)
             await run.switch(3, tasks)
             assert run.policy.weight_versions.kept == [1, 3]
@@ -298,22 +298,22 @@ async def test_online_eval_older_version_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reported", "begun", "version", "expected"),
+    ("reported", "started", "version", "expected"),
     [
         ([0], [0], 1, []),  # done: the base model is not evaluated again
         ([0, 4], [0, 4], 4, []),  # nor is the version that is sampled from
         ([0], [0, 4], 4, [4]),  # interrupted, on its own version
         ([], [0], 0, [0]),
         ([0], [0, 4], 5, [5]),  # version 4 is gone: the first behind a multiple takes its place
-        ([0], [0], 5, [5]),  # it was due, and had not begun
+        ([0], [0], 5, [5]),  # it was due, and had not started
         ([], [0], 3, []),  # the base model cannot be evaluated any more
         ([0], [0, 8], 4, [4]),  # version 8 was of a branch that a rewind has ended
     ],
 )
-async def test_online_eval_restart_repeats_only_interrupted_evaluations(tmp_path, reported, begun, version, expected):
+async def test_online_eval_restart_repeats_only_interrupted_evaluations(tmp_path, reported, started, version, expected):
     run = Run(tmp_path, FakePool(), interval=4)
     report(run.paths, {"step": 0, "time/step": 1.0}, *({"step": v, "eval/time_s": 1.0} for v in reported))
-    begin(run.paths, *begun)
+    begin(run.paths, *started)
     before = run.paths.evals_dir / "fake/step_0.jsonl"
     before.write_text("as it was")
     await run.evaluator.read_history()
@@ -322,7 +322,7 @@ async def test_online_eval_restart_repeats_only_interrupted_evaluations(tmp_path
         await run.rest()
     assert run.versions == expected
     assert 0 in expected or before.read_text() == "as it was"
-    lost = [v for v in begun if v not in reported and v < version]
+    lost = [v for v in started if v not in reported and v < version]
     assert run.evaluator.num_skipped == len(lost)
 
 

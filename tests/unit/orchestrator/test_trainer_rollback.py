@@ -90,18 +90,18 @@ def run_on(host):
 
     async def run(config, engine, trainer):
         config = config.model_copy(update={"client": ClientConfig(base_url=[engine.url])})
-        paths, stop, begun = RunPaths(config.output_dir), asyncio.Event(), []
+        paths, stop, started = RunPaths(config.output_dir), asyncio.Event(), []
         training = asyncio.create_task(trainer(stop))
         try:
             while True:
-                begun.append(await asyncio.to_thread(find_start_point, config))
+                started.append(await asyncio.to_thread(find_start_point, config))
                 async with AsyncExitStack() as stack:
                     environments = await start_environments(config, host, model_access(config), paths, stack)
                     servers = [await connect(config, engine.url, stack)]
                     monitor = Monitor(paths, "orchestrator", None)
                     stack.callback(monitor.close)
                     try:
-                        await OrchestratorLoop(config, environments, servers, monitor, start_point=begun[-1]).run()
+                        await OrchestratorLoop(config, environments, servers, monitor, start_point=started[-1]).run()
                         break
                     except TrainerRolledBack:
                         assert engine.holder is not None, "nobody else gets the server meanwhile"
@@ -110,7 +110,7 @@ def run_on(host):
         finally:
             stop.set()
             training.cancel()
-        return begun
+        return started
 
     return run
 
@@ -144,10 +144,10 @@ async def test_running_orchestrator_follows_a_rollback(
     trainers = RunPaths(tmp_path / "trainer") if has_relays else paths
     trainer = MortalTrainer(trainers, deaths, ckpt)
     async with fake_engine() as engine, relays_between(trainers, paths) if has_relays else nullcontext():
-        begun = await run_on(config, engine, trainer)
+        started = await run_on(config, engine, trainer)
         assert (engine.branch, engine.step) == (len(deaths), STEPS)
-    assert [one.state.step if one.state else 0 for one in begun] == begins
-    assert [one.branch for one in begun] == list(range(len(deaths) + 1))
+    assert [one.state.step if one.state else 0 for one in started] == begins
+    assert [one.branch for one in started] == list(range(len(deaths) + 1))
     surviving = {step: (branch, groups) for branch, step, groups in trainer.trained}
     assert [surviving[step] for step in range(STEPS)] == [
         (manifest["branch"], manifest["group_ids"]) for _, manifest in batches(paths)
@@ -187,8 +187,8 @@ async def test_rollback_waits_for_a_batch_being_written(tmp_path, tokenizer_dir,
         await train_on_branch(paths, stop)
 
     async with fake_engine() as engine:
-        begun = await run_on(config, engine, back_to_the_start)
-    assert [one.branch for one in begun] == [0, 1]
+        started = await run_on(config, engine, back_to_the_start)
+    assert [one.branch for one in started] == [0, 1]
     assert branch_of_batch(paths.abandoned(0) / "rollouts/step_1") == 0
     assert [manifest["branch"] for _, manifest in batches(paths)] == [1] * STEPS
 

@@ -41,11 +41,11 @@ async def test_refuse_archived_version_does_not_end_the_run(paths, on_refused):
 
 async def test_refresh_hanging_directory_does_not_block_the_event_loop(paths, monkeypatch):
     """The first refresh hangs, as on a network file system without its server; a later one must not overtake it."""
-    loop, hang, begun = asyncio.get_running_loop(), threading.Event(), asyncio.Event()
+    loop, hang, started = asyncio.get_running_loop(), threading.Event(), asyncio.Event()
 
     def listing(directory):
         found = steps_in(directory)
-        loop.call_soon_threadsafe(begun.set)
+        loop.call_soon_threadsafe(started.set)
         assert hang.wait(20)
         return found
 
@@ -53,7 +53,7 @@ async def test_refresh_hanging_directory_does_not_block_the_event_loop(paths, mo
     published = WeightVersions(paths, "keep_previous")
     first = asyncio.create_task(published.refresh())
     async with asyncio.timeout(20):
-        await begun.wait()
+        await started.wait()
         publish_version(paths, 1)
         second = asyncio.create_task(published.refresh())
         await asyncio.sleep(0)

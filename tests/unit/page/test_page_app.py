@@ -307,15 +307,15 @@ async def test_stream_ends_when_the_server_stops(root):
 
 
 async def test_stopping_server_waits_for_no_examination(root, monkeypatch):
-    begun, release = threading.Event(), threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     def examine(paths):
-        begun.set()
+        started.set()
         release.wait()
         raise OSError
 
     monkeypatch.setattr(run_health, "examine", examine)
-    app = make_app([RunView("synthetic", root)], LOCAL, is_closing=begun.is_set)
+    app = make_app([RunView("synthetic", root)], LOCAL, is_closing=started.is_set)
     transport = ASGITransport(app)
     async with AsyncClient(transport=transport, base_url="http://127.0.0.1") as client, asyncio.timeout(20):
         answer = await client.get("/api/runs/synthetic/health")

@@ -1,4 +1,4 @@
-"""Artifacts over HTTP: whole or absent, whatever a relay sends."""
+"""Artifacts over HTTP: complete or absent, also with faulty relays."""
 
 import asyncio
 import random

@@ -1,6 +1,6 @@
 """Environments of all kinds, written against verifiers alone, in real workers: tokens, masks, rewards and advantages.
 
-The expected values are computed by hand. `«...»` encloses what is trained; `…` stands for a start that is not compared.
+The expected values are computed by hand. `«...»` encloses what is trained; `…` replaces what is not compared.
 """
 
 from collections import Counter

@@ -34,13 +34,13 @@ def test_receive_returns_complete_messages_in_order(pair):
 def test_receive_all_raises_immediately_when_any_peer_disconnects(pair):
     here, there = pair
     threading.Timer(0.1, here.disconnect).start()
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(ChannelError, match="the first disconnected"):
         there.receive(60)
     with pytest.raises(ChannelError, match="the first disconnected"):
         while True:
             there.send({})
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started < 5
 
 
 def test_receive_slow_message_raises_at_the_deadline(pair):

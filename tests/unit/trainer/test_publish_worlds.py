@@ -54,15 +54,15 @@ class Training:
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Writing waits at each file until `written` is released; `begun` counts the files that wait or are written."""
+    """Writing waits at each file until `written` is released; `started` counts the files that wait or are written."""
 
     class Disk:
-        begun, written = threading.Semaphore(0), threading.Semaphore(0)
+        started, written = threading.Semaphore(0), threading.Semaphore(0)
 
     write = filesystem.write_safetensors
 
     def slowly(path, tensors):
-        Disk.begun.release()
+        Disk.started.release()
         assert Disk.written.acquire(timeout=PATIENCE_S)
         return write(path, tensors)
 
@@ -73,7 +73,7 @@ def slow_disk(monkeypatch):
 def test_start_with_slow_disk_returns_and_publishes_weights_of_its_step(tiny, world, weights, slow_disk):
     training = Training(tiny, world)
     training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
-    assert slow_disk.begun.acquire(timeout=PATIENCE_S)
+    assert slow_disk.started.acquire(timeout=PATIENCE_S)
     for value in (1.0, 2.0, 3.0):
         training.update(value)
     assert training.publisher.metrics()["weight_sync/seconds"] is None
@@ -110,7 +110,7 @@ def test_update_waits_until_weights_are_copied(tiny, world, weights, monkeypatch
 def test_start_waits_for_previous_version_and_skips_none(tiny, world, weights, slow_disk):
     training, seen = Training(tiny, world), []
     training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
-    slow_disk.begun.acquire(timeout=PATIENCE_S)
+    slow_disk.started.acquire(timeout=PATIENCE_S)
 
     def release():
         seen.append(steps_in(weights))
@@ -348,7 +348,7 @@ def test_ipc_with_several_ranks_raises(tiny, tmp_path):
 def test_hanging_disk_raises_at_the_deadline(tiny, world, weights, slow_disk):
     training = Training(tiny, world, FileBroadcastConfig(timeout_seconds=0.3))
     training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
-    assert slow_disk.begun.acquire(timeout=PATIENCE_S)
+    assert slow_disk.started.acquire(timeout=PATIENCE_S)
     message = r"step_1 to be written \(weight_broadcast\.timeout_seconds\): .*disk of .*weights"
     with pytest.raises(DeadlineError, match=message):
         training.publisher.start(weights / "step_2", PolicyVersion(0, 2))

@@ -98,7 +98,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 
     async def call_local(self, name: str, arguments: str, runtime: Runtime) -> str:
         """Return the result of one of `local_tools`; its arguments are JSON from the model."""
-        raise NotImplementedError
+        raise LookupError(f"{type(self).__name__} has no tool {name}")
 
 
 class McpTools:

@@ -90,12 +90,7 @@ class JailProcess:
         """
         try:
             async with asyncio.timeout(_START_TIMEOUT_SECONDS):
-                connection = self.connect()
-                try:
-                    await connection.send(probe)
-                    await connection.receive()
-                finally:
-                    connection.close()
+                await self.connect().exchange(probe)
         except (JailLostError, TimeoutError):
             self.kill()
             raise JailStartError(self.read_errors() or "the jail did not answer") from None
@@ -139,6 +134,14 @@ class JailConnection:
             await asyncio.get_running_loop().sock_sendall(self._socket, _HEADER.pack(len(payload)) + payload)
         except OSError as error:
             raise JailLostError(str(error)) from None
+
+    async def exchange(self, message: Mapping[str, Any]) -> None:
+        """Send an object, wait for the answer and close the connection. Raises JailLostError."""
+        try:
+            await self.send(message)
+            await self.receive()
+        finally:
+            self.close()
 
     async def receive(self) -> dict[str, Any]:
         """Return the next object. Raises JailLostError."""

@@ -149,14 +149,9 @@ class PrimeJail:
         try:
             async with asyncio.timeout(_START_TIMEOUT_SECONDS):
                 await self._start_process()
-                connection = self.connect()
-                try:
-                    await connection.send(probe)
-                    await connection.receive()
-                finally:
-                    connection.close()
+                await self.connect().exchange(probe)
         except (APIError, SandboxNotRunningError, JailLostError, TimeoutError) as error:
-            if self._error_reader is not None:  # what the jail wrote to stderr tells more, if it has ended
+            if self._error_reader is not None:  # if it has ended, its stderr names the reason
                 await asyncio.wait([self._error_reader], timeout=_LAST_ERRORS_SECONDS)
             reason = self.read_errors() or summarize_exception(error)
             raise JailStartError(f"the remote machine did not start a jail: {reason}") from None

@@ -162,11 +162,11 @@ class Checkpointer:
             self._start_save(progress)
 
     def save_at_stop(self, progress: Progress) -> None:
-        """Save before batch `progress.step`, unless that is done, or no step is. All ranks call it.
+        """Save before batch `progress.step` if a stop is agreed and it is not saved yet. All ranks call it.
 
         The orchestrator writes its part when it reads `STOP.json`. A failure is logged: the run ends anyway.
         """
-        if self._options is None or progress.step in (0, self._saved):
+        if self._options is None or not self.stop_request.is_agreed or progress.step in (0, self._saved):
             return
         try:
             self._wait()

@@ -138,8 +138,7 @@ def train(config: TrainerConfig) -> bool:
                 garbage.step_done(step)
             garbage.close()
             heartbeat.enter("finish writing")
-            if stop.is_agreed:
-                checkpoints.save_at_stop(progress)
+            checkpoints.save_at_stop(progress)
             checkpoints.close()
             publisher.close()
             publications.close()

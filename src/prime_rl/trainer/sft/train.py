@@ -97,8 +97,7 @@ def train(config: SFTConfig) -> bool:
                     break
             garbage.close()
             heartbeat.enter("finish writing")
-            if stop.is_agreed:
-                checkpoints.save_at_stop(progress)
+            checkpoints.save_at_stop(progress)
             checkpoints.close()
             publisher.close()
             reporter.close()
