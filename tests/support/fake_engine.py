@@ -34,6 +34,8 @@ class FakeEngine:
         self.switching = None  # async callable(step), called between the switch and the response
         self.deaf: asyncio.Event | None = None  # requests wait until it is set
         self.failures = 0  # number of next switches that return 500
+        self.settings: dict = {}  # in the response of /policy
+        self.num_policy_requests = 0
         self.base_canary: dict | None = None  # response of GET /base_canary; None: the route does not exist
         self.calls: list[str] = []  # calls of the routes that stage, switch and reset
         self.running: web.AppRunner | None = None
@@ -64,7 +66,8 @@ class FakeEngine:
         return {"run_id": self.holder, "branch": self.branch, "step": self.step, "hash": self.hash, "model": "m"}
 
     async def policy(self, _: web.Request) -> web.Response:
-        return web.json_response(self.loaded())
+        self.num_policy_requests += 1
+        return web.json_response(self.loaded() | {"settings": self.settings})
 
     async def canary(self, _: web.Request) -> web.Response:
         return web.json_response(self.base_canary, status=404 if self.base_canary is None else 200)

@@ -17,7 +17,7 @@ from prime_rl.configs.rollouts.options import ConcurrencyConfig, RolloutsConfig
 from prime_rl.configs.shared.bench import sample_without_trainer
 from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, RunConfig, SamplingConfig
 from prime_rl.configs.shared.heartbeat import HeartbeatConfig
-from prime_rl.liveness.run_settings import RunSettings, describe_model
+from prime_rl.liveness.run_settings import SAMPLED_LENGTH, RunSettings, describe_model
 from prime_rl.loading.base_config import common
 from prime_rl.loading.provenance import ConfigState
 
@@ -206,10 +206,12 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
         """What this process and the trainer must agree on."""
         return {
             "model.name": describe_model(self.model.name),
-            "seq_len": self.seq_len,
+            "tokenizer.name": describe_model(self.tokenizer.name or self.model.name),
+            SAMPLED_LENGTH: self.seq_len,
             "max_steps": self.max_steps,
             "async_level": self.async_level,
             "ckpt.interval": self.ckpt.interval if self.ckpt is not None else None,
+            "ckpt.path": str(self.ckpt.path) if self.ckpt is not None else None,
         }
 
     @property

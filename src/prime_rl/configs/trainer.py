@@ -10,7 +10,7 @@ from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.configs.training.broadcast import BroadcastConfig, FileBroadcastConfig, check_transfer
 from prime_rl.configs.training.common import TrainingConfig
 from prime_rl.configs.training.loss import AIPOLossConfig, LossConfig, ReferenceConfig
-from prime_rl.liveness.run_settings import RunSettings, describe_model
+from prime_rl.liveness.run_settings import ADAPTER_RANK, RunSettings, describe_model
 from prime_rl.loading.base_config import BaseConfig, common, unused
 from prime_rl.loading.provenance import ConfigState
 
@@ -130,13 +130,17 @@ class TrainerConfig(TrainingConfig):
 
     @property
     def run_settings(self) -> RunSettings:
-        """What this process and the orchestrator must agree on."""
+        """What the other processes of the run must fit; `weight_broadcast.dtype` is added when the device is known."""
+        lora = self.model.lora
         return {
             "model.name": describe_model(self.model.name),
+            "tokenizer.name": describe_model(self.tokenizer.name or self.model.name),
+            ADAPTER_RANK: lora.rank if lora is not None and lora.publish == "adapter" else None,
             "model.seq_len": self.model.seq_len,
             "max_steps": self.max_steps,
             "async_level": self.async_level,
             "ckpt.interval": self.ckpt.interval if self.ckpt is not None else None,
+            "ckpt.path": str(self.ckpt.path) if self.ckpt is not None else None,
         }
 
     @model_validator(mode="after")

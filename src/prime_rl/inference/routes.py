@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -17,6 +18,7 @@ from prime_rl.inference.policy.named_adapters import NamedAdapters
 from prime_rl.inference.policy.policy_manager import PolicyManager, WrongWeightsError
 from prime_rl.inference.policy.run_lease import LeaseHeldError
 from prime_rl.inference.policy.weight_checks import WeightsRefusedError
+from prime_rl.liveness.run_settings import RunSettings
 from prime_rl.rollouts.clients.generation_messages import PATH, PROTOCOL
 from prime_rl.storage.weights.canary import PolicyCanary
 
@@ -82,6 +84,7 @@ def make_router(
     adapters: NamedAdapters | None = None,
     base_canary: PolicyCanary | None = None,
     canary_tolerance: float | None = None,
+    settings: RunSettings = MappingProxyType({}),
 ) -> APIRouter:
     """Make the routes.
 
@@ -90,15 +93,17 @@ def make_router(
     trainer's, 500 for any other error. `RequestLayer` checks the key before.
 
     `admin_refusal` is why admin requests are disabled; None if they are enabled. A server that takes no adapters has no
-    `adapters`. `base_canary` has the log-probabilities of the base model at the start of the server.
+    `adapters`. `base_canary` has the log-probabilities of the base model at the start of the server. `settings` are
+    what the settings of a run must fit.
     """
     router = APIRouter(dependencies=[Depends(_admin_check(admin_refusal))])
 
     @router.get("/policy")
     async def policy(run_id: str | None = None) -> dict[str, Any]:
-        """The loaded version (`branch`, `step`, `hash`), `model`, the lease's holder (`run_id`), `canary_difference`
-        and, with `enable_lora`, `adapters`. The query `?run_id=` renews that run's lease."""
-        described = {**policies.describe(run_id), "model": model_name}
+        """The loaded version (`branch`, `step`, `hash`), `model`, the lease's holder (`run_id`), `canary_difference`,
+        the `settings` that a run must fit and, with `enable_lora`, `adapters`. The query `?run_id=` renews that run's
+        lease."""
+        described = {**policies.describe(run_id), "model": model_name, "settings": dict(settings)}
         return described if adapters is None else described | {"adapters": adapters.describe()}
 
     @router.get(PATH)

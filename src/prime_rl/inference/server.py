@@ -43,6 +43,7 @@ from prime_rl.inference.vllm import engine_arguments
 from prime_rl.inference.vllm.engine_group import VllmEngine
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import is_supervised
+from prime_rl.liveness.run_settings import MAX_ADAPTER_RANK, SERVED_DTYPE, SERVED_LENGTH
 from prime_rl.storage.checkpoint_artifacts import write_json
 
 if TYPE_CHECKING:
@@ -192,7 +193,11 @@ async def _make_app(
     ask, vocabulary = engine.prompt_logprobs, client.model_config.get_vocab_size()
     name, timeout_s = args.served_model_name[0], config.engine_timeout_seconds
     canary = await run_self_test(ask, vocabulary, engine.dtype, config.model.name, timeout_s, nodes.places)
-    app.include_router(make_router(policies, name, access.admin_refusal, adapters, canary, tolerance))
+    settings = {
+        "model.name": name, SERVED_DTYPE: engine.dtype, SERVED_LENGTH: client.model_config.max_model_len,
+        MAX_ADAPTER_RANK: max_rank,
+    }  # fmt: skip
+    app.include_router(make_router(policies, name, access.admin_refusal, adapters, canary, tolerance, settings))
     return app, policies, TokenGenerator(client, app.state, prepare, send)
 
 

@@ -9,7 +9,7 @@ from loguru import logger
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
 from prime_rl.liveness.heartbeat_monitor import HeartbeatMonitor, KernelState, LivenessReport, ProcessState
-from prime_rl.liveness.run_settings import RunSettings, find_difference
+from prime_rl.liveness.run_settings import ProcessSettings, RunSettings, find_difference
 from prime_rl.storage.paths import RunPaths
 
 _POLL_SECONDS = 0.5
@@ -31,7 +31,8 @@ class PeerMonitor:
         answers_requests: the processes are servers: missing heartbeats are no evidence as long as they may answer
             requests, and one server can replace another. A wait ends only when each of them is stuck, has failed or
             ended, or is gone or stopped on this node.
-        settings: of this process, which those of the peers must not contradict; not checked under `rl`.
+        settings: of this process, which those of the peers must not contradict; not checked under `rl`. The run ends
+            if they do, but survives a process with other settings that starts after one with the same.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class PeerMonitor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._paths, self._role, self._limits, self._raises, self._clock = paths, role, limits, raises, clock
-        self._answers_requests, self._settings = answers_requests, settings
+        self._answers_requests, self._settings = answers_requests, ProcessSettings("here", settings)
+        self._has_agreed = False
+        self._refused = ""
         self._monitor = HeartbeatMonitor(paths, limits, (role,), clock)
         self._last_poll = float("-inf")
         self._reports: list[LivenessReport] = []
@@ -61,17 +64,32 @@ class PeerMonitor:
         """
         if self._clock() - self._last_poll < _POLL_SECONDS:
             return
-        if not self._raises:
-            self.poll()
-            return
-        seen = self.log_changes()
-        for report in seen:
-            difference = find_difference(self._settings, report.heartbeat.settings)
-            if difference is not None and not report.has_exited:
-                raise ConfigError(f"{difference} at {report.heartbeat}; give both the same")
+        seen = self.compare()
         lost = [report for report in seen if self._is_lost(report)]
         if lost and (len(lost) == len(seen) or not self._answers_requests):
             raise PeerLost(f"{lost[0]}; this process was waiting for it")
+
+    def compare(self) -> list[LivenessReport]:
+        """Poll, log changes and compare the settings of the living processes, unless this process runs under `rl`.
+
+        Returns the processes that have been seen alive. Raises ConfigError as `check`.
+        """
+        if not self._raises:
+            self.poll()
+            return []
+        seen = self.log_changes()
+        for report in seen:
+            if report.has_exited:
+                continue
+            peer = ProcessSettings(f"at {report.heartbeat}", report.heartbeat.settings)
+            if (difference := find_difference(self._settings, peer)) is None:
+                self._has_agreed = True
+            elif not self._has_agreed:
+                raise ConfigError(difference)
+            elif difference != self._refused:
+                self._refused = difference
+                logger.warning("this run does not work with {}: {}", report.heartbeat, difference)
+        return seen
 
     def poll(self) -> None:
         """Record which processes are alive, so that a later `check` can distinguish them from an earlier run's."""

@@ -1,13 +1,33 @@
-"""The settings that separately started processes of a run must share. Each heartbeat contains those of its process."""
+"""The settings that the processes of a run must share, also if they are started separately, and their comparison.
+
+Trainer and orchestrator write theirs into their heartbeats; a server answers them to `GET /policy`.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 Setting = str | int | None
 RunSettings = Mapping[str, Setting]
-"""Key of the configuration -> value."""
+"""Key of the configuration -> resolved value."""
 
-_TRAINER_LENGTH, _SAMPLED_LENGTH = "model.seq_len", "seq_len"
+PUBLISHED_DTYPE, SERVED_DTYPE = "weight_broadcast.dtype", "model.dtype"
+ADAPTER_RANK, MAX_ADAPTER_RANK = "model.lora.rank", "max_lora_rank"
+"""None if the trainer publishes no adapters, or the server accepts none."""
+SAMPLED_LENGTH, SERVED_LENGTH = "seq_len", "model.max_model_len"
+
+_LIMITS = (("model.seq_len", SAMPLED_LENGTH), (SERVED_LENGTH, SAMPLED_LENGTH), (MAX_ADAPTER_RANK, ADAPTER_RANK))
+"""Pairs of a limit in one process and the value in the other one that must not exceed it."""
+_EXACT_IN = {"bfloat16": ("bfloat16", "float32"), "float16": ("float16", "float32"), "float32": ("float32",)}
+"""Precision of published weights -> precisions that represent each of their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """The settings of one process, and where it is in messages: `here`, or `at` something."""
+
+    place: str
+    values: RunSettings
 
 
 def describe_model(name: str) -> str:
@@ -15,18 +35,35 @@ def describe_model(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def find_difference(own: RunSettings, other: RunSettings) -> str | None:
-    """Return the first setting that differs, with both values; None if the processes can work together.
+def find_difference(one: ProcessSettings, other: ProcessSettings) -> str | None:
+    """Return the first difference that prevents two processes from working together: places, values and cure.
 
-    A setting that only one of them has does not count. The trainer may take longer samples than the orchestrator ships.
+    Settings of the same key must be equal. A setting that only one of them has does not count.
     """
-    for key in own.keys() & other.keys():
-        if own[key] != other[key]:
-            return f"{key} = {own[key]} here and {other[key]}"
-    for here, there, is_trainer in ((own, other, True), (other, own, False)):
-        longest, shipped = here.get(_TRAINER_LENGTH), there.get(_SAMPLED_LENGTH)
-        if isinstance(longest, int) and isinstance(shipped, int) and longest < shipped:
-            if is_trainer:
-                return f"{_TRAINER_LENGTH} = {longest} here is below {_SAMPLED_LENGTH} = {shipped}"
-            return f"{_SAMPLED_LENGTH} = {shipped} here is above {_TRAINER_LENGTH} = {longest}"
+    for key, value in one.values.items():
+        if key in other.values and other.values[key] != value:
+            return f"{key} = {value} {one.place} and {other.values[key]} {other.place}; give both the same"
+    return _find_excess(one, other) or _find_excess(other, one)
+
+
+def _find_excess(limiting: ProcessSettings, limited: ProcessSettings) -> str | None:
+    """Return the first value of `limited` that `limiting` cannot take."""
+    for limit_key, key in _LIMITS:
+        limit, value = limiting.values.get(limit_key), limited.values.get(key)
+        if isinstance(limit, int) and isinstance(value, int) and limit < value:
+            return (
+                f"{key} = {value} {limited.place} is above {limit_key} = {limit} {limiting.place}; "
+                f"set {limit_key} to {value} or more, or {key} to {limit} or less"
+            )
+    if limited.values.get(ADAPTER_RANK) and limiting.values.get(MAX_ADAPTER_RANK, 0) is None:
+        return (
+            f"model.lora.publish = adapter {limited.place} needs a server with enable_lora = true, and it is false "
+            f"{limiting.place}; add --enable-lora there, or set model.lora.publish to merged"
+        )
+    published, served = limited.values.get(PUBLISHED_DTYPE), limiting.values.get(SERVED_DTYPE)
+    if served and isinstance(published, str) and served not in _EXACT_IN.get(published, (served,)):
+        return (
+            f"{PUBLISHED_DTYPE} = {published} {limited.place} and {SERVED_DTYPE} = {served} {limiting.place}: the "
+            f"server would sample from rounded weights; give both the same"
+        )
     return None

@@ -13,6 +13,7 @@ from loguru import logger
 
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.api_key import read_api_key, withheld_from_environments
+from prime_rl.core.daemon_futures import run_in_daemon_thread
 from prime_rl.core.errors import RunError
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import is_supervised
@@ -23,7 +24,8 @@ from prime_rl.orchestrator.asyncio_utils import end_tasks
 from prime_rl.orchestrator.batching.row_flops import read_model_config, row_cost, vocabulary_size
 from prime_rl.orchestrator.health.progress_watchdog import SUPERVISOR, watch_supervisor
 from prime_rl.orchestrator.inference.concurrency_control import ConcurrencyController
-from prime_rl.orchestrator.inference.inference_server import InferenceServer
+from prime_rl.orchestrator.inference.inference_server import FindProblem, InferenceServer, accept_all
+from prime_rl.orchestrator.inference.server_settings import RequiredSettings
 from prime_rl.orchestrator.online_eval.eval_setup import start_pools, start_schedules
 from prime_rl.orchestrator.orchestrator import OrchestratorLoop
 from prime_rl.orchestrator.resume import (
@@ -89,7 +91,11 @@ async def _run(config: OrchestratorConfig, start_point: StartPoint, heartbeat: H
         access = model_access(config, vocabulary_size(description))
         environments = await start_environments(config, host, access, paths, stack)
         schedules = await start_schedules(config, host, access, paths, stack)
-        servers = [await connect(config, url, stack) for url in config.client.urls]
+        required = RequiredSettings(config.model.name, config.seq_len, paths, config.heartbeat.limits)
+        if not config.bench:  # no trainer takes part in a benchmark
+            await run_in_daemon_thread(required.read_trainer)
+            stack.push_async_callback(end_tasks, asyncio.create_task(required.follow_trainer()))
+        servers = [await connect(config, url, stack, required.find_problem) for url in config.client.urls]
         monitor = Monitor(paths, "orchestrator", config.metric_loggers, config)
         stack.callback(monitor.close)
         gc.unfreeze()  # objects of an earlier branch
@@ -133,7 +139,9 @@ def model_access(config: OrchestratorConfig, vocabulary: int | None = None) -> M
     )
 
 
-async def connect(config: OrchestratorConfig, url: str, stack: AsyncExitStack) -> InferenceServer:
+async def connect(
+    config: OrchestratorConfig, url: str, stack: AsyncExitStack, find_problem: FindProblem = accept_all
+) -> InferenceServer:
     """Open the admin connection to one inference server; `stack` closes it."""
     run_id = config.run_id or f"{socket.gethostname()}:{config.output_dir.resolve()}"
     options = config.client
@@ -142,4 +150,4 @@ async def connect(config: OrchestratorConfig, url: str, stack: AsyncExitStack) -
         options.probe_timeout_seconds,
     )  # fmt: skip
     await stack.enter_async_context(client)
-    return InferenceServer(client, ConcurrencyController(config.concurrency, config.seq_len))
+    return InferenceServer(client, ConcurrencyController(config.concurrency, config.seq_len), find_problem)

@@ -30,6 +30,9 @@ class FakeServer:
             raise answer
         return answer
 
+    async def policy(self):
+        return await self.client.policy()
+
     async def wait_until_reachable(self, timeout_s):
         try:
             await self._answer("policy")

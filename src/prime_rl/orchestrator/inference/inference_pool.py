@@ -16,8 +16,8 @@ seconds (I7) and returns with the newest version; the other servers do not wait 
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from loguru import logger
@@ -33,7 +33,9 @@ from prime_rl.orchestrator.inference.inference_server import (
     InvalidWeights,
     PublishedVersion,
     may_recover,
+    warn_of_failure,
 )
+from prime_rl.orchestrator.inference.server_settings import UnfitServer
 from prime_rl.orchestrator.inference.server_startup import bring_to_newest, bring_up
 from prime_rl.orchestrator.inference.weight_versions import WeightVersions
 from prime_rl.rollouts.clients.inference_client import InferenceServerLost, LoadedPolicy
@@ -114,7 +116,7 @@ class InferencePool:
         """Return what each server that is up computed for the canary under the base model, with its `url`."""
         found = []
         for client in [server.client for server in self.servers if server.up]:
-            with _warn_of_failure(f"the base model of {client.url} is not compared with the trainer's"):
+            with warn_of_failure(f"the base model of {client.url} is not compared with the trainer's"):
                 if (canary := await client.base_canary()) is not None:
                     found.append({**canary, "url": client.url})
         return found
@@ -202,7 +204,9 @@ class InferencePool:
     async def maintain(self, stop: asyncio.Event) -> None:
         """Renew the leases and restore lost servers until `stop` is set.
 
-        Raises InferenceServerLost after `reconnect_s` without answers, InferenceError if another run leased a server.
+        Raises InferenceServerLost after `reconnect_s` without answers, UnfitServer if then only servers of other
+        settings answer, ConfigError if a trainer starts whose settings do not fit the servers, and InferenceError if
+        another run leased a server.
         """
         async with asyncio.TaskGroup() as tasks:
             for server in self.servers:
@@ -224,7 +228,7 @@ class InferencePool:
         """Release the leases."""
 
         async def release(server: InferenceServer) -> None:
-            with _warn_of_failure(f"the lease of {server.client.url} was not released"):
+            with warn_of_failure(f"the lease of {server.client.url} was not released"):
                 await server.client.release()
 
         await asyncio.gather(*map(release, self.servers))
@@ -324,14 +328,16 @@ class InferencePool:
     async def _maintain_one(self, server: InferenceServer, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
-                loaded = await server.client.policy()
+                loaded = await server.policy()
                 if loaded.version != server.version or not loaded.is_ours or server.rejected_step is not None:
                     await self._rejoin(server)
                 elif not server.up:
                     await self._restore(server)
                 self._all_lost_since = None
-            except SERVER_ERRORS as error:
-                if not may_recover(error):
+            except (*SERVER_ERRORS, UnfitServer) as error:
+                if isinstance(error, UnfitServer):
+                    server.log_refusal(error)
+                elif not may_recover(error):
                     raise
                 self.take_out(server, str(error))
                 server.cancel_all()
@@ -340,6 +346,8 @@ class InferencePool:
                 elif self._all_lost_since is None:
                     self._all_lost_since = time.monotonic()
                 elif time.monotonic() - self._all_lost_since > self._reconnect_s:
+                    if isinstance(error, UnfitServer):
+                        raise
                     lost = f"inference at {server.client.url} cannot be reached"
                     raise InferenceServerLost(f"{lost}, and no server answered for {self._reconnect_s:g} s") from None
             await pause(stop, _LEASE_RENEWAL_S if server.up else _PROBE_S)
@@ -388,12 +396,3 @@ class InferencePool:
         self._on_change()
         async with self._changed:
             self._changed.notify_all()
-
-
-@contextmanager
-def _warn_of_failure(what: str) -> Iterator[None]:
-    """Log a failed request instead of raising."""
-    try:
-        yield
-    except SERVER_ERRORS as error:
-        logger.warning("{}: {}", what, error)

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import TypeVar
 from loguru import logger
 
 from prime_rl.core.daemon_futures import run_in_daemon_thread
-from prime_rl.core.errors import RunError, summarize_exception
+from prime_rl.core.errors import ConfigError, RunError, summarize_exception
 from prime_rl.core.types import PolicyVersion
+from prime_rl.liveness.run_settings import RunSettings
 from prime_rl.orchestrator.asyncio_utils import deadline_scope
 from prime_rl.orchestrator.inference.concurrency_control import ConcurrencyController, ServerLoad
+from prime_rl.orchestrator.inference.server_settings import UnfitServer
 from prime_rl.rollouts.clients.inference_client import (
     InferenceClient,
     InferenceError,
@@ -36,9 +38,26 @@ SERVER_ERRORS = (InferenceServerLost, InferenceError)
 Answer = TypeVar("Answer")
 
 
+FindProblem = Callable[[str, RunSettings], str | None]
+"""Returns why the server at a URL, with some settings, cannot be used: `RequiredSettings.find_problem`."""
+
+
+def accept_all(url: str, settings: RunSettings) -> None:
+    """Accept a server with any settings."""
+
+
 def may_recover(error: object) -> bool:
     """Return whether a server is lost or failed; it may be restarted."""
     return isinstance(error, InferenceServerLost) or (isinstance(error, InferenceError) and error.is_server_fault)
+
+
+@contextmanager
+def warn_of_failure(what: str) -> Iterator[None]:
+    """Log a failed request instead of raising."""
+    try:
+        yield
+    except SERVER_ERRORS as error:
+        logger.warning("{}: {}", what, error)
 
 
 class InvalidWeights(RunError):
@@ -90,9 +109,17 @@ class InferenceServer:
         last_load: the last reading of its /metrics, if any.
     """
 
-    def __init__(self, client: InferenceClient, controller: ConcurrencyController) -> None:
+    def __init__(
+        self,
+        client: InferenceClient,
+        controller: ConcurrencyController,
+        find_problem: FindProblem = accept_all,
+    ) -> None:
         self.client = client
         self.controller = controller
+        self._find_problem = find_problem
+        self._settings: RunSettings | None = None  # those that fitted
+        self._refusal = ""  # that was logged last
         self.version = PolicyVersion(0, 0)
         self.up = False
         self.in_flight = 0
@@ -104,6 +131,27 @@ class InferenceServer:
         self._faults = 0
         self._backoff_until = 0.0
         self._scopes = set[asyncio.Timeout]()
+
+    async def policy(self) -> LoadedPolicy:
+        """Return what it samples from, and renew the lease if this run holds it.
+
+        Raises:
+            UnfitServer: its settings do not fit those of the run.
+            ConfigError: the settings of a trainer that has started since do not fit those of this server.
+            InferenceServerLost, InferenceError: as `InferenceClient.policy`.
+        """
+        loaded = await self.client.policy()
+        problem = self._find_problem(self.client.url, loaded.settings)
+        if problem is None:
+            self._settings, self._refusal = loaded.settings, ""
+            return loaded
+        raise (ConfigError if self.up and loaded.settings == self._settings else UnfitServer)(problem)
+
+    def log_refusal(self, error: UnfitServer) -> None:
+        """Log once why it is not used."""
+        if str(error) != self._refusal:
+            self._refusal = str(error)
+            logger.warning("inference at {} is not used: {}", self.client.url, error)
 
     @asynccontextmanager
     async def cancel_scope(self) -> AsyncIterator[None]:
@@ -146,12 +194,12 @@ class InferenceServer:
         return self.in_flight == 0 or self.in_flight + rollouts <= self.controller.limit
 
     async def wait_until_reachable(self, timeout_s: float) -> None:
-        """Poll until the server answers; raise RunError after `timeout_s` seconds."""
+        """Poll until the server answers; raise RunError after `timeout_s` seconds, and otherwise as `policy`."""
         deadline = time.monotonic() + timeout_s
         logger.info("waiting for inference at {}", self.client.url)
         while True:
             try:
-                await self.client.policy()
+                await self.policy()
                 return
             except SERVER_ERRORS as error:
                 if not may_recover(error):

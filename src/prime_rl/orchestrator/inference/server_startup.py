@@ -22,6 +22,7 @@ from prime_rl.orchestrator.inference.inference_server import (
     PublishedVersion,
     may_recover,
 )
+from prime_rl.orchestrator.inference.server_settings import UnfitServer
 from prime_rl.orchestrator.inference.weight_versions import WeightVersions
 from prime_rl.rollouts.clients.inference_client import LoadedPolicy
 
@@ -40,7 +41,8 @@ async def bring_up(
     """Lease the servers and load a published version, or the base model, on all at the same time.
 
     It is enough if `minimum` servers answer within `timeout_s`. `reconnect_s` is the longest wait for a server that is
-    lost meanwhile. Raises RunError if a server belongs to another run or rejects the version.
+    lost meanwhile. Raises RunError if a server belongs to another run or rejects the version, and UnfitServer if less
+    than `minimum` servers have settings that fit the run's.
     """
 
     async def set_up(server: InferenceServer) -> None:
@@ -98,15 +100,19 @@ async def _first_reachable(servers: Sequence[InferenceServer], timeout_s: float,
     """Wait until `minimum` servers answer; return those that do, or all after the timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        answers = await asyncio.gather(*(server.client.policy() for server in servers), return_exceptions=True)
+        answers = await asyncio.gather(*(server.policy() for server in servers), return_exceptions=True)
         candidates = [s for s, answer in zip(servers, answers, strict=True) if isinstance(answer, LoadedPolicy)]
         if len(candidates) >= minimum:
-            for server in servers:
-                if server not in candidates:
+            for server, answer in zip(servers, answers, strict=True):
+                if isinstance(answer, UnfitServer):
+                    server.log_refusal(answer)
+                elif server not in candidates:
                     logger.warning("inference at {} does not answer; starting without it", server.client.url)
             return candidates
+        unfit = [answer for answer in answers if isinstance(answer, UnfitServer)]
         for answer in answers:
-            if isinstance(answer, BaseException) and not may_recover(answer):
+            is_needed = not isinstance(answer, UnfitServer) or len(servers) - len(unfit) < minimum
+            if isinstance(answer, BaseException) and not may_recover(answer) and is_needed:
                 raise answer
         await asyncio.sleep(_PROBE_S)
     return list(servers)

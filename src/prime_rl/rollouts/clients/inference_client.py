@@ -4,7 +4,7 @@ import asyncio
 import errno
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -17,6 +17,7 @@ from prime_rl.configs.shared.blocks import SamplingConfig
 from prime_rl.core.errors import RunError
 from prime_rl.core.os_errors import summarize_os_error
 from prime_rl.core.types import PolicyVersion
+from prime_rl.liveness.run_settings import Setting
 from prime_rl.rollouts.clients import generation_messages
 from prime_rl.rollouts.clients.generation_stream import GenerationStream, RequestRefused
 from prime_rl.rollouts.replies import Generation
@@ -75,6 +76,7 @@ class LoadedPolicy:
         pause_s: seconds for which sampling was paused.
         load_s: seconds of the pause that loading the weights took.
         canary_difference: maximum difference to the trainer's log-probabilities of the version's canary, if any.
+        settings: of the server, which must fit those of the run (`run_settings`); empty if it reports none.
     """
 
     version: PolicyVersion
@@ -84,6 +86,7 @@ class LoadedPolicy:
     pause_s: float = 0.0
     load_s: float = 0.0
     canary_difference: float | None = None
+    settings: dict[str, Setting] = field(default_factory=dict)
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -244,12 +247,8 @@ class InferenceClient(HttpClient):
     async def base_canary(self) -> dict[str, Any] | None:
         """Return the log-probabilities of the canary's tokens that the server computed at its start for the base model.
 
-        Returns:
-            {token_ids, logprobs, dtype}, and `tolerance` if one is configured; None if the server has no such route.
-
-        Raises:
-            InferenceServerLost: the server cannot be reached, or does not respond in time.
-            InferenceError: its response is invalid.
+        It has {token_ids, logprobs, dtype}, and `tolerance` if one is configured; it is None if the server has no such
+        route. Raises the same as `policy`.
         """
         raw = await self._request("GET", "/base_canary", probe=True, optional=True)
         with valid_response(f"{self.url}/base_canary"):

@@ -160,8 +160,13 @@ def _exit_without_peers() -> Iterator[None]:
         raise
 
 
+def device_type(device: Device) -> Literal["cpu", "cuda"]:
+    """Return the type of the device of each rank: "auto" is cuda if available."""
+    return "cpu" if device == "cpu" or (device == "auto" and not torch.cuda.is_available()) else "cuda"
+
+
 def _choose_device(device: Device) -> torch.device:
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+    if device_type(device) == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device='cuda', but torch sees no CUDA device; use device='cpu' or install with --extra gpu")

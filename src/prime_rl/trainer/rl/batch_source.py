@@ -90,11 +90,15 @@ class BatchSource:
             self._check_first(manifest)
         return batch
 
+    def compare_settings(self) -> None:
+        """Raise ConfigError if a living orchestrator has other settings, unless `rl` has started this process."""
+        if self._monitors_peer and self._config.data.fake is None:
+            self._orchestrator.compare()
+
     def _wait(self, path: Path, step: int) -> None:
         timeout_s = self._config.wait_timeout_seconds
         self._heartbeat.enter(f"wait for batch {step}", timeout_s, "orchestrator", step=step)
-        if self._monitors_peer:
-            self._orchestrator.poll()  # also log its state when the batch exists already
+        self.compare_settings()  # also if the batch exists already
         what = f"{path}, which the orchestrator{self._paths.log_hint('orchestrator')} should have written"
 
         def is_over() -> bool:

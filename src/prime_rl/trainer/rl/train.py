@@ -22,6 +22,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +31,7 @@ from prime_rl.configs.training.model import DebugModelConfig
 from prime_rl.core.entry_point import run_main
 from prime_rl.core.types import PolicyVersion
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.run_settings import PUBLISHED_DTYPE, RunSettings
 from prime_rl.liveness.timeline_writer import TimelineWriter
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.bench_report import report_benchmark
@@ -46,7 +48,7 @@ from prime_rl.trainer.model.policy_model import PolicyModel, load_tokenizer
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.optim.lr_schedule import schedule_factor
 from prime_rl.trainer.packing_check import check_packing
-from prime_rl.trainer.parallel.process_group import World, join_world
+from prime_rl.trainer.parallel.process_group import World, device_type, join_world
 from prime_rl.trainer.policy_canary import check_base_canaries, unsharded_copy
 from prime_rl.trainer.process_setup import rank_heartbeat, start_process
 from prime_rl.trainer.rl.batch_source import BatchSource, split_batch
@@ -75,7 +77,7 @@ def train(config: TrainerConfig) -> bool:
     """
     paths, timeout_s = config.run_paths, config.dist_timeout_seconds
     with (
-        rank_heartbeat(paths, timeout_s, config.run_settings) as heartbeat,
+        rank_heartbeat(paths, timeout_s, complete_settings(config)) as heartbeat,
         join_world(config.device, timeout_s, config.model) as world,
     ):
         heartbeat.enter("load the model")
@@ -98,6 +100,7 @@ def train(config: TrainerConfig) -> bool:
         reporter = StepReporter(policy, config, world, monitor, train_step)
         distributions = TokenDistributions(rl_token_values, world, config.logs_distributions)
 
+        batches.compare_settings()
         heartbeat.enter("restore")
         progress = checkpoints.restore(policy, optimizer)
         heartbeat.enter("check the model", timeout_s if world.size > 1 else None)
@@ -147,6 +150,12 @@ def train(config: TrainerConfig) -> bool:
                 remove_artifact(paths.weights(progress.step))
             reporter.close()
         return stop.is_agreed
+
+
+def complete_settings(config: TrainerConfig) -> RunSettings:
+    """Return the settings that other processes must fit, with the precision of the published weights."""
+    dtype = compute_dtype(config.weight_broadcast.dtype, torch.device(device_type(config.device)))
+    return {**config.run_settings, PUBLISHED_DTYPE: str(dtype).removeprefix("torch.")}
 
 
 def make_batches(
