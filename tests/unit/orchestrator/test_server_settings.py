@@ -12,11 +12,11 @@ from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.orchestrator.inference.concurrency_control import ConcurrencyController
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
-from prime_rl.orchestrator.inference.inference_server import InferenceServer
+from prime_rl.orchestrator.inference.inference_server import InferenceServer, PublishedVersion
 from prime_rl.orchestrator.inference.server_settings import RequiredSettings, UnfitServer
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.storage.paths import RunPaths
-from tests.support.fake_engine import FakeEngine, fake_engine
+from tests.support.fake_engine import FakeEngine, fake_engine, publish_version
 
 FIT = {"model.name": "m", "model.dtype": "float32", "model.max_model_len": 64, "max_lora_rank": None}
 
@@ -114,6 +114,19 @@ async def test_trainer_that_starts_later_and_does_not_fit_ends_the_run(tmp_path)
                 with run.trainer(**{"model.lora.rank": 8}):
                     run.required.read_trainer()
                 await asyncio.Event().wait()
+
+
+async def test_no_version_of_a_trainer_that_does_not_fit_is_staged(tmp_path):
+    async with fake_engine() as engine:
+        engine.settings = FIT
+        run = Run(tmp_path, [engine])
+        async with run.maintained():
+            with run.trainer(**{"model.lora.rank": 8}):
+                run.required.read_trainer()
+                publish_version(run.paths, 1)
+                with pytest.raises(ConfigError, match="needs a server with enable_lora"):
+                    await run.servers[0].stage(PublishedVersion.read(run.paths.weights(1)))
+        assert engine.calls == ["reset"]
 
 
 async def test_trainer_of_an_earlier_run_does_not_count(tmp_path):

@@ -118,7 +118,7 @@ class InferenceServer:
         self.client = client
         self.controller = controller
         self._find_problem = find_problem
-        self._settings: RunSettings | None = None  # those that fitted
+        self._settings: RunSettings = {}  # those that fitted
         self._refusal = ""  # that was logged last
         self.version = PolicyVersion(0, 0)
         self.up = False
@@ -209,7 +209,12 @@ class InferenceServer:
             await asyncio.sleep(_PROBE_S)
 
     async def stage(self, published: PublishedVersion) -> None:
-        """Have the server read and check a version while it samples; raise InvalidWeights, or SERVER_ERRORS."""
+        """Have the server read and check a version while it samples; raise InvalidWeights, or SERVER_ERRORS.
+
+        Raises ConfigError if the settings of the trainer do not fit those of this server.
+        """
+        if (problem := self._find_problem(self.client.url, self._settings)) is not None:
+            raise ConfigError(problem)
         async with self.cancel_scope():
             await self._request(self.client.stage, published)
 
