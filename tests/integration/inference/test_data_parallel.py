@@ -6,6 +6,7 @@ spawned engine, as on several GPUs.
 
 import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -55,13 +56,16 @@ async def test_tensor_parallel_workers_switch_and_die_together(
     models: Models, reference: Reference, tmp_path: Path
 ) -> None:
     directory = publish_with_canary(models, reference, tmp_path)
-    arguments = ["--parallel.tp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
+    arguments = ["--parallel.tp", "2", "--vllm.kv_cache_memory_bytes", "64M", "--output-dir", str(tmp_path / "run")]
     with inference_server(models.base, tmp_path / "server.log", arguments) as server:
         answer, choices = await switch_between_tokens(server, directory)
         assert any(len(versions_of(choice)) == 2 for choice in choices)
         assert answer["canary_difference"] <= 1e-4
         after = server.generate([6, 7, 8], max_tokens=16)
         assert gap(logprobs_of(after), reference.logprobs(directory, [6, 7, 8], after["token_ids"])) <= 1e-4
+        [log] = (tmp_path / "run" / "logs").iterdir()
+        writers = set(re.findall(r"^\d\d:\d\d:\d\d \w+ +\[(\w+)\]", log.read_text(), re.MULTILINE))
+        assert {"EngineCore", "Worker_TP0"} <= writers, "these processes are spawned"
         kill_and_look_for_orphans(server)
 
 

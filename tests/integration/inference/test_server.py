@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -46,8 +48,25 @@ def locked(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
     """A server of an untied model with an API key, on a machine without a C++ compiler."""
     root = tmp_path_factory.mktemp("locked")
     environment = {"INFERENCE_SERVER_API_KEY": SECRET, "CXX": "none", "TORCHINDUCTOR_CACHE_DIR": str(root / "cache")}
-    with inference_server(models[0], root / "server.log", environment=environment) as server:
+    directory = ["--output-dir", str(root / "run")]
+    with inference_server(models[0], root / "server.log", directory, environment=environment) as server:
         yield server
+
+
+def log_file(server: Server) -> Path:
+    """The log of a server with `--output-dir run`."""
+    [path] = (server.log.parent / "run" / "logs").iterdir()
+    return path
+
+
+def test_log_file_has_the_lines_of_engines(locked: Server) -> None:
+    path = log_file(locked)
+    assert path.name == f"inference_{socket.gethostname()}_{httpx.URL(locked.url).port}.log"
+    lines = path.read_text().splitlines()
+    assert sum("Resolved architecture" in line for line in lines) == 1, "of the server"
+    [ready] = [line for line in lines if "init engine" in line]
+    assert re.match(r"\d\d:\d\d:\d\d INFO    \[EngineCore\] ", ready)
+    assert locked.log.read_text().count("init engine") == 1
 
 
 def test_engine_is_forked_from_the_server_on_a_cpu(locked: Server) -> None:
@@ -151,6 +170,7 @@ async def test_death_of_the_engine_ends_the_server(locked: Server) -> None:
         os.kill(engine, signal.SIGKILL)
         assert await asyncio.to_thread(locked.process.wait, 10) == 1
         assert "error: EngineCore (pid" in locked.log.read_text()
+        assert "EngineDeadError" in log_file(locked).read_text()
         [result, error] = await asyncio.gather(sent, streamed, return_exceptions=True)
     assert isinstance(result, Exception) or result.status_code == 500
     assert isinstance(error, InferenceServerLost | InferenceError)

@@ -10,7 +10,7 @@ import pytest
 from prime_rl.storage.paths import RunPaths
 
 PROCESS = """
-import logging, sys
+import logging, multiprocessing, os, sys
 from pathlib import Path
 from loguru import logger
 from prime_rl.core.logs import log_file
@@ -21,12 +21,13 @@ from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.storage.paths import RunPaths
 
 paths, what = RunPaths(Path(sys.argv[1])), sys.argv[2]
+def log_as_an_engine(number):
+    log_file.share_log_file().handle(logging.makeLogRecord({"msg": f"engine {number}\\x1b " + "x" * 30}))
 def main():
     set_up_logging("info", True, paths.log("trainer"))
     set_up_logging("info", True, paths.log("trainer"))  # as a command that calls another one
     with HeartbeatWriter(paths, "trainer_0", "trainer"):
         logger.info("100% of {} rollouts", 7)
-        logging.getLogger("vllm").warning("from %s", "vllm")
         if what == "config":
             raise ConfigError("bad \\x1b[2J key")
         if what == "defect":
@@ -35,17 +36,27 @@ def main():
             log_file.MAX_BYTES = log_file._current.maxBytes = 5000
             for number in range(200):
                 logger.info("line {} {}", number, "x" * 30)
+        if what == "engine":
+            handler = log_file.share_log_file()
+            handler.maxBytes = 5000
+            with multiprocessing.get_context(sys.argv[3]).Pool(1) as pool:
+                for number in range(100):
+                    pool.apply(log_as_an_engine, (number,))
+                    handler.handle(logging.makeLogRecord({"msg": f"server {number} " + "x" * 30}))
         if what == "full":
             log_file._current.stream.close()
             log_file._current.stream = open("/dev/full", "w")
             logger.info("lost")
             logger.info("after")
-run_main(main)
+if __name__ == "__main__":
+    run_main(main)
 """
 
 
-def start(tmp_path, what="", **kwargs):
-    command = [sys.executable, "-c", PROCESS, str(tmp_path), what]
+def start(tmp_path, what="", method="", **kwargs):
+    program = tmp_path / "program.py"  # a file: processes that are not forked import it
+    program.write_text(PROCESS)
+    command = [sys.executable, str(program), str(tmp_path), what, method]
     return subprocess.run(command, text=True, timeout=60, **({"stderr": subprocess.PIPE} | kwargs))
 
 
@@ -57,9 +68,7 @@ def test_log_file_has_the_lines_of_stderr_once(tmp_path):
     done = start(tmp_path)
     first, *lines = read(tmp_path).splitlines()
     assert re.match(r"--- pid \d+ on \S+ starts, ", first)
-    assert [line.split(maxsplit=1)[1].split() for line in lines] == [
-        ["INFO", "100%", "of", "7", "rollouts"], ["WARNING", "from", "vllm"],
-    ]  # fmt: skip
+    assert [line.split(maxsplit=1)[1].split() for line in lines] == [["INFO", "100%", "of", "7", "rollouts"]]
     assert "100% of 7 rollouts" in done.stderr
     heartbeat = json.loads(RunPaths(tmp_path).heartbeat("trainer_0").read_text())
     assert heartbeat["log"] == str(tmp_path / "logs" / "trainer.log")
@@ -89,6 +98,15 @@ def test_log_file_is_rotated_by_size(tmp_path):
     old, new = tmp_path / "logs" / "trainer.log.1", tmp_path / "logs" / "trainer.log"
     assert 2000 < old.stat().st_size <= 5000 and new.stat().st_size <= 5000
     assert "line 199" in new.read_text()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_engine_appends_to_the_log_of_its_server_also_after_a_rotation(tmp_path, method):
+    start(tmp_path, "engine", method=method)
+    old, new = (tmp_path / "logs" / f"trainer.log{suffix}" for suffix in (".1", ""))
+    assert 2000 < old.stat().st_size <= 5200
+    numbers = [int(number) for number in re.findall(r"engine (\d+)\\x1b x", old.read_text() + new.read_text())]
+    assert len(numbers) > 30 and numbers == list(range(numbers[0], 100)), "none is lost"
 
 
 def test_log_file_on_a_full_disk_ends_and_the_process_continues(tmp_path):

@@ -9,17 +9,34 @@ from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from prime_rl.core.terminal_escape import escape_control_chars
+
 MAX_BYTES = 64 << 20
 """Size at which a log file is renamed to `NAME.log.1`, which replaces an older one."""
+_SHARED_FILE = "PRIME_RL_LOG_FILE"
+"""Environment variable: the log file of a server, to which its engines and workers append."""
 
 
 class ProcessLogFile(RotatingFileHandler):
-    """Appends to `path`, and rotates it at `MAX_BYTES`. A full disk ends the file, not the process."""
+    """Appends to `path`, and rotates it at `MAX_BYTES`. A full disk ends the file, not the process.
 
-    def __init__(self, path: Path) -> None:
+    Processes that a server starts may append to its file; only the process that has created it rotates it.
+    """
+
+    def __init__(self, path: Path, rotates: bool = True) -> None:
         super().__init__(path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
         self.setFormatter(_LineFormatter())
         self._has_ended = False
+        self._rotating_pid = os.getpid() if rotates else None
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:
+        """Return whether to rotate the file before `record`; in other processes, follow a rotation."""
+        if self._rotating_pid == os.getpid():
+            return bool(super().shouldRollover(record))
+        if self.stream is not None and not _is_same_file(self.stream.fileno(), self.baseFilename):
+            self.stream.close()
+            self.stream = self._open()
+        return False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, unless the file has ended."""
@@ -43,7 +60,15 @@ class _LineFormatter(logging.Formatter):
         if hasattr(record, "extra"):
             return record.getMessage().rstrip("\n")
         when = time.strftime("%H:%M:%S", time.localtime(record.created))
-        return f"{when} {record.levelname: <7} {super().format(record)}"
+        name = getattr(record, "vllm_process_name", record.processName)
+        process = "" if name == "MainProcess" else f"[{name}] "
+        return f"{when} {record.levelname: <7} {process}{escape_control_chars(super().format(record))}"
+
+
+def _is_same_file(descriptor: int, path: str) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
 
 
 _current: ProcessLogFile | None = None
@@ -67,6 +92,20 @@ def open_log_file(path: Path) -> ProcessLogFile | None:
     except OSError:
         return None
     append_to_log_file(f"--- pid {os.getpid()} on {socket.gethostname()} starts, {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    return _current
+
+
+def share_log_file() -> logging.Handler | None:
+    """Return the log file of this process, to which processes that it starts from now on append as well.
+
+    In such a process: return the file of the server. None if there is no file.
+    """
+    global _current
+    if _current is not None:
+        os.environ[_SHARED_FILE] = _current.baseFilename
+    elif path := os.environ.get(_SHARED_FILE):
+        with suppress(OSError):  # it is reported by the server, which appends to the same file
+            _current = ProcessLogFile(Path(path), rotates=False)
     return _current
 
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from logging import getLogger
 from pathlib import Path
 
 from loguru import logger
@@ -14,7 +13,7 @@ from prime_rl.core.terminal_escape import escape_control_chars
 def set_up_logging(level: str, utc: bool, file: Path | None = None) -> None:
     """Log to stderr, with times in UTC or in the local time zone; with several ranks, each line contains the rank.
 
-    The lines also go to `file`, if it is given and stderr does not go to its folder already; so do those of vLLM.
+    The lines also go to `file`, if it is given and stderr does not go to its folder already.
     """
     rank = f" [rank {os.environ['RANK']}]" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     time = "{time:HH:mm:ss!UTC}" if utc else "{time:HH:mm:ss}"
@@ -26,4 +25,3 @@ def set_up_logging(level: str, utc: bool, file: Path | None = None) -> None:
     logger.add(sys.stderr, level=level.upper(), format=line, diagnose=False)
     if file is not None and (log_file := open_log_file(file)) is not None:
         logger.add(log_file, level=level.upper(), format=line, diagnose=False)
-        getLogger("vllm").addHandler(log_file)

@@ -27,6 +27,7 @@ def prepare_vllm(config: InferenceConfig, model_path: Path) -> bool:
 
     from prime_rl.inference.vllm import patches
 
+    patches.keep_log_file()
     patches.check_hooks()
     if forks_engines(config, on_cpu):
         patches.start_fast_on_cpu()

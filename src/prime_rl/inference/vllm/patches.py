@@ -1,6 +1,7 @@
 """All changes of vLLM's behaviour, for vLLM 0.32.0. Each has its reason and the test that fails without it."""
 
 import importlib
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.core.logs.log_file import share_log_file
 from prime_rl.liveness.parent_process import request_parent_death_signal
 
 # Private names of vLLM that this package overrides, replaces or calls. Without the check a renamed one could be missed:
@@ -76,6 +78,21 @@ def start_fast_on_cpu() -> None:
     coordinator.get_mp_context = engine_utils.get_mp_context
     model_info = registry._ModelInfo.from_model_cls
     registry._LazyRegisteredModel.inspect_model_cls = lambda model: model_info(model.load_model_cls())
+
+
+def keep_log_file() -> None:
+    """Write vLLM's log to the server's log file as well, in the server, its engines and their workers.
+
+    vLLM replaces the handlers of its logger whenever it configures it. Must be called in each process before that
+    process logs; a forked engine inherits it.
+    Without it tests/integration/inference/test_server.py::test_log_file_has_the_lines_of_engines fails.
+    """
+    from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+    if (file := share_log_file()) is not None:
+        DEFAULT_LOGGING_CONFIG["handlers"]["server_file"] = {"()": lambda: file}
+        DEFAULT_LOGGING_CONFIG["loggers"]["vllm"]["handlers"] = ["vllm", "server_file"]
+        logging.getLogger("vllm").addHandler(file)
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:

@@ -160,6 +160,7 @@ class AsyncPolicyScheduler(SyncPolicyScheduler, AsyncScheduler):
 
 def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> SyncPolicyScheduler:
     """Make the engine's scheduler; vLLM calls this (`scheduler_cls`) at the start of each engine process."""
+    patches.keep_log_file()
     patches.die_with_parent()
     patches.add_switch_utility()
     scheduler = AsyncPolicyScheduler if vllm_config.scheduler_config.async_scheduling else SyncPolicyScheduler

@@ -37,6 +37,7 @@ from prime_rl.storage.tensor_hashes import ITEM_BYTES
 from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor
 
 logger = logging.getLogger(__name__)
+patches.keep_log_file()  # vLLM imports this module before it loads the model, and offers no earlier hook
 
 State = Literal["staging", "staged", "failed", "gone"]
 
