@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from starlette.responses import Response
 
 from prime_rl.relay.relay_app import RelayAccess, RelayServer, make_relay_app
 from prime_rl.relay.relay_client import RelayClient
@@ -23,12 +24,14 @@ from prime_rl.storage.paths import RunPaths
 class RunningRelay:
     """A relay, the requests that it got as (path, value of Range), and what it does to the bytes of files.
 
-    `alter` gets each block of a file; it returns what is sent instead, or None to cut the connection.
+    `alter` gets each block of a file; it returns what is sent instead, or None to cut the connection. `index`
+    replaces the index.
     """
 
     url: str
     requests: list[tuple[str, str]] = field(default_factory=list)
     alter: Callable[[bytes], bytes | None] = lambda block: block
+    index: bytes = b""
 
     def ranges(self, path: str) -> list[str]:
         """The values of Range of the requests for a file."""
@@ -50,6 +53,10 @@ async def running_relay(root: Path, key: str | None = None) -> AsyncIterator[Run
                 return
             given = dict(scope["headers"]).get(b"range", b"").decode()
             relay.requests.append((scope["path"], given))
+
+            if relay.index and scope["path"] == "/index":
+                await Response(relay.index)(scope, receive, send)
+                return
 
             async def altered(message: Any) -> None:
                 if message["type"] == "http.response.body" and scope["path"].startswith("/files/"):

@@ -2,16 +2,22 @@
 
 import argparse
 import asyncio
+import math
+import re
 import signal
 import socket
 import sys
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from prime_rl.core.api_key import RELAY_KEY_VAR
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError, translate_error
+
+if TYPE_CHECKING:
+    from prime_rl.storage.paths import RunPaths
 
 _DEFAULT_PORT = 8430
 _WRITERS: tuple[Literal["trainer", "orchestrator"], ...] = ("trainer", "orchestrator")
@@ -38,14 +44,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--api-key-var", default=RELAY_KEY_VAR, help=text)
     parser.add_argument("--poll-seconds", type=float, default=0.25, help="interval of the queries (default 0.25)")
     arguments = parser.parse_args(argv)
-    if arguments.poll_seconds <= 0:
+    if not 0 < arguments.poll_seconds < math.inf:
         parser.error("--poll-seconds must be above 0")
+    if not 0 <= arguments.port <= 65535:
+        parser.error("--port must be between 0 and 65535")
     return arguments
 
 
 def _urls(text: str) -> list[str]:
     urls = text.split(",")
-    if wrong := [url for url in urls if not url.startswith(("http://", "https://"))]:
+    if wrong := [url for url in urls if not re.match(r"https?://[^/]", url)]:
         raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not a URL such as http://node1:{_DEFAULT_PORT}")
     return urls
 
@@ -63,17 +71,18 @@ async def _run(arguments: argparse.Namespace) -> None:
     access = RelayAccess.for_address(arguments.host, arguments.api_key_var)
     with translate_error(OSError, lambda error: ConfigError(f"{paths.root} cannot be created: {error.strerror}")):
         paths.logs_dir.mkdir(parents=True, exist_ok=True)
-    set_up_logging("info", utc=False, file=paths.log(f"relay_{socket.gethostname()}_{arguments.port}"))
     files = RunFiles(paths)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listen(arguments.host, arguments.port))
         port = listener.getsockname()[1]
+        set_up_logging("info", utc=False, file=paths.log(f"relay_{socket.gethostname()}_{port}"))
         server = RelayServer(make_relay_app(files, access))
         jobs = [asyncio.ensure_future(server.serve(sockets=[listener]))]
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
         for writer in _WRITERS:
             if urls := getattr(arguments, writer):
+                stack.enter_context(_only_copier(paths, writer))
                 client = await stack.enter_async_context(RelayClient(urls, read_api_key(arguments.api_key_var)))
                 jobs.append(asyncio.ensure_future(RunCopier(files, client, writer, arguments.poll_seconds).run()))
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
@@ -88,6 +97,23 @@ async def _run(arguments: argparse.Namespace) -> None:
             for job in jobs[1:]:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
+
+
+@contextmanager
+def _only_copier(paths: "RunPaths", writer: str) -> Iterator[None]:
+    """Raise ConfigError if another relay on this machine copies the same files: both would append to them."""
+    from prime_rl.liveness.file_locks import acquire_lock, describe_lock_holder
+    from prime_rl.storage.wait_for import DeadlineError
+
+    path = paths.relay_lock(writer)
+
+    def is_held(_: DeadlineError) -> ConfigError:
+        return ConfigError(f"--{writer}: {describe_lock_holder(path)} already copies to {paths.root}; stop it first")
+
+    with path.open("a") as file:
+        with suppress(OSError), translate_error(DeadlineError, is_held):  # not every file system has locks
+            acquire_lock(file, 0, f"copies the files of the {writer}")
+        yield
 
 
 def _listen(host: str, port: int) -> socket.socket:

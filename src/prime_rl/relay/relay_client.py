@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 
 import aiohttp
 import msgspec
+from loguru import logger
 
 from prime_rl.core.errors import RunError
 from prime_rl.core.os_errors import summarize_os_error
@@ -30,7 +31,7 @@ from prime_rl.storage.checkpoint_artifacts import hash_file
 
 _CONNECT_SECONDS = 5.0
 _SILENCE_SECONDS = 10.0
-"""A relay that sends nothing for so long is given up for the file, which continues from the next one."""
+"""A relay that sends nothing for so long is given up for the file, which continues from the next one, or the index."""
 _LISTING_SECONDS = 60.0
 """The same for a listing, for which a relay reads all files of the artifact; it remembers their hashes."""
 _OTHERS_SECONDS = 0.5
@@ -75,23 +76,46 @@ class RelayClient:
         await self._session.close()
 
     async def index(self) -> RelayIndex:
-        """Return the index of the first relay that answers, which is asked first from then on.
+        """Return the index of the first relay that sends one, which is asked first from then on.
 
-        Raises RelayUnreachable, or RelayError for an answer that cannot be used.
+        Raises RelayUnreachable if none answers, or RelayError for an answer that cannot be used.
         """
         errors = list[RelayError]()
         for url in list(self._urls):
             try:
-                index = await self._get(url, "index", RelayIndex)
-            except RelayUnreachable as error:
+                index = await self._index(url)
+            except RelayError as error:
                 errors.append(error)
                 self._urls.remove(url)
                 self._urls.append(url)
                 continue
-            if index.format != FORMAT:
-                raise RelayError(f"{url} has format {index.format!r}, expected {FORMAT!r}")
+            for refusal in errors:
+                if not isinstance(refusal, RelayUnreachable):
+                    logger.warning("{}; another relay has answered", refusal)
             return index
-        raise RelayUnreachable("; ".join(map(str, errors)))
+        raise _reason(errors, len(self._urls), "")
+
+    async def other_indexes(self) -> dict[str, RelayIndex]:
+        """Return the indexes of the relays that are not asked first, by URL; without those that send none."""
+        urls = self._urls[1:]
+        answers = await asyncio.gather(*map(self._index, urls), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, RelayError):
+                raise answer
+        return {url: index for url, index in zip(urls, answers, strict=True) if isinstance(index, RelayIndex)}
+
+    def prefer(self, url: str) -> str:
+        """Ask the relay at `url` first from now on; return the one that was asked first."""
+        first = self._urls[0]
+        self._urls.remove(url)
+        self._urls.insert(0, url)
+        return first
+
+    async def _index(self, url: str) -> RelayIndex:
+        index = await self._get(url, "index", RelayIndex, _SILENCE_SECONDS)
+        if index.format != FORMAT:
+            raise RelayError(f"{url} has format {index.format!r}, expected {FORMAT!r}")
+        return index
 
     async def listing(
         self, name: ArtifactName, accepts: Callable[[ArtifactListing], bool] = lambda listing: True
@@ -130,7 +154,7 @@ class RelayClient:
         return first, [url for url, other in found.items() if other == first]
 
     async def _list(self, url: str, name: ArtifactName) -> ArtifactListing:
-        listing = await self._get(url, f"artifacts/{name}", ArtifactListing)
+        listing = await self._get(url, f"artifacts/{name}", ArtifactListing, _LISTING_SECONDS)
         with _well_formed(url, f"artifacts/{name}"):
             if {file: entry.size for file, entry in listing.files.items()} != listed_files(listing.manifest):
                 raise ValueError("its files are not those of its manifest")
@@ -219,9 +243,9 @@ class RelayClient:
                 output.write(block)
         check()
 
-    async def _get(self, url: str, path: str, kind: type[_T]) -> _T:
+    async def _get(self, url: str, path: str, kind: type[_T], silence_seconds: float) -> _T:
         """Get and decode one JSON object."""
-        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_SECONDS, sock_read=_LISTING_SECONDS)
+        timeout = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_SECONDS, sock_read=silence_seconds)
         try:
             async with self._session.get(f"{url}/{path}", allow_redirects=False, timeout=timeout) as response:
                 if response.status == 404:
@@ -250,7 +274,7 @@ def _well_formed(url: str, path: str) -> Iterator[None]:
 
 
 def _reason(errors: Sequence[RelayError], num_relays: int, absence: str) -> RelayError:
-    """The error of a listing that no relay has sent."""
+    """The error of an index or a listing that no relay has sent."""
     others = [error for error in errors if not isinstance(error, ArtifactGone | RelayUnreachable)]
     if others:
         return others[0]

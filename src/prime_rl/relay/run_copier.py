@@ -22,6 +22,7 @@ import msgspec
 from loguru import logger
 
 from prime_rl.core.os_errors import is_system_resource_error
+from prime_rl.relay.index_reader import IndexReader
 from prime_rl.relay.relay_client import PARTIAL, ArtifactGone, RelayClient, RelayError, RelayUnreachable
 from prime_rl.relay.run_files import RESUME_FILE, ArtifactName, RelayIndex, RunFiles, Writer, is_small_file
 from prime_rl.relay.version_download import download_version
@@ -31,9 +32,9 @@ from prime_rl.storage.checkpoint_artifacts import COMMITTED, ResumeRecord
 from prime_rl.storage.weights.weight_retention import remove_if_free
 
 _PAUSE_SECONDS = 1.0
-"""Pause after a failed copy."""
+"""Pause after a failed copy, and between questions to other relays."""
 _WARN_SECONDS = 5.0
-"""A relay that is silent for so long is reported."""
+"""A relay that is silent for so long is reported; if it has had nothing new, the others are asked."""
 
 
 @dataclass
@@ -73,10 +74,11 @@ class RunCopier:
         """Copy until cancelled. Raises OSError if the disk is full or cannot be written."""
         fetching: asyncio.Future[None] | None = None
         silence = _Silence(self._writer, time.monotonic())
+        reader = IndexReader(self._client, self._writer, _WARN_SECONDS, _PAUSE_SECONDS)
         try:
             while True:
                 try:
-                    self._index = await self._client.index()
+                    self._index = await reader.read()
                     silence.end()
                     with _tolerate_changes():
                         await asyncio.to_thread(self.apply, self._index)

@@ -1,6 +1,7 @@
 """The command `relay` as a process."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,10 @@ def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
     second = relay(copy.root, "--port", 0, "--trainer", f"http://127.0.0.1:{port}", RELAY_API_KEY="key")
     try:
         until(copy.weights(1).exists, "a copy")
+        third = relay(copy.root, "--port", 0, "--trainer", f"http://127.0.0.1:{port}", RELAY_API_KEY="key")
+        _, err = third.communicate(timeout=30)
+        assert third.returncode == 2
+        assert f"error: --trainer: process {second.pid} (" in err and f"already copies to {copy.root}; stop it" in err
         assert (copy.weights(1) / "model.safetensors").read_bytes() == b"weights"
     finally:
         for process in (first, second):
@@ -39,7 +44,8 @@ def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
         assert process.returncode == 0, err
         assert out.startswith("relay: http://127.0.0.1:") and "Traceback" not in err
     assert "copied weights/step_1" in err
-    assert [log.name.startswith(f"relay_{os.uname().nodename}_") for log in copy.logs_dir.iterdir()] == [True]
+    serving = re.search(r"http://127.0.0.1:(\d+)", out)
+    assert (copy.logs_dir / f"relay_{os.uname().nodename}_{serving[1]}.log").read_text().count("copied weights") == 1
 
 
 @pytest.mark.parametrize(
@@ -48,6 +54,9 @@ def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
         (("run", "--host", "0.0.0.0"), "error: --host 0.0.0.0: other machines could read the run without a key"),
         (("run", "--trainer", "node1:8430"), "'node1:8430' is not a URL such as http://node1:8430"),
         (("run", "--poll-seconds", "0"), "--poll-seconds must be above 0"),
+        (("run", "--poll-seconds", "nan"), "--poll-seconds must be above 0"),
+        (("run", "--port", "99999"), "--port must be between 0 and 65535"),
+        (("run", "--trainer", "http://"), "'http://' is not a URL such as http://node1:8430"),
         (("run", "--host", "203.0.113.1", "--api-key-var", "KEY"), "cannot listen on 203.0.113.1:8430"),
     ],
 )

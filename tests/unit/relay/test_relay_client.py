@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 
 import pytest
 
@@ -113,6 +114,28 @@ async def test_relay_that_is_not_there_is_left_out(source, target):
         assert str(NAME) in (await client.index()).artifacts
         await client.fetch(NAME, target)
     assert read_all(target) == read_all(source / "weights/step_1")
+
+
+async def test_relay_that_refuses_or_is_malformed_is_left_out(source, target, said):
+    async with running_relay(source, key="another") as refusing, running_relay(source) as broken:
+        broken.index = b'{"artifacts": 1}'
+        async with running_relay(source) as relay:
+            async with RelayClient([refusing.url, broken.url, relay.url], "") as client:
+                for _ in range(2):
+                    assert str(NAME) in (await client.index()).artifacts
+            assert sum("refuses the request" in line for line in said()) == 1
+        async with RelayClient([relay.url, refusing.url], "") as client:
+            with pytest.raises(RelayError, match="refuses the request"):  # not only that the other one does not answer
+                await client.index()
+
+
+async def test_relay_that_hangs_is_left_out_after_seconds(source, monkeypatch):
+    monkeypatch.setattr("prime_rl.relay.relay_client._SILENCE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:  # the kernel accepts connections
+        async with running_relay(source) as relay:
+            urls = [f"http://127.0.0.1:{hanging.getsockname()[1]}", relay.url]
+            async with RelayClient(urls, None) as client, asyncio.timeout(10):
+                assert str(NAME) in (await client.index()).artifacts
 
 
 async def test_error_distinguishes_absent_artifacts_absent_relays_and_wrong_keys(source, target):

@@ -208,6 +208,40 @@ async def test_mirror_serves_what_it_copies_and_survives_the_loss_of_one_source(
             await until(last.weights(2).exists)
 
 
+async def test_mirror_that_is_cut_off_from_the_trainer_is_replaced(tmp_path, said, monkeypatch):
+    """It still answers, with an index that does not change any more."""
+    monkeypatch.setattr("prime_rl.relay.run_copier._WARN_SECONDS", 0.05)
+    monkeypatch.setattr("prime_rl.relay.run_copier._PAUSE_SECONDS", 0.02)
+    trainer, stale, copy = (RunPaths(tmp_path / name) for name in ("trainer", "stale", "copy"))
+    for paths in (trainer, stale):
+        publish_bytes(paths.root, 1)
+        paths.heartbeats_dir.mkdir()
+        paths.heartbeat("trainer_0").write_text("first")
+    stale.heartbeat("orchestrator").write_text("first")
+    async with (
+        running_relay(stale.root) as mirror,
+        running_relay(trainer.root) as relay,
+        copying(copy.root, [mirror.url, relay.url], "trainer"),
+    ):
+        await until(copy.weights(1).exists)
+        for beat in range(200):
+            trainer.heartbeat("trainer_0").write_text(f"beat {beat}")
+            stale.heartbeat("orchestrator").write_text(f"beat {beat}")  # of another writer
+            if beat == 20:
+                publish_bytes(trainer.root, 2)
+            if copy.weights(2).exists():
+                break
+            await asyncio.sleep(0.01)
+        assert copy.weights(2).exists()
+        await until(lambda: copy.heartbeat("trainer_0").read_text() == f"beat {beat}")
+        num_requests = len(mirror.requests)
+        trainer.heartbeat("trainer_0").write_text("last")
+        await until(lambda: copy.heartbeat("trainer_0").read_text() == "last")
+        await until(lambda: len(mirror.requests) > num_requests + 2)
+        assert copy.heartbeat("trainer_0").read_text() == "last", "an old index revives no process"
+    assert sum(f"{mirror.url} has had nothing new" in line and relay.url in line for line in said()) == 1
+
+
 async def test_only_the_newest_version_and_its_bases_are_copied(tmp_path):
     trainer, copy = RunPaths(tmp_path / "trainer"), RunPaths(tmp_path / "copy")
     for step in (1, 2, 3):

@@ -67,7 +67,7 @@ class _LineFormatter(logging.Formatter):
 
 def _is_same_file(descriptor: int, path: str) -> bool:
     with suppress(OSError):
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        return os.path.samestat(os.fstat(descriptor), Path(path).stat())
     return False
 
 
