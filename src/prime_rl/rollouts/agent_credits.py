@@ -23,6 +23,17 @@ class AgentRollout:
     rollout: Rollout
 
 
+def join_episodes(episodes: Sequence[Sequence[AgentRollout]]) -> list[Rollout]:
+    """Return one rollout for each episode of a group; without credits if one agent ran once in each.
+
+    All have credits otherwise: an episode in which only one of several agents ran is compared by agent as well.
+    """
+    names = {agent.name for agents in episodes for agent in agents}
+    if len(names) == 1 and all(len(agents) == 1 for agents in episodes):
+        return [agent.rollout for agents in episodes for agent in agents]
+    return [join_agents(agents) for agents in episodes]
+
+
 def join_agents(agents: Sequence[AgentRollout]) -> Rollout:
     """Return the episode as one rollout; a `Conversation` if the rollouts are.
 

@@ -558,6 +558,19 @@ async def test_environment_advantages_become_credits(play):
     assert (await play(make(StepAdvantages), keep_messages=True))[0].reward == 1.0
 
 
+class MaskedStart(StepAdvantages):
+    async def add_trajectory_step(self, state, trajectory_step):
+        if not state["trajectory"]:
+            tokens = trajectory_step["tokens"]
+            trajectory_step["tokens"] = {**tokens, "completion_mask": [0] * len(tokens["completion_ids"])}
+        await super().add_trajectory_step(state, trajectory_step)
+
+
+async def test_turns_are_numbered_as_steps_also_if_one_is_masked(play):
+    (rollout,) = await play(make(MaskedStart))
+    assert [credit.name for credit in rollout.credits] == ["turn 1"]
+
+
 class OddAdvantage(Chat):
     value = "high"
 

@@ -143,6 +143,17 @@ KINDS_AND_RESULTS = [
         {"sums": True},
         {"step_rewards": "included"},
     ),
+    # Only the second rollout has a reward of a step; its turns are compared with those of the first.
+    Kind(
+        "classic/step_rewards.py",
+        WALK,
+        WALKS,
+        [10, 13],
+        {},
+        [[-1.5, 0], [1.5, 0]],
+        {"sets": "some rewards"},
+        {"step_rewards": "add"},
+    ),
     Kind("classic/step_rewards.py", WALK, WALKS, [13, 15], {}, [[-1, -1], [1, 1]], {"sums": True}),
     Kind("classic/step_rewards.py", WALK, WALKS, [10, 10], {}, [[-2, -2], [-2, -2]], {"sets": "state"}),
     # Only the second turns have an advantage; the first ones are compared as rollouts.
@@ -161,6 +172,15 @@ KINDS_AND_RESULTS = [
         [0.5, 0.5],
         {"first/reward": 0.0, "second/reward": 1.0, "second/won": 1.0, "first/num_turns": 1.0},
         [[-0.5, 0.5], [0.5, -0.5]],
+    ),
+    # The second agent runs in one of two episodes; the first is compared with itself in both.
+    Kind(
+        "agents/challenge.py",
+        {"Bet?": ["no", "yes"], "Call?": ["ok"]},
+        [[turn("Bet?", "no")], [turn("Bet?", "yes"), turn("Call?", "ok")]],
+        [0.5, 0.5],
+        {"better/reward": 0.5, "better/kept": 0.5},
+        [[0.25], [-0.25, 0]],
     ),
     # Each proposal has two attempts, which are compared with each other; proposals are compared across the group.
     Kind(

@@ -66,16 +66,21 @@ class GivenCredit:
     def credits(self, trained: Mapping[Reply, Any], reward: float, mode: StepRewards) -> dict[Reply, Credit] | None:
         """Return the credit of each trained turn; None if all have the rollout's `reward`, which includes `total`.
 
-        A turn is credited with the reward that comes after it: `reward` without the rewards of earlier steps. A given
-        advantage takes the place of the one that is computed from it.
+        A turn is credited with the reward that comes after it: `reward` without the rewards of earlier steps. It is, by
+        the setting alone, also if no step of this rollout has a reward: it is compared with rollouts whose steps do.
+        Turns are numbered as steps, also those that are not trained. A given advantage takes the place of the one that
+        is computed.
         """
-        by_turn = mode != "ignore" and self.has_rewards
+        by_turn = mode != "ignore"
         if not by_turn and not self.has_advantages:
             return None
         advantages = {step.reply: step.advantage for step in self.steps}
         remaining = self._remaining(reward) if by_turn else {}
+        numbers = dict.fromkeys([*(step.reply for step in self.steps if step.reply is not None), *trained])
         credits = dict[Reply, Credit]()
-        for number, reply in enumerate(trained):
+        for number, reply in enumerate(numbers):
+            if reply not in trained:
+                continue
             advantage = advantages.get(reply)
             advantage = self.advantage if advantage is None else advantage
             separate = by_turn or advantages.get(reply) is not None

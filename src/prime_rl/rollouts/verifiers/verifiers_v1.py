@@ -16,7 +16,7 @@ from verifiers.v1.utils.loaders import default_harness_id, harness_class, load_e
 
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.types import Rollout
-from prime_rl.rollouts.agent_credits import AgentRollout, join_agents
+from prime_rl.rollouts.agent_credits import AgentRollout, join_episodes
 from prime_rl.rollouts.environment_backend import EnvironmentBackend
 from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
 from prime_rl.rollouts.group_failures import (
@@ -95,7 +95,7 @@ class TasksetEnvironment(EnvironmentBackend):
     ) -> list[Rollout]:
         await self._serve()
 
-        async def attempt(this: Attempt) -> Rollout:
+        async def attempt(this: Attempt) -> list[AgentRollout]:
             clients: dict[str, TraceClient] = {}
 
             def open_trace(trace: Any) -> None:
@@ -109,10 +109,9 @@ class TasksetEnvironment(EnvironmentBackend):
                     finally:
                         for trace in clients:
                             del self._client.traces[trace]
-                    agents = [await self._agent(trace, clients[trace.id]) for trace in _trained(episode, clients)]
-                    return agents[0].rollout if len(agents) == 1 else join_agents(agents)
+                    return [await self._agent(trace, clients[trace.id]) for trace in _trained(episode, clients)]
 
-        return await group.run(attempt)
+        return join_episodes(await group.run(attempt))
 
     async def _agent(self, trace: Any, client: TraceClient) -> AgentRollout:
         """Return what one trainable agent did, with the rewards that the configuration adds."""

@@ -19,7 +19,7 @@ class Walk(vf.MultiTurnEnv):
 
     async def add_trajectory_step(self, state, trajectory_step):
         said = float(trajectory_step["completion"][-1]["content"])
-        if self.sets == "reward":
+        if self.sets == "reward" or (self.sets == "some rewards" and said > 2):
             trajectory_step["reward"] = said
         if self.sets == "advantage" and state["trajectory"]:
             trajectory_step["advantage"] = said
