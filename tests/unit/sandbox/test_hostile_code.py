@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from prime_rl.sandbox.execution import TestCase, Verdict
+from prime_rl.sandbox.jail import jail_files
 from prime_rl.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -180,6 +181,39 @@ async def test_hostile_access_is_refused(sandbox, name):
     attempt = f"try:\n    {REFUSED[name]}\n    print('ALLOWED')\nexcept {errors} as error:\n    print('refused', error)"
     result = await sandbox.run(f"{prelude}\n{attempt}", timeout=10)
     assert result.stdout.startswith("refused") or "No space left on device" in result.stderr, result
+
+
+FILL = "    for _ in range(16): file.write(bytes(2**16))\nimport time; time.sleep(0.5); print('ALLOWED')"
+HIDDEN = {
+    "deleted files": "files = []\nfor _ in range(40):\n    file = open('x', 'wb', 0)\n"
+    "    files.append(file); os.remove('x')\n",
+    "deep folders": "for _ in range(2): os.makedirs('d/' * 900); os.chdir('d/' * 900)\n"
+    "for n in range(40):\n    file = open(f'x{n}', 'wb', 0)\n",
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+async def test_hostile_files_that_are_hard_to_find_count(sandbox, name):
+    result = await sandbox.run(f"import os\n{HIDDEN[name]}{FILL}", timeout=20)
+    assert "No space left on device" in result.stderr and not result.stdout, result
+    await assert_clean(sandbox)
+
+
+async def test_remove_folder_deletes_any_depth_and_follows_no_link(tmp_path):
+    kept, home = tmp_path / "kept", tmp_path / "home"
+    for folder in (kept, home):
+        folder.mkdir()
+        (folder / "file").touch()
+    (home / "link").symlink_to(kept)
+    (home / "closed").mkdir(mode=0)
+    fd = os.open(home, os.O_RDONLY)
+    for _ in range(3000):  # deeper than a path can be long
+        os.mkdir("d", dir_fd=fd)
+        fd, parent = os.open("d", os.O_RDONLY, dir_fd=fd), fd
+        os.close(parent)
+    os.close(fd)
+    jail_files.remove_folder(str(home))
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (kept / "file").exists()
 
 
 async def test_hostile_network_reaches_no_server_of_the_host(sandbox):

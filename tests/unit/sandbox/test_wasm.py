@@ -1,5 +1,8 @@
 """The compiled interpreter of the backend `wasm`: cached by its contents; one line if it cannot be made or loaded."""
 
+import asyncio
+
+import psutil
 import pytest
 
 from prime_rl.core.errors import ConfigError
@@ -43,3 +46,18 @@ async def test_damaged_component_is_one_line(cache):
     with pytest.raises(ConfigError, match="backend wasm did not start") as caught:
         await Sandbox("wasm", num_jails=1).__aenter__()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.extended
+async def test_interpreter_ends_with_its_supervisor():
+    async with Sandbox("wasm", num_jails=1, num_warm=1) as sandbox, sandbox.session() as session:
+        before = set(psutil.Process(sandbox.jail_pids[0]).children(recursive=True))
+        cell = asyncio.create_task(session.run("while True: pass", timeout=600))
+        async with asyncio.timeout(30):
+            while not (busy := [process for process in before if process.cpu_times().user > 0.3]):
+                await asyncio.sleep(0.05)
+        (interpreter,) = busy
+        interpreter.parent().kill()
+        await cell
+        _, alive = await asyncio.to_thread(psutil.wait_procs, busy, 10)
+        assert not alive

@@ -59,7 +59,7 @@ def _enter_sandbox(config: dict[str, Any]) -> None:
             file.write("1000")
     except OSError:  # without /proc; the limits of the address space remain
         pass
-    _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     for capability in range(_LAST_CAPABILITY + 1):
         if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == -1:
             break
@@ -71,6 +71,11 @@ def _enter_sandbox(config: dict[str, Any]) -> None:
     instructions = config["seccomp"]
     program = _FilterProgram(len(instructions) // 8, instructions)
     _prctl(libc, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its supervisor ends."""
+    _prctl(ctypes.CDLL(None, use_errno=True), _PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(libc: Any, option: int, value: int, pointer: int = 0) -> None:

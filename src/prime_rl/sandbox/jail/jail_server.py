@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -25,6 +24,7 @@ from typing import Any, Callable, Optional
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import jail_child
+import jail_files
 import jail_supervisor
 
 _MAX_FAILED_SUPERVISORS = 8
@@ -154,7 +154,7 @@ def _supervise(control: socket.socket, taken: int, config: dict[str, Any]) -> No
         child.serve(connection)
     finally:
         if not config["isolated"]:
-            shutil.rmtree(home, ignore_errors=True)
+            jail_files.remove_folder(home)
 
 
 def _receive_connection(control: socket.socket) -> Optional[socket.socket]:

@@ -7,6 +7,7 @@ numbers, and the host of a session. The process ends if its files exceed their l
 import json
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from wasmtime.component import Component, Linker
 
 _GUEST_HOME = "/tmp"
 _WATCH_SECONDS = 0.02
+_BLOCK_BYTES = 512
 _EXIT_ERROR = 1
 _FIRST_KEPT_DESCRIPTOR = 128
 
@@ -46,17 +48,16 @@ class Loader:
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # it cannot stop the component; the supervisor kills it then
             jail_child.set_limits(config)
+            jail_child.end_with_parent()  # nothing else ends this process if its supervisor is killed
             interpreter = _Interpreter(self._engine, self._component, self._linker, config["memory_bytes"], home)
         except BaseException as error:  # reported to the supervisor, which reports it to the host
             jail_child.write_report({"failed": f"{type(error).__name__}: {error}"})
             os._exit(_EXIT_ERROR)
         jail_child.write_report({"prepared": True})
-        watch = threading.Thread(target=_watch_files, args=(home, config["disk_bytes"], config["num_files"]))
         command = jail_child.read_command()
         if command is None:
             os._exit(_EXIT_ERROR)
-        watch.daemon = True
-        watch.start()
+        threading.Thread(target=_watch_files, args=(home, config), daemon=True).start()
         if command["kind"] == "argv":
             _fail("WebAssembly runs Python code only, and no other programs")
         report = interpreter.execute(command)
@@ -121,17 +122,50 @@ def _fail(message: str) -> NoReturn:
     os._exit(_EXIT_ERROR)
 
 
-def _watch_files(home: str, max_bytes: int, max_files: int) -> None:
-    """End this process when the files in its working directory exceed a limit."""
+def _watch_files(home: str, config: dict[str, Any]) -> None:
+    """End this process when its files exceed a limit, deleted ones that are still open included."""
+    inherited = {fd for fd in range(config["num_open_files"]) if _is_open(fd)}
     while True:
-        num_files, size = 0, 0
-        for folder, folders, files in os.walk(home):
-            num_files += len(folders) + len(files)
-            for name in files:
-                try:
-                    size += os.lstat(os.path.join(folder, name)).st_blocks * 512
-                except OSError:  # deleted meanwhile
-                    continue
-        if size > max_bytes or num_files > max_files:
+        try:
+            num_files, num_blocks = _measure(home)
+        except OSError:  # a path that is too long to be looked at
+            _fail("OSError: File name too long: the folders are too deep")
+        for fd in set(range(config["num_open_files"])) - inherited:
+            num_blocks += _blocks_of_deleted(fd)
+        if num_blocks * _BLOCK_BYTES > config["disk_bytes"] or num_files > config["num_files"]:
             _fail("OSError: No space left on device: the files exceed disk_bytes or num_files")
         time.sleep(_WATCH_SECONDS)
+
+
+def _measure(home: str) -> tuple[int, int]:
+    """Return the number of files and folders below `home`, and their size in blocks; raises OSError if it cannot."""
+    num_files, num_blocks, folders = 0, 0, [home]
+    while folders:  # without recursion, which the depth of the folders could end
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    num_files += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    else:
+                        num_blocks += entry.stat(follow_symlinks=False).st_blocks
+        except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+            continue
+    return num_files, num_blocks
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _blocks_of_deleted(fd: int) -> int:
+    """Return the size of a deleted file that is open as `fd`, in blocks; 0 if it is something else."""
+    try:
+        facts = os.fstat(fd)
+    except OSError:
+        return 0
+    return facts.st_blocks if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 0 else 0
