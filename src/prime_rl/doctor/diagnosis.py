@@ -13,7 +13,13 @@ from prime_rl.storage.paths import RunPaths
 _MIN_FREE_BYTES = 100 * 2**20
 _FINAL_EVENTS = ("failed", "finished")
 _CONTINUE_HINT = "`kill -CONT {}` continues it"
-UNRESPONSIVE = (ProcessState.STOPPED, ProcessState.DEAD, ProcessState.STUCK, ProcessState.SILENT)
+UNRESPONSIVE = (
+    ProcessState.STOPPED,
+    ProcessState.DEAD,
+    ProcessState.STUCK,
+    ProcessState.SILENT,
+    ProcessState.UNREACHABLE,
+)
 """States in which a process may never answer; the most certain first."""
 
 

@@ -18,7 +18,12 @@ _EVENTS = 8
 _FOLDERS = 4
 _MAX_ALIKE = 4
 """Responsive processes of one role that are shown one by one."""
-_STYLE = {ProcessState.ALIVE: "green", ProcessState.ENDED: "dim", ProcessState.SILENT: "yellow"}
+_STYLE = {
+    ProcessState.ALIVE: "green",
+    ProcessState.ENDED: "dim",
+    ProcessState.SILENT: "yellow",
+    ProcessState.UNREACHABLE: "yellow",
+}
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:

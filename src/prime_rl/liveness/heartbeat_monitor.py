@@ -7,6 +7,7 @@ alive <--> silent --> dead        silent: no heartbeat for `warn_after_seconds`
   |   \\      +--> stopped         dead: no heartbeat for `dead_after_seconds`, failed, or exited
   |    +--> stuck                 stuck: heartbeats arrive, but a phase exceeds its deadline
   +--> ended                      ended: regular exit, reported by the final heartbeat
+  +--> unreachable                unreachable: its host sends nothing to another process of the role
 """
 
 import math
@@ -51,6 +52,7 @@ class HeartbeatRecord:
         waiting_for: role that the process waits for, if any.
         log: path of its log; "" for a terminal.
         settings: those that the processes of a run must share (`run_settings`).
+        silent_hosts: hosts that send nothing to this process although they should, with the seconds of silence.
         touched: modification time of the file in nanoseconds. It also changes when a full disk prevents the rest from
             being written.
     """
@@ -72,6 +74,7 @@ class HeartbeatRecord:
     touched: int = 0
     format: str = FORMAT
     settings: Mapping[str, Setting] = field(default_factory=dict)
+    silent_hosts: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return e.g. `trainer_0 (pid 12 on node7)`."""
@@ -96,6 +99,7 @@ class ProcessState(StrEnum):
     SILENT = "silent"
     STOPPED = "stopped"
     STUCK = "stuck"
+    UNREACHABLE = "unreachable"
     DEAD = "dead"
     ENDED = "ended"
 
@@ -213,10 +217,29 @@ class HeartbeatMonitor:
             del self._trackers[name]  # a restart with fewer ranks has removed the file
         now = self._clock()
         states = {name: read_kernel_state(beat) for name, beat in beats.items()}
-        return [
+        reports = [
             tracker.observe(beats.get(name), now, states.get(name, KernelState.UNKNOWN))
             for name, tracker in sorted(self._trackers.items())
         ]
+        return _mark_unreachable(reports)
+
+
+def _mark_unreachable(reports: list[LivenessReport]) -> list[LivenessReport]:
+    """Mark the living processes on hosts that send nothing to another living process of their role."""
+    lost = {
+        (report.heartbeat.role, host): f"sends nothing to {report.name} on {report.heartbeat.host} for {seconds:.0f} s"
+        for report in reports
+        if report.state in (ProcessState.ALIVE, ProcessState.STUCK)
+        for host, seconds in report.heartbeat.silent_hosts.items()
+    }
+
+    def mark(report: LivenessReport) -> LivenessReport:
+        description = lost.get((report.heartbeat.role, report.heartbeat.host))
+        if description is None or report.state is not ProcessState.ALIVE:
+            return report
+        return replace(report, state=ProcessState.UNREACHABLE, description=description)
+
+    return list(map(mark, reports))
 
 
 def remove_heartbeats(paths: RunPaths, role: str, keep: Collection[str]) -> None:

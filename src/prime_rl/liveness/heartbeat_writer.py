@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from asyncio import AbstractEventLoop
+from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -39,6 +40,7 @@ class HeartbeatWriter:
     Attributes:
         timeline: gets every phase when it ends.
         is_started: `start` was called; without it, nothing is written.
+        silent_hosts: seconds since the last message of hosts from which this process expects messages.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class HeartbeatWriter:
         self._place: tuple[int | None, int | None] = (None, None)
         """Step and version of the phase."""
         self.is_started = False
+        self.silent_hosts: Mapping[str, float] = {}
         self._progress = self._num_beats = 0
         self._loop: AbstractEventLoop | None = None
         self._loop_responded = threading.Event()
@@ -132,6 +135,10 @@ class HeartbeatWriter:
         with self._lock:
             self._progress += units
 
+    def report_silent_hosts(self, seconds: Mapping[str, float]) -> None:
+        """Add the hosts that send nothing to this process to its heartbeat, with the seconds of silence."""
+        self.silent_hosts = {host: round(value, 1) for host, value in seconds.items()}
+
     def watch_event_loop(self, loop: AbstractEventLoop | None) -> None:
         """Pause the heartbeat while `loop` is blocked; None ends this."""
         self._loop_responded.set()
@@ -181,6 +188,7 @@ class HeartbeatWriter:
             state = {
                 "beat": self._num_beats, "phase": phase, "progress": self._progress, "phase_deadline_s": deadline_s,
                 "phase_since": since, "waiting_for": waiting_for, "written": time.time(),
+                "silent_hosts": dict(self.silent_hosts),
             }  # fmt: skip
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:

@@ -108,7 +108,7 @@ class PeerMonitor:
             if report.state is ProcessState.ALIVE:
                 logger.info("{} is alive again", report.heartbeat)
             else:
-                logger.warning("{}{}", report, until)
+                logger.warning("{}{}", report, "" if report.state is ProcessState.UNREACHABLE else until)
         return seen
 
     def describe(self) -> str:
@@ -125,4 +125,5 @@ class PeerMonitor:
         may_answer = report.kernel_state in (KernelState.RUNNING, KernelState.UNKNOWN) and not report.has_exited
         if self._answers_requests and may_answer:
             return False
-        return report.state is not ProcessState.ALIVE and report.duration_seconds > self._limits.dead_after_seconds
+        answers = report.state in (ProcessState.ALIVE, ProcessState.UNREACHABLE)  # the others decide how long they wait
+        return not answers and report.duration_seconds > self._limits.dead_after_seconds

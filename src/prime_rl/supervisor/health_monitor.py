@@ -18,7 +18,7 @@ _REPORT_STOPPED_SECONDS = 1.0
 _MAX_COUNTED_SECONDS = 2.0
 """Counted between two checks at most; a longer gap is time in which this process itself was suspended."""
 _STOPPED: dict[str, EventName] = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_TRACING_STOP: "traced"}
-_SILENT: dict[str, EventName] = {"silent": "silent", "dead": "silent", "stuck": "stuck"}
+_SILENT: dict[str, EventName] = {"silent": "silent", "dead": "silent", "unreachable": "silent", "stuck": "stuck"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from prime_rl.doctor.collect import Disk, RunFacts, Settings, StoppedProcess
-from prime_rl.doctor.diagnosis import RunState, diagnose, is_settled
+from prime_rl.doctor.diagnosis import UNRESPONSIVE, RunState, diagnose, is_settled
 from prime_rl.doctor.rendering import as_json, chain, show
 from prime_rl.liveness.heartbeat_monitor import HeartbeatRecord, KernelState, LivenessReport, ProcessState
 from prime_rl.storage.checkpoint_artifacts import CheckpointCommit, ResumeRecord
@@ -48,7 +48,7 @@ def test_diagnose_all_alive_is_healthy():
     assert [p.name for p in result.chain] == ["trainer_0", "orchestrator", "inference"]
 
 
-@pytest.mark.parametrize("state", [ProcessState.SILENT, ProcessState.DEAD, ProcessState.STUCK, ProcessState.STOPPED])
+@pytest.mark.parametrize("state", UNRESPONSIVE)
 def test_diagnose_unresponsive_end_of_the_chain_is_the_culprit(state):
     lost = report(INFERENCE.heartbeat, state, "has written no heartbeat for 7 s")
     result = with_(lost)

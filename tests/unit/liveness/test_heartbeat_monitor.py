@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from prime_rl.liveness import heartbeat_writer
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
 from prime_rl.liveness.heartbeat_monitor import (
+    FORMAT,
     HeartbeatMonitor,
     HeartbeatRecord,
     KernelState,
@@ -292,6 +293,39 @@ def test_monitor_reports_real_process_as_stopped_then_dead(tmp_path):
         process.wait()
         assert [v.state for _ in range(2) for v in watch.poll()][-1] is ProcessState.DEAD
     assert HeartbeatMonitor(paths, LIMITS, ("trainer",)).poll() == []
+
+
+def test_monitor_reports_living_processes_on_a_silent_host_as_unreachable(tmp_path):
+    paths, now = RunPaths(tmp_path), iter(range(1000))
+    watch = HeartbeatMonitor(paths, LIMITS, clock=lambda: next(now))
+    paths.heartbeats_dir.mkdir()
+
+    def poll(silent, beats):
+        for name, role, host in (
+            ("trainer_0", "trainer", "node1"),
+            ("trainer_1", "trainer", "node2"),
+            ("inference", "inference", "node2"),
+        ):
+            hosts = silent if name == "trainer_0" else {}
+            if hosts is None:
+                continue
+            beat = replace(BEAT, name=name, role=role, host=host, beat=beats, silent_hosts=hosts)
+            paths.heartbeat(name).write_text(json.dumps({"format": FORMAT, **asdict(beat)}))
+        return {report.name: report for report in watch.poll()}
+
+    poll({}, 1)
+    reports = poll({"node2": 6.4}, 2)
+    states = {name: report.state for name, report in reports.items()}
+    alive = ProcessState.ALIVE
+    assert states == {"trainer_0": alive, "trainer_1": ProcessState.UNREACHABLE, "inference": alive}
+    assert str(reports["trainer_1"]).startswith(
+        "trainer_1 (pid 12 on node2) sends nothing to trainer_0 on node1 for 6 s"
+    )
+    assert poll({}, 3)["trainer_1"].state is alive
+    poll({"node2": 6.4}, 4)
+    reports = [poll(None, beats) for beats in range(5, 13)][-1]
+    assert reports["trainer_0"].state is ProcessState.SILENT
+    assert reports["trainer_1"].state is alive, "a silent process is no witness"
 
 
 def beat_of(paths, holds, name=None, timeout_s=20.0):

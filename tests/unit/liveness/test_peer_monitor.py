@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from types import MappingProxyType
 
 import pytest
 
@@ -44,6 +45,23 @@ def world(tmp_path):
 
 def test_check_of_living_peer_does_not_raise(world):
     world.wait(200, each=world.say)
+
+
+def test_check_of_peer_that_another_one_does_not_hear_warns_without_raising(world, said):
+    """The trainer decides how long its steps wait for a node, and the phase of the peer may be long."""
+    other = replace(BEAT, name="trainer_1", host="node8")
+
+    def say(silent=MappingProxyType({})):
+        world.say(silent_hosts=dict(silent))
+        world.say(other)
+
+    world.wait(3, each=say)
+    world.wait(100, each=lambda: say({"node8": 7.0}))
+    world.wait(1, each=say)
+    assert said() == [
+        "trainer_1 (pid 12 on node8) sends nothing to trainer_0 on node7 for 7 s; phase 'step 3', log /x/t.log",
+        "trainer_1 (pid 12 on node8) is alive again",
+    ]
 
 
 def test_check_of_absent_peer_does_not_raise(world):

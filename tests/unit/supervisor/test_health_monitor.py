@@ -98,6 +98,7 @@ def test_check_traced_process_is_not_returned(scene):
     [
         (ProcessState.ALIVE, KernelState.RUNNING, 1, "step 3", False, None),
         (ProcessState.SILENT, KernelState.RUNNING, 6, "step 3", False, "silent"),
+        (ProcessState.UNREACHABLE, KernelState.RUNNING, 61, "step 3", False, "silent"),
         (ProcessState.DEAD, KernelState.RUNNING, 61, "step 3", True, "silent"),
         (ProcessState.STUCK, KernelState.RUNNING, 30, "step 3", True, "stuck"),
         (ProcessState.DEAD, KernelState.GONE, 1, "step 3", False, None),

@@ -43,7 +43,7 @@ function healthCards(health) {
 
 function processCard(health) {
   if (!health.processes?.length) return null;
-  const states = { alive: "good", ended: "", silent: "warn" };
+  const states = { alive: "good", ended: "", silent: "warn", unreachable: "warn" };
   const rows = health.processes.map((process) => element("tr", {},
     element("td", {}, process.name), element("td", { class: "number" }, process.pid), element("td", {}, visibleString(process.host)),
     element("td", {}, element("span", { class: `tag ${states[process.state] ?? "bad"}`, title: process.why }, process.state)),

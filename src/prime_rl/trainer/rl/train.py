@@ -45,6 +45,7 @@ from prime_rl.trainer.losses.token_distributions import TokenDistributions, rl_t
 from prime_rl.trainer.memory.activation_checkpointing import prepare_optimizer
 from prime_rl.trainer.memory.garbage_collection import GarbageCollection
 from prime_rl.trainer.model.policy_model import PolicyModel, load_tokenizer
+from prime_rl.trainer.nodes.trainer_nodes import join_nodes
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.optim.lr_schedule import schedule_factor
 from prime_rl.trainer.packing_check import check_packing
@@ -79,6 +80,7 @@ def train(config: TrainerConfig) -> bool:
     with (
         rank_heartbeat(paths, timeout_s, complete_settings(config)) as heartbeat,
         join_world(config.device, timeout_s, config.model) as world,
+        join_nodes(paths, world, heartbeat, config.heartbeat.limits),
     ):
         heartbeat.enter("load the model")
         exporter = make_exporter(config, paths, world, lambda: checkpoints.first_needed_batch)

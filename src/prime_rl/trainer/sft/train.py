@@ -16,6 +16,7 @@ from prime_rl.trainer.losses.token_distributions import TokenDistributions, sft_
 from prime_rl.trainer.memory.activation_checkpointing import prepare_optimizer
 from prime_rl.trainer.memory.garbage_collection import GarbageCollection
 from prime_rl.trainer.model.policy_model import load_tokenizer
+from prime_rl.trainer.nodes.trainer_nodes import join_nodes
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.optim.lr_schedule import schedule_factor
 from prime_rl.trainer.packing_check import check_packing
@@ -43,7 +44,11 @@ def train(config: SFTConfig) -> bool:
     continue.
     """
     paths, timeout_s = config.run_paths, config.dist_timeout_seconds
-    with rank_heartbeat(paths, timeout_s) as heartbeat, join_world(config.device, timeout_s, config.model) as world:
+    with (
+        rank_heartbeat(paths, timeout_s) as heartbeat,
+        join_world(config.device, timeout_s, config.model) as world,
+        join_nodes(paths, world, heartbeat),
+    ):
         heartbeat.enter("load data and model")
         checkpoints = Checkpointer(config, paths, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)

@@ -1,0 +1,123 @@
+"""Nodes of the trainer notice which of them no longer sends messages (I7). The network is the loopback interface."""
+
+import socket
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from prime_rl.trainer.nodes.node_monitor import NodeMonitor
+
+WARN_S = 0.4
+
+
+class Socket(socket.socket):
+    """Loses what it sends and receives while `is_cut`."""
+
+    is_cut = False
+
+    def sendto(self, data, address):
+        return len(data) if self.is_cut else super().sendto(data, address)
+
+    def recvfrom(self, size):
+        data, sender = super().recvfrom(size)
+        return (b"" if self.is_cut else data), sender
+
+
+class Nodes:
+    """Monitors of hosts node0, node1, ... and what they report."""
+
+    def __init__(self, count, token="token"):
+        self.sockets = [Socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(count)]
+        self.sockets[0].bind(("127.0.0.1", 0))
+        self.hub = self.sockets[0].getsockname()
+        self.hosts, self.silent = [f"node{number}" for number in range(count)], [{} for _ in range(count)]
+        self.reported = threading.Condition()
+        self.monitors = [
+            NodeMonitor(sock, self.hub, token, self.hosts, number, WARN_S, "limit", self.report_of(number))
+            for number, sock in enumerate(self.sockets)
+        ]
+
+    def report_of(self, number):
+        def report(silent):
+            with self.reported:
+                self.silent[number] = dict(silent)
+                self.reported.notify_all()
+
+        return report
+
+    def wait_for(self, *expected):
+        """Wait until each node reports these hosts as silent."""
+        with self.reported:
+            arrived = self.reported.wait_for(lambda: [set(one) for one in self.silent] == list(expected), 30)
+            assert arrived, self.silent
+
+    def wait_for_reports(self, count):
+        with self.reported:
+            for _ in range(count):
+                assert self.reported.wait(30)
+
+
+@pytest.fixture
+def start():
+    with ExitStack() as stack:
+
+        def start(count, alive=None):
+            nodes = Nodes(count)
+            for monitor in nodes.monitors[:alive]:
+                monitor.start()
+                stack.callback(monitor.close)
+            nodes.wait_for_reports(2 * count)
+            return nodes
+
+        yield start
+
+
+def test_silent_node_is_named_on_all_nodes_and_when_it_is_back(start, said):
+    nodes = start(3)
+    nodes.wait_for(set(), set(), set())
+    nodes.sockets[2].is_cut = True
+    nodes.wait_for({"node2"}, {"node2"}, {"node0"})
+    assert min(nodes.silent[1].values()) >= WARN_S, "node 0 reports the seconds"
+    nodes.sockets[2].is_cut = False
+    nodes.wait_for(set(), set(), set())
+    lines = "\n".join(said())
+    for line in ("no message from node2 for 0 s; limit", "messages from node2 arrive again after"):
+        assert lines.count(line) == 2, "nodes 0 and 1, once each"
+    assert lines.count("no message from node0 for 0 s; limit") == 1, "node 2"
+
+
+def test_first_node_without_network_is_named_by_the_others(start):
+    nodes = start(3)
+    nodes.sockets[0].is_cut = True
+    nodes.wait_for({"node1", "node2"}, {"node0"}, {"node0"})
+
+
+def test_node_that_ends_is_not_silent(start, said):
+    nodes = start(2)
+    nodes.monitors[1].close()
+    nodes.wait_for_reports(6)
+    assert nodes.silent[0] == {}
+    assert not said()
+
+
+def test_node_that_was_never_heard_is_logged_but_not_reported(start, said):
+    """Its messages may be blocked by a firewall while the training works."""
+    nodes = start(2, alive=1)
+    nodes.wait_for_reports(6)
+    assert nodes.silent[0] == {}
+    host, port = nodes.hub
+    assert said() == [
+        f"no message from node1 yet; is UDP to {host}:{port} blocked? Without it, a lost node is not named"
+    ]
+
+
+def test_message_without_the_token_is_ignored(start):
+    nodes = start(2)
+    nodes.sockets[1].is_cut = True
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        nodes.wait_for({"node1"}, {"node0"})
+        for data in (b'wrong{"node": 1}', b"", b"token"[:3], b"x" * 2000):
+            stranger.sendto(data, nodes.hub)
+        nodes.wait_for_reports(6)
+    assert set(nodes.silent[0]) == {"node1"}
