@@ -1,6 +1,7 @@
 """deploy/helm/prime-rl: linted and rendered by helm, checked against Kubernetes' schemas and against our commands."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -93,11 +94,60 @@ def test_every_object_is_valid_for_kubernetes(tmp_path, values):
         ("run.name=a/b", "pattern"),
         ("inference.tensorParallel=3", "inference.gpus = 8 is not a multiple of inference.tensorParallel = 3"),
         ("recipes.trainer=", "recipes.trainer is empty"),
+        ("secret.huggingFace=hf", "secret.huggingFace and secret.wandb are entries of secret.existing, which is empty"),
+        ("secret.apiKey=a b", "pattern"),
+        ("env.OUTPUT_DIR=/elsewhere", "'not' failed"),
+        ("run.name=huggingface", "'not' failed"),
+        ("tolerations[0].effct=NoSchedule", "'effct' not allowed"),
     ],
 )
 def test_chart_refuses_bad_values(value, message):
     done = helm("template", "first", CHART, *RECIPE_ARGUMENTS[: 4 if "recipes" in value else None], "--set", value)
     assert done.returncode != 0 and message in done.stderr
+
+
+@needs_helm
+@pytest.mark.parametrize("release", ["1st", "my.run"])
+def test_release_name_that_no_service_can_have_is_refused(release):
+    done = helm("template", release, CHART, *RECIPE_ARGUMENTS)
+    assert done.returncode != 0 and f"the release name {release} must begin with a letter" in done.stderr
+
+
+@needs_helm
+def test_names_of_a_long_release_are_valid():
+    """Kubernetes derives labels of at most 63 characters from them, such as NAME-5d5f7bb8c9 of a StatefulSet."""
+    long = "a123456789-" * 4 + "a12345678"  # 53 characters, the most that helm allows
+    done = helm("template", long, CHART, *RECIPE_ARGUMENTS)
+    names = [one["metadata"]["name"] for one in yaml.safe_load_all(done.stdout) if one is not None]
+    assert len(names) > 7 and all(re.fullmatch(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])", name) for name in names)
+
+
+@needs_helm
+def test_large_numbers_keep_their_digits(tmp_path):
+    """Helm reads numbers of a file as floating-point numbers."""
+    (tmp_path / "values.yaml").write_text("env: {BYTES: 8388608, FLAG: true, SHARE: 0.5}\nrun: {maxSteps: 1000000}\n")
+    objects = render(tmp_path / "values.yaml")
+    for item in (objects["Job", "orchestrator"], objects["Job", "trainer"]):
+        given = {one["name"]: one.get("value") for one in container(item)["env"]}
+        assert (given["BYTES"], given["FLAG"], given["SHARE"]) == ("8388608", "true", "0.5")
+        assert container(item)["args"][-2:] == ["--max-steps", "1000000"]
+
+
+@needs_helm
+def test_changed_recipe_changes_the_pods_of_its_role_only(tmp_path):
+    (tmp_path / "i.toml").write_text("max_model_len = 7\n")
+    before, after = render(), render(None, "--set-file", f"recipes.inference={tmp_path / 'i.toml'}")
+    changed = {key for key, item in before.items() if item != after[key]} - {("Secret", "")}
+    assert changed == {("ConfigMap", ""), ("StatefulSet", "inference")}
+
+
+@needs_helm
+def test_all_pods_run_where_the_values_place_them():
+    objects = render(CHART / "examples" / "existing.yaml")
+    pods = [pod(item) for (kind, _), item in objects.items() if kind in ("Job", "StatefulSet")]
+    assert len(pods) == 4
+    for one in pods:
+        assert one["imagePullSecrets"] == [{"name": "registry"}] and one["nodeSelector"] and one["tolerations"]
 
 
 @needs_helm
@@ -187,23 +237,55 @@ def test_scale_down_waits_for_both_jobs_and_scales_the_servers(tmp_path, spans):
     arguments = container(objects["Job", "scale-down"])["args"]
     rules = objects["Role", "scale-down"]["rules"]
     assert arguments[2].endswith(f"/{rules[1]['resources'][0].replace('/', '/first-inference/')}")
-    program = tmp_path / "scale_down.py"
+
+    def answer(path, number):
+        if number in (2, 4):
+            return 503, {}  # the API server is being upgraded
+        return 200, job_status("Complete") if path.endswith("orchestrator") or number > 6 else {}
+
+    done, calls = scale_down(tmp_path, objects, answer)
+    assert done.returncode == 0, done.stderr
+    assert {call[1] for call in calls if call[0] == "GET"} == set(arguments[3:])
+    assert [call for call in calls if call[0] == "PATCH"] == [calls[-1]] and len(calls) > 7
+    assert calls[-1][1:] == (arguments[2], "application/merge-patch+json", {"spec": {"replicas": 0}})
+
+
+@needs_helm
+def test_scale_down_does_not_wait_for_the_trainer_of_a_failed_orchestrator(tmp_path):
+    def answer(path, number):
+        return 200, job_status("Failed") if path.endswith("orchestrator") else {}
+
+    done, calls = scale_down(tmp_path, render(), answer)
+    assert done.returncode == 0 and [call[0] for call in calls] == ["GET", "GET", "PATCH"]
+
+
+@needs_helm
+def test_scale_down_of_a_deleted_job_fails(tmp_path):
+    done, calls = scale_down(tmp_path, render(), lambda path, number: (404, {}))
+    assert done.returncode != 0 and len(calls) == 1 and "404" in done.stderr
+
+
+def job_status(condition):
+    return {"status": {"conditions": [{"type": condition, "status": "True"}]}}
+
+
+def scale_down(tmp_path, objects, answer):
+    """Run the program of the job with an API server; return the process, and the requests as tuples."""
+    program, calls = tmp_path / "scale_down.py", []
     program.write_text(objects["ConfigMap", ""]["data"]["scale_down.py"].replace("SECONDS = 15", "SECONDS = 0.01"))
-    calls, ended = [], {"type": "Complete", "status": "True"}
 
     class Api(BaseHTTPRequestHandler):
         def do_GET(self):
             calls.append(("GET", self.path))
-            done = len(calls) > 3 or self.path.endswith("orchestrator")
-            self.answer({"status": {"conditions": [ended]} if done else {}})
+            self.answer(*answer(self.path, len(calls)))
 
         def do_PATCH(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             calls.append(("PATCH", self.path, self.headers["Content-Type"], json.loads(body)))
-            self.answer({})
+            self.answer(200, {})
 
-        def answer(self, body):
-            self.send_response(200)
+        def answer(self, code, body):
+            self.send_response(code)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
@@ -213,10 +295,7 @@ def test_scale_down_waits_for_both_jobs_and_scales_the_servers(tmp_path, spans):
     with ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {"KUBERNETES_API": f"http://127.0.0.1:{server.server_port}"}
-        command = [sys.executable, str(program), *arguments[2:]]
+        command = [sys.executable, str(program), *container(objects["Job", "scale-down"])["args"][2:]]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
         server.shutdown()
-    assert done.returncode == 0, done.stderr
-    assert {call[1] for call in calls if call[0] == "GET"} == set(arguments[3:])
-    assert [call for call in calls if call[0] == "PATCH"] == [calls[-1]]
-    assert calls[-1][1:] == (arguments[2], "application/merge-patch+json", {"spec": {"replicas": 0}})
+    return done, calls

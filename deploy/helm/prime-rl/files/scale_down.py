@@ -1,4 +1,4 @@
-"""Waits until the jobs of a run have ended, then scales its servers to zero. Runs in a pod, with the standard library.
+"""Waits until the run has ended, then scales its servers to zero. Runs in a pod, with the standard library.
 
 scale_down.py SCALE_PATH JOB_PATH...    paths of the Kubernetes API
 """
@@ -8,6 +8,7 @@ import os
 import ssl
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,32 @@ def call(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return json.load(answer)
 
 
-def has_ended(job: dict[str, Any]) -> bool:
-    """Return whether a Job is complete, or has failed for good."""
-    conditions = job.get("status", {}).get("conditions", [])
-    return any(one["type"] in ("Complete", "Failed") and one["status"] == "True" for one in conditions)
+def patiently(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Call until the API server answers. Raises HTTPError if it refuses the request, or the object is not there."""
+    while True:
+        try:
+            return call(path, body)
+        except OSError as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code != 429:
+                raise
+            print(f"{path}: {error}; trying again", flush=True)
+        time.sleep(INTERVAL_SECONDS)
+
+
+def conditions(job: dict[str, Any]) -> set[str]:
+    """Return those of `Complete` and `Failed` that are true of a Job."""
+    found = job.get("status", {}).get("conditions", [])
+    return {one["type"] for one in found if one["status"] == "True"} & {"Complete", "Failed"}
 
 
 def main(scale: str, *jobs: str) -> None:
-    """Poll the jobs; an unreachable API server is asked again by the next attempt of this pod."""
-    while not all(has_ended(call(job)) for job in jobs):
+    """Wait until one job has failed for good, or all are complete."""
+    while True:
+        found = [conditions(patiently(job)) for job in jobs]
+        if all(found) or any("Failed" in one for one in found):
+            break
         time.sleep(INTERVAL_SECONDS)
-    call(scale, {"spec": {"replicas": 0}})
+    patiently(scale, {"spec": {"replicas": 0}})
     print("the run has ended; the servers are scaled to zero")
 
 

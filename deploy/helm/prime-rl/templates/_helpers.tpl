@@ -1,6 +1,9 @@
-{{/* Name of all objects of the run; pods add their role. */}}
+{{/* Name of all objects of the run; pods add their role. Short enough for the labels that Kubernetes derives from it. */}}
 {{- define "prime-rl.name" -}}
-{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- if not (regexMatch "^[a-z][a-z0-9-]*$" .Release.Name) }}
+{{- fail (printf "the release name %s must begin with a letter and contain no dot, because services are named after it" .Release.Name) }}
+{{- end }}
+{{- .Release.Name | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
 {{- define "prime-rl.labels" -}}
@@ -37,6 +40,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 - name: INFERENCE_SERVER_API_KEY
   valueFrom:
     secretKeyRef: {name: {{ include "prime-rl.secret" . }}, key: {{ .Values.secret.apiKey }}}
+{{- if and (or .Values.secret.huggingFace .Values.secret.wandb) (not .Values.secret.existing) }}
+{{- fail "secret.huggingFace and secret.wandb are entries of secret.existing, which is empty" }}
+{{- end }}
 {{- if .Values.secret.huggingFace }}
 - name: HF_TOKEN
   valueFrom:
@@ -49,7 +55,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- range $name, $value := .Values.env }}
 - name: {{ $name }}
-  value: {{ $value | quote }}
+  value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }} {{- /* not 1e+06 */}}
 {{- end }}
 {{- end }}
 
@@ -68,21 +74,25 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 - {name: memory, mountPath: /dev/shm}
 {{- end }}
 
-{{/* What the specs of all pods have in common. */}}
+{{/* Where a pod may run, and how it gets its image. */}}
+{{- define "prime-rl.placement" -}}
+imagePullSecrets: {{- toYaml .Values.imagePullSecrets | nindent 2 }}
+nodeSelector: {{- toYaml .Values.nodeSelector | nindent 2 }}
+tolerations: {{- toYaml .Values.tolerations | nindent 2 }}
+{{- end }}
+
+{{/* Annotation of the pods of a role: a changed recipe starts new servers, and is refused for a job that exists. */}}
+{{- define "prime-rl.recipe" -}}
+prime-rl/recipe: {{ index .context.Values.recipes .role | sha256sum }}
+{{- end }}
+
+{{/* What the specs of the pods of the run have in common. */}}
 {{- define "prime-rl.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .Values.run.graceSeconds }}
 securityContext: {runAsNonRoot: true, runAsUser: 1001, fsGroup: 1001, fsGroupChangePolicy: OnRootMismatch}
-{{- with .Values.imagePullSecrets }}
-imagePullSecrets: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .Values.nodeSelector }}
-nodeSelector: {{- toYaml . | nindent 2 }}
-{{- end }}
-{{- with .Values.tolerations }}
-tolerations: {{- toYaml . | nindent 2 }}
-{{- end }}
+{{ include "prime-rl.placement" . }}
 volumes:
   - name: shared
     persistentVolumeClaim: {claimName: {{ .Values.storage.existingClaim | default (include "prime-rl.name" .) }}}
@@ -122,6 +132,6 @@ livenessProbe:
 {{- define "prime-rl.maxSteps" -}}
 {{- with .Values.run.maxSteps }}
 - --max-steps
-- {{ . | quote }}
+- {{ int64 . | quote }}
 {{- end }}
 {{- end }}
