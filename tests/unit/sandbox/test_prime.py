@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from prime_rl.core.errors import ConfigError
-from prime_rl.sandbox.execution import Verdict
+from prime_rl.sandbox.execution import SandboxError, Verdict
 from prime_rl.sandbox.sandbox import Sandbox
 from prime_rl.sandbox.settings import SandboxSettings, use_settings
 
@@ -59,6 +59,29 @@ async def test_prime_service_that_refuses_during_a_run_is_infra_and_later_works_
         assert "no capacity" in result.stderr
         service.refuse_with = None
         assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+async def test_prime_start_that_is_cancelled_leaves_no_machine(service):
+    start = asyncio.create_task(Sandbox("prime").__aenter__())
+    while not service.created:
+        await asyncio.sleep(0)
+    start.cancel()
+    await asyncio.wait([start])
+    assert start.cancelled() and len(service.deleted) == 1
+
+
+async def test_prime_sandbox_that_is_closed_while_a_machine_starts_leaves_none(service):
+    async with Sandbox("prime", num_warm=1) as sandbox:
+        service.end_processes()
+        async with asyncio.timeout(30):
+            while sandbox._pool._jails[0].alive:
+                await asyncio.sleep(0.01)
+        execution = asyncio.create_task(sandbox.run("print(1)"))
+        while len(service.created) < 2:
+            await asyncio.sleep(0)
+    with pytest.raises(SandboxError, match="the sandbox is closed"):
+        await execution
+    assert len(service.deleted) == 2
 
 
 @pytest.mark.parametrize(

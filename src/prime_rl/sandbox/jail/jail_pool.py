@@ -157,15 +157,19 @@ class JailPool:
             if connection is not None:
                 connection.close()
 
-    async def _choose(self) -> Jail:
+    def _check_open(self) -> None:
         if not self._open:
             raise SandboxError("the sandbox is closed; use it inside `async with Sandbox(...)`")
+
+    async def _choose(self) -> Jail:
+        self._check_open()
         if sum(jail.alive for jail in self._jails) < self._num_jails:  # also after an attempt that failed
             await self._fill()
         return min(self._jails, key=lambda jail: jail.num_running)
 
     async def _fill(self) -> None:
         async with self._starting:
+            self._check_open()
             ended = [jail for jail in self._jails if not jail.alive]
             self._jails = [jail for jail in self._jails if jail.alive]
             for jail in ended:
@@ -178,6 +182,7 @@ class JailPool:
                 new += [self._start() for _ in range(self._num_jails - len(self._jails))]
                 probe = encode_request(_PROBE, self._limits)
                 await asyncio.gather(*(jail.wait_until_ready(probe) for jail in new))
+                self._check_open()  # closed meanwhile: nothing else would end the new jails
             except BaseException:
                 await asyncio.gather(*(jail.close() for jail in new))
                 raise

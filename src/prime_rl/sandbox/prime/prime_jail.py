@@ -118,6 +118,7 @@ class PrimeJail:
         self.num_running = 0
         self._client: Any = None
         self._process: Any = None
+        self._creation: asyncio.Future[Any] | None = None
         self._machine: str | None = None
         self._ended = False
         self._errors = bytearray()
@@ -169,7 +170,8 @@ class PrimeJail:
             network_allowlist=[],
             labels=["prime-rl"],
         )
-        self._machine = (await self._client.create(request)).id
+        self._creation = asyncio.ensure_future(self._client.create(request))
+        self._machine = (await asyncio.shield(self._creation)).id
         await self._client.wait_for_creation(self._machine)
         command = f"exec python3 -I -S -u -c {shlex.quote(_BOOTSTRAP)}"
         self._process = await self._client.open_process(self._machine, command)
@@ -216,6 +218,10 @@ class PrimeJail:
             return
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_SECONDS):
+                if self._machine is None and self._creation is not None:  # the request was sent before a cancellation
+                    await asyncio.wait([self._creation])
+                    if self._creation.exception() is None:
+                        self._machine = self._creation.result().id
                 if self._machine is not None:
                     await self._client.delete(self._machine)
                 if self._process is not None:
