@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -110,7 +111,8 @@ class Session:
         await self._connection.send(cell)
         while "call" in (message := await self._connection.receive()):
             answer = await self._answer(message["call"]) if self._answer is not None else ""
-            await self._connection.send({"answer": answer})
+            with suppress(JailLostError):  # the cell has ended meanwhile; its result is still to be read
+                await self._connection.send({"answer": answer})
         return message
 
     def _opening(self) -> dict[str, Any]:

@@ -276,6 +276,20 @@ async def test_hostile_executions_at_once_do_not_see_each_other(native):
     assert "ConnectionRefusedError" in result.stderr
 
 
+async def test_hostile_flood_of_calls_ends_the_session(native):
+    """The host answers one call at a time; neither side may wait for the other to read."""
+    flood = "import os, struct\nwhile True: os.write(4, (struct.pack('>I', 13) + b'{\"call\": \"x\"}') * 10000)"
+
+    async def answer(text):
+        return "y" * 10_000
+
+    for session in (native.session(), native.session(answer)):
+        async with session:
+            result = await session.run(flood, timeout=5)
+            assert result.verdict is Verdict.ERROR, result
+    await assert_clean(native)
+
+
 async def test_hostile_frames_to_the_supervisor_do_not_stop_the_jail(native):
     attacks = (
         "os.write(4, b'\\xff' * 8)",

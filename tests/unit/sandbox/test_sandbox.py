@@ -200,6 +200,27 @@ async def test_sessions_with_large_commands_that_nobody_reads_time_out(native):
     assert (await native.run("print(1)")).ok
 
 
+async def test_session_survives_an_answer_after_the_timeout(native):
+    async def answer(text: str) -> str:
+        await asyncio.sleep(0.3)
+        return "late"
+
+    async with native.session(answer) as session:
+        assert (await session.run("x = 1; host_call('a')", timeout=0.1)).verdict is Verdict.TIMEOUT
+        assert session.alive
+        assert (await session.run("x + 1", timeout=10)).value == "2"
+
+
+async def test_session_that_ends_while_the_host_answers_is_no_failure_of_the_sandbox(native):
+    async def answer(text: str) -> str:
+        await asyncio.sleep(0.3)
+        return ""
+
+    async with native.session(answer) as session:
+        code = "import os, threading\nthreading.Timer(0.1, os._exit, [3]).start()\nhost_call('a')"
+        assert (await session.run(code, timeout=10)).verdict is Verdict.ERROR
+
+
 async def test_run_many_at_once_are_all_answered(sandbox):
     results = await asyncio.gather(*(sandbox.run(f"print({number})") for number in range(60)))
     assert [int(result.stdout) for result in results] == list(range(60))

@@ -66,6 +66,7 @@ class Child:
         self._killed_for: Optional[str] = None
         self._overflowed = False
         self._cell: Optional[dict[str, Any]] = None
+        self._may_call = False
         self._deadline, self._hard_deadline, self._interrupted = float("inf"), float("inf"), False
         self._schedstat: Optional[int] = None
         self._started, self._start_delay, self._num_extensions = 0.0, 0.0, 0
@@ -95,6 +96,7 @@ class Child:
         self._write_files(request["files"])
         self._pending_input = request["stdin"].encode("utf-8", "surrogateescape")
         self._session = request["mode"] == "session"
+        self._may_call = bool(request["command"].get("calls"))
         self._max_output = request["max_output_bytes"]
         self._register(connection)
         self._start_clock(None if self._session else request["timeout_seconds"])
@@ -239,6 +241,11 @@ class Child:
         if not isinstance(report, dict) or self._cell is None:
             self._kill("error")
         elif isinstance(report.get("call"), str):
+            # One call at a time: the host reads no further ones before it has answered, so a write could block.
+            if not self._may_call:
+                self._kill("error")
+                return
+            self._may_call = False
             write_frame(self._connection.fileno(), {"call": report["call"]})
         else:
             self._drain()
@@ -258,6 +265,7 @@ class Child:
             self._poller.unregister(self._connection)
             self._kill("cancelled")
         elif "answer" in request:
+            self._may_call = True
             self._send_command(request)
         else:
             self._cell = request
