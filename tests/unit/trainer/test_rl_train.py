@@ -215,6 +215,20 @@ def test_train_with_another_async_level_exits(model, tmp_path):
     assert not RunPaths(tmp_path).weights_dir.exists()
 
 
+def test_train_with_other_settings_than_the_orchestrator_does_not_roll_the_run_back(model, tmp_path):
+    """A trainer that joins a run with wrong settings; the run, whose orchestrator lives, is not changed."""
+    paths = RunPaths(tmp_path)
+    ship(tmp_path, steps=1)
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    with HeartbeatWriter(paths, "orchestrator", "orchestrator", settings={"max_steps": STEPS, "ckpt.interval": 2}):
+        code, error = run(base_arguments(model, tmp_path, "--ckpt.interval", 1, "--ckpt.resume-step", -1))
+        assert code == 2
+        assert "error: ckpt.interval = 1 here and 2 at orchestrator (pid " in error.splitlines()[-1]
+    after = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path.relative_to(tmp_path).parts[0] for path in after - set(before)} <= {"heartbeats", "timeline", "logs"}
+    assert set(before) <= after
+
+
 @pytest.mark.extended  # by default: tests/unit/trainer/test_parallel.py without torchrun, test_whole_run.py with `rl`
 def test_death_of_a_rank_ends_the_other(model, tmp_path):
     ship(tmp_path, steps=1)

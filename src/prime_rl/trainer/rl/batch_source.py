@@ -57,11 +57,8 @@ class BatchSource:
         self._config, self._paths, self._vocabulary, self._branch = config, paths, vocabulary, branch
         self._check_publisher, self._heartbeat, self._check_first = check_publisher, heartbeat, check_first
         self._stop = stop
-        self._orchestrator = PeerMonitor(
-            paths, "orchestrator", config.heartbeat.limits, raises=not is_supervised(), settings=config.run_settings
-        )
-        # One rank of each node monitors the orchestrator; torchrun ends the other ranks together with it.
-        self._monitors_peer = not int(os.environ.get("LOCAL_RANK", 0))
+        self._orchestrator = _orchestrator_monitor(config, paths)
+        self._monitors_peer = _monitors_peer()
 
     def read(self, step: int) -> Batch | None:
         """Return batch `step`, waiting until it exists; None if the trainer stops before it.
@@ -90,15 +87,11 @@ class BatchSource:
             self._check_first(manifest)
         return batch
 
-    def compare_settings(self) -> None:
-        """Raise ConfigError if a living orchestrator has other settings, unless `rl` has started this process."""
-        if self._monitors_peer and self._config.data.fake is None:
-            self._orchestrator.compare()
-
     def _wait(self, path: Path, step: int) -> None:
         timeout_s = self._config.wait_timeout_seconds
         self._heartbeat.enter(f"wait for batch {step}", timeout_s, "orchestrator", step=step)
-        self.compare_settings()  # also if the batch exists already
+        if self._monitors_peer:
+            self._orchestrator.compare()  # also if the batch exists already
         what = f"{path}, which the orchestrator{self._paths.log_hint('orchestrator')} should have written"
 
         def is_over() -> bool:
@@ -115,6 +108,25 @@ class BatchSource:
         self._check_publisher()
         if self._monitors_peer:
             self._orchestrator.check()
+
+
+def compare_with_orchestrator(config: TrainerConfig) -> None:
+    """Raise ConfigError if an orchestrator is seen alive and has other settings, unless `rl` started this process.
+
+    It is called before anything in the run directory changes: a trainer with wrong settings does not roll a run back.
+    """
+    if config.data.fake is None and _monitors_peer():
+        _orchestrator_monitor(config, config.run_paths).compare()
+
+
+def _orchestrator_monitor(config: TrainerConfig, paths: RunPaths) -> PeerMonitor:
+    limits, standalone = config.heartbeat.limits, not is_supervised()
+    return PeerMonitor(paths, "orchestrator", limits, raises=standalone, settings=config.run_settings)
+
+
+def _monitors_peer() -> bool:
+    """One rank of each node monitors the orchestrator; torchrun ends the other ranks together with it."""
+    return not int(os.environ.get("LOCAL_RANK", 0))
 
 
 def split_batch(batch: Batch, step: int, minibatches: int, world: World, max_tokens: int) -> list[Minibatch]:

@@ -50,9 +50,10 @@ from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.optim.lr_schedule import schedule_factor
 from prime_rl.trainer.packing_check import check_packing
 from prime_rl.trainer.parallel.process_group import World, device_type, join_world
+from prime_rl.trainer.parallel.rank_settings import check_rank_settings
 from prime_rl.trainer.policy_canary import check_base_canaries, unsharded_copy
 from prime_rl.trainer.process_setup import rank_heartbeat, start_process
-from prime_rl.trainer.rl.batch_source import BatchSource, split_batch
+from prime_rl.trainer.rl.batch_source import BatchSource, compare_with_orchestrator, split_batch
 from prime_rl.trainer.rl.reference_logprobs import References
 from prime_rl.trainer.rl.rl_objective import build_objective
 from prime_rl.trainer.rl.token_export import TokenExporter
@@ -82,6 +83,8 @@ def train(config: TrainerConfig) -> bool:
         join_world(config.device, timeout_s, config.model) as world,
         join_nodes(paths, world, heartbeat, config.heartbeat.limits),
     ):
+        check_rank_settings(config, world)
+        compare_with_orchestrator(config)
         heartbeat.enter("load the model")
         exporter = make_exporter(config, paths, world, lambda: checkpoints.first_needed_batch)
         checkpoints = Checkpointer(
@@ -102,7 +105,6 @@ def train(config: TrainerConfig) -> bool:
         reporter = StepReporter(policy, config, world, monitor, train_step)
         distributions = TokenDistributions(rl_token_values, world, config.logs_distributions)
 
-        batches.compare_settings()
         heartbeat.enter("restore")
         progress = checkpoints.restore(policy, optimizer)
         heartbeat.enter("check the model", timeout_s if world.size > 1 else None)

@@ -21,6 +21,7 @@ from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.optim.lr_schedule import schedule_factor
 from prime_rl.trainer.packing_check import check_packing
 from prime_rl.trainer.parallel.process_group import join_world
+from prime_rl.trainer.parallel.rank_settings import check_rank_settings
 from prime_rl.trainer.process_setup import rank_heartbeat, start_process
 from prime_rl.trainer.sft.sft_objective import Validator, lengths_of, sft_objective, share_rows
 from prime_rl.trainer.train_step import TrainStep
@@ -49,6 +50,7 @@ def train(config: SFTConfig) -> bool:
         join_world(config.device, timeout_s, config.model) as world,
         join_nodes(paths, world, heartbeat),
     ):
+        check_rank_settings(config, world)
         heartbeat.enter("load data and model")
         checkpoints = Checkpointer(config, paths, world)
         tokenizer = load_tokenizer(config.tokenizer, config.model)
