@@ -163,11 +163,18 @@ def test_wandb_logs_every_evaluation(tmp_path, fake_wandb):
     assert [values["step"] for values in run.logged] == [0, 0, 7, 7]
 
 
-def test_wandb_rejected_settings_are_one_line(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "refusal"),
+    [
+        ("UsageError", "api_key not configured (no-tty).\nmore"),
+        ("CommError", "entity not found\nmore"),
+        ("Error", "Error initializing run: input: permission denied\nmore"),
+    ],
+)
+def test_wandb_rejected_settings_are_one_line(tmp_path, monkeypatch, kind, refusal):
     import wandb
 
-    refusal = wandb.errors.UsageError("api_key not configured (no-tty).\nmore")
-    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=refusal))
+    monkeypatch.setattr(wandb, "init", mock.Mock(side_effect=getattr(wandb.errors, kind)(refusal)))
     with pytest.raises(ConfigError, match="wandb login") as caught:
         Monitor(RunPaths(tmp_path), "trainer", [WandbConfig()])
     assert "more" not in str(caught.value)
@@ -181,7 +188,7 @@ def test_wandb_that_cannot_be_reached_is_logged_offline_with_a_warning(tmp_path,
     def unreachable(**settings):
         modes.append(settings["mode"])
         if settings["mode"] == "online":
-            raise wandb.errors.CommError("no route\nmore")
+            raise wandb.errors.CommError("Timed out while retrying: no route\nmore")
         return init(**settings)
 
     monkeypatch.setattr(wandb, "init", unreachable)

@@ -53,10 +53,10 @@ class WandbLogger:
         try:
             # WANDB_MODE = offline is not read: `wandb.offline` sets it.
             self._run = start(mode="offline" if config.offline else "disabled" if is_disabled else "online")
-        except wandb.errors.UsageError as error:
-            advice = "run `uv run wandb login`, set WANDB_API_KEY, or use --wandb.offline"
-            raise ConfigError(f"wandb: {summarize_exception(error)}; {advice}") from None
-        except wandb.errors.CommError as error:
+        except (wandb.errors.Error, TimeoutError) as error:
+            if not _is_unreachable(error):
+                advice = "run `uv run wandb login`, set WANDB_API_KEY, or use --wandb.offline"
+                raise ConfigError(f"wandb: {summarize_exception(error)}; {advice}") from None
             advice = "this run is logged offline, and `wandb sync` uploads it later"
             logger.warning("W&B cannot be reached; {}: {}", advice, summarize_exception(error))
             self._run = start(mode="offline")
@@ -98,3 +98,8 @@ class WandbLogger:
     def close(self) -> None:
         """Upload the remaining data and finish the run."""
         self._run.finish()
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Return whether W&B gave no answer. It repeats requests until `init_timeout`, except those that are refused."""
+    return isinstance(error, TimeoutError) or "timed out" in str(error).lower()
