@@ -145,7 +145,11 @@ def summary(paths: RunPaths, root: Path, victim: NetworkHost | None) -> dict[str
     rows = metrics_of(paths, "orchestrator")
     rewards = [row["reward/mean"] for row in rows]
     logs = [line for log in sorted(root.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
-    names = () if victim is None else (f"on {victim.name}", victim.address, f"of the {victim.name.rstrip('12')}")
+    names = (
+        ()
+        if victim is None
+        else (f"on {victim.name}", f"from {victim.name}", victim.address, f"of the {victim.name.rstrip('12')}")
+    )
     return {
         "steps": len(rows),
         "reward_first": round(sum(rewards[:5]) / max(1, len(rewards[:5])), 3),
