@@ -6,7 +6,8 @@
 
 The hosts are namespaces with their own addresses, names and process ids (`tests/support/network_hosts.py`). With
 `--directory shared` all processes use one run directory. With `relay` the trainer's hosts share one, the orchestrator
-has its own, and the servers have none: everything else passes through two relays.
+has its own, and the servers have none: everything else passes through two relays. With `separate` each of the trainer's
+hosts has its own as well, and there is a third relay.
 
 The result has: `steps`; `reward_first`, `reward_last`, means over five steps; `staleness_max`; `seconds` from the start
 of the processes to the end of the last one; `exit_codes`; with a fault, `named`: the lines of the logs that name the
@@ -37,10 +38,9 @@ _RELAY_PORT, _SERVER_PORT, _MASTER_PORT = 8430, 8000, 29500
 _POLL_S = 0.2
 
 
-def configurations(
-    hosts: dict[str, NetworkHost], root: Path, uses_relay: bool, options: argparse.Namespace
-) -> dict[str, dict[str, Any]]:
+def configurations(hosts: dict[str, NetworkHost], root: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The configuration of each command: that of configs/reverse_text/cpu.toml, in parts."""
+    uses_relay = options.directory != "shared"
     model = str(ROOT / "configs/reverse_text/model")
     limits = {"warn_after_seconds": 5, "dead_after_seconds": options.dead}
     common = {"max_steps": options.steps, "async_level": 2, "heartbeat": limits, "wait_timeout_seconds": 300}
@@ -49,6 +49,7 @@ def configurations(
     relays = [f"http://{hosts[name].address}:{_RELAY_PORT}" for name in ("orchestrator", "trainer1")]
     trainer = {
         **common, "output_dir": str(trainer_dir), "num_minibatches": 4, "loss": {"ratio_clip": 3.0},
+        "nodes_share_directory": options.directory != "separate",
         "model": {"name": model, "seq_len": 4096}, "optim": {"lr": 4e-4, "beta2": 0.95, "weight_decay": 0.0},
         "scheduler": {"type": "linear", "warmup_steps": 5, "decay_steps": 50, "min_lr": 3e-5},
         "dist_timeout_seconds": options.dead, **({"weight_broadcast": {"delta": {}}} if options.delta else {}),
@@ -72,11 +73,15 @@ def directories(root: Path, uses_relay: bool) -> tuple[Path, Path]:
 
 def start_all(hosts: dict[str, NetworkHost], root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Start all processes; return those of trainer and orchestrator."""
-    uses_relay = options.directory == "relay"
+    uses_relay = options.directory != "shared"
+    trainer_dir, orchestrator_dir = directories(root, uses_relay)
+    trainer_dirs = {"trainer1": trainer_dir, "trainer2": trainer_dir}
+    if options.directory == "separate":
+        trainer_dirs["trainer2"] = root / "trainer2"
     key = {"INFERENCE_SERVER_API_KEY": secrets.token_hex(16), "RELAY_API_KEY": secrets.token_hex(16)}
     environment = clean_environment() | key
     files = {}
-    for name, values in configurations(hosts, root, uses_relay, options).items():
+    for name, values in configurations(hosts, root, options).items():
         files[name] = root / f"{name}.toml"
         files[name].write_text(tomli_w.dumps(values))
 
@@ -85,9 +90,9 @@ def start_all(hosts: dict[str, NetworkHost], root: Path, options: argparse.Names
         return hosts[host].start([sys.executable, "-m", module, *arguments], log, environment)
 
     if uses_relay:
-        trainer_dir, orchestrator_dir = directories(root, uses_relay)
+        relays = {directory: host for host, directory in reversed(trainer_dirs.items())}  # one for each directory
         for host, directory, source, writer in (
-            ("trainer1", trainer_dir, "orchestrator", "--orchestrator"),
+            *((host, directory, "orchestrator", "--orchestrator") for directory, host in relays.items()),
             ("orchestrator", orchestrator_dir, "trainer1", "--trainer"),
         ):
             url = f"http://{hosts[source].address}:{_RELAY_PORT}"
@@ -100,7 +105,7 @@ def start_all(hosts: dict[str, NetworkHost], root: Path, options: argparse.Names
         started[name] = start(
             name, "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1",
             "--master-addr", hosts["trainer1"].address, "--master-port", str(_MASTER_PORT), "-m",
-            "prime_rl.trainer.rl.train", "@", str(files["trainer"]),
+            "prime_rl.trainer.rl.train", "@", str(files["trainer"]), "--output-dir", str(trainer_dirs[name]),
         )  # fmt: skip
     file = str(files["orchestrator"])
     started["orchestrator"] = start("orchestrator", "prime_rl.entrypoints.orchestrator", "@", file)
@@ -109,7 +114,7 @@ def start_all(hosts: dict[str, NetworkHost], root: Path, options: argparse.Names
 
 def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run the recipe, with the fault that `options` name, and return the result."""
-    trainer, paths = map(RunPaths, directories(root, options.directory == "relay"))
+    trainer, paths = map(RunPaths, directories(root, options.directory != "shared"))
     with network_hosts(NAMES) as made:
         hosts = {host.name: host for host in made}
         for host in made if options.rate else ():
@@ -145,18 +150,15 @@ def summary(paths: RunPaths, root: Path, victim: NetworkHost | None) -> dict[str
     rows = metrics_of(paths, "orchestrator")
     rewards = [row["reward/mean"] for row in rows]
     logs = [line for log in sorted(root.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
-    names = (
-        ()
-        if victim is None
-        else (f"on {victim.name}", f"from {victim.name}", victim.address, f"of the {victim.name.rstrip('12')}")
-    )
+    who = () if victim is None else (f"on {victim.name}", f"from {victim.name}", victim.address)
+    names = who and (*who, f"of the {victim.name.rstrip('12')}")
     return {
         "steps": len(rows),
         "reward_first": round(sum(rewards[:5]) / max(1, len(rewards[:5])), 3),
         "reward_last": round(sum(rewards[-5:]) / max(1, len(rewards[-5:])), 3),
         "staleness_max": max((row["staleness/max"] for row in rows), default=None),
         "named": [
-            line[:300]
+            line[:500]
             for line in logs
             if any(name in line for name in names) and any(kind in line for kind in ("WARNING", "error:", "INFO"))
         ],
@@ -166,7 +168,9 @@ def summary(paths: RunPaths, root: Path, victim: NetworkHost | None) -> dict[str
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", choices=("shared", "relay"), default="relay", help="what connects the hosts")
+    parser.add_argument(
+        "--directory", choices=("shared", "relay", "separate"), default="relay", help="what connects the hosts"
+    )
     parser.add_argument("--steps", type=int, default=60, help="training steps")
     parser.add_argument("--batch-size", type=int, default=1024, help="rollouts of a batch")
     parser.add_argument("--delta", action="store_true", help="publish differences")

@@ -96,6 +96,10 @@ class TrainerConfig(TrainingConfig):
     token_export: TokenExportConfig | None = None
     """Write logprob, ratio, entropy, clipping and masking of each token to disk; None writes nothing."""
 
+    nodes_share_directory: bool = True
+    """All nodes of the trainer use one run directory. If false, the first node publishes the versions, each node needs
+    a relay, and there are no checkpoints."""
+
     async_level: int = Field(2, ge=0)
     """Maximum staleness k in steps; equal to the orchestrator's, whose max_off_policy_steps may extend it."""
 
@@ -152,6 +156,8 @@ class TrainerConfig(TrainingConfig):
                 "weight_broadcast.delta does not support adapters, which are small and change everywhere; remove it, "
                 "or set model.lora.publish = 'merged'"
             )
+        if not self.nodes_share_directory and self.ckpt is not None:
+            raise ValueError("ckpt needs a directory that all nodes share; remove it, or nodes_share_directory = false")
         if self.scheduler.type != "constant" and self.max_steps is None:
             raise ValueError(f"scheduler.type {self.scheduler.type!r} needs max_steps, the end of the decay")
         return self

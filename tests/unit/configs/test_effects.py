@@ -84,6 +84,7 @@ def test_warnings_are_printed_once_per_run(variable, value, capsys, monkeypatch)
         (EvalConfig, [*EVAL, "--env.weight", "2"], ["env.0.weight = 2", "env.num_examples"]),
         (SynthesizeConfig, ["--env.weight", "2"], ["env.0.weight = 2", "env.num_examples"]),
         (OrchestratorConfig, ["--eval.env.id", "a", "--eval.env.weight", "2"], ["eval.env.0.weight = 2"]),
+        (TrainerConfig, ["--no-nodes-share-directory", "--ckpt"], ["ckpt", "nodes_share_directory = false"]),
         (RLConfig, ["--gpu-memory-utilization", "0.5"], ["gpu_memory_utilization", "no [inference] block"]),
         (OrchestratorConfig, ["--rollouts-per-example", "1"], ["rollouts_per_example = 1", "'grpo'", "= 8"]),
         (RLConfig, ["--algorithm=rloo", "--orchestrator.rollouts-per-example=1"], ["every advantage", "'rloo'"]),

@@ -26,7 +26,7 @@ from prime_rl.trainer.fsdp import shard_policy
 from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.parallel.process_group import World, join_world
 from prime_rl.trainer.policy_canary import canary_row, measure_canary, unsharded_copy
-from prime_rl.trainer.weight_sync import filesystem, gather_plan, publisher
+from prime_rl.trainer.weight_sync import delta, filesystem, gather_plan, publisher
 from prime_rl.trainer.weight_sync.publisher import Publisher
 from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.support.tiny_model import make_tiny_model
@@ -194,6 +194,31 @@ def publish_on_ranks(world, argument):
     training.update()
     training.publisher.close()
     return [file.owner for file in training.publisher._plan.files]
+
+
+def publish_from_one_rank(world, argument):
+    """Runs on every rank: the first one writes two versions, in full and as a delta; return the writers."""
+    gather_plan._LEAST_FILE_BYTES = 1
+    root = Path(argument)
+    options = FileBroadcastConfig(delta={})
+    training = Training(root / "tiny", world, options, shard_bytes=30_000, num_writers=1)
+    written, write = [], filesystem.fsync
+    filesystem.fsync = delta.fsync = lambda path: (written.append(path.name), write(path))
+    for step in (1, 2):
+        training.publisher.publish(root / "one" / f"step_{step}", PolicyVersion(0, step))
+        training.update()
+    training.publisher.close()
+    return [len(written), [file.owner for file in training.publisher._plan.files]]
+
+
+def test_publish_by_the_first_rank_alone_writes_all_files_there(tmp_path):
+    """The other ranks may be on nodes that do not share its directory."""
+    make_tiny_model(tmp_path / "tiny")
+    (first, owners), (second, _) = run_world(2, publish_from_one_rank, str(tmp_path), tmp_path)
+    assert len(owners) > 1 and set(owners) == {0}
+    assert (first, second) == (2 * len(owners), 0)
+    assert hash_tensors(tmp_path / "one/step_1") == hash_tensors(tmp_path / "tiny")
+    assert read_manifest(tmp_path / "one/step_2", WEIGHTS_FORMAT)["delta"]["base"] == "step_1"
 
 
 def test_publish_on_several_ranks_writes_the_bytes_of_one(tmp_path):

@@ -17,6 +17,7 @@ from prime_rl.liveness.heartbeat_monitor import read_heartbeat
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.storage.fs_consistency import visibility_timeout
 from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.rollback import is_restart
 from prime_rl.storage.wait_for import DeadlineError, wait_for
 from prime_rl.trainer.checkpoints.rank_consensus import RankConsensus
 from prime_rl.trainer.nodes.node_monitor import NodeMonitor
@@ -36,31 +37,49 @@ class _Node:
     main_address: str
 
 
+@dataclass(frozen=True, slots=True)
+class DirectoryUse:
+    """How the ranks use the run directory.
+
+    Attributes:
+        num_writers: the first ranks, which have the directory in which versions are published.
+        is_main: whether this rank is the first one that uses its directory.
+    """
+
+    num_writers: int
+    is_main: bool
+
+
 @contextmanager
 def join_nodes(
-    paths: RunPaths, world: World, heartbeat: HeartbeatWriter, limits: HeartbeatLimits | None = None
-) -> Iterator[None]:
-    """Compare the run directories of the trainer's nodes, and monitor the nodes. Does nothing on one node.
+    paths: RunPaths,
+    world: World,
+    heartbeat: HeartbeatWriter,
+    limits: HeartbeatLimits | None = None,
+    is_shared: bool = True,
+) -> Iterator[DirectoryUse]:
+    """Compare the run directories of the trainer's nodes if they are shared, and monitor the nodes.
 
     A silent node is logged, is part of the heartbeats, and is named in the error of a step that waits for it.
 
     Raises:
-        ConfigError: the nodes have different directories.
+        ConfigError: the nodes have different directories although these should be shared.
         RunError: an error of a rank, with the names of silent nodes.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) == world.size:
-        yield
+        yield DirectoryUse(world.size, world.is_main)
         return
     assert dist.group.WORLD is not None
     ranks, local_rank = RankConsensus(world, dist.group.WORLD), int(os.environ["LOCAL_RANK"])
     token = ranks.on_main(lambda: secrets.token_hex(16))
-    nodes = _compare_directories(paths, world, ranks, token, local_rank)
+    nodes = _compare_directories(paths, world, ranks, token, local_rank, is_shared)
     monitor = _make_monitor(world, ranks, token, nodes, local_rank, heartbeat, limits or HeartbeatLimits())
     if monitor is not None:
         monitor.start()
     try:
         with wrap_rank_errors(world.timeout_s):
-            yield
+            first_node = nodes[1].rank
+            yield DirectoryUse(world.size, world.is_main) if is_shared else DirectoryUse(first_node, local_rank == 0)
     except RunError as error:
         main = read_heartbeat(paths.heartbeat(f"trainer_{world.rank - local_rank}")) if local_rank else None
         silent = heartbeat.silent_hosts if main is None else main.silent_hosts
@@ -74,9 +93,9 @@ def join_nodes(
 
 
 def _compare_directories(
-    paths: RunPaths, world: World, ranks: RankConsensus, token: str, local_rank: int
+    paths: RunPaths, world: World, ranks: RankConsensus, token: str, local_rank: int, is_shared: bool
 ) -> list[_Node]:
-    """Return the nodes; raise ConfigError on all ranks if one does not see a file that rank 0 writes."""
+    """Return the nodes; if `is_shared`, raise ConfigError on all ranks if one does not see a file of rank 0."""
     file, host = paths.root / f".shared_directory_{token[:8]}", socket.gethostname()
     patience_s = min(visibility_timeout(file, paths.fs_consistency_timeout_seconds), world.timeout_s / 2)
 
@@ -85,12 +104,16 @@ def _compare_directories(
             return None
         with translate_error(ConfigError, lambda error: ConfigError(f"{error} (on {host})")):
             check_writable("output_dir", paths.root)
+        if not is_shared and is_restart():
+            raise ConfigError("nodes_share_directory = false: the trainer cannot be restarted; start a new run")
         family, *_, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_DGRAM)[0]
-        try:
-            wait_for(file, patience_s, "rank 0")
-        except DeadlineError:
-            return _Node(world.rank, host, str(paths.root), False, family, str(address[0]))
-        return _Node(world.rank, host, str(paths.root), True, family, str(address[0]))
+        sees_file = True
+        if is_shared:
+            try:
+                wait_for(file, patience_s, "rank 0")
+            except DeadlineError:
+                sees_file = False
+        return _Node(world.rank, host, str(paths.root), sees_file, family, str(address[0]))
 
     def write() -> None:
         check_writable("output_dir", paths.root)
@@ -107,7 +130,8 @@ def _compare_directories(
             main, waited = nodes[0], f" within {patience_s:g} s" if patience_s else ""
             raise ConfigError(
                 f"output_dir: {node.directory} on {node.host} is not {main.directory} on {main.host}: new files do not "
-                f"appear there{waited}; the nodes of a trainer need a shared directory"
+                f"appear there{waited}; the nodes of a trainer need a shared directory, or relays and "
+                "nodes_share_directory = false"
             )
     return nodes
 

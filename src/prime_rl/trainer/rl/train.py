@@ -81,7 +81,7 @@ def train(config: TrainerConfig) -> bool:
     with (
         rank_heartbeat(paths, timeout_s, complete_settings(config)) as heartbeat,
         join_world(config.device, timeout_s, config.model) as world,
-        join_nodes(paths, world, heartbeat, config.heartbeat.limits),
+        join_nodes(paths, world, heartbeat, config.heartbeat.limits, config.nodes_share_directory) as directory,
     ):
         check_rank_settings(config, world)
         compare_with_orchestrator(config)
@@ -97,7 +97,9 @@ def train(config: TrainerConfig) -> bool:
         reduce_once = config.model.reduce_gradients_once
         train_step = TrainStep(policy, optimizer, world, config.optim.max_norm, heartbeat.advance, reduce_once)
         publications = TimelineWriter(paths, "trainer_0_publication")  # they overlap the phases of the rank
-        publisher = make_publisher(config, policy, tokenizer, optimizer, world, publications if world.is_main else None)
+        publisher = make_publisher(
+            config, policy, tokenizer, optimizer, world, publications if world.is_main else None, directory.num_writers
+        )
         objective = build_objective(config.loss, config.model.seq_len, exporter.add)
         references = References(config, policy, world)
         batches, stop = make_batches(config, policy, world, publisher, heartbeat, checkpoints), checkpoints.stop_request
@@ -133,7 +135,7 @@ def train(config: TrainerConfig) -> bool:
                 publisher.start(paths.weights(step + 1), PolicyVersion(checkpoints.branch, step + 1), last)
                 timer.lap("publish")
                 exporter.finish_step(step, len(batch.tokens))
-                if world.is_main:
+                if directory.is_main:
                     delete_obsolete_files(config, paths, step, exporter.keeps_rows)
                 tokens = distributions.gather()
                 progress.count_batch(batch)
@@ -190,8 +192,9 @@ def make_publisher(
     optimizer: Optimizer,
     world: World,
     timeline: TimelineWriter | None = None,
+    num_writers: int | None = None,
 ) -> Publisher:
-    """Create the publisher, which writes each version while the next step runs."""
+    """Create the publisher, which writes each version while the next step runs, on the first `num_writers` ranks."""
     options = config.weight_broadcast
     check_transport(options, world)
     dtype = compute_dtype(config.model.dtype, world.device)
@@ -204,6 +207,7 @@ def make_publisher(
         canary=dtype if options.canary else None,
         canary_model=partial(unsharded_copy, policy, config.model, world, dtype),
         timeline=timeline,
+        num_writers=num_writers,
     )
     publisher.guard(optimizer)
     return publisher

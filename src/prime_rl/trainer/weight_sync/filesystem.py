@@ -32,9 +32,10 @@ class FilesystemTransport(WeightTransport):
     def _write_files(self, directory: Path, buffer: Tensor) -> Hashes:
         hashes: Hashes = {}
         error: RunError | None = None
-        files, world = self._exchange.plan.files, self._exchange.world
-        for begin in range(0, len(files), world.size):
-            tensors = self._exchange.collect(files[begin : begin + world.size], buffer)
+        plan, world = self._exchange.plan, self._exchange.world
+        files = plan.files
+        for begin in range(0, len(files), plan.num_writers):
+            tensors = self._exchange.collect(files[begin : begin + plan.num_writers], buffer)
             if tensors is None or error is not None:
                 continue
             name = self._exchange.state_dict.file_name(begin + world.rank, len(files))

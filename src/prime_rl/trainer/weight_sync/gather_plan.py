@@ -64,9 +64,10 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All files, and the size of each rank's buffer."""
+    """All files, the number of ranks that write them (the first ones), and the size of each rank's buffer."""
 
     files: tuple[FilePlan, ...]
+    num_writers: int
     buffer_bytes: tuple[int, ...]
 
     @property
@@ -75,8 +76,12 @@ class Plan:
         return [source for file in self.files for block in file.blocks for source in block]
 
 
-def make_plan(state_dict: PublishedStateDict, ranks: RankConsensus, shard_bytes: int) -> Plan:
-    """Plan the publication of the tensors of `state_dict`. All ranks call it together.
+def make_plan(
+    state_dict: PublishedStateDict, ranks: RankConsensus, shard_bytes: int, num_writers: int | None = None
+) -> Plan:
+    """Plan the publication of the tensors of `state_dict`, by all ranks or the first `num_writers`.
+
+    All ranks call it together.
 
     A file ends when it reaches `shard_bytes`; the tensors of one block, and all of an adapter, go into one file.
 
@@ -88,7 +93,8 @@ def make_plan(state_dict: PublishedStateDict, ranks: RankConsensus, shard_bytes:
     boxes = ranks.gather(lambda: {name: _my_box(name, tensor) for name, tensor in tensors.items()})
     ends = [0] * len(boxes)
     sizes = {name: math.prod(tensor.shape) * dtypes[name].itemsize for name, tensor in tensors.items()}
-    limit = min(shard_bytes, max(_LEAST_FILE_BYTES, math.ceil(sum(sizes.values()) / len(boxes))))
+    num_writers = num_writers or len(boxes)
+    limit = min(shard_bytes, max(_LEAST_FILE_BYTES, math.ceil(sum(sizes.values()) / num_writers)))
     files = list[FilePlan]()
     for part in [blocks] if state_dict.adapters_alone else _cut(blocks, sizes, limit):
         begins = list(ends)
@@ -96,8 +102,8 @@ def make_plan(state_dict: PublishedStateDict, ranks: RankConsensus, shard_bytes:
             tuple(_source(name, tensors[name], dtypes[name], [b[name] for b in boxes], ends) for name in block)
             for block in part
         )
-        files.append(FilePlan(len(files) % len(boxes), planned, tuple(zip(begins, ends, strict=True))))
-    return Plan(tuple(files), tuple(ends))
+        files.append(FilePlan(len(files) % num_writers, planned, tuple(zip(begins, ends, strict=True))))
+    return Plan(tuple(files), num_writers, tuple(ends))
 
 
 def view(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> Tensor:

@@ -95,6 +95,7 @@ class Publisher:
         options: BroadcastConfig = _FILES,
         *,
         shard_bytes: int = 2 * 1024**3,
+        num_writers: int | None = None,
         canary: torch.dtype | None = None,
         canary_model: Callable[[], PolicyModel | None] = lambda: None,
         timeline: TimelineWriter | None = None,
@@ -108,6 +109,7 @@ class Publisher:
             world: the ranks that hold the shards.
             options: how versions reach inference. The last one is always written to files.
             shard_bytes: a file of weights ends when it reaches this size.
+            num_writers: the first ranks, which write the files; None is all.
             canary: precision of the policy's forward pass, to publish the canary; None publishes none.
             canary_model: builds the model that scores the canary while training continues (`unsharded_copy`). If it
                 returns None, the policy scores the canary in `start`.
@@ -122,7 +124,7 @@ class Publisher:
         self._state_dict = PublishedStateDict(policy, dtype)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
         self._ranks = RankConsensus(world, group)
-        self._plan = make_plan(self._state_dict, self._ranks, shard_bytes)
+        self._plan = make_plan(self._state_dict, self._ranks, shard_bytes, num_writers)
         exchange = PieceExchange(self._plan, self._state_dict, world, self._ranks, group)
         self._files = (
             DeltaTransport(files.delta.full_interval, exchange) if files.delta else FilesystemTransport(exchange)

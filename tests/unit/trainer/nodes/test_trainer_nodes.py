@@ -42,6 +42,32 @@ def test_nodes_with_different_directories_raise_config_error_on_all_ranks(tmp_pa
         assert files == []
 
 
+def use_own_directories(world, directory):
+    """Runs on three ranks: two on the first node, one on the second, which has been restarted if `directory` is ''."""
+    node, local = divmod(world.rank, 2)
+    restarted = str(int(not directory and node))
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(local), "TORCHELASTIC_RESTART_COUNT": restarted}
+    paths = RunPaths(Path(directory or ".") / f"node{node}")
+    heartbeat = HeartbeatWriter(paths, f"trainer_{world.rank}", "trainer")
+    try:
+        with join_nodes(paths, world, heartbeat, is_shared=False) as directory:
+            return [directory.num_writers, directory.is_main]
+    except ConfigError as error:
+        return str(error)
+
+
+def test_nodes_with_own_directories_write_versions_on_the_first(tmp_path):
+    assert run_world(3, use_own_directories, str(tmp_path), tmp_path) == [[2, True], [2, False], [2, True]]
+
+
+def test_restart_of_nodes_with_own_directories_raises_config_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answers = run_world(3, use_own_directories, "", tmp_path)
+    assert all(
+        answer.startswith("nodes_share_directory = false: the trainer cannot be restarted") for answer in answers
+    )
+
+
 def test_directory_that_cannot_be_written_raises_config_error_with_the_host(tmp_path):
     mine, other = tmp_path / "mine", tmp_path / "other"
     mine.mkdir()
