@@ -96,10 +96,8 @@ def train(config: TrainerConfig) -> bool:
         optimizer = prepare_optimizer(build_optimizer(config.optim, policy), config.model)
         reduce_once = config.model.reduce_gradients_once
         train_step = TrainStep(policy, optimizer, world, config.optim.max_norm, heartbeat.advance, reduce_once)
-        publications = TimelineWriter(paths, "trainer_0_publication")  # they overlap the phases of the rank
-        publisher = make_publisher(
-            config, policy, tokenizer, optimizer, world, publications if world.is_main else None, directory.num_writers
-        )
+        timeline = heartbeat.part("publication") if world.is_main else None  # it overlaps the phases of the rank
+        publisher = make_publisher(config, policy, tokenizer, optimizer, world, timeline, directory.num_writers)
         objective = build_objective(config.loss, config.model.seq_len, exporter.add)
         references = References(config, policy, world)
         batches, stop = make_batches(config, policy, world, publisher, heartbeat, checkpoints), checkpoints.stop_request
@@ -150,7 +148,6 @@ def train(config: TrainerConfig) -> bool:
             checkpoints.save_at_stop(progress)
             checkpoints.close()
             publisher.close()
-            publications.close()
             exporter.close()
             if world.is_main and config.data.fake is not None:
                 remove_artifact(paths.weights(progress.step))
