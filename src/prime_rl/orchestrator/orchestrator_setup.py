@@ -90,8 +90,8 @@ async def _run(config: OrchestratorConfig, start_point: StartPoint, heartbeat: H
         description = await asyncio.to_thread(read_model_config, config.model.name)
         access = model_access(config, vocabulary_size(description))
         environments = await start_environments(config, host, access, paths, stack)
-        schedules = await start_schedules(config, host, access, paths, stack)
         required = RequiredSettings(config.model.name, config.seq_len, paths, config.heartbeat.limits)
+        schedules = await start_schedules(config, host, access, paths, stack, required.find_problem)
         if not config.bench:  # no trainer takes part in a benchmark
             await run_in_daemon_thread(required.read_trainer)
             stack.push_async_callback(end_tasks, asyncio.create_task(required.follow_trainer()))

@@ -274,6 +274,22 @@ async def test_online_eval_lost_separate_server_does_not_end_the_run(tmp_path):
     assert "eval/fake/reward/mean" not in run.metrics
 
 
+async def test_online_eval_separate_server_with_other_settings_is_not_used(tmp_path, said):
+    async with fake_engine() as fake:
+        fake.settings = {"seq_len": 16}
+        pool = FakePool()
+        run = Run(
+            tmp_path,
+            pool,
+            mode="pinned",
+            own_servers=lambda: [InferenceClient(fake.url, "m", "evaluations")],
+            find_problem=lambda url, settings: f"{settings['seq_len']} tokens at {url} are too few",
+        )
+        await run.evaluator.finish(0)
+        assert f"eval of version 0 failed: 16 tokens at {fake.url} are too few" in said()
+        assert run.metrics["eval/failed"] == 1 and pool.urls == [] and fake.holder is None
+
+
 def report(paths, *lines):
     """Write metrics as an earlier process reported them."""
     paths.metrics_dir.mkdir(parents=True)

@@ -8,6 +8,7 @@ from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
 from prime_rl.configs.shared.blocks import server_root
 from prime_rl.core.errors import ConfigError
 from prime_rl.evaluation.eval_plan import EvalTask, plan_tasks
+from prime_rl.orchestrator.inference.inference_server import FindProblem, accept_all
 from prime_rl.orchestrator.online_eval.online_evaluation import EvalSchedule
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.workers.environment_pool import (
@@ -21,9 +22,16 @@ from prime_rl.storage.paths import RunPaths
 
 
 async def start_schedules(
-    config: OrchestratorConfig, host: WorkerLauncher, access: ModelAccess, paths: RunPaths, stack: AsyncExitStack
+    config: OrchestratorConfig,
+    host: WorkerLauncher,
+    access: ModelAccess,
+    paths: RunPaths,
+    stack: AsyncExitStack,
+    find_problem: FindProblem = accept_all,
 ) -> list[EvalSchedule]:
     """Start the environments of `config.eval` and `config.val`, all at once; `stack` closes them.
+
+    `find_problem` says why a separate server for evaluations cannot be used.
 
     Raises ConfigError also if an environment of `config.val` has no evaluation split.
     """
@@ -59,6 +67,7 @@ async def start_schedules(
                 mode=block.mode,
                 hold_s=block.hold_timeout_seconds,
                 own_servers=own_servers if urls is not None else None,
+                find_problem=find_problem,
                 max_concurrent=block.max_concurrent,
                 pass_threshold=block.pass_threshold,
             )

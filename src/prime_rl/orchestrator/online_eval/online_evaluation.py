@@ -31,7 +31,7 @@ from prime_rl.evaluation.runner import Servers, run_examples
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator.asyncio_utils import deadline_scope, pause
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
-from prime_rl.orchestrator.inference.inference_server import InferenceServer
+from prime_rl.orchestrator.inference.inference_server import FindProblem, InferenceServer, accept_all
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceServerLost
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.storage.paths import RunPaths, step_of
@@ -49,6 +49,7 @@ class EvalSchedule:
         base: also evaluate version 0.
         hold_s: longest time that a switch of the training servers waits for a pinned evaluation.
         own_servers: connects to the separate servers of a pinned evaluation; None uses the training servers.
+        find_problem: why a separate server cannot be used, as for `InferenceServer`.
         pass_threshold: a rollout passes if its reward is at least this.
         seed: of the choice of examples.
         idle_timeout_s: an evaluation fails if no example ends for this long.
@@ -61,6 +62,7 @@ class EvalSchedule:
     mode: Literal["span", "pinned"] = "span"
     hold_s: float = 0.0
     own_servers: Callable[[], Sequence[InferenceClient]] | None = None
+    find_problem: FindProblem = accept_all
     max_concurrent: int = 64
     pass_threshold: float = 1.0
     seq_len: int = 2048
@@ -242,6 +244,9 @@ class OnlineEvaluator:
             yield _TrainingServers(self._inference, version, schedule.holds)
             return
         async with lease_servers(schedule.own_servers()) as leased:
+            for client in leased.clients:
+                if (problem := schedule.find_problem(client.url, (await client.policy()).settings)) is not None:
+                    raise RunError(problem)
             if version > 0:
                 await leased.load(self._paths.weights(version))
             yield FixedServers([client.url for client in leased.clients])
