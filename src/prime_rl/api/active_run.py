@@ -5,6 +5,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from prime_rl.api.policy_files import export_policy
 from prime_rl.api.run_settings import Environment
 from prime_rl.api.steps import Step, StepReader
 from prime_rl.configs.rl import RLConfig
-from prime_rl.core.errors import RunError
+from prime_rl.core.errors import RunError, translate_error, unwritable
 from prime_rl.loading.dump import write_config
 from prime_rl.storage.paths import RunPaths
 
@@ -157,8 +158,13 @@ class ActiveRun:
             self._rl.check()
 
     def _evaluation_paths(self) -> RunPaths:
-        folders = (self.paths.root / "evaluations" / str(number) for number in itertools.count())
-        return RunPaths(next(folder for folder in folders if not folder.exists()))
+        """Create the next folder, so that evaluations at the same time have one each."""
+        for number in itertools.count():
+            folder = self.paths.root / "evaluations" / str(number)
+            with translate_error(OSError, unwritable(f"cannot write {folder}")), suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return RunPaths(folder)
+        raise AssertionError
 
 
 def _answers(url: str) -> bool:

@@ -63,7 +63,14 @@ class Run:
         self._end(raise_errors=kind is None)
 
     async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self.__enter__)
+        start = asyncio.ensure_future(asyncio.to_thread(self.__enter__))
+        try:
+            await asyncio.shield(start)
+        except asyncio.CancelledError:  # then nothing calls __aexit__
+            await asyncio.wait([start])
+            if start.exception() is None:
+                await asyncio.to_thread(start.result().stop)
+            raise
         return self
 
     async def __aexit__(self, kind: object, error: object, traceback: object) -> None:

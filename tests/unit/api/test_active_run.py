@@ -70,6 +70,26 @@ async def test_run_async_break_ends_all_processes(small_run):
     assert_ended(processes)
 
 
+async def test_run_whose_start_is_cancelled_ends_all_processes(small_run):
+    run = small_run("endless")
+    start = asyncio.create_task(run.__aenter__())
+    await asyncio.sleep(0)
+    start.cancel()
+    await asyncio.wait([start])
+    assert start.cancelled()
+    until(lambda: run._active is not None, "the start")
+    assert not psutil.pid_exists(run._run.pid)
+
+
+async def test_run_evaluations_at_once_have_a_folder_each(small_run, monkeypatch):
+    used = []
+    monkeypatch.setattr(active_run, "run_evaluation", lambda run, url, paths, *_: used.append(paths.root))
+    monkeypatch.setattr(active_run.ActiveRun, "wait_until_serving", lambda self: None)
+    async with small_run("endless") as run:
+        await asyncio.gather(*(run.evaluate(k=k) for k in range(1, 9)))
+    assert len(set(used)) == 8
+
+
 async def test_run_synchronous_form_works_inside_an_event_loop_and_skips_an_earlier_run(small_run):
     assert asyncio.get_running_loop().is_running()
     with small_run("three") as run:
