@@ -18,6 +18,7 @@ from verifiers.types import TrajectoryStep
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Credit
+from prime_rl.rollouts import group_attempts
 from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
 from prime_rl.rollouts.rendering.renderer import Renderer
@@ -825,3 +826,30 @@ async def test_own_client_requests_end_with_the_group(play, monkeypatch):
         await cancelled.wait()
     with pytest.raises(openai.APIConnectionError):
         await environment.request
+
+
+class Talkative(Raw):
+    """Its first attempt fails; a task of each attempt continues to ask."""
+
+    async def talk(self, state):
+        async def ask(client=state["client"]):
+            while True:
+                await client.get_response(state["prompt"], "m", {})
+
+        self.tasks.append(asyncio.create_task(ask()))
+        await asyncio.sleep(0.01)
+        if len(self.tasks) == 1:
+            raise vf.InfraError("try again")
+        assert self.tasks[0].done()
+        state["completion"] = [{"role": "assistant", "content": "answer 0"}]
+
+
+async def test_calls_of_tasks_that_an_attempt_leaves_are_refused(play, monkeypatch):
+    monkeypatch.setattr(group_attempts, "RETRY_PAUSE_SECONDS", 0.01)
+    environment = make(Talkative)
+    environment.tasks = []
+    with pytest.raises(EnvironmentFailed, match="no answer is the `response`"):
+        await play(environment)
+    async with asyncio.timeout(30):
+        results = await asyncio.gather(*environment.tasks, return_exceptions=True)
+    assert [str(result) for result in results] == ["the rollout of this client has ended"] * 2

@@ -59,6 +59,7 @@ class RolloutClient(Client):
         self.raw_replies: list[Reply] = []
         self.credit = GivenCredit()
         self._raw: Any = None
+        self._has_ended = False
         self._warn = warn
         self._sampling = dict(sampling)
         self._prefix = f"{secrets.token_hex(8)}-"
@@ -77,13 +78,18 @@ class RolloutClient(Client):
 
     @property
     def api_key(self) -> str:
-        """Key for `base_url` until the group ends."""
+        """Key for `base_url` until the group ends, or this attempt fails."""
         return str(self.client.api_key)
 
-    def release(self) -> None:
-        """End the validity of `api_key`, and drop the state."""
+    def end_calls(self) -> None:
+        """Refuse further calls, such as those of tasks that the environment has left, and end those of `api_key`."""
+        self._has_ended = True
         if self._raw is not None:
             self._endpoint.remove(self._raw.api_key)
+
+    def release(self) -> None:
+        """End all calls, and drop the state."""
+        self.end_calls()
         self.state = None  # the state refers to its client: without the cycle both are freed at once
 
     @property
@@ -91,7 +97,12 @@ class RolloutClient(Client):
         """Whether the environment has asked for the raw client."""
         return self._raw is not None
 
+    def _check_running(self) -> None:
+        if self._has_ended:
+            raise ValueError("the rollout of this client has ended")
+
     async def _answer_raw(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_running()
         tools = body.get("tools") if body.get("tool_choice") != "none" else None
         parameters = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
         try:
@@ -123,6 +134,7 @@ class RolloutClient(Client):
         **_: Any,
     ) -> Response:
         """Sample one turn; verifiers calls the model only through this method."""
+        self._check_running()
         self.state = state if state is not None else self.state
         sampling = self._sampling_with(sampling_args or {})
         try:

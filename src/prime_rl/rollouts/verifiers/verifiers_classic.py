@@ -90,7 +90,11 @@ class ClassicEnvironment(EnvironmentBackend):
         async def attempt(this: Attempt) -> RolloutClient:
             client = RolloutClient(self.warn, self._recorder(this, seq_len), this, sampling, self._endpoint)
             clients.append(client)
-            await self._attempt(client, env, row, sampling)
+            try:
+                await self._attempt(client, env, row, sampling)
+            except BaseException:
+                client.end_calls()  # another attempt may follow, and nothing takes the replies to this one
+                raise
             return client
 
         try:
