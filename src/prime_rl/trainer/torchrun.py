@@ -1,13 +1,19 @@
 """`torchrun` that also reports which rank a signal killed, and whether memory ran out (I7).
 
 A killed rank logs nothing, and the other ranks only report that they lost a rank.
+
+It handles one signal to end, and ignores later ones (a monkey patch of torch 2.11 to 2.13): Slurm sends SIGTERM to all
+processes of a step, and `uv run` forwards its own to torchrun as well. The second one would interrupt torchrun while it
+waits for its ranks, which are saving a checkpoint.
 """
 
 import gc
 import os
 import signal
 import sys
+from types import FrameType
 
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
@@ -18,7 +24,7 @@ from prime_rl.trainer.rendezvous_loopback import restrict_to_loopback
 
 
 def main() -> None:
-    """Run torchrun with its arguments; exit with code 1 if a rank failed."""
+    """Run torchrun with its arguments; exit with code 1 if a rank failed, and with 128 + its number after a signal."""
     kills = count_oom_kills()
     # Keep signals ignored which were ignored at the start, such as SIGHUP under `nohup`.
     names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -29,8 +35,17 @@ def main() -> None:
     os.environ[LAUNCHER] = str(os.getpid())  # the ranks exit with this process
     if "--standalone" in sys.argv:
         sys.argv[1:1] = restrict_to_loopback()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for name in handled:
+            signal.signal(signal.Signals[name], signal.SIG_IGN)
+        raise api.SignalException(f"torchrun got signal {number}", signal.Signals(number))
+
+    api._terminate_process_handler = end
     try:
         torchrun()
+    except api.SignalException as error:  # its ranks have ended
+        sys.exit(128 + error.sigval)
     except ChildFailedError as error:
         print(error, file=sys.stderr, flush=True)
         if (cause := describe_first_failure(error, kills)) is not None:

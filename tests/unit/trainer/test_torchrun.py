@@ -15,6 +15,7 @@ from prime_rl.core import os_errors
 from prime_rl.liveness.parent_process import LAUNCHER
 from prime_rl.trainer import torchrun
 from prime_rl.trainer.torchrun import describe_first_failure
+from tests.support.command import until
 
 
 def failed(**ranks) -> ChildFailedError:
@@ -92,6 +93,30 @@ def test_torchrun_signal_ignored_at_start_stays_ignored(tmp_path):
         (tmp_path / "go").touch()
         assert process.wait(120) == 0
         assert (tmp_path / "up").read_text() == "True"
+    finally:
+        process.kill()
+
+
+@pytest.mark.extended
+def test_torchrun_second_sigterm_does_not_interrupt_the_wait_for_the_ranks(tmp_path):
+    """A rank that saves a checkpoint for longer than the time between two signals."""
+    (tmp_path / "rank.py").write_text(
+        "import pathlib, signal, sys, time\nhere = pathlib.Path(sys.argv[1])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (here / 'asked').touch())\n(here / 'up').touch()\n"
+        "while not (here / 'go').exists(): time.sleep(0.05)\n(here / 'saved').touch()\n"
+    )
+    command = [sys.executable, "-m", "prime_rl.trainer.torchrun", "--standalone", "--nproc-per-node=1"]
+    process = subprocess.Popen([*command, str(tmp_path / "rank.py"), str(tmp_path)], stderr=subprocess.PIPE)
+    try:
+        for name in ("up", "asked"):
+            until((tmp_path / name).exists, name)
+            process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits for its rank
+            process.wait(1)
+        (tmp_path / "go").touch()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert (tmp_path / "saved").exists()
+        assert b"Traceback" not in process.stderr.read()
     finally:
         process.kill()
 
