@@ -25,6 +25,7 @@ from prime_rl.liveness.heartbeat_monitor import (
     read_process_stat,
 )
 from prime_rl.liveness.run_settings import RunSettings
+from prime_rl.liveness.run_takeover import RunTakeover
 from prime_rl.liveness.timeline_writer import TimelineWriter
 from prime_rl.storage.paths import RunPaths
 
@@ -33,6 +34,8 @@ _NUMBER = re.compile(r" \d+$")
 
 class HeartbeatWriter:
     """Writes the heartbeat file `name` once a second, in a background thread, from `start` to `close`.
+
+    The thread also ends this process when another start takes over the run (`RunTakeover`).
 
     As a context manager it calls `start`, and `close` with `failed` if an exception passes, otherwise with `ended`.
     `enter` and `advance` may be called from any thread and do no I/O.
@@ -58,6 +61,7 @@ class HeartbeatWriter:
             "started": read_process_stat(os.getpid())[1], "log": log_path(), "settings": dict(settings),
         }  # fmt: skip
         self.timeline = TimelineWriter(paths, name, interval_seconds)
+        self._takeover = RunTakeover(paths)
         self._paths, self._parts = paths, dict[str, TimelineWriter]()
         self._phase: tuple[str, float | None, str | None, float] = ("start", None, None, time.time())
         self._place: tuple[int | None, int | None] = (None, None)
@@ -169,6 +173,7 @@ class HeartbeatWriter:
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_seconds):
+            self._takeover.exit_if_taken()
             if self._check_event_loop():
                 self._write()
 

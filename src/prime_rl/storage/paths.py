@@ -45,6 +45,7 @@ class RunPaths:
     heartbeats_dir = _Fixed("heartbeats")  # Heartbeats, one file per process
     run_toml = _Fixed("run.toml")  # The resolved configuration of this run
     lock = _Fixed("lock")  # Held (flock) by the run that owns the directory
+    owner = _Fixed("owner")  # The start that has resumed the run last; processes of an earlier start end
     warnings = _Fixed("metrics/warnings.jsonl")  # Warnings that `rl` prints, written by the orchestrator
     events = _Fixed("events.jsonl")  # Starts, failures and restarts of processes, written by `rl`
     kv_cache = _Fixed("kv_cache.json")  # Size of the server's KV cache, for its restart on a GPU that it shares

@@ -10,6 +10,8 @@ import pytest
 from prime_rl.configs.shared.blocks import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.liveness import run_takeover
+from prime_rl.liveness.parent_process import SUPERVISED
 from prime_rl.storage import checkpoint_artifacts as files
 from prime_rl.storage.checkpoint_artifacts import ORCHESTRATOR, TRAINER, ResumeRecord, read_resume
 from prime_rl.storage.paths import RunPaths, steps_in
@@ -18,7 +20,7 @@ from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.trainer.checkpoints.resume_point import ResumeDecision, ResumePoint
 from prime_rl.trainer.rl.batch_source import BatchSource
 
-VARIABLES = (RESTART_VARIABLE, START_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+VARIABLES = (RESTART_VARIABLE, START_VARIABLE, SUPERVISED, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 
 
 class OneRank:
@@ -55,6 +57,7 @@ def start_again(monkeypatch):
 
     def set_variables(again=True):
         monkeypatch.setenv(START_VARIABLE, "ours")
+        monkeypatch.setenv(SUPERVISED, "1")
         monkeypatch.setenv(RESTART_VARIABLE, "1" if again else "0")
 
     return set_variables
@@ -127,6 +130,19 @@ def test_restart_of_resume_continues_from_newest_checkpoint(paths, start_again):
     assert files.find_checkpoints(paths.checkpoints_dir).steps == [5], "10 is of the line that ended"
     commit = write_checkpoint(paths, 8, branch=1)
     assert choose(paths, CkptConfig(resume_step=5)) == ResumePoint(8, 2, commit, 2)
+
+
+def test_resume_by_a_scheduler_takes_the_run_over(paths, monkeypatch):
+    """Under `rl`, which holds the lock of the run, there is nothing to take over."""
+    monkeypatch.setattr(run_takeover, "TAKEOVER_SECONDS", 0)
+    monkeypatch.setenv(START_VARIABLE, "7.1")
+    write_checkpoint(paths, 5)
+    monkeypatch.setenv(SUPERVISED, "1")
+    assert choose(paths, CkptConfig(resume_step=-1)).branch == 1
+    assert not paths.owner.exists()
+    monkeypatch.delenv(SUPERVISED)
+    assert choose(paths, CkptConfig(resume_step=-1)).branch == 2
+    assert paths.owner.read_text() == "7.1"
 
 
 def test_restart_by_torchrun_resumes_without_rl(paths, monkeypatch):

@@ -9,6 +9,8 @@ from loguru import logger
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.liveness.parent_process import is_supervised
+from prime_rl.liveness.run_takeover import take_over
 from prime_rl.storage import checkpoint_artifacts as files
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import has_orchestrator, is_restart, may_restart, next_branch, roll_back, start_name
@@ -141,6 +143,8 @@ class ResumeDecision:
         return [commit for commit in reversed(found.complete) if wanted in (-1, commit.step)]
 
     def _roll_back(self, step: int, commit: files.CheckpointCommit | None) -> ResumePoint:
+        if not is_supervised():  # `rl` holds the lock of the run
+            take_over(self.paths)
         branch = next_branch(self.directory, commit)
         # Without an orchestrator, which would sample the batches again, the trainer reuses the recorded ones.
         resampled = self.publishes_versions and has_orchestrator(self.paths, commit)
