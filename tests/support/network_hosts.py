@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 _INTERFACE = "eth0"
+_SETTINGS = Path("/etc/netns")
+"""`ip netns exec NAMESPACE` binds the files of a folder NAMESPACE over those in /etc."""
 _STOP_S = 15
 _calls = count()
 
@@ -111,10 +113,16 @@ def network_hosts(names: Sequence[str]) -> Iterator[list[NetworkHost]]:
         stack.callback(_ip, "link", "del", bridge)
         _ip("link", "set", bridge, "up")
         hosts = []
+        addresses = {name: f"{subnet}.{index + 1}" for index, name in enumerate(names)}
+        names_file = "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items())
         for index, name in enumerate(names):
-            host = NetworkHost(name, f"{subnet}.{index + 1}", f"pr{number}n{index}")
+            host = NetworkHost(name, addresses[name], f"pr{number}n{index}")
             _ip("netns", "add", host.namespace)
             stack.callback(_ip, "netns", "del", host.namespace)
+            settings = _SETTINGS / host.namespace
+            settings.mkdir(parents=True, exist_ok=True)
+            stack.callback(shutil.rmtree, settings)
+            (settings / "hosts").write_text(names_file)
             _ip("link", "add", host._port, "type", "veth", "peer", "name", _INTERFACE, "netns", host.namespace)
             _ip("link", "set", host._port, "master", bridge, "up")
             for arguments in (

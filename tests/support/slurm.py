@@ -1,20 +1,36 @@
-"""A Slurm cluster of several nodes on this machine: munged, slurmctld and one slurmd for each node, without systemd."""
+"""A Slurm cluster on this machine without systemd: munged, slurmctld, and one slurmd on each of several hosts.
+
+The hosts are namespaces with their own addresses, names and process ids (`network_hosts`), which share the file system.
+"""
 
 import os
 import shutil
-import socket
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
+import psutil
+
+from tests.support.network_hosts import NetworkHost, network_hosts
+from tests.support.network_hosts import missing as missing_of_hosts
+
+COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "nsenter")
+ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+_ROOT = Path(__file__).parents[2]
 _START_S = 60
+# `ip netns exec` hides the control groups, whose version slurmd wants to know.
+_MOUNT_CGROUP = """
+mount -t cgroup2 none /sys/fs/cgroup && [[ -s /sys/fs/cgroup/cgroup.controllers ]] && exit
+umount /sys/fs/cgroup
+mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/systemd
+mount -t cgroup -o none,name=systemd none /sys/fs/cgroup/systemd
+"""
 _CONFIG = """\
 ClusterName=local
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
+SlurmctldHost={login}({address})
 SlurmUser={user}
 SlurmdUser={user}
 AuthInfo=socket={root}/munge.socket
@@ -28,6 +44,8 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 KillWait=5
+SlurmdTimeout=10
+MessageTimeout=5
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool/%n
 SlurmctldPidFile={root}/slurmctld.pid
@@ -37,109 +55,152 @@ PartitionName=all Nodes=ALL Default=YES
 """
 
 
-def missing() -> list[str]:
-    """Return the commands that are not installed."""
-    return [command for command in COMMANDS if shutil.which(command, path=_path()) is None]
+def missing() -> str:
+    """Return why no cluster can be made on this machine; "" if it can."""
+    if absent := [command for command in COMMANDS if shutil.which(command, path=_path()) is None]:
+        return f"{', '.join(absent)} not installed (Debian: munge slurmctld slurmd slurm-client iproute2)"
+    return missing_of_hosts()
+
+
+class Node:
+    """A host that stays up when its daemon is killed."""
+
+    def __init__(self, host: NetworkHost, environment: dict[str, str], log: Path) -> None:
+        self.host, self._environment, self._log = host, environment, log
+        self._slurmd: subprocess.Popen[bytes] | None = None
+        self.boot()
+
+    def boot(self) -> None:
+        """Start the host, or start it again after `host.kill`."""
+        self.host.reconnect()
+        init = self.host.start(["sleep", "infinity"], self._log, self._environment)
+        children: list[psutil.Process] = []
+        _wait_until(lambda: bool(children.extend(psutil.Process(init.pid).children()) or children), "a host", self._log)
+        self._init = children[0].pid
+        subprocess.run(self.command("bash", "-c", _MOUNT_CGROUP), check=True)
+
+    def command(self, *command: str) -> list[str]:
+        """Return the command that runs `command` on this host."""
+        folder = f"--wd={_ROOT}"
+        return ["nsenter", f"--target={self._init}", "--mount", "--uts", "--net", "--pid", folder, *command]
+
+    def start_slurmd(self) -> None:
+        """Start the daemon of this node, again after `kill_slurmd`."""
+        self._slurmd = start_daemon(self.command("slurmd", "-D", "-N", self.host.name), self._environment, self._log)
+
+    def kill_slurmd(self) -> None:
+        """Kill the daemon alone: the steps of its jobs keep running."""
+        assert self._slurmd is not None
+        [daemon] = psutil.Process(self._slurmd.pid).children()  # of nsenter
+        daemon.kill()
+        self._slurmd.wait()
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes that run on this host."""
+        space = os.readlink(f"/proc/{self._init}/ns/pid")
+        found = []
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.Error):
+                if os.readlink(f"/proc/{process.pid}/ns/pid") == space and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
 
 
 class Slurm:
     """A running cluster, created by `start`.
 
     Attributes:
-        nodes: names of the nodes.
+        nodes: by their names.
         environment: environment of Slurm's commands.
     """
 
-    def __init__(self, root: Path, nodes: list[str]) -> None:
-        self.nodes = nodes
-        self.environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(root / "slurm.conf")}
+    def __init__(self, login: Node, nodes: dict[str, Node], environment: dict[str, str]) -> None:
+        self._login, self.nodes, self.environment = login, nodes, environment
 
     def run(self, *command: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's commands."""
+        """Run a command on the login node."""
         environment = {**self.environment, **variables}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        argv = self._login.command(*command)
+        return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=timeout)
+
+    def job(self, number: str) -> dict[str, str]:
+        """Return what `scontrol show job` prints, by key."""
+        shown = self.run("scontrol", "show", "job", number, "--oneliner").stdout
+        return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def are_idle(self) -> bool:
+        """Return whether no node has a job, or is down."""
+        return self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == str(len(self.nodes))
 
 
 @contextmanager
 def start(root: Path, count: int, gpus: int) -> Iterator[Slurm]:
-    """Run a cluster of `count` nodes with `gpus` GPUs each, which are regular files."""
-    nodes = [f"n{number}" for number in range(1, count + 1)]
-    slurm = Slurm(root, nodes)
-    _configure(root, nodes, gpus)
-    with ExitStack() as stack:
-        log = stack.enter_context((root / "log").open("ab"))
-
-        def daemon(*command: str) -> None:
-            process = subprocess.Popen(
-                command, env=slurm.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-            stack.callback(_end, process)
-
+    """Run a cluster of `count` nodes, n1, n2, ..., with `gpus` GPUs each, which are regular files."""
+    names = [f"n{number}" for number in range(1, count + 1)]
+    environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(root / "slurm.conf")}
+    log = root / "log"
+    with network_hosts(["login", *names]) as (login_host, *hosts), ExitStack() as stack:
+        _configure(root, login_host, names, gpus)
+        login = Node(login_host, environment, log)
+        nodes = {host.name: Node(host, environment, log) for host in hosts}
+        slurm = Slurm(login, nodes, environment)
         munge = [f"--{name}-file={root}/munge.{name}" for name in ("pid", "log", "seed")]
-        daemon("munged", "--foreground", "--force", f"--socket={root}/munge.socket", f"--key-file={root}/key", *munge)
-        _wait_until((root / "munge.socket").exists, "munged", root)
-        daemon("slurmctld", "-D")
-        for node in nodes:
-            daemon("slurmd", "-D", "-N", node)
-
-        def all_idle() -> bool:
-            return slurm.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == str(count)
-
-        _wait_until(all_idle, "Slurm", root)
-        # Jobs of a failed test would outlive the daemons.
-        stack.callback(_cancel_jobs, slurm, root)
+        socket = root / "munge.socket"
+        munged = start_daemon(
+            ["munged", "--foreground", "--force", f"--socket={socket}", f"--key-file={root}/key", *munge],
+            environment,
+            log,
+        )
+        stack.callback(_end, munged)
+        _wait_until(socket.exists, "munged", log)
+        stack.callback(_end, start_daemon(login.command("slurmctld", "-D"), environment, log))
+        for node in nodes.values():
+            node.start_slurmd()
+        _wait_until(slurm.are_idle, "Slurm", log)
         yield slurm
 
 
-def _cancel_jobs(slurm: Slurm, root: Path) -> None:
-    for job in slurm.run("squeue", "-h", "-o", "%A").stdout.split():
-        slurm.run("scancel", "--signal=KILL", "--full", job)
-        slurm.run("scancel", job)
-    _wait_until(lambda: not slurm.run("squeue", "-h").stdout.strip(), "the end of all jobs of Slurm", root)
+def start_daemon(command: Sequence[str], environment: dict[str, str], log: Path) -> "subprocess.Popen[bytes]":
+    """Start a process that survives signals to this one's group."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
 
 
-def _configure(root: Path, nodes: list[str], gpus: int) -> None:
-    host = socket.gethostname().split(".")[0]
+def _configure(root: Path, login: NetworkHost, names: list[str], gpus: int) -> None:
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()
     root.chmod(0o755)
     (root / "state").mkdir()
-    for node in nodes:
-        (root / "spool" / node).mkdir(parents=True)
+    for name in names:
+        (root / "spool" / name).mkdir(parents=True)
     devices = [root / f"gpu{number}" for number in range(gpus)]
     for device in devices:
         device.touch()
     key = root / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    port, *ports = _free_ports(1 + len(nodes))
-    lines = [
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={own} CPUs=2 RealMemory=1000 Gres=gpu:{gpus}"
-        for node, own in zip(nodes, ports, strict=True)
-    ]
-    (root / "slurm.conf").write_text(_CONFIG.format(host=host, port=port, user=user, root=root, nodes="\n".join(lines)))
-    (root / "gres.conf").write_text(f"NodeName={','.join(nodes)} Name=gpu File={','.join(map(str, devices))}\n")
+    lines = [f"NodeName={name} CPUs=2 RealMemory=1000 Gres=gpu:{gpus}" for name in names]
+    values = {"login": login.name, "address": login.address, "user": user, "root": root, "nodes": "\n".join(lines)}
+    (root / "slurm.conf").write_text(_CONFIG.format(**values))
+    (root / "gres.conf").write_text(f"NodeName={','.join(names)} Name=gpu File={','.join(map(str, devices))}\n")
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
-
-
-def _wait_until(holds: Callable[[], bool], what: str, root: Path) -> None:
+def _wait_until(holds: Callable[[], bool], what: str, log: Path) -> None:
     deadline = time.monotonic() + _START_S
     while not holds():
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {_START_S} s for {what}:\n{(root / 'log').read_text()[-3000:]}")
+            raise AssertionError(f"waited {_START_S} s for {what}:\n{log.read_text()[-3000:]}")
         time.sleep(0.1)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(10)
         return
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

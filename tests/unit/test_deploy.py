@@ -27,11 +27,17 @@ printf '%s\\n' "$(printf '%q ' "$@")" >> "$CALLS" # in one write: they run at th
 until (($(wc -l < "$CALLS") == INFERENCE_NODES + 2)); do sleep 0.01; done
 case " $* " in
     *" orchestrator "*) exit "$ORCHESTRATOR_CODE" ;;
-    *" torchrun "*) exit "$TRAINER_CODE" ;;
+    *" prime_rl.trainer.torchrun "*) exit "$TRAINER_CODE" ;;
 esac
 """
 SCANCEL = '#!/usr/bin/env bash\n[[ "$*" == "--signal TERM 7" ]] && kill $(< "$CALLS.servers")\n'
-SCONTROL = '#!/usr/bin/env bash\n[[ "$*" == "show hostnames n[1-4]" ]] && printf "%s\\n" n1 n2 n3 n4\n'
+SCONTROL = """#!/usr/bin/env bash
+case "$*" in
+    "show hostnames n[1-4]") printf "%s\\n" n1 n2 n3 n4 ;;
+    "show job 7 --oneliner") echo "JobId=7 Requeue=1 Restarts=0 BatchFlag=1" ;;
+    *) exit 1 ;;
+esac
+"""
 
 
 def submit(tmp_path: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
@@ -66,17 +72,18 @@ def test_slurm_script_starts_servers_orchestrator_and_one_trainer_on_the_other_n
     done, calls = submit(tmp_path, INFERENCE_NODES="2")
     assert (done.returncode, done.stderr) == (0, "")
     assert all("--kill-on-bad-exit=1" in call for call in calls)
-    by_command = {name: [call for call in calls if name in call] for name in ("inference", "orchestrator", "torchrun")}
+    commands = ("inference", "orchestrator", "prime_rl.trainer.torchrun")
+    by_command = {name: [call for call in calls if name in call] for name in commands}
     assert [after(call, "--nodelist")[0] for call in sorted(by_command["inference"])] == ["n1", "n2"]
     for call in by_command["inference"]:
         server = InferenceConfig.load(after(call, "inference")).server
         assert (server.host, server.port) == ("0.0.0.0", 8000)
     [call] = by_command["orchestrator"]
     assert OrchestratorConfig.load(after(call, "orchestrator")).client.urls == ["http://n1:8000", "http://n2:8000"]
-    [call] = by_command["torchrun"]
+    [call] = by_command["prime_rl.trainer.torchrun"]
     assert after(call, "--nodelist")[0] == "n3,n4"
     assert after(call, "--nodes")[0] == after(call, "--ntasks")[0] == "2", "not what the job has"
-    words = after(call, "torchrun")
+    words = after(call, "prime_rl.trainer.torchrun")
     assert words[: words.index("--rdzv-id")] == ["--nnodes", "2", "--nproc-per-node", "8"]
     assert after(words, "--rdzv-endpoint")[0] == "n3:29400"
     monkeypatch.setenv("OUTPUT_DIR", "/shared/run")

@@ -1,8 +1,6 @@
-"""deploy/slurm/rl.sbatch under a real Slurm with daemons on this machine as nodes. `uv` is a script that records."""
+"""deploy/slurm/rl.sbatch under a real Slurm with namespaces of this machine as nodes. `uv` is a script that records."""
 
-import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,10 +11,7 @@ from tests.support import slurm
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.skipif(
-        bool(slurm.missing()),
-        reason=f"{', '.join(slurm.missing())} not installed (Debian: munge slurmctld slurmd slurm-client)",
-    ),
+    pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
 ]
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "rl.sbatch"
 # Records its node and arguments, then runs the command in the variable DO_<name>.
@@ -25,6 +20,7 @@ UV = """\
 shift
 name=$1
 [[ $name != inference ]] || name=inference_$SLURMD_NODENAME
+[[ $name != python ]] || name=torchrun
 printf '%s %s %s\\n' "$name" "$SLURMD_NODENAME" "$*" >> "$OUTPUT_DIR/calls" # in one write
 [[ $INFERENCE_SERVER_API_KEY ]] || exit 9
 echo "$name ${CUDA_VISIBLE_DEVICES:-none} ${SLURM_STEP_GPUS:-none}" >> "$OUTPUT_DIR/gpus"
@@ -70,9 +66,8 @@ def job(cluster, tmp_path):
         state = {}
 
         def is_over():
-            shown = cluster.run("scontrol", "show", "job", number, "--oneliner").stdout
-            state.update(word.split("=", 1) for word in shown.split() if "=" in word)
-            return state["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+            state.update(cluster.job(number))
+            return state["JobState"] in slurm.ENDED
 
         wait_until(is_over, log)
         lines = (output / "calls").read_text().splitlines() if (output / "calls").exists() else []
@@ -191,16 +186,16 @@ def requeue(cluster, number, holds, log):
 @pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
 def test_rl_slurm_requeued_run_resumes_and_finishes(cluster, tmp_path):
     """`rl --slurm` with real processes on a CPU: the job is requeued after a checkpoint."""
-    root, output = Path(__file__).parents[2], tmp_path / "a run"
+    output = tmp_path / "a run"
     tmp_path.chmod(0o755)
     folders = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
-    environment = {**os.environ, **cluster.environment, "PATH": folders, "VIRTUAL_ENV": sys.prefix}
     command = [
-        "rl", "@", "configs/reverse_text/cpu.toml", "--max-steps", "6", "--ckpt.interval", "2", "--output-dir", output,
+        "rl", "@", "configs/reverse_text/cpu.toml", "--max-steps", "6", "--ckpt.interval", "2",
+        "--output-dir", str(output),
         "--orchestrator.batch-size", "64", "--inference.server.port", "8462",
         "--slurm.gpus-per-node", "0", "--slurm.time", "10:00",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    done = cluster.run(*command, timeout=120, PATH=folders, VIRTUAL_ENV=sys.prefix)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Submitted batch job ")
     number = done.stdout.split()[3].rstrip(";")

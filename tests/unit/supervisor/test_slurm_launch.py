@@ -122,7 +122,7 @@ def test_sft_script_starts_torchrun_on_each_node(tmp_path, programs):
     assert bash(script, recipe, "--max-steps", "3", SLURM_RESTART_COUNT="2", **variables).returncode == 0
     [words] = programs.calls()
     assert words[:7] == ["--kill-on-bad-exit=1", "--nodes", "3", "--ntasks", "3", "--ntasks-per-node", "1"]
-    torchrun = words[words.index("torchrun") + 1 :]
+    torchrun = words[words.index("prime_rl.trainer.torchrun") + 1 :]
     parsed = pytest.importorskip("torch.distributed.run").get_args_parser().parse_args(torchrun)
     assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_endpoint) == ("3", "4", "a:29400")
     assert parsed.training_script == "prime_rl.trainer.sft.train"
