@@ -1,0 +1,210 @@
+"""Whole runs with real processes under a real Slurm of four nodes, and their faults.
+
+The first node has the server and the orchestrator, the others a rank of the trainer each.
+"""
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prime_rl.storage.checkpoint_artifacts import find_checkpoints
+from prime_rl.storage.paths import RunPaths
+from tests.support import slurm
+from tests.support.command import clean_environment, metrics_of, until
+
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
+    pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed"),
+]
+STEPS, INTERVAL = 20, 4
+ARGUMENTS = (
+    "@", "configs/reverse_text/cpu.toml", "--max-steps", str(STEPS), "--ckpt.interval", str(INTERVAL),
+    "--orchestrator.batch-size", "256",
+)  # fmt: skip
+RESUME = ("--ckpt.resume-step", "-1")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
+    with slurm.start(tmp_path_factory.mktemp("slurm"), count=4, gpus=0) as running:
+        yield running
+
+
+@dataclass
+class Job:
+    """A job of a run."""
+
+    cluster: slurm.Slurm
+    number: str
+    paths: RunPaths
+
+    @property
+    def log(self) -> str:
+        """The log of the job, with the output of all its processes."""
+        file = self.paths.logs_dir / f"slurm-{self.number}.log"
+        return file.read_text(errors="replace") if file.exists() else "no log"
+
+    def until_checkpoint(self, step: int) -> None:
+        """Wait for a checkpoint of a step, or of a later one."""
+        until(lambda: max(find_checkpoints(self.paths.checkpoints_dir).steps, default=0) >= step, f"step {step}")
+
+    def until_ended(self, timeout_s: float = 240) -> dict[str, str]:
+        """Wait until the job is over; a requeued one starts at once instead of after two minutes."""
+
+        def is_over() -> bool:
+            state = self.cluster.job(self.number)["JobState"]
+            if state == "PENDING":
+                self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+            return state in slurm.ENDED
+
+        try:
+            until(is_over, "the end of the job", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log[-6000:]}") from None
+        return self.cluster.job(self.number)
+
+
+def submit(cluster: slurm.Slurm, output: Path, *arguments: str, nodes: int = 3) -> Job:
+    """Submit a run with `rl --slurm`."""
+    shape = ("--slurm.nodes", str(nodes), "--slurm.gpus-per-node", "0", "--trainer-ranks", "1")
+    command = ("rl", *ARGUMENTS, "--output-dir", str(output), *shape, *arguments)
+    done = cluster.run(*command, timeout=120, **environment(cluster))
+    assert done.returncode == 0, done.stderr
+    return Job(cluster, done.stdout.split()[3].rstrip(";"), RunPaths(output))
+
+
+def environment(cluster: slurm.Slurm) -> dict[str, str]:
+    """The variables of a shell in which the environment of the checkout is active."""
+    folders = f"{Path(sys.executable).parent}:{cluster.environment['PATH']}"
+    return {**clean_environment(), "PATH": folders, "VIRTUAL_ENV": sys.prefix}
+
+
+def assert_complete(job: Job, ended: dict[str, str], restarts: int = 0) -> None:
+    """Assert that the run has finished, without a lost or repeated step, and has learned."""
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", str(restarts)), job.log
+    for role in ("trainer", "orchestrator"):
+        assert [row["step"] for row in metrics_of(job.paths, role)] == list(range(STEPS)), role
+    rows = metrics_of(job.paths, "orchestrator")
+    rewards = [row["reward/mean"] for row in rows]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.05, rewards
+    assert max(row["staleness/max"] for row in rows) == 2
+
+
+def test_run_on_three_nodes_is_cancelled_and_resumed(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path)
+    job.until_checkpoint(INTERVAL)
+    cluster.run("scancel", job.number)
+    assert job.until_ended()["JobState"] == "CANCELLED"
+    job = submit(cluster, tmp_path, *RESUME)
+    assert_complete(job, job.until_ended())
+    assert (tmp_path / "logs" / "trainer_rank_1.log").exists()
+    assert "resumed from" in job.log
+    until(cluster.are_idle, "idle nodes", 30)
+    assert not [(node.host.name, name) for node in cluster.nodes.values() for name in names_on(node)]
+
+
+def test_run_is_requeued_by_a_user_and_by_the_loss_of_a_node(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path)
+    job.until_checkpoint(INTERVAL)
+    assert cluster.run("scontrol", "requeue", job.number).returncode == 0
+    until(lambda: cluster.job(job.number)["JobState"] == "PENDING", "the requeued job")
+    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+    job.until_checkpoint(2 * INTERVAL)
+    lost = cluster.nodes["n3"]
+    lost.host.kill()
+    ended = job.until_ended()
+    assert "Node failure on n3" in job.log
+    assert_complete(job, ended, restarts=2)
+    lost.boot()
+    lost.start_slurmd()
+    until(cluster.are_idle, "the node to return", 60)
+
+
+def test_killed_rank_ends_the_job_and_sigterm_saves_a_checkpoint(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path)
+    job.until_checkpoint(INTERVAL)
+    rank_on(cluster.nodes["n3"]).kill()
+    ended = job.until_ended(60)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "143:0")
+    assert "error: rank 1 (pid " in job.log and "was killed by SIGKILL" in job.log
+    assert "error: trainer ended with exit code 143" in job.log
+
+    job = submit(cluster, tmp_path, *RESUME)
+    job.until_checkpoint(2 * INTERVAL)
+    cluster.run("scancel", "--batch", "--signal", "TERM", job.number)
+    ended = job.until_ended(60)
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "143:0"), job.log
+    trained = metrics_of(job.paths, "trainer")[-1]["step"] + 1
+    assert find_checkpoints(job.paths.checkpoints_dir).steps[-1] == trained
+    assert 2 * INTERVAL < trained < STEPS
+
+
+def test_run_of_lost_nodes_ends_when_the_requeued_job_resumes_it(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    """Slurm loses two nodes, on which the whole run continues: server, orchestrator, trainer and the job's script."""
+    job = submit(cluster, tmp_path, "--max-steps", "2000", nodes=2)
+    job.until_checkpoint(INTERVAL)
+    lost = [cluster.nodes[name] for name in cluster.run("scontrol", "show", "hostnames", nodes_of(job)).stdout.split()]
+    for node in lost:
+        node.kill_slurmd()
+    until(lambda: cluster.job(job.number)["JobState"] == "PENDING", "the requeued job")
+    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+    ledger = job.paths.ledger(1)
+    until(ledger.exists, "the orchestrator of the second start")
+    number = len(metrics_of(job.paths, "trainer"))
+    until(lambda: len(metrics_of(job.paths, "trainer")) > number + 2 * INTERVAL, "steps of the second start")
+    for role in ("trainer", "orchestrator"):
+        steps = [row["step"] for row in metrics_of(job.paths, role)]
+        assert steps == list(range(len(steps))), role
+    for role in ("orchestrator", "trainer"):
+        what = f"error: start {job.number}.1 has taken over {tmp_path}: this process of start {job.number}.0 ends"
+        assert what in (job.paths.logs_dir / f"{role}.log").read_text(), role
+    for node in lost:
+        until(lambda node=node: not names_on(node), "the end of all processes of the first start", 30)
+    assert cluster.job(job.number)["JobState"] == "RUNNING", job.log
+    cluster.run("scancel", job.number)
+    for node in lost:
+        node.start_slurmd()
+    until(cluster.are_idle, "the nodes to return", 60)
+
+
+def test_rl_on_the_nodes_of_a_job_restarts_after_a_killed_rank(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    """`rl --nodes slurm` in a job, which starts all processes by srun."""
+    paths = RunPaths(tmp_path)
+    paths.logs_dir.mkdir()
+    command = ("rl", *ARGUMENTS, "--output-dir", str(tmp_path), "--nodes", "slurm", "--max-restarts", "1")
+    options = ("--nodes=3", "--ntasks-per-node=1", "--exclusive", f"--output={paths.logs_dir}/slurm-%j.log")
+    wrapped = f"--wrap={shlex.join((*command, '--trainer-ranks', '1'))}"
+    done = cluster.run("sbatch", "--parsable", *options, wrapped, **environment(cluster))
+    assert done.returncode == 0, done.stderr
+    job = Job(cluster, done.stdout.strip(), paths)
+    job.until_checkpoint(INTERVAL)
+    rank_on(cluster.nodes["n3"]).kill()
+    assert_complete(job, job.until_ended())
+    assert "resumed from" in (paths.logs_dir / "trainer.log").read_text()
+
+
+def names_on(node: slurm.Node) -> list[str]:
+    """Return the names of the processes of runs on a node."""
+    others = ("bash", "sleep", "slurm", "srun")
+    return [name for process in node.processes() if not (name := process.name()).startswith(others)]
+
+
+def rank_on(node: slurm.Node) -> psutil.Process:
+    """Return the rank of the trainer that runs on a node."""
+    [rank] = [
+        one for one in node.processes() if any("rl/train" in word or "rl.train" in word for word in one.cmdline()[2:4])
+    ]
+    return rank
+
+
+def nodes_of(job: Job) -> str:
+    """Return the nodes of a job as Slurm lists them."""
+    return job.cluster.job(job.number)["NodeList"]
