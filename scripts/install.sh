@@ -7,7 +7,9 @@
 #
 # Needs git and Linux on x86-64, but no root rights. A second call changes nothing that is already there. uv is installed
 # to ~/.local/bin. Exit code 0: ready, 1: a step or a check failed, 2: bad arguments or an unsupported machine.
-set -euo pipefail
+set -Eeuo pipefail
+trap 'exit 1' ERR # not the exit codes of git and uv
+unset CDPATH      # `cd` would print the directory
 
 usage() {
     cat << 'END'
@@ -58,7 +60,7 @@ find_checkout() {
     fi
     if ! is_checkout "$directory"; then
         [[ -n $repository ]] || fail 2 "$directory is not a checkout of prime-rl; clone one with --repository URL"
-        [[ ! -e $directory || -z $(ls -A "$directory") ]] || fail 2 "$directory exists and is not empty; choose another --dir"
+        [[ ! -e $directory || -z $(ls -A "$directory") ]] || fail 2 "$directory is not a checkout and not empty; remove what an interrupted clone has left, or choose another --dir"
         git clone --quiet "$repository" "$directory"
         is_checkout "$directory" || fail 2 "$repository does not contain prime-rl"
     fi
@@ -90,6 +92,7 @@ main() {
     parse "$@"
     [[ $(uname -s) == Linux && $(uname -m) == x86_64 ]] || fail 2 "only Linux on x86-64 is supported, not $(uname -sm)"
     command -v git > /dev/null || fail 2 "git is not installed"
+    [[ -n ${HOME:-} ]] || fail 2 "the variable HOME is not set"
     local path=$PATH gpus
     gpus=$(count_gpus)
     [[ -n $extra ]] || { ((gpus)) && extra=gpu || extra=cpu; }

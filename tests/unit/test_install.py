@@ -33,7 +33,7 @@ def install(*arguments, cwd, home, **variables):
         (["--cpuu"], "unknown argument '--cpuu'"),
         (["--dir"], "--dir needs a value"),
         (["--dir", "elsewhere"], "elsewhere is not a checkout of prime-rl"),
-        (["--dir", "full", "--repository", "x"], "full exists and is not empty"),
+        (["--dir", "full", "--repository", "x"], "full is not a checkout and not empty"),
     ],
 )
 def test_install_with_bad_arguments_exits_with_2(tmp_path, arguments, message):
@@ -42,6 +42,39 @@ def test_install_with_bad_arguments_exits_with_2(tmp_path, arguments, message):
     done = install(*arguments, cwd=tmp_path, home=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(rf"error: .*{re.escape(message)}.*\n", done.stderr)
+
+
+def test_install_without_home_exits_with_2(tmp_path):
+    done = install(cwd=tmp_path, home="")
+    assert (done.returncode, done.stderr) == (2, "error: the variable HOME is not set\n")
+
+
+def test_install_exits_with_1_if_a_step_fails(tmp_path):
+    done = install("--repository", str(tmp_path / "none"), cwd=tmp_path, home=tmp_path)
+    assert done.returncode == 1 and "does not exist" in done.stderr
+    tools = fake_uv(tmp_path, "exit 2")
+    done = install(cwd=tmp_path, home=tmp_path, PATH=f"{tools}:/usr/bin:/bin")
+    assert done.returncode == 1 and done.stdout.endswith("sync --locked --extra cpu\n")
+
+
+def test_install_finds_its_checkout_with_cdpath_and_a_driver(tmp_path):
+    tools = fake_uv(tmp_path)
+    (tools / "nvidia-smi").write_text("#!/bin/bash\necho 'GPU 0: H100'\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    command = ["bash", "scripts/install.sh"]
+    environment = {"HOME": str(tmp_path), "PATH": f"{tools}:/usr/bin:/bin", "CDPATH": ".:/tmp"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"  cd {ROOT}\n  uv run --extra gpu rl @ configs/reverse_text/gpu.toml --trainer-gpu-ids 0" in done.stdout
+
+
+def fake_uv(tmp_path, after=""):
+    """A folder with a `uv` that prints its arguments."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "uv").write_text(f"#!/bin/bash\necho $*\n{after}\n")
+    (tools / "uv").chmod(0o755)
+    return tools
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -1,5 +1,6 @@
 """`doctor --install`: whether this machine and this environment can run the project."""
 
+import http.client
 import json
 import os
 import resource
@@ -185,7 +186,7 @@ def _check_hub(timeout_seconds: float) -> tuple[CheckLevel, str]:
     except urllib.error.HTTPError as error:
         if error.code >= 500:
             return CheckLevel.WARN, f"{url} answers with status {error.code}"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         return CheckLevel.WARN, f"{url} is not reachable ({reason}); use local files, and set HF_HUB_OFFLINE=1"
     return CheckLevel.OK, f"{url} is reachable"
