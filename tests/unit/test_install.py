@@ -170,5 +170,16 @@ def test_check_write_access_names_a_place_that_is_not_writable(tmp_path, monkeyp
     assert level is CheckLevel.FAIL and str(file / "run") in message
 
 
+def test_check_write_access_of_the_home_of_another_user_names_the_fix(monkeypatch):
+    def exists(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    level, message = installation_check._check_write_access(Path("/root/runs"))
+    assert level is CheckLevel.FAIL and message == (
+        "/root/runs: Permission denied; choose others with OUTPUT_DIR and HF_HOME"
+    )
+
+
 def test_installation_check_escapes_control_characters():
     assert "\x1b" not in str(InstallationCheck("torch", CheckLevel.OK, "\x1b[2J"))

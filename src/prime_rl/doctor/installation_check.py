@@ -162,8 +162,8 @@ def _check_shared_memory(place: Path) -> tuple[CheckLevel, str]:
 def _check_write_access(directory: Path) -> tuple[CheckLevel, str]:
     cache = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     for place in (directory, cache):
-        existing = next(path for path in (place, *place.absolute().parents) if path.exists())
         try:
+            existing = next(path for path in (place, *place.absolute().parents) if path.exists())
             with tempfile.TemporaryDirectory(dir=existing):
                 pass
         except OSError as error:
