@@ -9,7 +9,7 @@ in flight   Groups of 8 rollouts (5 prompt tokens, 4 sampled) at the same rate, 
             10,000: CPU time of the orchestrator's process and of its workers, event loop lag, and the growth of memory
             over the measured batches.
 restart     An earlier process left 100,000 finished groups that were not shipped. The time from the start of the
-            orchestrator until it has shipped a batch.
+            orchestrator until it has shipped a batch. Then the same with 1,000 groups of rollouts of 4,000 tokens.
 
 The first batches are not measured. `--json FILE` writes {cpu_ms_100, cpu_ms_10000, loop_lag_p99_ms, restart_seconds}
 and further figures. CPU times are milliseconds per rollout, of the orchestrator with its workers; `_main` leaves them
@@ -47,6 +47,7 @@ PROMPT_TOKENS, COMPLETION_TOKENS = 5, 4
 WARM_UP = 2
 """Batches that are not measured."""
 RESTART_BATCH = 8192
+LONG_TOKENS = 4000
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,13 @@ class Size:
     servers: int = 64
     examples: int = 1_000_000
     finished: int = 100_000
+    finished_long: int = 1000
     workers: int = 2
 
 
-TINY = Size((16, 64), batch=64, steps=4, rate=400.0, servers=4, examples=1000, finished=200, workers=1)
+TINY = Size(
+    (16, 64), batch=64, steps=4, rate=400.0, servers=4, examples=1000, finished=200, finished_long=20, workers=1
+)
 
 ENVIRONMENT = """
 import verifiers as vf
@@ -126,7 +130,7 @@ def make_config(directory: Path, urls: Sequence[str], size: Size, **settings: An
         client=ClientConfig(base_url=list(urls)),
         env=[EnvConfig(id="scale_environment", args={"prompts": prompts, "examples": size.examples})],
         rollouts_per_example=GROUP,
-        seq_len=128,
+        seq_len=2 * LONG_TOKENS,
         sampling=SamplingConfig(max_tokens=COMPLETION_TOKENS),
         workers_per_env=size.workers,
         run_id="overhead",  # the one that the servers report as the holder of their lease
@@ -174,22 +178,22 @@ async def watch(servers: Sequence[Any], counts: list[int]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def run_restart(directory: Path, urls: Sequence[str], size: Size) -> dict[str, float]:
-    """Restart the orchestrator with finished groups; return the seconds until a batch is shipped."""
+async def run_restart(directory: Path, urls: Sequence[str], size: Size, finished: int, tokens: int) -> dict[str, float]:
+    """Restart with finished groups, whose rollouts have `tokens`; return the seconds until a batch is shipped."""
     from prime_rl.orchestrator.orchestrator import OrchestratorLoop
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 
-    batch = min(RESTART_BATCH, size.finished // 2 * GROUP)
-    level = size.finished * GROUP // batch  # the batches that the bound allows to be sampled ahead
+    batch = min(RESTART_BATCH if tokens < LONG_TOKENS else GROUP, finished // 2 * GROUP)
+    level = finished * GROUP // batch  # the batches that the bound allows to be sampled ahead
     config = make_config(
         directory, urls, size, batch_size=batch, async_level=level, max_concurrent=size.in_flight[0],
-        output_dir=directory / "restart", restart=True,
+        output_dir=directory / f"restart_{tokens}", restart=True,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(WorkerLauncher())
         environments = await start_environments(config, launcher, model_access(config), config.run_paths, stack)
-        leave_finished_groups(config, environments, size.finished)
+        leave_finished_groups(config, environments, finished, tokens)
         meter = Meter([])
         servers = [await connect(config, url, stack) for url in urls]
         started = time.monotonic()
@@ -205,7 +209,7 @@ async def run_restart(directory: Path, urls: Sequence[str], size: Size) -> dict[
     return {"restart": seconds, "memory": psutil.Process().memory_info().rss / 1024**2}
 
 
-def leave_finished_groups(config: "OrchestratorConfig", environments: Sequence[Any], count: int) -> None:
+def leave_finished_groups(config: "OrchestratorConfig", environments: Sequence[Any], count: int, tokens: int) -> None:
     """Write the ledger and the groups of a process that finished `count` groups and shipped none."""
     from prime_rl.core.types import Group, Rollout, Sample
     from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
@@ -214,7 +218,7 @@ def leave_finished_groups(config: "OrchestratorConfig", environments: Sequence[A
     [pool], [env] = environments, config.env
     source = StreamEnvironment(pool.name, len(pool), env.weight, config.buffer)
     ledger = Ledger.start(config.run_paths, 0, ExampleStream([source], config.seed))
-    mask = np.arange(PROMPT_TOKENS + COMPLETION_TOKENS) >= PROMPT_TOKENS
+    mask = np.arange(tokens) >= PROMPT_TOKENS
     sample = Sample(
         np.arange(len(mask), dtype=np.int32), mask, np.where(mask, -0.5, 0).astype(np.float32),
         np.where(mask, 0, -1).astype(np.int32),
@@ -264,7 +268,9 @@ def prepare(directory: Path) -> None:
     (directory / "prompts.json").write_text(json.dumps(make_prompts(tokenizer, PROMPT_TOKENS)))
 
 
-def figures_of(few: Mapping[str, float], many: Mapping[str, float], restart: Mapping[str, float]) -> dict[str, float]:
+def figures_of(
+    few: Mapping[str, float], many: Mapping[str, float], restart: Mapping[str, float], long: Mapping[str, float]
+) -> dict[str, float]:
     figures = {
         "cpu_ms_100": few["main"] + few["workers"], "cpu_ms_10000": many["main"] + many["workers"],
         "loop_lag_p99_ms": many["lag_p99"], "restart_seconds": restart["restart"],
@@ -273,6 +279,7 @@ def figures_of(few: Mapping[str, float], many: Mapping[str, float], restart: Map
         "rollouts_per_s_100": few["rate"], "rollouts_per_s_10000": many["rate"],
         "in_flight": many["in_flight"], "memory_mib_before": many["memory_before"],
         "memory_mib_after": many["memory_after"], "memory_mib_restart": restart["memory"],
+        "restart_seconds_long": long["restart"], "memory_mib_restart_long": long["memory"],
     }  # fmt: skip
     return {name: round(value, 3) for name, value in figures.items()}
 
@@ -281,7 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a run of seconds, to test the benchmark")
-    parser.add_argument("--part", choices=("in_flight", "restart"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("in_flight", "restart", "restart_long"), help=argparse.SUPPRESS)
     for hidden in ("--in-flight", "--urls", "--dir"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -289,7 +296,10 @@ def main() -> None:
     if args.part is not None:
         directory, urls = Path(args.dir), args.urls.split(",")
         if args.part == "restart":
-            print(json.dumps(uvloop.run(run_restart(directory, urls, size))))
+            short = PROMPT_TOKENS + COMPLETION_TOKENS
+            print(json.dumps(uvloop.run(run_restart(directory, urls, size, size.finished, short))))
+        elif args.part == "restart_long":
+            print(json.dumps(uvloop.run(run_restart(directory, urls, size, size.finished_long, LONG_TOKENS))))
         else:
             print(json.dumps(uvloop.run(run_in_flight(directory, urls, size, int(args.in_flight)))))
         return
@@ -297,7 +307,8 @@ def main() -> None:
         directory = Path(name)
         prepare(directory)
         few, many = (measure(directory, "in_flight", size, in_flight) for in_flight in size.in_flight)
-        figures = figures_of(few, many, measure(directory, "restart", size, size.in_flight[0]))
+        short, long = (measure(directory, part, size, size.in_flight[0]) for part in ("restart", "restart_long"))
+        figures = figures_of(few, many, short, long)
     table = Table("figure", "value")
     for row in figures.items():
         table.add_row(row[0], f"{row[1]:g}")
