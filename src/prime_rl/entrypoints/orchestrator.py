@@ -1,5 +1,7 @@
 """`orchestrator`: sample rollouts, ship batches, update the weights of the inference servers."""
 
+from contextlib import nullcontext
+
 from prime_rl.core.entry_point import command
 from prime_rl.liveness.parent_process import die_with_parent, is_supervised
 from prime_rl.loading.saved_help import print_saved_help
@@ -14,12 +16,14 @@ def main() -> None:
     from prime_rl.configs.orchestrator import OrchestratorConfig
 
     config = OrchestratorConfig.load()
+    from prime_rl.core.logs.log_rotation import rotating_logs
     from prime_rl.core.logs.logging import set_up_logging
     from prime_rl.monitors.bench_report import report_benchmark
     from prime_rl.orchestrator.orchestrator_setup import orchestrate
 
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("orchestrator") if config.log.file else None)
-    with report_benchmark(config.bench, config.run_paths, "orchestrator"):
+    rotation = nullcontext() if is_supervised() else rotating_logs(config.run_paths.logs_dir)  # of environments
+    with rotation, report_benchmark(config.bench, config.run_paths, "orchestrator"):
         orchestrate(config)
 
 

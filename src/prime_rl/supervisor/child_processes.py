@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import psutil
 
@@ -88,7 +88,7 @@ class ChildProcess:
         try:
             spec.log.parent.mkdir(parents=True, exist_ok=True)
             spec.error.unlink(missing_ok=True)
-            with spec.log.open("wb" if reason is None else "ab") as log:
+            with _open_log(spec.log, is_new=reason is None) as log:
                 if reason is not None:
                     log.write(f"\n--- {reason} ---\n".encode())
                     log.flush()
@@ -122,6 +122,12 @@ class ChildProcess:
     async def _wait(self, process: subprocess.Popen[bytes]) -> int:
         await wait_for_exit([process.pid], None)
         return process.wait()
+
+
+def _open_log(path: Path, is_new: bool) -> IO[bytes]:
+    """Open a log to append to it, since `rotating_logs` may empty it; a new one is empty."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_new else 0)
+    return os.fdopen(os.open(path, flags, 0o666), "ab")
 
 
 def describe_exit(code: int | None) -> str:

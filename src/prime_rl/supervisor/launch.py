@@ -13,6 +13,7 @@ from rich.console import Console
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.api_key import read_api_key
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.logs.log_rotation import rotating_logs
 from prime_rl.core.os_errors import likely_signal_cause
 from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.liveness.file_locks import hold_run_lock
@@ -137,7 +138,7 @@ async def _run(
     events = EventLog(paths.events, display.show_event)
     health = HealthMonitor(paths, config.heartbeat.limits, events, spans_nodes=bool(config.nodes))
     timeouts = SupervisorTimeouts(config.grace_timeout_seconds, config.checkpoint_grace_seconds)
-    with HeartbeatWriter(paths, "rl", "rl") as heartbeat:
+    with HeartbeatWriter(paths, "rl", "rl") as heartbeat, rotating_logs(paths.logs_dir):
         heartbeat.enter("watch over the run")
         heartbeat.watch_event_loop(asyncio.get_running_loop())
         work = asyncio.ensure_future(supervise(specs, timeouts, events, health, keep_serving))

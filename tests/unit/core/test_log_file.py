@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
+from prime_rl.core.logs import log_file, log_rotation
 from prime_rl.storage.paths import RunPaths
 
 PROCESS = """
@@ -119,6 +121,21 @@ def test_log_file_that_cannot_be_opened_is_left_to_the_checks_of_the_directory(t
     (tmp_path / "logs").write_text("a file")
     done = start(tmp_path)
     assert done.returncode == 0 and "100% of 7 rollouts" in done.stderr
+
+
+def test_log_of_a_process_that_keeps_its_file_open_is_rotated(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_file, "MAX_BYTES", 1000)
+    monkeypatch.setattr(log_rotation, "_INTERVAL_SECONDS", 0.01)
+    path, old = tmp_path / "inference.log", tmp_path / "inference.log.1"
+    with path.open("ab", buffering=0) as file, log_rotation.rotating_logs(tmp_path):
+        file.write(b"a" * 1001)
+        while path.stat().st_size:
+            time.sleep(0.005)
+        assert old.read_bytes() == b"a" * 1001
+        file.write(b"b" * 999)
+    assert path.read_bytes() == b"b" * 999, "not after a hole of a thousand zeros"
+    log_rotation.rotate_large_logs(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [path.name, old.name] and path.stat().st_size == 999
 
 
 def test_log_hint_names_an_existing_file_only(tmp_path):
