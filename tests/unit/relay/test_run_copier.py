@@ -6,6 +6,10 @@ import shutil
 
 import pytest
 
+from prime_rl.core.errors import ConfigError
+from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.liveness.peer_monitor import PeerMonitor
 from prime_rl.relay.relay_client import RelayClient
 from prime_rl.relay.run_copier import RunCopier
 from prime_rl.relay.run_files import RelayIndex, RunFiles
@@ -83,6 +87,22 @@ async def test_batch_arrives_after_the_part_of_its_checkpoint(tmp_path):
         async with copying(trainer.root, [relay.url], "orchestrator"):
             await until(trainer.rollouts(3).exists)
     assert seen == [False, True]
+
+
+async def test_settings_of_processes_on_two_machines_are_compared(hosts):
+    """Each sees the other's in the copy of its heartbeat."""
+    trainer, orchestrator = hosts
+    limits, names = HeartbeatLimits(), {"trainer": "trainer_0", "orchestrator": "orchestrator"}
+    steps = {"trainer": {"max_steps": 4}, "orchestrator": {"max_steps": 8}}
+    with (
+        HeartbeatWriter(trainer, "trainer_0", "trainer", settings=steps["trainer"]),
+        HeartbeatWriter(orchestrator, "orchestrator", "orchestrator", settings=steps["orchestrator"]),
+    ):
+        for own, paths, other in (("trainer", trainer, "orchestrator"), ("orchestrator", orchestrator, "trainer")):
+            await until(paths.heartbeat(names[other]).exists)
+            monitor = PeerMonitor(paths, other, limits, raises=True, settings=steps[own])
+            with pytest.raises(ConfigError, match=rf"max_steps = \d here and \d at {names[other]} "):
+                monitor.check()
 
 
 async def test_heartbeats_arrive_while_a_version_is_copied(tmp_path):
