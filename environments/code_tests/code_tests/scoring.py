@@ -1,7 +1,6 @@
 """Runs the program of a reply against the tests of its problem, in the sandbox of prime-rl."""
 
 import asyncio
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from .environment_tools.answers import final_part
 if TYPE_CHECKING:
     from prime_rl.sandbox.sandbox import Sandbox
 
-_FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 _SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
 
 
@@ -29,8 +27,13 @@ class Outcome:
 
 def extract_code(reply: str) -> str | None:
     """Return the last fenced block after the reasoning; None if there is none."""
-    blocks = _FENCE.findall(final_part(reply))
-    return blocks[-1] if blocks else None
+    code, begin, lines = None, None, final_part(reply).split("\n")
+    for number, line in enumerate(lines):  # in one pass: what is searched is untrusted
+        if begin is None and line.lstrip(" \t").startswith("```") and number + 1 < len(lines):
+            begin = number + 1
+        elif begin is not None and line.strip(" \t") == "```":
+            code, begin = "".join(f"{inner}\n" for inner in lines[begin:number]), None
+    return code
 
 
 async def grade(sandbox: "Sandbox", reply: str, problem: Problem, timeout_ms: float, max_tests: int) -> Outcome:

@@ -3,7 +3,10 @@
 The source of this module also runs inside of the sandbox (`asserts.py`), so it needs the standard library alone.
 """
 
+from collections import Counter
 from typing import Any
+
+_MAX_EQUAL_HASHES = 100
 
 
 def encode_value(value: Any) -> Any:
@@ -36,7 +39,7 @@ def decode_value(value: Any) -> Any:
     """Return the plain value of a JSON value.
 
     Raises:
-        ValueError: it was not made by `encode_value`.
+        ValueError: it was not made by `encode_value`, or would take too long.
     """
     if isinstance(value, list):
         return [decode_value(item) for item in value]
@@ -47,9 +50,20 @@ def decode_value(value: Any) -> Any:
     if not isinstance(items, list):
         raise ValueError("not an encoded value")
     if kind == "dict":
-        return {decode_value(key): decode_value(item) for key, item in items}
+        pairs = [(decode_value(key), decode_value(item)) for key, item in items]
+        _check_hashes([key for key, _ in pairs])
+        return dict(pairs)
     if kind == "complex":
         return complex(*items)
     if kind not in makers:
         raise ValueError("not an encoded value")
-    return makers[kind]([decode_value(item) for item in items])
+    decoded = [decode_value(item) for item in items]
+    if kind in ("set", "frozenset"):
+        _check_hashes(decoded)
+    return makers[kind](decoded)
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    """Raise ValueError for many keys with the same hash: hostile ones, of which a table takes quadratic time."""
+    if max(Counter(map(hash, keys)).values(), default=0) > _MAX_EQUAL_HASHES:
+        raise ValueError("too many keys with the same hash")

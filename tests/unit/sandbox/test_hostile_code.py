@@ -276,6 +276,18 @@ async def test_hostile_executions_at_once_do_not_see_each_other(native):
     assert "ConnectionRefusedError" in result.stderr
 
 
+@pytest.mark.parametrize("kind", ["dict", "set"])
+async def test_hostile_result_with_equal_hashes_is_refused(sandbox, kind):
+    """A table of a million bytes of them would keep the event loop of the host busy for seconds."""
+    items = f"[{'[k * (2**61 - 1), 0]' if kind == 'dict' else 'k * (2**61 - 1)'} for k in range(1000)]"
+    code = (
+        f"import json, os\nresult = {{'type': {kind!r}, 'items': {items}}}\n"
+        "with open('.function_result', 'w') as file: file.write(json.dumps(result))\nos._exit(0)"
+    )
+    (result,) = await sandbox.execute_code(code, [TestCase(function="f", expected=1)], timeout_ms=10_000)
+    assert (result.verdict, result.output) == (Verdict.ERROR, None)
+
+
 async def test_hostile_flood_of_calls_ends_the_session(native):
     """The host answers one call at a time; neither side may wait for the other to read."""
     flood = "import os, struct\nwhile True: os.write(4, (struct.pack('>I', 13) + b'{\"call\": \"x\"}') * 10000)"
