@@ -34,6 +34,7 @@ class PrimeService:
         self.created: list[dict] = []
         self.deleted: list[str] = []
         self.processes: dict[str, asyncio.subprocess.Process] = {}
+        self._machines: dict[str, str] = {}
         self.refuse_with: int | None = None
         self.search_path = "/usr/bin:/bin"
 
@@ -77,12 +78,14 @@ class PrimeService:
     async def _delete(self, request: web.Request) -> web.Response:
         self._check_key(request, KEY)
         self.deleted.append(request.match_info["machine"])
-        self.end_processes()
+        self.end_processes(request.match_info["machine"])
         return web.json_response({})
 
-    def end_processes(self) -> None:
-        """Kill what runs in the machines."""
-        for process in self.processes.values():
+    def end_processes(self, machine: str | None = None) -> None:
+        """Kill what runs in a machine; None: in all."""
+        for session, process in self.processes.items():
+            if machine not in (None, self._machines[session]):
+                continue
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
@@ -94,6 +97,7 @@ class PrimeService:
             start.command.cmd, *start.command.args, stdin=pipe, stdout=pipe, stderr=pipe, env={"PATH": self.search_path}
         )
         self.processes[start.session_uuid] = process
+        self._machines[start.session_uuid] = request.match_info["machine"]
         response = web.StreamResponse(headers={"Content-Type": "application/connect+proto"})
         await response.prepare(request)
         with contextlib.suppress(ConnectionError):

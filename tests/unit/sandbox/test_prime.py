@@ -84,6 +84,18 @@ async def test_prime_sandbox_that_is_closed_while_a_machine_starts_leaves_none(s
     assert len(service.deleted) == 2
 
 
+async def test_prime_sandbox_goes_on_with_the_machines_that_are_left(service):
+    async with Sandbox("prime", num_warm=1, num_jails=2) as sandbox:
+        service.refuse_with = 400
+        lost, _ = (process for process in service.processes.values() if process.returncode is None)
+        lost.kill()
+        await lost.wait()
+        for number in range(5):
+            assert (await sandbox.run(f"print({number})")).stdout == f"{number}\n"
+        assert len(sandbox.jail_pids) == 1
+    assert len(service.created) == len(service.deleted) == 2
+
+
 @pytest.mark.parametrize(
     ("status", "message"), [(401, "Check PRIME_API_KEY"), (402, "Payment required"), (400, "no capacity")]
 )

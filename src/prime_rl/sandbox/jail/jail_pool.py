@@ -1,6 +1,7 @@
 """The jails of one process: one per processor, each with a limit of executions at once, restarted when they end."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ from prime_rl.sandbox.jail.jail import (
 
 _GRACE_SECONDS = 10.0
 """Added to the largest time an execution can take, before its jail counts as stuck."""
+_REFILL_PAUSE_SECONDS = 30.0
+"""Pause after an attempt to replace a jail has failed, while others are left."""
 _PROBE = ExecutionRequest(code="")
 
 
@@ -84,6 +87,7 @@ class JailPool:
         self.pair_slots = asyncio.Semaphore(max(1, self._num_jails * max_running // 2))
         self._jails: list[Jail] = []
         self._starting = asyncio.Lock()
+        self._refill_at = 0.0
         self._open = False
 
     async def start(self) -> None:
@@ -163,30 +167,51 @@ class JailPool:
 
     async def _choose(self) -> Jail:
         self._check_open()
-        if sum(jail.alive for jail in self._jails) < self._num_jails:  # also after an attempt that failed
+        if self._lacks_jails:
+            async with self._starting:
+                if self._lacks_jails:
+                    await self._refill()
+        return min(self._alive or self._jails, key=lambda jail: jail.num_running)
+
+    @property
+    def _alive(self) -> list[Jail]:
+        return [jail for jail in self._jails if jail.alive]
+
+    @property
+    def _lacks_jails(self) -> bool:
+        """Whether jails are to be started: some have ended, also if an attempt to replace them has failed before."""
+        alive = len(self._alive)
+        return not alive or (alive < self._num_jails and time.monotonic() >= self._refill_at)
+
+    async def _refill(self) -> None:
+        """Replace jails that have ended; continue with the others for a while if that fails."""
+        try:
             await self._fill()
-        return min(self._jails, key=lambda jail: jail.num_running)
+        except JailStartError as error:
+            if not self._alive:
+                raise
+            self._refill_at = time.monotonic() + _REFILL_PAUSE_SECONDS
+            logger.warning("sandbox: {} of {} jails are left: {}", len(self._alive), self._num_jails, error)
 
     async def _fill(self) -> None:
-        async with self._starting:
-            self._check_open()
-            ended = [jail for jail in self._jails if not jail.alive]
-            self._jails = [jail for jail in self._jails if jail.alive]
-            for jail in ended:
-                logger.warning(
-                    "sandbox: jail {} exited; starting another: {}", jail.pid, jail.read_errors() or "no message"
-                )
-                await jail.close()
-            new: list[Jail] = []
-            try:
-                new += [self._start() for _ in range(self._num_jails - len(self._jails))]
-                probe = encode_request(_PROBE, self._limits)
-                await asyncio.gather(*(jail.wait_until_ready(probe) for jail in new))
-                self._check_open()  # closed meanwhile: nothing else would end the new jails
-            except BaseException:
-                await asyncio.gather(*(jail.close() for jail in new))
-                raise
-            self._jails += new
+        self._check_open()
+        ended = [jail for jail in self._jails if not jail.alive]
+        self._jails = self._alive
+        for jail in ended:
+            logger.warning(
+                "sandbox: jail {} exited; starting another: {}", jail.pid, jail.read_errors() or "no message"
+            )
+            await jail.close()
+        new: list[Jail] = []
+        try:
+            new += [self._start() for _ in range(self._num_jails - len(self._jails))]
+            probe = encode_request(_PROBE, self._limits)
+            await asyncio.gather(*(jail.wait_until_ready(probe) for jail in new))
+            self._check_open()  # closed meanwhile: nothing else would end the new jails
+        except BaseException:
+            await asyncio.gather(*(jail.close() for jail in new))
+            raise
+        self._jails += new
 
 
 def encode_request(request: ExecutionRequest, limits: SandboxLimits) -> dict[str, Any]:
