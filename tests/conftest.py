@@ -21,6 +21,7 @@ SECONDS = {  # the scopes that take longest, rounded; the others count as 0
     "tests/integration/rl/test_restarts.py": 200,
     "tests/integration/rl/test_local_environments.py": 190,
     "tests/integration/rl/test_aqua_rat.py": 170,
+    "tests/integration/nodes/test_ssh_hosts.py": 170,
     "tests/chaos/test_two_servers.py": 140,
     "tests/integration/page/test_live_run.py": 140,
     "tests/unit/trainer/test_activation_memory.py": 130,

@@ -1,31 +1,59 @@
-"""Which GPUs each process of `rl` gets: counts become device ids, inference first."""
+"""Which GPUs each process of `rl` gets: counts become device ids, inference first.
+
+On several nodes inference and trainer have their own, so that both count from 0 on each node.
+"""
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.provenance import DEFAULT, ConfigState
 
 
 def assign_gpus(state: ConfigState) -> None:
-    """Convert GPU counts into ids, inference first, and the ids of inference into its data parallelism.
+    """Convert GPU counts into ids, and the ids of inference into its data parallelism.
 
     Raises:
         ConfigError: counts, ids and parallelism contradict each other.
     """
-    tp, dp = (number(state, f"inference.parallel.{key}") for key in ("tp", "dp"))
+    over_nodes = is_over_nodes(state)
+    spans_nodes = over_nodes and state.is_set("inference.parallel.dp_local")
+    copies_key = "dp_local" if spans_nodes else "dp"
+    tp, copies = (number(state, f"inference.parallel.{key}") for key in ("tp", copies_key))
     serves = state.is_on("inference")
-    needed = (tp or 1) * dp if serves and dp is not None else None
+    needed = (tp or 1) * copies if serves and copies is not None else None
     _ids_from_count(state, "inference", 0, needed)
     ids = ids_of(state, "inference_gpu_ids", [0])
-    _ids_from_count(state, "trainer", max(ids, default=-1) + 1, 1 if needed is not None else None)
+    start = 0 if over_nodes else max(ids, default=-1) + 1
+    _ids_from_count(state, "trainer", start, 1 if needed is not None or over_nodes else None)
     if not serves:
         return
     degree, rest = divmod(len(ids), tp or 1)
-    if rest or (dp is not None and dp != degree):
-        parallel = f"tp * dp = {tp or 1} * {dp}" if dp is not None else f"tp = {tp}"
+    if rest or (copies is not None and copies != degree):
+        parallel = f"tp * {copies_key} = {tp or 1} * {copies}" if copies is not None else f"tp = {tp}"
         raise ConfigError(
             f"inference has {len(ids)} GPUs ({state.origin('inference_gpu_ids').label}) but inference.parallel."
-            f"{parallel}; set --inference-gpus or --inference.parallel.dp"
+            f"{parallel}; set --inference-gpus or --inference.parallel.{copies_key.replace('_', '-')}"
         )
-    state.put("inference.parallel.dp", degree, state.origin("inference_gpu_ids"))
+    state.put(f"inference.parallel.{copies_key}", degree, state.origin("inference_gpu_ids"))
+    if spans_nodes:
+        _share_server(state, degree)
+
+
+def _share_server(state: ConfigState, degree: int) -> None:
+    """Complete a server over all inference nodes, which has `degree` copies of the model on each."""
+    dp, nodes = number(state, "inference.parallel.dp"), number(state, "inference_nodes") or 1
+    if dp is not None and dp != degree * nodes:
+        raise ConfigError(
+            f"{state.describe('inference.parallel.dp')} is not dp_local * inference_nodes = {degree} * {nodes}; remove "
+            "dp, or set --inference-nodes"
+        )
+    state.put("inference.parallel.dp", degree * nodes, state.origin("inference.parallel.dp_local"))
+    listed = state.get("nodes")
+    first = listed.split(",")[0] if isinstance(listed, str) else listed[0]
+    state.put("inference.parallel.address", first, state.origin("nodes"))
+
+
+def is_over_nodes(state: ConfigState) -> bool:
+    """Whether inference and trainer are on nodes of their own."""
+    return bool(state.get("nodes", None)) or (number(state, "slurm.nodes") or 1) > 1
 
 
 def _ids_from_count(state: ConfigState, role: str, start: int, needed: int | None) -> None:

@@ -97,7 +97,7 @@ class RLConfig(RunConfig):
     within a node. Empty runs all on this host."""
 
     inference_nodes: int = Field(1, ge=1)
-    """Nodes with a server, if `nodes` is set."""
+    """Nodes with a server each, or, with inference.parallel.dp_local, with that many copies each of one server."""
 
     launcher: Literal["ssh", "srun"] | None = None
     """How processes on `nodes` are started; None is srun in a Slurm job and ssh otherwise."""
@@ -175,10 +175,10 @@ class RLConfig(RunConfig):
         except ValueError as error:
             keys = "trainer_ranks" if self.trainer_ranks else "trainer_gpu_ids"
             raise ValueError(f"trainer.{error} ({keys} sets their number)") from None
-        if self.inference is not None and self.inference.parallel.spans_nodes:
+        if not self.nodes and self.inference is not None and self.inference.parallel.spans_nodes:
             raise ValueError(
-                "inference.parallel: a server that `rl` starts is on one node, so it cannot span several; start "
-                "inference, orchestrator and trainer separately (docs/deployment.md)"
+                "inference.parallel: a server over several nodes needs their names in `nodes` (in a job of Slurm "
+                "--nodes slurm; --slurm cannot submit it, see deploy/slurm/inference.sbatch)"
             )
         if self.inference is None and self.gpu_memory_utilization is not None:
             raise ValueError(
@@ -200,8 +200,12 @@ class RLConfig(RunConfig):
     def _check_nodes(self) -> None:
         if wrong := [node for node in self.nodes if not re.fullmatch(r"\w[\w.-]*", node)]:
             raise ValueError(f"nodes: {wrong[0]!r} is not the name or IPv4 address of a host")
+        if twice := [node for node in self.nodes if self.nodes.count(node) > 1]:
+            raise ValueError(f"nodes names {twice[0]} twice")
         if self.inference is None:
             raise ValueError("nodes starts a server on each inference node: add --inference")
+        if self.inference.parallel.headless or self.inference.parallel.start_rank:
+            raise ValueError("inference.parallel: `rl` sets headless and start_rank of each node; remove them")
         if self.nodes != ["slurm"] and len(self.nodes) <= self.inference_nodes:
             raise ValueError(
                 f"inference_nodes = {self.inference_nodes} leaves none of the {len(self.nodes)} nodes for the trainer"

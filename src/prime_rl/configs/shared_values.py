@@ -8,9 +8,10 @@ are filled, and any other difference is an error that names both keys. The order
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prime_rl.configs.gpu_assignment import assign_gpus, ids_of, number
+from prime_rl.configs.gpu_assignment import assign_gpus, ids_of, is_over_nodes, number
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.shared.blocks import DEFAULT_MODEL, SERVER_ADDRESS_VAR
+from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.provenance import MISSING, ConfigState, Rank
 from prime_rl.loading.root_config import RootConfig
@@ -185,7 +186,8 @@ def _complete_server(state: ConfigState) -> None:
     host = "orchestrator.client.host"
     if state.origin(host).label == SERVER_ADDRESS_VAR:
         state.remove(host)  # its own server is on this machine
-    if set(ids_of(state, "trainer_gpu_ids", [1])) & set(ids_of(state, "inference_gpu_ids", [0])):
+    shared = set(ids_of(state, "trainer_gpu_ids", [1])) & set(ids_of(state, "inference_gpu_ids", [0]))
+    if shared and not is_over_nodes(state):
         state.fill("inference.gpu_memory_utilization", _SHARED_GPU, state.origin("trainer_gpu_ids"))
     lora = "trainer.model.lora"
     if state.get(f"{lora}.publish") == "adapter":
@@ -196,6 +198,12 @@ def _complete_server(state: ConfigState) -> None:
         key = "wait_timeout_seconds"
         longest = state.get(f"orchestrator.{key}", OrchestratorConfig.model_fields[key].default)
         state.fill("orchestrator.client.reconnect_seconds", longest, state.origin("max_restarts"))
+    elif is_over_nodes(state):  # wait for a lost connection as long as for a heartbeat
+        state.fill("orchestrator.client.reconnect_seconds", _dead_after(state), state.origin("nodes"))
+
+
+def _dead_after(state: ConfigState) -> object:
+    return state.get("heartbeat.dead_after_seconds", HeartbeatConfig.model_fields["dead_after_seconds"].default)
 
 
 def _conflict(state: ConfigState, first: str, other: str, home: str | None = None) -> ConfigError:

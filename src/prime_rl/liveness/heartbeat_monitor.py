@@ -31,6 +31,8 @@ ENDED = "ended"
 """Final phase of a process that exited regularly."""
 FAILED = "failed"
 """Final phase of a process that an exception ended."""
+NODE = "node"
+"""First part of the names of nodes on which `rl` runs a command over the network, such as `node_host7`."""
 SERVING = "serve"
 """Phase of a server that answers requests. Its engines have allocated all the memory that they need."""
 _MIN_STEP_SECONDS, _MAX_STEP_SECONDS = 1.2, 2.0
@@ -240,6 +242,11 @@ def _mark_unreachable(reports: list[LivenessReport]) -> list[LivenessReport]:
         return replace(report, state=ProcessState.UNREACHABLE, description=description)
 
     return list(map(mark, reports))
+
+    def forget(self, names: Collection[str]) -> None:
+        """Count these processes as unseen until their next heartbeat: they have been started again."""
+        for name in names:
+            self._trackers.pop(name, None)
 
 
 def remove_heartbeats(paths: RunPaths, role: str, keep: Collection[str]) -> None:

@@ -9,8 +9,9 @@ import time
 from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from prime_rl.core.logs.log_file import log_path
 from prime_rl.core.terminal_escape import replace_surrogates
@@ -18,6 +19,7 @@ from prime_rl.liveness.heartbeat_monitor import (
     ENDED,
     FAILED,
     FORMAT,
+    NODE,
     HeartbeatRecord,
     boot_id,
     read_heartbeat,
@@ -195,14 +197,43 @@ class HeartbeatWriter:
                 "phase_since": since, "waiting_for": waiting_for, "written": time.time(),
                 "silent_hosts": dict(self.silent_hosts),
             }  # fmt: skip
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(replace_surrogates({"format": FORMAT, **self._identity, **state})))
-            temporary.replace(self._path)
-        except OSError:  # on a full disk, touching the file still works and shows that this process is alive
-            with suppress(OSError):
-                os.utime(self._path)
+        _write_record(self._path, {**self._identity, **state})
+
+
+class NodeHeartbeat:
+    """The heartbeat of a node, written by the process that hears from it (`supervisor.nodes.node_launcher`)."""
+
+    def __init__(self, paths: RunPaths, node: str, role: str) -> None:
+        """Remove the file of an earlier start. `role` is that of the child process of `rl` that uses the node."""
+        self._path = paths.heartbeat(f"{NODE}_{node}")
+        self._identity = {
+            "name": f"{NODE}_{node}", "role": role, "host": node, "boot_id": "", "started": 0, "log": "",
+            "phase": "answer to rl", "phase_deadline_s": None, "phase_since": time.time(), "waiting_for": None,
+        }  # fmt: skip
+        self._num_beats = 0
+        self.remove()
+
+    def write(self, pid: int) -> None:
+        """Write a heartbeat of the node's process `pid`. A failed write is not an error."""
+        self._num_beats += 1
+        number = {"beat": self._num_beats, "progress": self._num_beats}
+        _write_record(self._path, {**self._identity, **number, "pid": pid, "written": time.time()})
+
+    def remove(self) -> None:
+        """Remove the file."""
+        with suppress(OSError):  # it is only misleading
+            self._path.unlink(missing_ok=True)
+
+
+def _write_record(path: Path, fields: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(replace_surrogates({"format": FORMAT, **fields})))
+        temporary.replace(path)
+    except OSError:  # on a full disk, touching the file still works and shows that this process is alive
+        with suppress(OSError):
+            os.utime(path)
 
 
 def record_interrupted_phases(paths: RunPaths) -> None:

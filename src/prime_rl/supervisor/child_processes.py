@@ -220,11 +220,11 @@ async def stop_all(
     own = {child.pid for child in children}
 
     async def kill() -> None:
-        await kill_all(lambda: _descendants(ignored), kill_s, own)
+        await kill_all(lambda: descendants(ignored), kill_s, own)
         await asyncio.wait(exits)  # the task of each child reaps it
 
     await _unless(hurry, kill(), kill_s)
-    return _descendants(ignored)
+    return descendants(ignored)
 
 
 async def _unless(hurry: asyncio.Event, work: Coroutine[Any, Any, object], timeout_s: float) -> None:
@@ -257,7 +257,7 @@ async def kill_all(find: Callable[[], Sequence[int]], kill_s: float, own: Collec
     return left
 
 
-def _descendants(ignored: Collection[int]) -> list[int]:
+def descendants(ignored: Collection[int] = ()) -> list[int]:
     """Process ids of all living descendants of this process but the ignored ones."""
     found = []
     for process in psutil.Process().children(recursive=True):

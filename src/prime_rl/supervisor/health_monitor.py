@@ -1,8 +1,9 @@
 """Finds the processes of a run that are stopped, silent or stuck, so that they can be killed and restarted (I7)."""
 
 import math
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -23,12 +24,16 @@ _SILENT: dict[str, EventName] = {"silent": "silent", "dead": "silent", "unreacha
 
 @dataclass(frozen=True, slots=True)
 class UnresponsiveProcess:
-    """A process to kill, because it makes no progress; the reason is a sentence that names the process."""
+    """A process to kill, because it makes no progress; the reason is a sentence that names the process.
+
+    SIGTERM is for one that runs a command on other nodes: it ends the command there, so that it can start again.
+    """
 
     name: str
     pid: int
     role: str
     reason: str
+    kill_signal: signal.Signals = signal.SIGKILL
 
 
 class StopTracker:
@@ -80,14 +85,19 @@ class HealthMonitor:
     def check(self, roles: Mapping[int, str]) -> list[UnresponsiveProcess]:
         """Return the processes to kill, each one once; to be called about once a second, with the running children."""
         members = self.process_tree.scan(roles)
+        started = {role for pid, role in roles.items() if pid not in self._children}
         self._children |= roles
         reports = self._heartbeats.poll()
+        if self._spans_nodes:
+            stale = {v.name for v in reports if not v.is_local and _child_of(v, roles.values()) in started}
+            self._heartbeats.forget(stale)
+            reports = [report for report in reports if report.name not in stale]
         self._names |= {v.heartbeat.pid: v.name for v in reports if v.is_local}
         self._report_exits(members, roles)
         alive = {member.pid for member in members}
         found = [*self._find_stopped(members), *self._find_silent(reports, alive)]
         found += self._find_silent_elsewhere(reports, roles) if self._spans_nodes else []
-        fresh = [one for one in found if one.pid not in self._killed]
+        fresh = list({one.pid: one for one in reversed(found) if one.pid not in self._killed}.values())
         self._killed = (self._killed & alive) | {one.pid for one in fresh}
         return fresh
 
@@ -144,10 +154,10 @@ class HealthMonitor:
     ) -> Iterator[UnresponsiveProcess]:
         children = {role: pid for pid, role in roles.items()}
         for report in reports:
-            pid = children.get(report.name) or children.get(report.heartbeat.role)
+            role = _child_of(report, children)
             is_elsewhere = report.seen_alive and report.kernel_state is KernelState.UNKNOWN
-            if is_elsewhere and pid is not None and self._is_lost(report):
-                yield UnresponsiveProcess(report.name, pid, roles[pid], str(report))
+            if is_elsewhere and role is not None and self._is_lost(report):
+                yield UnresponsiveProcess(report.name, children[role], role, str(report), signal.SIGTERM)
 
     def _is_lost(self, report: LivenessReport) -> bool:
         """Whether a process makes no more progress. One that wrote its last heartbeat gets time to exit."""
@@ -169,3 +179,8 @@ class HealthMonitor:
         elif event is not None and event != before:
             self._last_events[key] = event
             self._events.add(event, name, pid, role=role, detail=detail, message=f"warning: {detail}")
+
+
+def _child_of(report: LivenessReport, children: Collection[str]) -> str | None:
+    """The name of the child process of `rl` that started a process on another node."""
+    return next((name for name in (report.name, report.heartbeat.role) if name in children), None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import secrets
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import IO, cast
 from rich.console import Console
 
 from prime_rl.configs.rl import RLConfig
-from prime_rl.core.api_key import read_api_key
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.logs.log_rotation import rotating_logs
 from prime_rl.core.os_errors import likely_signal_cause
 from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.liveness.file_locks import hold_run_lock
-from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
+from prime_rl.liveness.heartbeat_monitor import NODE, remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter, record_interrupted_phases
 from prime_rl.monitors.bench_report import print_bench_report
 from prime_rl.rollouts.environments.environment_identity import identify_all
@@ -29,9 +27,9 @@ from prime_rl.supervisor.console.console_progress import ConsoleProgress, Discon
 from prime_rl.supervisor.health_monitor import HealthMonitor
 from prime_rl.supervisor.launch_specs import make_process_specs
 from prime_rl.supervisor.lifecycle_events import EventLog
+from prime_rl.supervisor.nodes.placement import spread_over_nodes
 from prime_rl.supervisor.page_process import serve_page
 from prime_rl.supervisor.preflight import check_before_start, clear_run_directory, unreachable_servers
-from prime_rl.supervisor.remote_launch import slurm_nodes
 from prime_rl.supervisor.supervisor import Outcome, SupervisorTimeouts, supervise
 
 
@@ -78,35 +76,6 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
     return 0
 
 
-def spread_over_nodes(config: RLConfig) -> RLConfig:
-    """Return the configuration with the nodes of the Slurm job, the addresses of the servers and an API key.
-
-    The key is generated and put into the environment if it is not set. Raises ConfigError as `slurm_nodes`, or if no
-    node is left for the trainer.
-    """
-    if not config.nodes or config.inference is None:
-        return config
-    from_slurm = config.nodes == ["slurm"]
-    nodes = slurm_nodes() if from_slurm else config.nodes
-    if len(nodes) <= config.inference_nodes:
-        raise ConfigError(
-            f"inference_nodes = {config.inference_nodes} leaves none of the nodes {', '.join(nodes)} for the trainer"
-        )
-    server = config.inference.server.model_copy(update={"host": "0.0.0.0"})
-    urls = [f"http://{node}:{server.port}/v1" for node in nodes[: config.inference_nodes]]
-    client = config.orchestrator.client.model_copy(update={"base_url": urls})
-    if read_api_key(server.api_key_var) is None:
-        os.environ[server.api_key_var] = secrets.token_hex(16)
-    return config.model_copy(
-        update={
-            "nodes": nodes,
-            "launcher": config.launcher or ("srun" if from_slurm else "ssh"),
-            "inference": config.inference.model_copy(update={"server": server}),
-            "orchestrator": config.orchestrator.model_copy(update={"client": client}),
-        }
-    )
-
-
 def limit_to_epochs(config: RLConfig) -> RLConfig:
     """Return the configuration with `max_steps` of all processes reduced to `max_epochs`.
 
@@ -133,7 +102,7 @@ async def _run(
 ) -> Outcome:
     specs = make_process_specs(config, paths)
     record_interrupted_phases(paths)
-    for role in ("rl", *(spec.name for spec in specs)):
+    for role in ("rl", NODE, *(spec.name for spec in specs)):
         remove_heartbeats(paths, role, keep=())  # of an earlier start
     events = EventLog(paths.events, display.show_event)
     health = HealthMonitor(paths, config.heartbeat.limits, events, spans_nodes=bool(config.nodes))

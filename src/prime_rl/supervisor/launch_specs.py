@@ -18,11 +18,14 @@ from prime_rl.storage.checkpoint_artifacts import StopRecord, read_resume, write
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
 from prime_rl.supervisor.child_processes import ProcessSpec
+from prime_rl.supervisor.nodes.node_launcher import RemoteOptions, remote_command
 from prime_rl.supervisor.preflight import visible_gpus
-from prime_rl.supervisor.remote_launch import remote_command
 
 _TORCHRUN_MARGIN_SECONDS = 1
 """torchrun kills ranks that hang in a collective this long before `rl` kills torchrun."""
+
+_NODE_MARGIN_SECONDS = 1
+"""The processes of another node are killed this long before `rl` kills what started them."""
 
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(2 << 30)}
 """glibc returns freed tensors to the kernel, which clears every page of the next ones: a tenth of a CPU trainer's time.
@@ -44,16 +47,36 @@ def make_process_specs(config: RLConfig, paths: RunPaths) -> list[ProcessSpec]:
     if config.inference is not None:
         write_config(config.inference, paths.config("inference"))
     if config.nodes:
-        servers = [_inference_on(node, config, paths) for node in config.nodes[: config.inference_nodes]]
+        servers = _inference_on_nodes(config, paths)
         return [*servers, _orchestrator(config, paths, start), _trainer_on_nodes(config, paths, start)]
     specs = [_orchestrator(config, paths, start), _trainer(config, paths, start)]
     return [*([_inference(config, paths)] if config.inference is not None else []), *specs]
 
 
-def _inference_on(node: str, config: RLConfig, paths: RunPaths) -> ProcessSpec:
-    argv = [sys.executable, "-m", "prime_rl.entrypoints.inference", "@", str(paths.config("inference").absolute())]
-    spec = _spec(config, paths, f"inference_{node}", argv, _gpus_on_node(config.inference_gpu_ids))
-    return replace(spec, argv=remote_command(config.launcher or "ssh", [node], argv), must_finish=False)
+def _inference_on_nodes(config: RLConfig, paths: RunPaths) -> list[ProcessSpec]:
+    """A server on each inference node, or one over all of them, which `rl` starts and restarts on all together."""
+    assert config.inference is not None
+    nodes, parallel = config.nodes[: config.inference_nodes], config.inference.parallel
+    groups = {f"inference_{node}": [node] for node in nodes}
+    file = paths.config("inference")
+    if parallel.spans_nodes:
+        groups, file = {"inference": nodes}, paths.config("inference_{node_rank}")
+        for rank in range(len(nodes)):
+            own = {"start_rank": rank * parallel.copies_here, "headless": rank > 0}
+            part = config.inference.model_copy(update={"parallel": parallel.model_copy(update=own)})
+            write_config(part, paths.config(f"inference_{rank}"))
+    argv = [sys.executable, "-m", "prime_rl.entrypoints.inference", "@", str(file.absolute())]
+    env = _gpus_on_node(config.inference_gpu_ids)
+    return [
+        replace(_spec(config, paths, name, _on_nodes(config, paths, name, group, argv), env), must_finish=False)
+        for name, group in groups.items()
+    ]
+
+
+def _on_nodes(config: RLConfig, paths: RunPaths, role: str, nodes: list[str], argv: list[str]) -> list[str]:
+    grace = max(config.grace_timeout_seconds - _NODE_MARGIN_SECONDS, _NODE_MARGIN_SECONDS / 2)
+    silence = config.heartbeat.dead_after_seconds
+    return remote_command(RemoteOptions(config.launcher or "ssh", nodes, role, paths.root, grace, silence), argv)
 
 
 def _trainer_on_nodes(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> ProcessSpec:
@@ -68,7 +91,7 @@ def _trainer_on_nodes(config: RLConfig, paths: RunPaths, start: dict[str, str]) 
 
     def make(restarted: bool) -> ProcessSpec:
         restart = {RESTART_VARIABLE: "1" if restarted else "0"} if config.max_restarts else {}
-        spec = _spec(config, paths, "trainer", remote_command(config.launcher or "ssh", nodes, argv), env | restart)
+        spec = _spec(config, paths, "trainer", _on_nodes(config, paths, "trainer", nodes, argv), env | restart)
         stop = partial(_request_stop, config, paths, start) if config.ckpt is not None else None
         return replace(spec, is_last=True, request_stop=stop, restart_spec=lambda left: make(restarted=True))
 

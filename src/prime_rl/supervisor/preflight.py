@@ -17,6 +17,7 @@ from prime_rl.monitors.loggers.metric_logger import check_loggers_installed
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.earlier_run import clear_earlier_run, find_earlier_run
 from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.nodes.placement import check_nodes
 
 
 def check_before_start(config: RLConfig) -> None:
@@ -27,6 +28,7 @@ def check_before_start(config: RLConfig) -> None:
     for name in {config.trainer.model.name, config.orchestrator.model.name, config.model.name}:
         check_model(name)
     if config.nodes:  # ports and GPUs are on other hosts
+        check_nodes(config)
         return
     if config.inference is not None:
         check_key(config.inference.server)

@@ -324,7 +324,7 @@ class _Supervision:
                 "killed", one.name, one.pid, role=one.role, detail=one.reason, message=f"killed: {one.reason}"
             )
             with suppress(ProcessLookupError):
-                os.kill(one.pid, signal.SIGKILL)
+                os.kill(one.pid, one.kill_signal)
         for child in self.children:
             if child.exited.done():
                 continue

@@ -19,7 +19,7 @@ from torch.distributed.run import main as torchrun
 
 from prime_rl.core.entry_point import write_error_file
 from prime_rl.core.os_errors import count_oom_kills, describe_signal
-from prime_rl.liveness.parent_process import LAUNCHER, die_with_parent, is_supervised
+from prime_rl.liveness.parent_process import LAUNCHER, NODE_VARIABLE, die_with_parent, is_supervised
 from prime_rl.trainer.rendezvous_loopback import restrict_to_loopback
 
 
@@ -70,7 +70,8 @@ def describe_first_failure(error: ChildFailedError, kills: int) -> str | None:
         return None
     # A rank that lost another one may abort itself, so SIGABRT counts only without another signal.
     rank, number = min(killed.items(), key=lambda one: (one[1] == signal.SIGABRT, one[0]))
-    return f"rank {rank} (pid {error.failures[rank].pid}) {describe_signal(number, kills)}"
+    node = f" on {node}" if (node := os.environ.get(NODE_VARIABLE)) else ""
+    return f"rank {rank} (pid {error.failures[rank].pid}{node}) {describe_signal(number, kills)}"
 
 
 if __name__ == "__main__":

@@ -88,5 +88,5 @@ def test_invalid_multi_node_server_raises_in_one_line(arguments, error):
 
 def test_rl_with_a_multi_node_server_raises(monkeypatch):
     monkeypatch.setenv("DATA_PARALLEL_ADDRESS", "10.0.0.1")
-    with pytest.raises(ConfigError, match="is on one node"):
+    with pytest.raises(ConfigError, match="needs their names in `nodes`"):
         RLConfig.load([f"--inference.parallel.{key}" for key in ("dp=2", "dp-local=1", "address=a")])

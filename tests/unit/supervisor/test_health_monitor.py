@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
@@ -39,12 +40,13 @@ class Scene:
             RunPaths(tmp_path), limits, EventLog(self.file, self.printed.append), lambda: self.now
         )
         self.health.process_tree = SimpleNamespace(scan=lambda roles: self.members)
-        self.health._heartbeats = SimpleNamespace(poll=lambda: self.reports)
+        self.forgotten = []
+        self.health._heartbeats = SimpleNamespace(poll=lambda: self.reports, forget=self.forgotten.extend)
 
-    def look(self, members, reports=(), after=1.0):
+    def look(self, members, reports=(), after=1.0, roles=ROLES):
         self.now += after
         self.members, self.reports = list(members), list(reports)
-        return self.health.check(ROLES)
+        return self.health.check(roles)
 
     @property
     def events(self):
@@ -236,6 +238,18 @@ def test_lost_process_of_another_node_ends_its_child_only_with_several_nodes(sce
     there = replace(BEAT, host="node2", name="trainer_1")
     silent = LivenessReport("trainer_1", ProcessState.DEAD, there, 61.0, KernelState.UNKNOWN, True, "is silent")
     child = replace(RANK, pid=2)
-    found = scene.look([child], [silent])
+    assert scene.look([child], []) == []
+    found = scene.look([child], [silent, replace(silent, name="trainer_2")])
     assert [(one.name, one.pid, one.role) for one in found] == ([("trainer_1", 2, "trainer")] if spans_nodes else [])
+    assert all(one.kill_signal == signal.SIGTERM for one in found), "it ends its command on the other nodes"
     assert scene.look([child], [silent]) == [], "it is killed once"
+
+
+def test_process_started_again_is_not_ended_for_the_silence_of_its_predecessor(scene):
+    scene.health._spans_nodes = True
+    there = replace(BEAT, host="node2", name="trainer_1")
+    silent = LivenessReport("trainer_1", ProcessState.DEAD, there, 61.0, KernelState.UNKNOWN, True, "is silent")
+    scene.look([replace(RANK, pid=2)], [])
+    assert [one.pid for one in scene.look([replace(RANK, pid=2)], [silent])] == [2]
+    assert scene.look([replace(RANK, pid=3)], [silent], roles={1: "orchestrator", 3: "trainer"}) == []
+    assert scene.forgotten == ["trainer_1"]

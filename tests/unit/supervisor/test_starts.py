@@ -224,7 +224,7 @@ async def test_stop_all_third_signal_gives_up_on_what_cannot_be_killed(monkeypat
         await asyncio.Event().wait()
 
     monkeypatch.setattr(child_processes, "kill_all", kill_in_vain)
-    monkeypatch.setattr(child_processes, "_descendants", lambda ignored: [child.pid])
+    monkeypatch.setattr(child_processes, "descendants", lambda ignored: [child.pid])
     monkeypatch.setattr(child, "terminate", lambda: None)
     try:
         ending = asyncio.ensure_future(child_processes.stop_all([child], 600, 600, hurry))

@@ -1,0 +1,1 @@
+"""Running the processes of a run on several nodes, over ssh or srun."""

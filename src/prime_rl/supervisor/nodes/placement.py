@@ -1,0 +1,101 @@
+"""Which node of a run over several nodes runs what, and whether the nodes can run it."""
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.core.api_key import read_api_key
+from prime_rl.core.errors import ConfigError
+from prime_rl.liveness.parent_process import with_parent_death_signal
+from prime_rl.supervisor.nodes.node_launcher import LAUNCHERS, make_script
+from prime_rl.supervisor.nodes.node_probe import NOT_SHARED, REACHED
+
+_TRY_SECONDS = 60
+_PARALLEL = 16
+"""Nodes that are tried at the same time."""
+
+
+def slurm_nodes() -> list[str]:
+    """Return the nodes of the Slurm job in which this process runs. Raises ConfigError outside of a job."""
+    listed = os.environ.get("SLURM_JOB_NODELIST")
+    if listed is None:
+        raise ConfigError("nodes = slurm, but SLURM_JOB_NODELIST is not set: this is no Slurm job; name the nodes")
+    done = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise ConfigError(f"nodes = slurm: scontrol cannot expand {listed}: {done.stderr.strip()}")
+    return done.stdout.split()
+
+
+def spread_over_nodes(config: RLConfig) -> RLConfig:
+    """Return the configuration with the nodes of the Slurm job, the addresses of the servers and an API key.
+
+    The key is generated and put into the environment if it is not set. Raises ConfigError as `slurm_nodes`, or if no
+    node is left for the trainer.
+    """
+    if not config.nodes or config.inference is None:
+        return config
+    from_slurm = config.nodes == ["slurm"]
+    nodes = slurm_nodes() if from_slurm else config.nodes
+    if len(nodes) <= config.inference_nodes:
+        raise ConfigError(
+            f"inference_nodes = {config.inference_nodes} leaves none of the nodes {', '.join(nodes)} for the trainer"
+        )
+    server = config.inference.server.model_copy(update={"host": "0.0.0.0"})
+    parallel = config.inference.parallel
+    with_api = nodes[: 1 if parallel.spans_nodes else config.inference_nodes]
+    urls = [f"http://{node}:{server.port}/v1" for node in with_api]
+    if parallel.spans_nodes:
+        parallel = parallel.model_copy(update={"address": nodes[0]})
+    client = config.orchestrator.client.model_copy(update={"base_url": urls})
+    if read_api_key(server.api_key_var) is None:
+        os.environ[server.api_key_var] = secrets.token_hex(16)
+    return config.model_copy(
+        update={
+            "nodes": nodes,
+            "launcher": config.launcher or ("srun" if from_slurm else "ssh"),
+            "inference": config.inference.model_copy(update={"server": server, "parallel": parallel}),
+            "orchestrator": config.orchestrator.model_copy(update={"client": client}),
+        }
+    )
+
+
+def check_nodes(config: RLConfig) -> None:
+    """Try each node before anything starts.
+
+    Raises:
+        ConfigError: a command cannot be started there, does not find the program, or finds another run directory.
+    """
+    launcher, root = config.launcher or "ssh", config.run_paths.root.absolute()
+    if shutil.which(launcher) is None:
+        raise ConfigError(f"nodes: {launcher} is not installed here")
+    with tempfile.NamedTemporaryFile(dir=root, prefix=".nodes-") as probe, ThreadPoolExecutor(_PARALLEL) as pool:
+        command = [sys.executable, "-m", "prime_rl.supervisor.nodes.node_probe", probe.name]
+        problems = [found for found in pool.map(lambda node: _try_node(launcher, node, command), config.nodes) if found]
+    if problems:
+        others = f" (and {len(problems) - 1} more of the nodes have problems)" if len(problems) > 1 else ""
+        raise ConfigError(f"nodes: {problems[0]}{others}")
+
+
+def _try_node(launcher: str, node: str, command: list[str]) -> str | None:
+    """Return what is wrong with a node, if anything."""
+    argv = with_parent_death_signal([word.replace("{node}", node) for word in LAUNCHERS[launcher]])
+    script = make_script(command, os.environ, Path.cwd(), node, 0)
+    try:
+        done = subprocess.run(argv, input=script, capture_output=True, text=True, timeout=_TRY_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"{node} did not answer {launcher} within {_TRY_SECONDS:.0f} s"
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    if done.returncode == 0 and REACHED in lines:
+        return None
+    reason = lines[-1] if lines else f"exit code {done.returncode}"
+    if done.returncode == NOT_SHARED:
+        return f"{node} has another run directory: {reason}; set --output-dir to a directory that all nodes share"
+    if any("No such file or directory" in line for line in lines):
+        return f"{node} has no such checkout: {reason}; `rl` needs it, with its Python, at the same path on all nodes"
+    return f"a command cannot be started on {node} by {launcher}: {reason}"

@@ -1,0 +1,1 @@
+"""Runs over several hosts by ssh."""

@@ -1,0 +1,235 @@
+"""`rl` on several nodes. `ssh` is a script that runs its command on this machine and records its arguments."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.liveness.heartbeat_monitor import read_heartbeats
+from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.launch_specs import make_process_specs
+from prime_rl.supervisor.nodes.node_launcher import RemoteOptions, make_script, remote_command
+from prime_rl.supervisor.nodes.placement import check_nodes, spread_over_nodes
+from tests.support.command import until
+
+SSH = """\
+#!/usr/bin/env bash
+while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
+echo "$*" >> "$CALLS"
+[[ $1 == unknown ]] && { echo "ssh: Could not resolve hostname unknown" >&2; exit 255; }
+shift
+"$@"
+"""
+KEY = "INFERENCE_SERVER_API_KEY"
+ON_NODES = ["--model.name", "m", "--inference", "--orchestrator.env.0.id", "e"]
+THREE = ["--nodes", "a,b,c"]
+SLEEPS = "import subprocess, sys; subprocess.Popen(['sleep', '300'], start_new_session=True).wait()"
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start a Python program on nodes."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ssh").write_text(SSH)
+    (tmp_path / "bin/ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("PRIME_RL_ERROR_FILE", str(tmp_path / "error.json"))
+    started = []
+
+    def start(program, nodes="n1,n2", grace=5.0, **environment):
+        options = RemoteOptions("ssh", nodes.split(","), "trainer", tmp_path, grace, silence_seconds=60)
+        command = remote_command(options, [sys.executable, "-c", program, "{node_rank}"])
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run(start, tmp_path):
+    """Run a Python program on nodes; return its exit code, output, and the arguments of each ssh."""
+
+    def run(*arguments, **environment):
+        process = start(*arguments, **environment)
+        output, _ = process.communicate(timeout=60)
+        return process.returncode, output, (tmp_path / "calls").read_text()
+
+    return run
+
+
+def test_command_runs_on_each_node_with_the_environment_that_no_command_line_shows(run, tmp_path):
+    program = (
+        f"import os, sys; print(sys.argv[1], os.environ['PRIME_RL_NODE'], os.environ['{KEY}'] == sys.stdin.read() or "
+        f"repr(os.environ['{KEY}']), os.getcwd())"
+    )
+    code, output, calls = run(program, **{KEY: "it's secret\n$HOME"})
+    assert code == 0, output
+    place, key = os.path.realpath(tmp_path), repr("it's secret\n$HOME")
+    assert sorted(output.splitlines()) == [f"{rank} n{rank + 1} {key} {place}" for rank in (0, 1)]
+    assert sorted(calls.splitlines()) == ["n1 bash -s", "n2 bash -s"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "message"),
+    [
+        ("sys.exit(3)", 3, "the command on n2 exited with code 3"),
+        ("os.kill(os.getpid(), 9)", 137, "the command on n2 was killed by SIGKILL"),
+    ],
+)
+def test_failure_on_one_node_ends_the_command_on_all_and_is_named(run, tmp_path, end, code, message):
+    program = f"import os, sys, time; [{end}, time.sleep(300)] if sys.argv[1] == '1' else time.sleep(300)"
+    status, output, _ = run(program)
+    assert status == code
+    assert message in output
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == message
+
+
+def test_node_that_cannot_be_reached_ends_the_command(run):
+    code, output, _ = run("import time; time.sleep(300)", "n1,unknown")
+    assert code == 1
+    assert "Could not resolve hostname unknown" in output
+    assert "ssh cannot start the command on unknown" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_end_of_the_launcher_leaves_no_process_on_the_nodes(start, tmp_path, number):
+    process = start(f"open(f'started{{__import__(\"sys\").argv[1]}}', 'w'); {SLEEPS}")
+    until(lambda: len(list(tmp_path.glob("started*"))) == 2, "the command")
+    children = psutil.Process(process.pid).children
+    until(lambda: sum("sleep" in c.name() for c in children(recursive=True)) == 2, "its processes", 20)
+    there = children(recursive=True)
+    process.send_signal(number)
+    assert process.wait(20) == (128 + number if number == signal.SIGTERM else -number)
+    until(lambda: not any(one.is_running() and one.status() != "zombie" for one in there), "the end", 20)
+
+
+def test_node_that_answers_has_a_heartbeat(start, tmp_path):
+    start(SLEEPS, "n1")
+    until(lambda: "node_n1" in read_heartbeats(RunPaths(tmp_path)), "a heartbeat", 20)
+    first = read_heartbeats(RunPaths(tmp_path))["node_n1"]
+    assert (first.host, first.role, first.boot_id) == ("n1", "trainer", "")
+    until(lambda: read_heartbeats(RunPaths(tmp_path))["node_n1"].beat > first.beat, "the next one", 20)
+
+
+def agent(silence, program, stdin=subprocess.PIPE):
+    command = [sys.executable, "-m", "prime_rl.supervisor.nodes.node_agent", str(silence), "5"]
+    return subprocess.Popen([*command, sys.executable, "-c", program], stdin=stdin, stdout=subprocess.PIPE, text=True)
+
+
+def test_agent_kills_its_command_after_silence():
+    process = agent(0.4, SLEEPS)
+    children = psutil.Process(process.pid).children
+    output, _ = process.stdout.read(), process.wait(20)
+    assert process.returncode == 137
+    assert output.splitlines()[-2:] == ["prime_rl.node silent", "prime_rl.node ended -9"]
+    with pytest.raises(psutil.NoSuchProcess):
+        children()
+
+
+def test_agent_that_hears_its_launcher_lets_the_command_work():
+    process = agent(0.6, "import time; time.sleep(1.2)")
+    while process.poll() is None:
+        process.stdin.write("\n")
+        process.stdin.flush()
+        time.sleep(0.1)
+    assert process.returncode == 0
+    assert process.stdout.read().splitlines()[-1] == "prime_rl.node ended 0"
+
+
+def test_script_leaves_out_what_belongs_to_the_node():
+    environment = {"HOME": "/root", "SLURM_JOB_ID": "7", "SSH_AUTH_SOCK": "x", "HF_HOME": "/hf", "BASH_FUNC_f%%": "()"}
+    script = make_script(["run", "a b"], environment, Path("/a dir"), "n1", 0)
+    assert script.splitlines() == [
+        "export HF_HOME=/hf",
+        "export PRIME_RL_NODE=n1",
+        "cd '/a dir' || exit 1",
+        "exec run 'a b'",
+    ]
+
+
+def test_spread_over_nodes_places_servers_and_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv(KEY, "")
+    arguments = [*ON_NODES, *THREE, "--output-dir", str(tmp_path), "--trainer-gpu-ids", "0,1", "--ckpt"]
+    config = spread_over_nodes(RLConfig.load(arguments))
+    assert config.orchestrator.client.urls == ["http://a:8000"]
+    assert config.inference.server.host == "0.0.0.0"
+    assert len(os.environ[KEY]) == 32
+    server, orchestrator, trainer = make_process_specs(config, RunPaths(tmp_path))
+    assert server.name == "inference_a" and not server.must_finish
+    assert list(server.argv[2:7]) == ["prime_rl.supervisor.nodes.node_launcher", "--launcher", "ssh", "--nodes", "a"]
+    assert "prime_rl.supervisor.nodes.node_launcher" not in orchestrator.argv
+    words = list(trainer.argv)
+    assert words[words.index("--nodes") + 1] == "b,c"
+    assert {"--nnodes=2", "--node-rank={node_rank}", "--nproc-per-node=2", "--master-addr=b"} <= set(words)
+    assert trainer.is_last and trainer.request_stop is not None
+
+
+def test_server_over_several_nodes_is_one_process_with_a_head(tmp_path, monkeypatch):
+    monkeypatch.setenv(KEY, "k")
+    arguments = ["--inference-nodes", "2", "--inference-gpus", "4", "--inference.parallel.dp-local", "4"]
+    config = spread_over_nodes(RLConfig.load([*ON_NODES, *THREE, *arguments, "--output-dir", str(tmp_path)]))
+    assert config.orchestrator.client.urls == ["http://a:8000"]
+    server, _, trainer = make_process_specs(config, RunPaths(tmp_path))
+    words = list(server.argv)
+    assert (server.name, words[words.index("--nodes") + 1]) == ("inference", "a,b")
+    assert words[-1] == str(tmp_path / "configs/inference_{node_rank}.toml")
+    assert trainer.argv[list(trainer.argv).index("--nodes") + 1] == "c"
+    parts = [tomllib.loads((tmp_path / f"configs/inference_{rank}.toml").read_text())["parallel"] for rank in (0, 1)]
+    assert [(part["dp"], part["dp_local"], part["address"]) for part in parts] == [(8, 4, "a")] * 2
+    assert [(part["headless"], part["start_rank"]) for part in parts] == [(False, 0), (True, 4)]
+
+
+def test_gpus_count_from_zero_on_each_node():
+    config = RLConfig.load([*ON_NODES, *THREE, "--inference-gpus", "8", "--trainer-gpus", "8"])
+    assert config.inference_gpu_ids == config.trainer_gpu_ids == list(range(8))
+    assert config.inference.gpu_memory_utilization == 0.9, "no GPU is shared"
+    assert RLConfig.load([*ON_NODES, *THREE]).trainer_gpu_ids == [0]
+    assert RLConfig.load([*ON_NODES, "--slurm.nodes", "2", "--trainer-gpus", "2"]).trainer_gpu_ids == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*THREE, "--inference-nodes", "3"], "leaves none of the 3 nodes for the trainer"),
+        (["--nodes", "a,-oProxyCommand=x"], "'-oProxyCommand=x' is not the name"),
+        (["--nodes", "a,b,a"], "nodes names a twice"),
+        (["--nodes", "a,b", "--bench"], "nodes cannot be combined with bench"),
+        ([*THREE, "--inference.parallel.dp=3", "--inference.parallel.dp-local=1"], r"dp = 3 .* is not dp_local \* inf"),
+        ([*THREE, "--inference.parallel.start-rank=1", "--inference.parallel.headless"], "headless"),
+    ],
+)
+def test_nodes_that_cannot_work_are_refused(arguments, message):
+    with pytest.raises((ConfigError, ValidationError), match=message):
+        RLConfig.load([*ON_NODES, *arguments])
+
+
+def test_nodes_of_slurm_outside_of_a_job_are_refused(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    with pytest.raises(ConfigError, match="this is no Slurm job"):
+        spread_over_nodes(RLConfig.load([*ON_NODES, "--nodes", "slurm"]))
+
+
+def test_nodes_are_tried_before_the_start(start, tmp_path):
+    check_nodes(RLConfig.load([*ON_NODES, *THREE, "--output-dir", str(tmp_path)]))
+    assert not list(tmp_path.glob(".nodes-*"))
+    config = RLConfig.load([*ON_NODES, "--nodes", "a,unknown", "--output-dir", str(tmp_path)])
+    with pytest.raises(ConfigError, match="cannot be started on unknown by ssh: ssh: Could not resolve hostname"):
+        check_nodes(config)
