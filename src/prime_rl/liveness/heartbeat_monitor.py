@@ -225,6 +225,11 @@ class HeartbeatMonitor:
         ]
         return _mark_unreachable(reports)
 
+    def forget(self, names: Collection[str]) -> None:
+        """Count these processes as unseen until their next heartbeat: they have been started again."""
+        for name in names:
+            self._trackers.pop(name, None)
+
 
 def _mark_unreachable(reports: list[LivenessReport]) -> list[LivenessReport]:
     """Mark the living processes on hosts that send nothing to another living process of their role."""
@@ -242,11 +247,6 @@ def _mark_unreachable(reports: list[LivenessReport]) -> list[LivenessReport]:
         return replace(report, state=ProcessState.UNREACHABLE, description=description)
 
     return list(map(mark, reports))
-
-    def forget(self, names: Collection[str]) -> None:
-        """Count these processes as unseen until their next heartbeat: they have been started again."""
-        for name in names:
-            self._trackers.pop(name, None)
 
 
 def remove_heartbeats(paths: RunPaths, role: str, keep: Collection[str]) -> None:
