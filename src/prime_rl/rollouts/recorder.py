@@ -80,7 +80,7 @@ class Recorder:
         Raises:
             PromptTooLong: the prompt leaves no space for a completion.
             InferenceServerLost, InferenceError: the server failed; also kept in `server_error`.
-            ValueError: the messages contain something other than text.
+            ValueError: the messages contain something other than text, or the chat template rejects them.
         """
         number, self._num_calls = self._num_calls, self._num_calls + 1
         if self._seed is not None:

@@ -15,6 +15,7 @@ import verifiers as vf
 from datasets import Dataset
 from verifiers.types import TrajectoryStep
 
+from prime_rl.configs.rollouts.options import RenderingConfig
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Credit
@@ -794,6 +795,35 @@ async def test_own_client_is_served_until_the_group_ends(play, renderer):
 async def test_own_client_refuses_what_the_raw_client_refuses(play, request_, message):
     with pytest.raises(EnvironmentFailed, match=message):
         await play(make(type("Refused", (OwnClient,), {"request": request_})))
+
+
+STRICT = (
+    "{% for message in messages %}{% if not loop.first and message.role == messages[loop.index0 - 1].role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ message.content }}{% endfor %}"
+)
+TWICE = [{"role": "user", "content": "a"}] * 2
+
+
+class Asking(Raw):
+    """Asks with an own client."""
+
+    async def talk(self, state):
+        async with openai.AsyncOpenAI(base_url=state["client"].base_url, api_key=state["client"].api_key) as mine:
+            await mine.chat.completions.create(model="m", messages=self.messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"), [(TWICE, "roles must alternate"), ([{"content": "a"}], "needs a role"), ([1], "needs a ro")]
+)
+async def test_own_client_with_messages_that_cannot_be_rendered_gets_one_line(load, tmp_path, messages, reason):
+    (tmp_path / "strict.jinja").write_text(STRICT)
+    environment = make(Asking)
+    environment.messages = messages
+    backend = load(environment)
+    backend._renderer = Renderer(TOKENIZER, RenderingConfig(chat_template=tmp_path / "strict.jinja"))
+    with pytest.raises(EnvironmentFailed, match=f"BadRequestError: .*400.*{reason}") as failure:
+        await backend.run_group(0, 1, NumberingEngine(backend._renderer), RUN, 400)
+    assert not failure.value.is_infrastructure
 
 
 class Leaving(Raw):

@@ -61,6 +61,8 @@ class _Transport(_http.AsyncBaseTransport):
 def _check(body: Any) -> None:
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise ValueError("the body has no list of messages")
+    if not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in body["messages"]):
+        raise ValueError("each message needs a role")
     if body.get("stream"):
         raise ValueError("stream is not supported")
     if body.get("n") not in (None, 1):

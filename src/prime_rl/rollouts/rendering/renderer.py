@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from prime_rl.configs.rollouts.options import RenderingConfig
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.rollouts.rendering.messages import Message, normalise
 from prime_rl.rollouts.rendering.tool_calls import PARSERS, split_reasoning
 from prime_rl.rollouts.replies import Generation, Parsed
@@ -104,11 +104,15 @@ class Renderer:
         return cls(tokenizer, config, strategy)
 
     def render(self, messages: Sequence[Any], tools: list[Any] | None = None) -> list[int]:
-        """Render `messages` to ids, with the header of the assistant's turn appended."""
+        """Render `messages` to ids, with the header of the assistant's turn appended; raises as `render_prompt`."""
         return self.render_prompt(normalise(messages), tools).ids.tolist()
 
     def render_prompt(self, messages: list[Message], tools: list[Any] | None = None) -> Prompt:
-        """Render a whole conversation in normal form, with the header of the assistant's turn appended."""
+        """Render a whole conversation in normal form, with the header of the assistant's turn appended.
+
+        Raises:
+            ValueError: the chat template rejects the messages.
+        """
         for known, with_tools, prompt in self._cache:  # the rollouts of a group start with the same messages
             if known == messages and with_tools == tools:
                 return prompt
@@ -196,7 +200,7 @@ class Renderer:
             function = dict(calls[-1]["function"], arguments={_PLACEHOLDER: _PLACEHOLDER})
             replaced["tool_calls"] = [*calls[:-1], dict(calls[-1], function=function)]
         text = ""
-        with suppress(TemplateError):  # the template rejects the placeholder, so the text after it is unknown
+        with suppress(ValueError):  # the template rejects the placeholder, so the text after it is unknown
             text = self._text([*messages[:index], replaced, *messages[index + 1 :]], tools)
         _, found, after = text.rpartition(_PLACEHOLDER)
         start = after.find(end)
@@ -205,14 +209,17 @@ class Renderer:
         return after[start:]
 
     def _text(self, messages: list[Message], tools: list[Any] | None) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            chat_template=self._template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **self._config.chat_template_args,
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._config.chat_template_args,
+            )
+        except (TemplateError, TypeError) as error:  # such as roles that do not alternate
+            raise ValueError(f"the chat template rejects the messages: {summarize_exception(error)}") from None
         return text
 
     def _encode(self, text: str) -> list[int]:
