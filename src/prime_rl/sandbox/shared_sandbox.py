@@ -8,6 +8,13 @@ from prime_rl.sandbox.execution import SandboxLimits
 from prime_rl.sandbox.sandbox import Sandbox
 from prime_rl.sandbox.settings import current_settings
 
+_open = set["SharedSandbox"]()
+
+
+async def close_shared_sandboxes() -> None:
+    """End the sandboxes that are open, at the end of a process: its remote machines would outlive it."""
+    await asyncio.gather(*(shared.close() for shared in _open.copy()))
+
 
 class SharedSandbox:
     """The sandbox of the running event loop. It starts with the first `open`, and ends with `close` or the process.
@@ -53,10 +60,12 @@ class SharedSandbox:
         async with self._lock:
             if self._sandbox is None:
                 self._sandbox = await Sandbox(**self._options).__aenter__()
+                _open.add(self)
             return self._sandbox
 
     async def close(self) -> None:
         """End the sandbox; the next `open` starts another one."""
+        _open.discard(self)
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await sandbox.__aexit__(None, None, None)

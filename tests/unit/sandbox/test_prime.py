@@ -5,10 +5,16 @@ import asyncio
 import pytest
 import pytest_asyncio
 
+from prime_rl.configs.rollouts.sandbox import SandboxConfig
+from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
+from prime_rl.rollouts.workers.protocol import ModelAccess
 from prime_rl.sandbox.execution import SandboxError, Verdict
 from prime_rl.sandbox.sandbox import Sandbox
 from prime_rl.sandbox.settings import SandboxSettings, use_settings
+from tests.support.fake_engine import fake_engine
+from tests.support.worker_launcher import launcher_with
 
 from .prime_service import running_service
 from .test_sandbox import find_processes
@@ -112,3 +118,33 @@ async def test_prime_machine_without_python_is_one_line_and_deleted(service):
     with pytest.raises(ConfigError, match=r"python3: (command )?not found"):
         await Sandbox("prime").__aenter__()
     assert len(service.deleted) == 1
+
+
+REMOTE = """
+import verifiers as vf
+from datasets import Dataset
+from prime_rl.sandbox.shared_sandbox import SharedSandbox
+
+sandbox = SharedSandbox(num_jails=1, num_warm=1)
+
+
+def load_environment():
+    async def reward():
+        return float((await (await sandbox.open()).run("print(3)")).stdout)
+
+    return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "a"}]), rubric=vf.Rubric(funcs=[reward]))
+"""
+
+
+@pytest.mark.extended
+async def test_prime_machines_of_a_worker_are_deleted_at_its_end(service, tmp_path, tokenizer_dir):
+    (tmp_path / "remote_environment.py").write_text(REMOTE)
+    access = ModelAccess("m", str(tokenizer_dir), sandbox=SandboxConfig(backend="prime"))
+    async with (
+        launcher_with(tmp_path) as launcher,
+        fake_engine() as engine,
+        EnvironmentPool(EnvConfig(id="remote_environment"), launcher, access) as pool,
+    ):
+        (rollout,) = await pool.run_group(0, 1, engine.url, {"max_tokens": 3}, 400)
+        assert rollout.reward == 3 and not service.deleted
+    assert len(service.created) == len(service.deleted) == 1

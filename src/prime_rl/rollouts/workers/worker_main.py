@@ -27,6 +27,7 @@ from prime_rl.rollouts.token_accounting import GroupAccount
 from prime_rl.rollouts.workers import protocol
 from prime_rl.rollouts.workers.crash_attribution import CrashRecord, current_group
 from prime_rl.sandbox.settings import use_settings
+from prime_rl.sandbox.shared_sandbox import close_shared_sandboxes
 
 BEAT_SECONDS = 0.25
 """Interval of the beats of a worker's event loop, seconds."""
@@ -128,6 +129,7 @@ class _Worker:
             for task in self._running.values():
                 _cancel(task)
             await asyncio.gather(*self._running.values(), return_exceptions=True)
+            await close_shared_sandboxes()
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         self._crash_record.beats += 1
