@@ -117,10 +117,11 @@ def test_log_file_on_a_full_disk_ends_and_the_process_continues(tmp_path):
     assert done.stderr.count("trainer.log ends here: [Errno 28]") == 1 and "INFO    after" in done.stderr
 
 
-def test_log_file_that_cannot_be_opened_is_left_to_the_checks_of_the_directory(tmp_path):
+def test_log_file_that_cannot_be_opened_is_a_warning(tmp_path):
     (tmp_path / "logs").write_text("a file")
     done = start(tmp_path)
     assert done.returncode == 0 and "100% of 7 rollouts" in done.stderr
+    assert f"the log goes to stderr only: {tmp_path}/logs/trainer.log cannot be written: " in done.stderr
 
 
 def test_log_of_a_process_that_keeps_its_file_open_is_rotated(tmp_path, monkeypatch):

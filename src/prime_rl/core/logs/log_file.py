@@ -77,8 +77,8 @@ _current: ProcessLogFile | None = None
 def open_log_file(path: Path) -> ProcessLogFile | None:
     """Open the log file of this process, once, and write that the process starts.
 
-    Returns None if stderr already goes to a file of the same folder, as under `rl` and with torchrun's log folder, or
-    if the file cannot be opened: the caller reports a directory that it cannot write by itself.
+    Returns None if stderr already goes to a file of the same folder, as under `rl` and with torchrun's log folder.
+    Raises OSError if the file cannot be opened.
     """
     global _current
     if _current is not None and _current.baseFilename == str(path.absolute()):
@@ -86,11 +86,8 @@ def open_log_file(path: Path) -> ProcessLogFile | None:
     stderr = stderr_file()
     if stderr and Path(stderr).is_relative_to(path.parent.resolve()):
         return None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _current = ProcessLogFile(path)
-    except OSError:
-        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _current = ProcessLogFile(path)
     append_to_log_file(f"--- pid {os.getpid()} on {socket.gethostname()} starts, {time.strftime('%Y-%m-%d %H:%M:%S')}")
     return _current
 

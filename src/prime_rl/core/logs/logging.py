@@ -23,5 +23,12 @@ def set_up_logging(level: str, utc: bool, file: Path | None = None) -> None:
     line = f"{time} {{level: <7}}{rank} {{message}}"
     # diagnose=True would print the values of variables in tracebacks, including keys.
     logger.add(sys.stderr, level=level.upper(), format=line, diagnose=False)
-    if file is not None and (log_file := open_log_file(file)) is not None:
+    if file is None:
+        return
+    try:
+        log_file = open_log_file(file)
+    except OSError as error:
+        logger.warning("the log goes to stderr only: {} cannot be written: {}", file, error.strerror)
+        return
+    if log_file is not None:
         logger.add(log_file, level=level.upper(), format=line, diagnose=False)
