@@ -61,6 +61,7 @@ def _urls(text: str) -> list[str]:
 async def _run(arguments: argparse.Namespace) -> None:
     from prime_rl.core.api_key import read_api_key  # neither this nor what follows is needed by `--help`
     from prime_rl.core.logs.logging import set_up_logging
+    from prime_rl.core.os_errors import wrap_os_errors
     from prime_rl.relay.relay_app import RelayAccess, RelayServer, make_relay_app
     from prime_rl.relay.relay_client import RelayClient
     from prime_rl.relay.run_copier import RunCopier
@@ -90,8 +91,9 @@ async def _run(arguments: argparse.Namespace) -> None:
             print(f"relay: http://{host}:{port} serves {paths.root}", flush=True)
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
-            for job in done:
-                job.result()
+            with wrap_os_errors("copy files of the run", paths.root):
+                for job in done:
+                    job.result()
         finally:
             server.should_exit = True
             for job in jobs[1:]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -46,6 +47,18 @@ def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
     assert "copied weights/step_1" in err
     serving = re.search(r"http://127.0.0.1:(\d+)", out)
     assert (copy.logs_dir / f"relay_{os.uname().nodename}_{serving[1]}.log").read_text().count("copied weights") == 1
+
+
+def test_full_disk_ends_a_relay_with_its_directory(tmp_path):
+    port, copy = free_port(), tmp_path / "copy"
+    publish_bytes(tmp_path / "run", 1, bytes(1 << 20))
+    first = relay(tmp_path / "run", "--port", port)
+    second = relay(copy, "--port", 0, "--trainer", f"http://127.0.0.1:{port}")
+    resource.prlimit(second.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    _, err = second.communicate(timeout=60)
+    first.send_signal(signal.SIGTERM)
+    assert second.returncode == 1 and first.wait(30) == 0
+    assert f"error: cannot copy files of the run: File too large: {copy} (" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
