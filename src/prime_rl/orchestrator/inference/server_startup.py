@@ -101,18 +101,20 @@ async def _first_reachable(servers: Sequence[InferenceServer], timeout_s: float,
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         answers = await asyncio.gather(*(server.policy() for server in servers), return_exceptions=True)
-        candidates = [s for s, answer in zip(servers, answers, strict=True) if isinstance(answer, LoadedPolicy)]
+        answered = list(zip(servers, answers, strict=True))
+        candidates = [server for server, answer in answered if isinstance(answer, LoadedPolicy)]
+        unfit = [(server, answer) for server, answer in answered if isinstance(answer, UnfitServer)]
+        for server, refusal in unfit:
+            if len(servers) - len(unfit) < minimum:
+                raise refusal
+            server.log_refusal(refusal)
         if len(candidates) >= minimum:
-            for server, answer in zip(servers, answers, strict=True):
-                if isinstance(answer, UnfitServer):
-                    server.log_refusal(answer)
-                elif server not in candidates:
+            for server, answer in answered:
+                if not isinstance(answer, LoadedPolicy | UnfitServer):
                     logger.warning("inference at {} does not answer; starting without it", server.client.url)
             return candidates
-        unfit = [answer for answer in answers if isinstance(answer, UnfitServer)]
         for answer in answers:
-            is_needed = not isinstance(answer, UnfitServer) or len(servers) - len(unfit) < minimum
-            if isinstance(answer, BaseException) and not may_recover(answer) and is_needed:
+            if isinstance(answer, BaseException) and not isinstance(answer, UnfitServer) and not may_recover(answer):
                 raise answer
         await asyncio.sleep(_PROBE_S)
     return list(servers)
