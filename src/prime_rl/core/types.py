@@ -68,12 +68,14 @@ class Credit:
         reward: of the part.
         advantage: given by the environment; None: computed from the rewards.
         context: identifies the agent's task if tasks differ within a group.
+        is_truncated: a completion of the agent reached its token limit; None: as in the rollout.
     """
 
     name: str
     reward: float
     advantage: float | None = None
     context: str = ""
+    is_truncated: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,11 @@ class Rollout:
     is_truncated: bool
     text: tuple[tuple[str, str], ...]
     credits: tuple[Credit, ...] = field(default=(), kw_only=True)
+
+    def is_sample_truncated(self, sample: Sample) -> bool:
+        """Whether a completion of the agent of `sample`, or of the rollout if it has one agent, reached its limit."""
+        own = None if sample.credits is None else self.credits[sample.credits[0]].is_truncated
+        return self.is_truncated if own is None else own
 
     @property
     def sampled_tokens(self) -> int:

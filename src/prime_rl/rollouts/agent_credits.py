@@ -48,7 +48,10 @@ def join_agents(agents: Sequence[AgentRollout]) -> Rollout:
     reward = float(np.mean([rollout.reward for rollout in rollouts]))
     is_truncated = any(rollout.is_truncated for rollout in rollouts)
     text = tuple((f"{role} ({agent.name})", content) for agent in agents for role, content in agent.rollout.text)
-    credits = tuple(Credit(agent.name, agent.rollout.reward, context=agent.task) for agent in agents)
+    credits = tuple(
+        Credit(agent.name, agent.rollout.reward, context=agent.task, is_truncated=agent.rollout.is_truncated)
+        for agent in agents
+    )
     conversations = [rollout for rollout in rollouts if isinstance(rollout, Conversation)]
     if not conversations:
         return Rollout(samples, reward, _metrics(agents), is_truncated, text, credits=credits)

@@ -85,6 +85,17 @@ def test_comparison_counts_the_tokens_of_its_parts_and_shapes_rewards():
     assert comparison.scores.rewards.tolist() == [0.0]
 
 
+def test_truncated_agent_is_zeroed_and_masked_without_the_others():
+    credits = Credit("a", 1.0, is_truncated=True), Credit("b", 2.0, is_truncated=False)
+    cut = Rollout((sample([0]), sample([1, 1])), 1.5, {}, True, (), credits=credits)
+    group = Group(0, (cut,), "toy", 0, 1.0)
+    found = comparisons(group, OrchestratorConfig(zero_truncated_completions=True))
+    assert [one.scores.rewards.tolist() for one in found] == [[0.0], [2.0]]
+    batch = pack([group], [np.ones(2)], 64, mask_truncated=True)
+    masks = np.split(batch.loss_mask, np.cumsum(batch.seq_lens)[:-1])
+    assert sorted(mask.tolist() for mask in masks) == [[0, 0], [0, 1, 1]]
+
+
 @pytest.mark.parametrize(
     ("rollouts", "is_zero"),
     [

@@ -97,7 +97,8 @@ def _parts(group: Group) -> Iterator[_Part]:
     for rollout in group.rollouts:
         credits = rollout.credits or (Credit("", rollout.reward),)
         for credit, length in zip(credits, _lengths(rollout, len(credits)), strict=True):
-            yield _Part(index, credit, int(length), rollout.is_truncated)
+            is_truncated = rollout.is_truncated if credit.is_truncated is None else credit.is_truncated
+            yield _Part(index, credit, int(length), is_truncated)
             index += 1
 
 

@@ -77,7 +77,7 @@ def pack(
             gets that of its part.
         seq_len: longest row in tokens; ValueError if a sample is longer.
         cost: of a sample for the trainer.
-        mask_truncated: mask all tokens of rollouts with a completion that was cut by its token limit.
+        mask_truncated: mask all tokens of rollouts, or of agents, with a completion that was cut by its token limit.
     """
     items = [
         (sample, group, index, values[start:])
@@ -86,7 +86,9 @@ def pack(
         for sample in rollout.samples
     ]
     masks = [
-        np.zeros(len(sample), np.uint8) if mask_truncated and group.rollouts[index].is_truncated else _loss_mask(sample)
+        np.zeros(len(sample), np.uint8)
+        if mask_truncated and group.rollouts[index].is_sample_truncated(sample)
+        else _loss_mask(sample)
         for sample, group, index, _ in items
     ]
     lengths = [len(sample) for sample, *_ in items]
