@@ -883,3 +883,28 @@ async def test_calls_of_tasks_that_an_attempt_leaves_are_refused(play, monkeypat
     async with asyncio.timeout(30):
         results = await asyncio.gather(*environment.tasks, return_exceptions=True)
     assert [str(result) for result in results] == ["the rollout of this client has ended"] * 2
+
+
+class FirstStepRewarding(Chat):
+    async def add_trajectory_step(self, state, trajectory_step):
+        if not state["trajectory"]:
+            trajectory_step["reward"] = 0.5
+        await super().add_trajectory_step(state, trajectory_step)
+
+
+async def test_scoring_that_is_repeated_sees_the_steps_as_the_environment_left_them(play, monkeypatch):
+    monkeypatch.setattr(group_attempts, "RETRY_PAUSE_SECONDS", 0.01)
+    attempts = []
+
+    def total(state):
+        return sum(step["reward"] or 0.0 for step in state["trajectory"])
+
+    def flaky(state):
+        attempts.append(state)
+        if len(attempts) == 1:
+            raise vf.InfraError("the judge is overloaded")
+        return 1.0
+
+    rubric = vf.RubricGroup([vf.Rubric(funcs=[total]), vf.Rubric(funcs=[flaky])])
+    (rollout,) = await play(make(FirstStepRewarding, rubric=rubric))
+    assert len(attempts) == 2 and rollout.reward == 1.5

@@ -63,6 +63,15 @@ class GivenCredit:
         """Sum of the rewards of the steps."""
         return sum(step.reward or 0.0 for step in self.steps)
 
+    def restore(self, state: Any) -> None:
+        """Undo what an earlier attempt at scoring has set, which reward functions may read."""
+        if self.advantage is None and state.get("advantage") is not None:
+            state["advantage"] = None
+        for step, given in zip(state.get("trajectory") or (), self.steps, strict=False):
+            for name in ("reward", "advantage"):
+                if getattr(given, name) is None and step.get(name) is not None:
+                    step[name] = None
+
     def credits(self, trained: Mapping[Reply, Any], reward: float, mode: StepRewards) -> dict[Reply, Credit] | None:
         """Return the credit of each trained turn; None if all have the rollout's `reward`, which includes `total`.
 

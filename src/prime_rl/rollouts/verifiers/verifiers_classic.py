@@ -144,6 +144,8 @@ class ClassicEnvironment(EnvironmentBackend):
         states = [client.state for client in finished]
 
         async def score() -> dict[int, EnvironmentFailed]:
+            for client in finished:
+                client.credit.restore(client.state)
             rubric = rubrics.with_rewards(env.rubric if env.score_rollouts else None, self._added_rewards)
             if rubric is None:
                 with contain_failures():
