@@ -18,10 +18,12 @@ def main() -> None:
     config = OrchestratorConfig.load()
     from prime_rl.core.logs.log_rotation import rotating_logs
     from prime_rl.core.logs.logging import set_up_logging
+    from prime_rl.liveness.file_locks import hold_role_lock
     from prime_rl.monitors.bench_report import report_benchmark
     from prime_rl.orchestrator.orchestrator_setup import orchestrate
 
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("orchestrator") if config.log.file else None)
+    hold_role_lock(config.run_paths, "orchestrator")
     rotation = nullcontext() if is_supervised() else rotating_logs(config.run_paths.logs_dir)  # of environments
     with rotation, report_benchmark(config.bench, config.run_paths, "orchestrator"):
         orchestrate(config)

@@ -7,17 +7,13 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from prime_rl.core.api_key import RELAY_KEY_VAR
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError, translate_error
-
-if TYPE_CHECKING:
-    from prime_rl.storage.paths import RunPaths
 
 _DEFAULT_PORT = 8430
 _WRITERS: tuple[Literal["trainer", "orchestrator"], ...] = ("trainer", "orchestrator")
@@ -62,6 +58,7 @@ async def _run(arguments: argparse.Namespace) -> None:
     from prime_rl.core.api_key import read_api_key  # neither this nor what follows is needed by `--help`
     from prime_rl.core.logs.logging import set_up_logging
     from prime_rl.core.os_errors import wrap_os_errors
+    from prime_rl.liveness.file_locks import hold_role_lock
     from prime_rl.relay.relay_app import RelayAccess, RelayServer, make_relay_app
     from prime_rl.relay.relay_client import RelayClient
     from prime_rl.relay.run_copier import RunCopier
@@ -83,7 +80,7 @@ async def _run(arguments: argparse.Namespace) -> None:
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
         for writer in _WRITERS:
             if urls := getattr(arguments, writer):
-                stack.enter_context(_only_copier(paths, writer))
+                hold_role_lock(paths, f"relay_{writer}", 0)
                 client = await stack.enter_async_context(RelayClient(urls, read_api_key(arguments.api_key_var)))
                 jobs.append(asyncio.ensure_future(RunCopier(files, client, writer, arguments.poll_seconds).run()))
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
@@ -99,23 +96,6 @@ async def _run(arguments: argparse.Namespace) -> None:
             for job in jobs[1:]:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
-
-
-@contextmanager
-def _only_copier(paths: "RunPaths", writer: str) -> Iterator[None]:
-    """Raise ConfigError if another relay on this machine copies the same files: both would append to them."""
-    from prime_rl.liveness.file_locks import acquire_lock, describe_lock_holder
-    from prime_rl.storage.wait_for import DeadlineError
-
-    path = paths.relay_lock(writer)
-
-    def is_held(_: DeadlineError) -> ConfigError:
-        return ConfigError(f"--{writer}: {describe_lock_holder(path)} already copies to {paths.root}; stop it first")
-
-    with path.open("a") as file:
-        with suppress(OSError), translate_error(DeadlineError, is_held):  # not every file system has locks
-            acquire_lock(file, 0, f"copies the files of the {writer}")
-        yield
 
 
 def _listen(host: str, port: int) -> socket.socket:

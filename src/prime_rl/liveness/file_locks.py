@@ -10,11 +10,14 @@ from typing import IO
 
 import psutil
 
-from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.core.errors import ConfigError, RunError, translate_error
 from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.rollback import START_VARIABLE
 from prime_rl.storage.wait_for import DeadlineError
 
 _RETRY_SECONDS = 0.1
+_role_locks: dict[Path, tuple[int, IO[str]]] = {}
+"""The process that has locked each path, and the open file."""
 
 
 def acquire_lock(file: IO[str], timeout_s: float, what: str, check: Callable[[], None] = lambda: None) -> None:
@@ -62,6 +65,39 @@ def hold_run_lock(paths: RunPaths) -> Iterator[None]:
         yield
 
 
+def hold_role_lock(paths: RunPaths, role: str, timeout_s: float = 10.0) -> None:
+    """Lock a run directory for this process until it exits. No effect where it cannot be written or locked.
+
+    A start with a name (`START_VARIABLE`) never fails: it takes the run over from a process that is left
+    (`run_takeover`).
+
+    Args:
+        role: `orchestrator`, for example; two of them in one directory would mix their files.
+        timeout_s: for children of a predecessor that was killed, which may exit after it.
+
+    Raises:
+        RunError: another process holds the lock. Not bad input, so that a scheduler tries again.
+    """
+    path = paths.role_lock(role)
+    if _role_locks.get(path, (0, None))[0] == os.getpid():
+        return
+
+    def is_held(_: DeadlineError) -> RunError:
+        holder = describe_lock_holder(path)
+        return RunError(
+            f"output_dir = {paths.root} is in use: {holder} is its {role}; stop it, or choose another directory"
+        )
+
+    with suppress(OSError), translate_error(DeadlineError, is_held):
+        paths.root.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+        if os.environ.get(START_VARIABLE):
+            _try_to_lock(file)
+        else:
+            acquire_lock(file, timeout_s, f"is the {role}")
+        _role_locks[path] = os.getpid(), file
+
+
 def _try_to_lock(file: IO[str]) -> bool:
     with suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +112,7 @@ def describe_lock_holder(path: Path) -> str:
         return "another process"
     with suppress(psutil.Error):
         if command := psutil.Process(pids[0]).cmdline():
-            return f"process {pids[0]} ({' '.join(command)[:120]})"
+            return f"process {pids[0]} ({' '.join(' '.join(command).split())[:120]})"
     return f"process {pids[0]}"
 
 

@@ -3,7 +3,8 @@
 A scheduler may start a job again while processes of its first start are still running, on a node that it cannot reach.
 They would write the same batches, versions and checkpoints. Starts have names (`START_VARIABLE`), and the one that
 resumes writes its name to a file (`take_over`), before it touches anything else. The heartbeat thread of each process
-looks at the file (`RunTakeover`). Processes without a name, which a user has started, do not take part.
+looks at the file (`RunTakeover`). Processes without a name, which a user has started, do not take part: they lock
+the directory (`hold_role_lock`).
 """
 
 import os

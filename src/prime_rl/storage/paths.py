@@ -101,9 +101,9 @@ class RunPaths:
         """Finished phases of the process `name`, the name of its heartbeat; one JSON object per phase."""
         return self.timeline_dir / f"{name}.jsonl"
 
-    def relay_lock(self, writer: str) -> Path:
-        """Held (flock) by the relay that copies what `writer` writes into this directory."""
-        return self.root / f"relay_{writer}.lock"
+    def role_lock(self, role: str) -> Path:
+        """Held (flock) by the process of this role, e.g. `orchestrator`, of which a directory has one."""
+        return self.root / f"{role}.lock"
 
     def config(self, role: str) -> Path:
         """The resolved configuration that `rl` passes to `role`."""

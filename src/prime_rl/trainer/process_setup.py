@@ -10,6 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 from prime_rl.configs.shared.blocks import LogConfig
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.logs.logging import set_up_logging
+from prime_rl.liveness.file_locks import hold_role_lock
 from prime_rl.liveness.heartbeat_monitor import remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import LAUNCHER, die_with_parent, is_supervised
@@ -24,6 +25,8 @@ def start_process(log: LogConfig, paths: RunPaths | None = None, role: str = "tr
         die_with_parent(int(launcher) if launcher else None)
     name = f"{role}_rank_{os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else role
     set_up_logging(log.level, log.utc, paths.log(name) if paths is not None and log.file else None)
+    if paths is not None and not int(os.environ.get("RANK", "0")):
+        hold_role_lock(paths, role)
     disable_progress_bar()
     # One thread by default: results are the same on every machine, and the sampler keeps the cores that it shares.
     if "OMP_NUM_THREADS" not in os.environ:

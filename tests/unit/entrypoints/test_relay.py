@@ -34,8 +34,8 @@ def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
         until(copy.weights(1).exists, "a copy")
         third = relay(copy.root, "--port", 0, "--trainer", f"http://127.0.0.1:{port}", RELAY_API_KEY="key")
         _, err = third.communicate(timeout=30)
-        assert third.returncode == 2
-        assert f"error: --trainer: process {second.pid} (" in err and f"already copies to {copy.root}; stop it" in err
+        assert third.returncode == 1
+        assert f"output_dir = {copy.root} is in use: process {second.pid} (" in err and "is its relay_trainer" in err
         assert (copy.weights(1) / "model.safetensors").read_bytes() == b"weights"
     finally:
         for process in (first, second):
