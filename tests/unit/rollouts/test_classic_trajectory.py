@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib.machinery
 import json
+import os
 import sys
 import types
 
@@ -789,6 +790,15 @@ async def test_own_client_is_served_until_the_group_ends(play, renderer):
         with pytest.raises(openai.AuthenticationError):
             await late.chat.completions.create(model="m", messages=[{"role": "user", "content": "say it"}])
     assert environment.url.startswith("http://127.0.0.1:")
+
+
+async def test_own_client_needs_no_proxy(play, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", ".example")
+    monkeypatch.setenv("no_proxy", "")  # undone at the end
+    (rollout,) = await play(make(OwnClient))
+    assert rollout.samples
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == ".example,127.0.0.1"
 
 
 @pytest.mark.parametrize(("request_", "message"), [({"stream": True}, "stream is not supported"), ({"n": 2}, "n > 1")])
