@@ -225,7 +225,12 @@ def test_train_with_other_settings_than_the_orchestrator_does_not_roll_the_run_b
         assert code == 2
         assert "error: ckpt.interval = 1 here and 2 at orchestrator (pid " in error.splitlines()[-1]
     after = {path for path in tmp_path.rglob("*") if path.is_file()}
-    assert {path.relative_to(tmp_path).parts[0] for path in after - set(before)} <= {"heartbeats", "timeline", "logs"}
+    assert {path.relative_to(tmp_path).parts[0] for path in after - set(before)} <= {
+        "heartbeats",
+        "timeline",
+        "logs",
+        "trainer.lock",
+    }
     assert set(before) <= after
 
 
