@@ -76,7 +76,7 @@ def leave_torchrun(environment: MutableMapping[str, str]) -> int:
     if ranks > on_node:
         raise ConfigError(
             f"torchrun starts {ranks} processes on several nodes, and `rl` runs on one; start inference, orchestrator "
-            "and trainer separately (docs/deployment.md)"
+            "and trainer separately (docs/several_nodes.md)"
         )
     first = environment.get("RANK", "0") == "0"
     for name in list(environment):

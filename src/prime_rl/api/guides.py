@@ -59,7 +59,7 @@ class vLLMInference:
         if num_nodes != 1:
             raise ConfigError(
                 f"vLLMInference(num_nodes={num_nodes}): a run from Python uses one node; start inference on each node "
-                "(docs/deployment.md) and pass **{'orchestrator.client.base_url': [...]} to Orchestrator"
+                "(docs/several_nodes.md) and pass **{'orchestrator.client.base_url': [...]} to Orchestrator"
             )
         self.model_weights = os.fspath(model_weights)
         self.config = {"inference_gpus": num_gpus, **config}

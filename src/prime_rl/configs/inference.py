@@ -43,7 +43,7 @@ class InferenceModelConfig(NameConfig):
 
 
 class ParallelConfig(BaseConfig):
-    """Distribution of the model over tp * dp GPUs and over nodes (docs/deployment.md)."""
+    """Distribution of the model over tp * dp GPUs and over nodes (docs/several_nodes.md)."""
 
     tp: int = Field(1, ge=1, json_schema_extra=common("Inference"))
     """Tensor parallelism: GPUs of one node that share one copy of the model."""
@@ -103,7 +103,7 @@ class ParallelConfig(BaseConfig):
 
 
 class RelaySourceConfig(BaseConfig):
-    """Relays from which the server copies the policy versions that it is asked to load (docs/deployment.md)."""
+    """Relays from which the server copies the policy versions that it is asked to load (docs/several_nodes.md)."""
 
     urls: StrList = Field([])
     """URLs such as http://node1:8430, separated by commas; all have the same versions."""

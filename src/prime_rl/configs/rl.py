@@ -177,7 +177,7 @@ class RLConfig(RunConfig):
             raise ValueError(f"trainer.{error} ({keys} sets their number)") from None
         if not self.nodes and self.inference is not None and self.inference.parallel.spans_nodes:
             raise ValueError(
-                "inference.parallel: a server over several nodes needs their names in `nodes` (docs/deployment.md); "
+                "inference.parallel: a server over several nodes needs their names in `nodes` (docs/several_nodes.md); "
                 "--slurm cannot start it, use --nodes slurm in a job"
             )
         if self.inference is None and self.gpu_memory_utilization is not None:

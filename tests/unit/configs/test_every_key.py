@@ -64,8 +64,8 @@ REFUSED = {
     "env.weight": "env.num_examples sets",
     "model.seq_len": "data.seq_len",
     "orchestrator.clean": "`rl` has the key clean",
-    "inference.parallel.start_rank": "docs/deployment.md",
-    "inference.parallel.headless": "docs/deployment.md",
+    "inference.parallel.start_rank": "docs/several_nodes.md",
+    "inference.parallel.headless": "docs/several_nodes.md",
 }
 """Keys that accept only their default, by suffix, with a part of the error."""
 
