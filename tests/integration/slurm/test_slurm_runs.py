@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from prime_rl.liveness.heartbeat_monitor import read_heartbeats
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from tests.support import slurm
@@ -34,8 +35,17 @@ RESUME = ("--ckpt.resume-step", "-1")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
-    with slurm.start(tmp_path_factory.mktemp("slurm"), count=4, gpus=0) as running:
+    with slurm.start(tmp_path_factory.mktemp("slurm"), count=4, gpus=8) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def end_jobs(cluster: slurm.Slurm) -> Iterator[None]:
+    """End the jobs of a failed test."""
+    yield
+    if jobs := cluster.run("squeue", "-h", "-o", "%A").stdout.split():
+        cluster.run("scancel", *jobs)
+        until(lambda: not cluster.run("squeue", "-h").stdout, "the end of all jobs")
 
 
 @dataclass
@@ -105,7 +115,8 @@ def test_run_on_three_nodes_is_cancelled_and_resumed(cluster: slurm.Slurm, tmp_p
     assert job.until_ended()["JobState"] == "CANCELLED"
     job = submit(cluster, tmp_path, *RESUME)
     assert_complete(job, job.until_ended())
-    assert (tmp_path / "logs" / "trainer_rank_1.log").exists()
+    ranks = {name: beat.host for name, beat in read_heartbeats(job.paths).items() if beat.role == "trainer"}
+    assert ranks == {"trainer_0": "n2", "trainer_1": "n3"}
     assert "resumed from" in job.log
     until(cluster.are_idle, "idle nodes", 30)
     assert not [(node.host.name, name) for node in cluster.nodes.values() for name in names_on(node)]
@@ -163,15 +174,15 @@ def test_run_of_lost_nodes_ends_when_the_requeued_job_resumes_it(cluster: slurm.
     for role in ("trainer", "orchestrator"):
         steps = [row["step"] for row in metrics_of(job.paths, role)]
         assert steps == list(range(len(steps))), role
-    for role in ("orchestrator", "trainer"):
-        what = f"error: start {job.number}.1 has taken over {tmp_path}: this process of start {job.number}.0 ends"
-        assert what in (job.paths.logs_dir / f"{role}.log").read_text(), role
+    what = f"error: start {job.number}.1 has taken over {tmp_path}: this process of start {job.number}.0 ends"
+    for pattern in ("inference_*.log", "orchestrator.log", f"torchrun/{job.number}.0_*/attempt_0/0/stderr.log"):
+        assert any(what in log.read_text() for log in job.paths.logs_dir.glob(pattern)), pattern
     for node in lost:
         until(lambda node=node: not names_on(node), "the end of all processes of the first start", 30)
     assert cluster.job(job.number)["JobState"] == "RUNNING", job.log
-    cluster.run("scancel", job.number)
     for node in lost:
         node.start_slurmd()
+    cluster.run("scancel", job.number)
     until(cluster.are_idle, "the nodes to return", 60)
 
 
