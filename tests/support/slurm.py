@@ -46,6 +46,7 @@ MailProg=/bin/true
 KillWait=5
 SlurmdTimeout=10
 MessageTimeout=5
+SchedulerParameters=sched_interval=2,bf_interval=2
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool/%n
 SlurmctldPidFile={root}/slurmctld.pid
@@ -96,12 +97,13 @@ class Node:
         self._slurmd.wait()
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes that run on this host."""
+        """Return the processes that run on this host, with `name` and `cmdline` in their `info`."""
         space = os.readlink(f"/proc/{self._init}/ns/pid")
         found = []
-        for process in psutil.process_iter():
-            with suppress(OSError, psutil.Error):
-                if os.readlink(f"/proc/{process.pid}/ns/pid") == space and process.status() != psutil.STATUS_ZOMBIE:
+        for process in psutil.process_iter(["name", "cmdline", "status"]):
+            with suppress(OSError):
+                is_here = os.readlink(f"/proc/{process.pid}/ns/pid") == space
+                if is_here and process.info["status"] != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 

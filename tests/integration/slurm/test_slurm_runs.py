@@ -3,6 +3,7 @@
 The first node has the server and the orchestrator, the others a rank of the trainer each.
 """
 
+import json
 import shlex
 import shutil
 import sys
@@ -158,8 +159,53 @@ def test_killed_rank_ends_the_job_and_sigterm_saves_a_checkpoint(cluster: slurm.
     assert 2 * INTERVAL < trained < STEPS
 
 
+def test_rl_on_the_nodes_of_a_job_restarts_after_a_killed_rank(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    """`rl --nodes slurm` in a job, which starts all processes by srun."""
+    paths = RunPaths(tmp_path)
+    paths.logs_dir.mkdir()
+    command = ("rl", *ARGUMENTS, "--output-dir", str(tmp_path), "--nodes", "slurm", "--max-restarts", "1")
+    options = ("--nodes=3", "--ntasks-per-node=1", "--exclusive", f"--output={paths.logs_dir}/slurm-%j.log")
+    wrapped = f"--wrap={shlex.join((*command, '--trainer-ranks', '1'))}"
+    done = cluster.run("sbatch", "--parsable", *options, wrapped, **environment(cluster))
+    assert done.returncode == 0, done.stderr
+    job = Job(cluster, done.stdout.strip(), paths)
+    job.until_checkpoint(INTERVAL)
+    rank_on(cluster.nodes["n3"]).kill()
+    assert_complete(job, job.until_ended())
+    assert "resumed from" in (paths.logs_dir / "trainer.log").read_text()
+
+
+def test_sft_on_two_nodes_is_requeued(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    paths, data = RunPaths(tmp_path / "run"), tmp_path / "examples.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"say {n}: ", "completion": str(n)}) + "\n" for n in range(200)))
+    paths.logs_dir.mkdir(parents=True)
+    script = str(Path(__file__).parents[3] / "deploy" / "slurm" / "sft.sbatch")
+    recipe = (
+        "configs/reverse_text/sft_cpu.toml",
+        "--data.name",
+        str(data),
+        "--max-steps",
+        "300",
+        "--ckpt.interval",
+        "50",
+    )
+    variables = {**environment(cluster), "OUTPUT_DIR": str(paths.root), "GPUS": "1"}
+    options = ("--parsable", "--nodes=2", f"--output={paths.logs_dir}/slurm-%j.log")
+    done = cluster.run("sbatch", *options, script, *recipe, **variables)
+    assert done.returncode == 0, done.stderr
+    job = Job(cluster, done.stdout.strip(), paths)
+    job.until_checkpoint(50)
+    assert cluster.run("scontrol", "requeue", job.number).returncode == 0
+    ended = job.until_ended()
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.log
+    assert [row["step"] for row in metrics_of(paths, "trainer")] == list(range(300))
+
+
 def test_run_of_lost_nodes_ends_when_the_requeued_job_resumes_it(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    """Slurm loses two nodes, on which the whole run continues: server, orchestrator, trainer and the job's script."""
+    """Slurm loses two nodes, on which the whole run continues: server, orchestrator, trainer and the job's script.
+
+    It is the last test: Slurm 22.05 gives these nodes no other exclusive job after they have returned.
+    """
     job = submit(cluster, tmp_path, "--max-steps", "2000", nodes=2)
     job.until_checkpoint(INTERVAL)
     lost = [cluster.nodes[name] for name in cluster.run("scontrol", "show", "hostnames", nodes_of(job)).stdout.split()]
@@ -186,33 +232,16 @@ def test_run_of_lost_nodes_ends_when_the_requeued_job_resumes_it(cluster: slurm.
     until(cluster.are_idle, "the nodes to return", 60)
 
 
-def test_rl_on_the_nodes_of_a_job_restarts_after_a_killed_rank(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    """`rl --nodes slurm` in a job, which starts all processes by srun."""
-    paths = RunPaths(tmp_path)
-    paths.logs_dir.mkdir()
-    command = ("rl", *ARGUMENTS, "--output-dir", str(tmp_path), "--nodes", "slurm", "--max-restarts", "1")
-    options = ("--nodes=3", "--ntasks-per-node=1", "--exclusive", f"--output={paths.logs_dir}/slurm-%j.log")
-    wrapped = f"--wrap={shlex.join((*command, '--trainer-ranks', '1'))}"
-    done = cluster.run("sbatch", "--parsable", *options, wrapped, **environment(cluster))
-    assert done.returncode == 0, done.stderr
-    job = Job(cluster, done.stdout.strip(), paths)
-    job.until_checkpoint(INTERVAL)
-    rank_on(cluster.nodes["n3"]).kill()
-    assert_complete(job, job.until_ended())
-    assert "resumed from" in (paths.logs_dir / "trainer.log").read_text()
-
-
 def names_on(node: slurm.Node) -> list[str]:
     """Return the names of the processes of runs on a node."""
     others = ("bash", "sleep", "slurm", "srun")
-    return [name for process in node.processes() if not (name := process.name()).startswith(others)]
+    return [name for process in node.processes() if not (name := process.info["name"]).startswith(others)]
 
 
 def rank_on(node: slurm.Node) -> psutil.Process:
     """Return the rank of the trainer that runs on a node."""
-    [rank] = [
-        one for one in node.processes() if any("rl/train" in word or "rl.train" in word for word in one.cmdline()[2:4])
-    ]
+    programs = {"src/prime_rl/trainer/rl/train.py", "prime_rl.trainer.rl.train"}
+    [rank] = [process for process in node.processes() if programs & {*(process.info["cmdline"] or ())[2:4]}]
     return rank
 
 
