@@ -18,6 +18,7 @@ from prime_rl.api.run_settings import Environment
 from prime_rl.api.steps import Step, StepReader
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import RunError, translate_error, unwritable
+from prime_rl.core.loopback import open_url
 from prime_rl.loading.dump import write_config
 from prime_rl.storage.paths import RunPaths
 
@@ -169,7 +170,7 @@ class ActiveRun:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with open_url(urllib.request.Request(url), 5) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

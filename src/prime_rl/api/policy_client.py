@@ -9,6 +9,7 @@ from typing import Any
 from prime_rl.configs.shared.blocks import server_root
 from prime_rl.core.api_key import API_KEY_VAR, read_api_key
 from prime_rl.core.errors import RunError
+from prime_rl.core.loopback import open_url
 
 Messages = str | Sequence[Mapping[str, Any]]
 """A conversation in the form of chat templates, or the text of a single message of the user."""
@@ -58,7 +59,7 @@ class PolicyClient:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+            with open_url(request, self._timeout) as response:
                 return json.loads(response.read())
         except urllib.error.HTTPError as error:
             reason = " ".join(error.read().decode(errors="replace").split())[:300]

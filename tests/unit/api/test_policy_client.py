@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from prime_rl.api.active_run import _answers
 from prime_rl.api.policy_client import PolicyClient
 from prime_rl.core.errors import RunError
 
@@ -43,6 +44,15 @@ def server():
     yield server
     server.shutdown()
     server.server_close()
+
+
+def test_server_of_this_machine_needs_no_proxy(server, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert PolicyClient(server.url).generate("hello") == ["reply 0"]
+    assert _answers(f"{server.url}/health")
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])

@@ -798,7 +798,7 @@ async def test_own_client_needs_no_proxy(play, monkeypatch):
     monkeypatch.setenv("no_proxy", "")  # undone at the end
     (rollout,) = await play(make(OwnClient))
     assert rollout.samples
-    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == ".example,127.0.0.1"
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == ".example,127.0.0.1,localhost"
 
 
 @pytest.mark.parametrize(("request_", "message"), [({"stream": True}, "stream is not supported"), ({"n": 2}, "n > 1")])

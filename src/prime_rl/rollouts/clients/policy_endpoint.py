@@ -5,7 +5,6 @@ AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)     answered here,
 """
 
 import asyncio
-import os
 import secrets
 import socket
 from contextvars import Context
@@ -15,7 +14,6 @@ from aiohttp import web
 
 from prime_rl.rollouts.clients.raw_openai_client import Answer, error_body, respond
 
-_HOST = "127.0.0.1"
 _MAX_BODY_BYTES = 64 * 2**20
 
 
@@ -33,12 +31,11 @@ class PolicyEndpoint:
     def base_url(self) -> str:
         """Address for clients. Needs the running event loop."""
         if self._socket is None:
-            _bypass_proxies()
             # It accepts connections from now on; they wait until the server runs.
-            self._socket = socket.create_server((_HOST, 0))
+            self._socket = socket.create_server(("127.0.0.1", 0))
             # A new context: the server is for all groups, not only for the one that starts it.
             self._task = asyncio.get_running_loop().create_task(self._serve(self._socket), context=Context())
-        return f"http://{_HOST}:{self._socket.getsockname()[1]}/v1"
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
 
     def add(self, answer: Answer) -> str:
         """Return a new key, whose requests get `answer`."""
@@ -78,10 +75,3 @@ class PolicyEndpoint:
         finally:
             requests.discard(task)
         return web.json_response(body, status=status)
-
-
-def _bypass_proxies() -> None:
-    """Have the clients of this process and its children connect to this machine without a proxy of the environment."""
-    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    if hosts != "*" and _HOST not in hosts.split(","):
-        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, (hosts, _HOST)))

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.core.loopback import bypass_proxies
 from prime_rl.core.types import Split
 from prime_rl.rollouts.environment_backend import LAST_CLASSIC, EnvironmentBackend
 from prime_rl.rollouts.environments.environment_id import find_environment
@@ -31,6 +32,7 @@ def load(
     Raises:
         ConfigError: there is none, it rejects its arguments, or needs another verifiers release.
     """
+    bypass_proxies()  # of the policy endpoint, and of the tool servers of a taskset
     found = find_environment(config.id)
     has_classic_api = importlib.util.find_spec("verifiers.legacy") is not None
     needs_classic_api = ConfigError(
