@@ -29,6 +29,7 @@ class Trainer:
     def __init__(self, root: Path, hosts: list[NetworkHost]) -> None:
         self.root, self.hosts, self.paths = root, hosts, RunPaths(root / "run")
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.logged = [0, 0]
 
     def start(self, *directories: Path) -> None:
         """Start a rank on each host, with these run directories."""
@@ -51,11 +52,19 @@ class Trainer:
     def wait_for_step(self, count: int) -> None:
         until(lambda: len(metrics_of(self.paths, "trainer")) >= count, f"step {count}")
 
+    def cut(self, host: int) -> None:
+        """Take the network of a host away; `wait_for_lines` reads the logs from here on."""
+        self.hosts[host].cut()
+        self.logged = [self.log(rank).stat().st_size for rank in range(2)]
+
     def wait_for_lines(self, lines: list[str]) -> None:
-        """Wait until the log of each rank contains its line, once."""
+        """Wait until the log of each rank contains its line, once since the network was cut."""
         for rank, line in enumerate(lines):
-            until(lambda rank=rank, line=line: line in self.log(rank).read_text(), line)  # type: ignore[misc]
-            assert self.log(rank).read_text().count(line) == 1
+            until(lambda rank=rank, line=line: self.count(rank, line) > 0, line)  # type: ignore[misc]
+            assert self.count(rank, line) == 1
+
+    def count(self, rank: int, line: str) -> int:
+        return self.log(rank).read_bytes()[self.logged[rank] :].count(line.encode())
 
     def wait_for_end(self) -> list[str]:
         """Wait until all ranks have ended with an error, and return the errors."""
@@ -76,7 +85,7 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 def test_host_without_network_is_named_until_it_is_back_and_in_the_errors(trainer: Trainer) -> None:
     trainer.start(trainer.paths.root, trainer.paths.root)
     trainer.wait_for_step(2)
-    trainer.hosts[1].cut()
+    trainer.cut(1)
     trainer.wait_for_lines([f"no message from {name} for 2 s; a step that" for name in ("trainer2", "trainer1")])
     problems = [problem.text for problem in examine(trainer.paths).problems]
     assert any("on trainer2) sends nothing to trainer_0 on trainer1 for" in text for text in problems), problems
@@ -84,7 +93,7 @@ def test_host_without_network_is_named_until_it_is_back_and_in_the_errors(traine
     trainer.wait_for_lines([f"messages from {name} arrive again" for name in ("trainer2", "trainer1")])
     trainer.wait_for_step(len(metrics_of(trainer.paths, "trainer")) + 2)
 
-    trainer.hosts[0].cut()
+    trainer.cut(0)
     first, second = trainer.wait_for_end()
     assert "rank 0 lost another rank" in first and "; no message from trainer2 for" in first
     assert "rank 1 lost another rank" in second and "; no message from trainer1 for" in second
