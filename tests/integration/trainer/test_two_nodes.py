@@ -105,6 +105,6 @@ def test_hosts_with_different_directories_end_before_the_model_is_loaded(trainer
     errors = trainer.wait_for_end()
     assert set(errors) == {
         f"error: output_dir: {other} on trainer2 is not {mine} on trainer1: new files do not appear there; "
-        "the nodes of a trainer need a shared directory"
+        "the nodes of a trainer need a shared directory, or relays and nodes_share_directory = false"
     }
     assert "exitcode  : 2" in trainer.log(0).read_text()
