@@ -194,11 +194,11 @@ def test_sft_on_two_nodes_is_requeued(cluster: slurm.Slurm, tmp_path: Path) -> N
     done = cluster.run("sbatch", *options, script, *recipe, **variables)
     assert done.returncode == 0, done.stderr
     job = Job(cluster, done.stdout.strip(), paths)
-    job.until_checkpoint(50)
+    job.until_checkpoint(20)
     assert cluster.run("scontrol", "requeue", job.number).returncode == 0
     ended = job.until_ended()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.log
-    assert [row["step"] for row in metrics_of(paths, "trainer")] == list(range(300))
+    assert [row["step"] for row in metrics_of(paths, "trainer")] == list(range(100))
 
 
 def test_run_of_lost_nodes_ends_when_the_requeued_job_resumes_it(cluster: slurm.Slurm, tmp_path: Path) -> None:
