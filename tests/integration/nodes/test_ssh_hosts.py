@@ -48,7 +48,7 @@ class Hosts:
         }  # fmt: skip
         file = self.folder / f"{name}.toml"
         file.write_text(tomli_w.dumps(values))
-        environment = clean_environment()
+        environment = clean_environment() | {"INFERENCE_SERVER_IP": "192.0.2.1"}  # it is not for the servers of `rl`
         environment["PATH"] = f"{self.folder}/ssh/bin:{environment['PATH']}"
         command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "@", str(ROOT / "configs/reverse_text/cpu.toml")]
         log = self.folder / f"{name}.log"

@@ -60,7 +60,8 @@ def start(tmp_path, monkeypatch):
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.fixture
@@ -100,6 +101,14 @@ def test_failure_on_one_node_ends_the_command_on_all_and_is_named(run, tmp_path,
     assert status == code
     assert message in output
     assert json.loads((tmp_path / "error.json").read_text())["message"] == message
+
+
+def test_killed_command_is_named_instead_of_one_that_failed_because_of_it(run, tmp_path):
+    effect = "[time.sleep(0.01) for _ in iter(lambda: os.path.exists('killed'), True)] and sys.exit(1)"
+    cause = "[open('killed', 'w'), os.kill(os.getpid(), 9)]"
+    code, *_ = run(f"import os, sys, time; {cause} if sys.argv[1] == '1' else {effect}")
+    assert code == 137
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == "the command on n2 was killed by SIGKILL"
 
 
 def test_node_that_cannot_be_reached_ends_the_command(run):
@@ -149,7 +158,7 @@ def test_agent_that_hears_its_launcher_lets_the_command_work():
     while process.poll() is None:
         process.stdin.write("\n")
         process.stdin.flush()
-        time.sleep(0.1)
+        time.sleep(0.2)  # longer than a part of the silence
     assert process.returncode == 0
     assert process.stdout.read().splitlines()[-1] == "prime_rl.node ended 0"
 

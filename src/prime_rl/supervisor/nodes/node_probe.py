@@ -11,7 +11,7 @@ REACHED = "prime_rl.node reached"
 """The line that this program prints if all is well."""
 NOT_SHARED = 3
 """Exit code if the file does not appear."""
-_LAG_SECONDS = 10.0
+_LAG_SECONDS = 5.0
 """How long a network file system may hide a new file."""
 _RECHECK_SECONDS = 0.25
 
