@@ -180,15 +180,8 @@ def test_sft_on_two_nodes_is_requeued(cluster: slurm.Slurm, tmp_path: Path) -> N
     data.write_text("".join(json.dumps({"prompt": f"say {n}: ", "completion": str(n)}) + "\n" for n in range(200)))
     paths.logs_dir.mkdir(parents=True)
     script = str(Path(__file__).parents[3] / "deploy" / "slurm" / "sft.sbatch")
-    recipe = (
-        "configs/reverse_text/sft_cpu.toml",
-        "--data.name",
-        str(data),
-        "--max-steps",
-        "300",
-        "--ckpt.interval",
-        "50",
-    )
+    steps = ("--max-steps", "100", "--ckpt.interval", "20")
+    recipe = ("configs/reverse_text/sft_cpu.toml", "--data.name", str(data), *steps)
     variables = {**environment(cluster), "OUTPUT_DIR": str(paths.root), "GPUS": "1"}
     options = ("--parsable", "--nodes=2", f"--output={paths.logs_dir}/slurm-%j.log")
     done = cluster.run("sbatch", *options, script, *recipe, **variables)
