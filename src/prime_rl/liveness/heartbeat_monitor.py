@@ -242,7 +242,8 @@ def _mark_unreachable(reports: list[LivenessReport]) -> list[LivenessReport]:
 
     def mark(report: LivenessReport) -> LivenessReport:
         description = lost.get((report.heartbeat.role, report.heartbeat.host))
-        if description is None or report.state is not ProcessState.ALIVE:
+        is_node = report.name.startswith(f"{NODE}_")  # it has answered `rl`, and sends nothing to others
+        if description is None or is_node or report.state is not ProcessState.ALIVE:
             return report
         return replace(report, state=ProcessState.UNREACHABLE, description=description)
 

@@ -305,6 +305,7 @@ def test_monitor_reports_living_processes_on_a_silent_host_as_unreachable(tmp_pa
             ("trainer_0", "trainer", "node1"),
             ("trainer_1", "trainer", "node2"),
             ("inference", "inference", "node2"),
+            ("node_node2", "trainer", "node2"),
         ):
             hosts = silent if name == "trainer_0" else {}
             if hosts is None:
@@ -317,7 +318,12 @@ def test_monitor_reports_living_processes_on_a_silent_host_as_unreachable(tmp_pa
     reports = poll({"node2": 6.4}, 2)
     states = {name: report.state for name, report in reports.items()}
     alive = ProcessState.ALIVE
-    assert states == {"trainer_0": alive, "trainer_1": ProcessState.UNREACHABLE, "inference": alive}
+    assert states == {
+        "trainer_0": alive,
+        "trainer_1": ProcessState.UNREACHABLE,
+        "inference": alive,
+        "node_node2": alive,
+    }
     assert str(reports["trainer_1"]).startswith(
         "trainer_1 (pid 12 on node2) sends nothing to trainer_0 on node1 for 6 s"
     )
