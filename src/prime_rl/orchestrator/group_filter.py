@@ -45,7 +45,7 @@ class GroupFilter:
         config = self._config
         if is_overlong(group.rollouts, config.seq_len):
             return DropReason(OVERLONG, "a sample does not fit into seq_len")
-        if is_off_difficulty(group.rewards, config.buffer):
+        if is_off_difficulty(group, config.buffer):
             return DropReason("filter/difficulty", f"its mean reward is {group.rewards.mean():.3g}")
         self._warn_of_unfiltered(group.env, group.rewards)
         if config.filter_zero_advantage and has_only_zero_advantages(group, config):
@@ -65,7 +65,7 @@ class GroupFilter:
             self._warned.add(env)
             logger.warning(
                 "environment {} gave all rollouts of a group the reward {:g}: online_difficulty_filtering keeps such a "
-                "group, since it drops only means of exactly 0 and 1; set buffer.type = online-difficulty with "
+                "group, since it drops only rewards of exactly 0 and 1; set buffer.type = online-difficulty with "
                 "min_reward and max_reward, or filter_zero_advantage",
                 env, float(rewards[0]),
             )  # fmt: skip
@@ -76,16 +76,19 @@ def is_overlong(rollouts: Sequence[Rollout], seq_len: int) -> bool:
     return any(len(sample) > seq_len for rollout in rollouts for sample in rollout.samples)
 
 
-def is_off_difficulty(rewards: NDArray[np.float64], buffer: BufferConfig) -> bool:
-    """Return whether a group is too easy or too hard, by the mean of its rewards.
+def is_off_difficulty(group: Group, buffer: BufferConfig) -> bool:
+    """Return whether a group is too easy or too hard, by its rewards.
 
     `online-difficulty` keeps min_reward <= mean <= max_reward. The other buffers, with `online_difficulty_filtering`,
-    keep all means except exactly 0 and 1.
+    drop a group if all rewards are 0, or all are 1, including those of its parts: in a zero-sum game all episodes have
+    the same reward, but their agents do not.
     """
-    mean = float(rewards.mean())
     if isinstance(buffer, OnlineDifficultyBufferConfig):
-        return not buffer.min_reward <= mean <= buffer.max_reward
-    return buffer.online_difficulty_filtering and mean in (0.0, 1.0)
+        return not buffer.min_reward <= float(group.rewards.mean()) <= buffer.max_reward
+    credits = [credit for rollout in group.rollouts for credit in rollout.credits]
+    rewards = {*group.rewards.tolist(), *(credit.reward for credit in credits)}
+    has_given = any(credit.advantage for credit in credits)
+    return buffer.online_difficulty_filtering and rewards in ({0.0}, {1.0}) and not has_given
 
 
 class DropAction(Enum):

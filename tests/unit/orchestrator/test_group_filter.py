@@ -1,5 +1,6 @@
 """The group filter: which groups are dropped, and when consecutive drops fill the batch or end the run."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from prime_rl.configs.rollouts.buffer import (
     OnlineDifficultyBufferConfig,
     SimpleBufferConfig,
 )
-from prime_rl.core.types import Group, Rollout, Sample
+from prime_rl.core.types import Credit, Group, Rollout, Sample
 from prime_rl.orchestrator.group_filter import DropAction, DropPolicy, GroupFilter, is_off_difficulty, is_overlong
 from tests.unit.evaluation.fakes import make_rollout
 
@@ -207,10 +208,27 @@ def test_drop_policy_errors_after_a_success_use_the_long_timeout(outcome):
         (OnlineDifficultyBufferConfig(), [0, 0], True),
         (OnlineDifficultyBufferConfig(min_reward=0.5, max_reward=0.5), [1, 0], False),
         (OnlineDifficultyBufferConfig(max_reward=0.4), [1, 0], True),
+        (SimpleBufferConfig(online_difficulty_filtering=True), [1, -1], False),
     ],
 )
-def test_group_filter_mean_reward_decides_by_buffer(buffer, rewards, dropped):
-    assert is_off_difficulty(np.array(rewards, np.float64), buffer) is dropped
+def test_group_filter_rewards_decide_by_buffer(buffer, rewards, dropped):
+    group = Group(0, tuple(map(make_rollout, rewards)), "env", 0, 1.0)
+    assert is_off_difficulty(group, buffer) is dropped
+
+
+@pytest.mark.parametrize(
+    ("credits", "dropped"),
+    [
+        ([(1, None), (-1, None)], False),
+        ([(0, None), (0, None)], True),
+        ([(0, 0.5), (0, None)], False),
+    ],
+)
+def test_group_filter_looks_at_each_agent_of_an_episode(credits, dropped):
+    """The reward of an episode is the mean over its agents, here 0."""
+    parts = tuple(Credit(f"agent {number}", reward, advantage) for number, (reward, advantage) in enumerate(credits))
+    group = Group(0, (replace(make_rollout(0.0), credits=parts),) * 4, "env", 0, 1.0)
+    assert is_off_difficulty(group, SimpleBufferConfig(online_difficulty_filtering=True)) is dropped
 
 
 def test_is_overlong_sample_longer_than_seq_len():

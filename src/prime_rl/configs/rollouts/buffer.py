@@ -17,7 +17,7 @@ class _Buffer(BaseConfig):
 
 class _FilteredBuffer(_Buffer):
     online_difficulty_filtering: bool = False
-    """Drop groups with a mean reward of exactly 0 or 1 (metric filter/difficulty); others are sampled instead."""
+    """Drop groups whose rewards are all 0, or all 1 (metric filter/difficulty); others are sampled instead."""
 
 
 class SimpleBufferConfig(_FilteredBuffer):
