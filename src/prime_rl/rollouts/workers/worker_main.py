@@ -123,7 +123,12 @@ class _Worker:
         transport, _ = await loop.create_unix_connection(
             lambda: protocol.Frames(self._receive, gone.set), sock=connection
         )
-        self._write = transport.write
+
+        def write(frame: bytes | bytearray) -> None:
+            if not transport.is_closing():  # the orchestrator has ended
+                transport.write(frame)
+
+        self._write = write
         async with self._stack:
             await gone.wait()
             for task in self._running.values():
