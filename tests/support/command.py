@@ -49,6 +49,14 @@ def offspring() -> dict[int, psutil.Process]:
     return {process.pid: process for process in psutil.Process().children(recursive=True) if alive(process)}
 
 
+def children_of(process: psutil.Process) -> list[psutil.Process]:
+    """Return the descendants of a process; [] if it has ended."""
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
 def alive(process: psutil.Process) -> bool:
     """Return whether the process runs and is no zombie."""
     try:
@@ -156,8 +164,14 @@ class Command:
         return code
 
     def started(self) -> list[psutil.Process]:
-        """Return live descendants of this process that did not exist when the command started."""
-        return [process for pid, process in offspring().items() if pid not in self._before]
+        """Return live descendants of this process that did not exist when the command started.
+
+        Those of older processes do not count: a browser starts a process for each tab.
+        """
+        found = offspring()
+        older = [process for pid, process in found.items() if pid in self._before]
+        theirs = {child.pid for process in older for child in children_of(process)}
+        return [process for pid, process in found.items() if pid not in self._before | theirs]
 
     def clean_up(self) -> None:
         """Kill the remaining processes after a failed test."""

@@ -7,7 +7,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,20 +67,28 @@ class Job:
         """Wait for a checkpoint of a step, or of a later one."""
         until(lambda: max(find_checkpoints(self.paths.checkpoints_dir).steps, default=0) >= step, f"step {step}")
 
-    def until_ended(self, timeout_s: float = 240) -> dict[str, str]:
-        """Wait until the job is over; a requeued one starts at once instead of after two minutes."""
+    def until_restarted(self, times: int) -> None:
+        """Wait until a requeued job runs again."""
+        self._until(lambda job: (job["JobState"], job["Restarts"]) == ("RUNNING", str(times)), "the requeued job")
 
-        def is_over() -> bool:
-            state = self.cluster.job(self.number)["JobState"]
-            if state == "PENDING":
+    def until_ended(self, timeout_s: float = 240) -> dict[str, str]:
+        """Wait until the job is over."""
+        self._until(lambda job: job["JobState"] in slurm.ENDED, "the end of the job", timeout_s)
+        return self.cluster.job(self.number)
+
+    def _until(self, holds: Callable[[dict[str, str]], bool], what: str, timeout_s: float = 240) -> None:
+        """Wait; if the job is requeued, let it start at once instead of after two minutes."""
+
+        def holds_now() -> bool:
+            job = self.cluster.job(self.number)
+            if job["JobState"] == "PENDING":
                 self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-            return state in slurm.ENDED
+            return holds(job)
 
         try:
-            until(is_over, "the end of the job", timeout_s)
+            until(holds_now, what, timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log[-6000:]}") from None
-        return self.cluster.job(self.number)
 
 
 def submit(cluster: slurm.Slurm, output: Path, *arguments: str, nodes: int = 3) -> Job:
@@ -127,8 +135,7 @@ def test_run_is_requeued_by_a_user_and_by_the_loss_of_a_node(cluster: slurm.Slur
     job = submit(cluster, tmp_path)
     job.until_checkpoint(INTERVAL)
     assert cluster.run("scontrol", "requeue", job.number).returncode == 0
-    until(lambda: cluster.job(job.number)["JobState"] == "PENDING", "the requeued job")
-    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+    job.until_restarted(1)
     job.until_checkpoint(2 * INTERVAL)
     lost = cluster.nodes["n3"]
     lost.host.kill()
@@ -145,9 +152,10 @@ def test_killed_rank_ends_the_job_and_sigterm_saves_a_checkpoint(cluster: slurm.
     job.until_checkpoint(INTERVAL)
     rank_on(cluster.nodes["n3"]).kill()
     ended = job.until_ended(60)
-    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "143:0")
+    # srun ends the other rank by SIGTERM, unless that has noticed the lost connection before.
+    assert (ended["JobState"], ended["ExitCode"]) in (("FAILED", "143:0"), ("FAILED", "1:0"))
     assert "error: rank 1 (pid " in job.log and "was killed by SIGKILL" in job.log
-    assert "error: trainer ended with exit code 143" in job.log
+    assert f"error: trainer ended with exit code {ended['ExitCode'].removesuffix(':0')}" in job.log
 
     job = submit(cluster, tmp_path, *RESUME)
     job.until_checkpoint(2 * INTERVAL)
@@ -204,8 +212,7 @@ def test_run_of_lost_nodes_ends_when_the_requeued_job_resumes_it(cluster: slurm.
     lost = [cluster.nodes[name] for name in cluster.run("scontrol", "show", "hostnames", nodes_of(job)).stdout.split()]
     for node in lost:
         node.kill_slurmd()
-    until(lambda: cluster.job(job.number)["JobState"] == "PENDING", "the requeued job")
-    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+    job.until_restarted(1)
     ledger = job.paths.ledger(1)
     until(ledger.exists, "the orchestrator of the second start")
     number = len(metrics_of(job.paths, "trainer"))
