@@ -93,7 +93,7 @@ class Bases:
         if not base.exists():
             run(sys.executable, "-m", "venv", base, cwd=self._root)
             source = FOLDER.parent if name == "prime-rl" else name
-            pip(base / "bin" / "python", "install", "--no-compile", source, cwd=self._root)
+            pip(base / "bin" / "python", "install", source, cwd=self._root)
         shutil.copytree(base, target, symlinks=True, copy_function=os.link)
         return target / "bin" / "python"
 
