@@ -25,13 +25,14 @@ class RunningRelay:
     """A relay, the requests that it got as (path, value of Range), and what it does to the bytes of files.
 
     `alter` gets each block of a file; it returns what is sent instead, or None to cut the connection. `index`
-    replaces the index.
+    replaces the index. With `ignores_range` files are always sent from their first byte.
     """
 
     url: str
     requests: list[tuple[str, str]] = field(default_factory=list)
     alter: Callable[[bytes], bytes | None] = lambda block: block
     index: bytes = b""
+    ignores_range: bool = False
 
     def ranges(self, path: str) -> list[str]:
         """The values of Range of the requests for a file."""
@@ -53,6 +54,8 @@ async def running_relay(root: Path, key: str | None = None) -> AsyncIterator[Run
                 return
             given = dict(scope["headers"]).get(b"range", b"").decode()
             relay.requests.append((scope["path"], given))
+            if relay.ignores_range:
+                scope = {**scope, "headers": [one for one in scope["headers"] if one[0] != b"range"]}
 
             if relay.index and scope["path"] == "/index":
                 await Response(relay.index)(scope, receive, send)

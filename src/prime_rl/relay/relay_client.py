@@ -206,41 +206,44 @@ class RelayClient:
         failures = list[str]()
         while len(failures) < _ROUNDS * len(urls):
             url = urls[len(failures) % len(urls)]
-            begin = target.stat().st_size if target.exists() else 0
+            before, problem = _size(target), ""
             try:
-                if begin < expected.size or not begin:
-                    await self._append(f"{url}/{path}", begin, expected.size, target, check)
-                if (size := target.stat().st_size) == expected.size:
-                    if await asyncio.to_thread(hash_file, target) == expected.hash:
-                        return
-                    failures.append(f"{url}/{path} has another hash than announced")
-                    target.unlink()
-                    continue
-                if size > expected.size:
-                    target.unlink()
-                failures.append(f"{url}/{path} ended after {size} of {expected.size} bytes")
+                if before < expected.size:
+                    await self._append(f"{url}/{path}", max(before, 0), expected.size, target, check)
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                if (target.stat().st_size if target.exists() else 0) > begin:
-                    failures.clear()
-                failures.append(f"{url}/{path}: {_summarize(error)}")
+                problem = f": {_summarize(error)}"
+            if (size := _size(target)) >= expected.size:
+                if await asyncio.to_thread(hash_file, target) == expected.hash:
+                    return
+                failures.append(f"{url}/{path} has another hash than announced")
+                target.unlink()
+                continue
+            if size > before:
+                failures.clear()
+            failures.append(f"{url}/{path}" + (problem or f" ended after {size} of {expected.size} bytes"))
         raise RelayUnreachable(failures[-1])
 
     async def _append(self, url: str, begin: int, size: int, target: Path, check: Callable[[], None]) -> None:
+        """Append what arrives of a file from byte `begin`, also if the connection is lost then."""
         headers = {"Range": f"bytes={begin}-"} if begin else {}
         async with self._session.get(url, headers=headers, allow_redirects=False) as response:
-            if response.status != (206 if begin else 200):
+            if response.status != 200 and (response.status != 206 or not begin):
                 raise aiohttp.ClientPayloadError(f"status {response.status}")
-            with target.open("ab") as output:
+            if response.status == 200:  # a proxy may ignore `Range`
+                begin = 0
+            with target.open("ab" if begin else "wb") as output:
                 block = bytearray()
-                async for chunk in response.content.iter_any():
-                    block += chunk
-                    if begin + len(block) > size:
-                        raise aiohttp.ClientPayloadError(f"more than the announced {size} bytes")
-                    if len(block) >= _BLOCK_BYTES:
-                        begin += await asyncio.to_thread(output.write, block)
-                        block = bytearray()
-                        check()
-                output.write(block)
+                try:
+                    async for chunk in response.content.iter_any():
+                        if begin + len(block) + len(chunk) > size:
+                            raise aiohttp.ClientPayloadError(f"more than the announced {size} bytes")
+                        block += chunk
+                        if len(block) >= _BLOCK_BYTES:
+                            full, block = block, bytearray()
+                            begin += await asyncio.to_thread(output.write, full)
+                            check()
+                finally:
+                    output.write(block)
         check()
 
     async def _get(self, url: str, path: str, kind: type[_T], silence_seconds: float) -> _T:
@@ -281,6 +284,11 @@ def _reason(errors: Sequence[RelayError], num_relays: int, absence: str) -> Rela
     if sum(isinstance(error, RelayUnreachable) for error in errors) == num_relays:
         return RelayUnreachable("; ".join(map(str, errors)))
     return ArtifactGone(absence)
+
+
+def _size(file: Path) -> int:
+    """Return the size of a file; -1 if it does not exist."""
+    return file.stat().st_size if file.exists() else -1
 
 
 def _summarize(error: Exception) -> str:

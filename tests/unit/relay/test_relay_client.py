@@ -69,6 +69,34 @@ async def test_fetch_after_a_lost_connection_continues_at_the_next_relay(source,
         assert given.startswith("bytes=") and int(given[6:-1]) > 0
 
 
+async def test_connection_that_is_cut_each_time_after_some_bytes_completes(source, target):
+    """As by a proxy with a time limit, or on a bad line."""
+    seen = 0
+
+    def cut(block):
+        nonlocal seen
+        if block and seen == len(relay.requests):
+            return None
+        seen = len(relay.requests)
+        return block[:400_000]
+
+    async with running_relay(source) as relay, RelayClient([relay.url], None) as client:
+        relay.alter = cut
+        await client.fetch(NAME, target)
+        assert len(relay.ranges(FILE)) > 4
+    assert read_all(target) == read_all(source / "weights/step_1")
+
+
+async def test_file_of_a_relay_that_ignores_ranges_begins_again(source, target):
+    (target.parent / f".relay-step_1-{RunFiles(RunPaths(source)).manifest_digest(NAME)[:12]}").mkdir(parents=True)
+    partial_file(target).write_bytes(CONTENT[:1000])
+    async with running_relay(source) as relay, RelayClient([relay.url], None) as client:
+        relay.ignores_range = True
+        await client.fetch(NAME, target)
+        assert relay.ranges(FILE) == ["bytes=1000-"]
+    assert read_all(target) == read_all(source / "weights/step_1")
+
+
 async def test_aborted_fetch_is_resumed_by_another_process(source, target):
     class Abort(Exception):
         pass
