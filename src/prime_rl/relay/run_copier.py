@@ -100,7 +100,7 @@ class RunCopier:
         for kind in ("rollouts", "checkpoints", "weights"):
             listed = [ArtifactName.parse(name) for name in index.artifacts if name.startswith(f"{kind}/")]
             newest = max((name.step for name in listed), default=-1)
-            known = [name for name in listed if index.artifacts[str(name)] == self._files.manifest_digest(name)]
+            known = [name for name in listed if self._is_read(name, index)]
             for artifact in reversed(self._files.artifacts(kind)):  # the newest first: deltas keep their bases
                 digest, is_older = index.artifacts.get(str(artifact)), artifact.step < newest
                 if artifact.writer != self._writer:
@@ -115,6 +115,16 @@ class RunCopier:
             if self._small_files.get(name) != text and is_small_file(name, self._writer):
                 self._write_small_file(self._root / name, text)
                 self._small_files[name] = text
+
+    def _is_read(self, name: ArtifactName, index: RelayIndex) -> bool:
+        """Whether the reader has an artifact that is here, and needs older ones only if it has them as well.
+
+        Parts of checkpoints are not written in their order: a trainer that stops may ask for an older one. It deletes
+        checkpoints only when it has committed a newer one.
+        """
+        if name.kind == "checkpoints" and f"checkpoints/step_{name.step}/{COMMITTED}" not in index.files:
+            return False
+        return index.artifacts[str(name)] == self._files.manifest_digest(name)
 
     def _is_consumed(self, name: ArtifactName, newest: ArtifactName | None) -> bool:
         """Whether the reader has had an artifact, given the newest one that it has of those that are here.

@@ -1,6 +1,7 @@
 """Which files of a run directory a relay offers, and which process writes them.
 
-    written by the trainer:        weights/step_n     heartbeats/trainer_*.json  checkpoints/RESUME.json, */COMMITTED
+    written by the trainer:        weights/step_n     heartbeats/trainer_*.json
+                                   checkpoints/RESUME.json, checkpoints/STOP.json, checkpoints/step_n/COMMITTED
     written by the orchestrator:   rollouts/step_n    heartbeats/orchestrator.json  checkpoints/step_n/orchestrator
 
 Artifacts are offered with their manifest, the small files in the index. An artifact without its files, such as a batch
@@ -20,17 +21,19 @@ import xxhash
 
 from prime_rl.storage.artifact import MANIFEST
 from prime_rl.storage.batch import ROWS_FILE
-from prime_rl.storage.checkpoint_artifacts import COMMITTED, ORCHESTRATOR, RESUME, hash_file
+from prime_rl.storage.checkpoint_artifacts import COMMITTED, ORCHESTRATOR, RESUME, STOP, hash_file
 from prime_rl.storage.paths import RunPaths, steps_in
 
 FORMAT = "prime_rl.relay/1"
-RESUME_FILE = f"checkpoints/{RESUME}"
+RESUME_FILE, STOP_FILE = f"checkpoints/{RESUME}", f"checkpoints/{STOP}"
 Writer = Literal["trainer", "orchestrator"]
 
 _ARTIFACT = re.compile(rf"(?P<kind>weights|rollouts|checkpoints)/step_(?P<step>[0-9]+)(?P<part>/{ORCHESTRATOR})?")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SMALL_FILES: dict[Writer, re.Pattern[str]] = {
-    "trainer": re.compile(rf"heartbeats/trainer_[0-9]+\.json|{RESUME_FILE}|checkpoints/step_[0-9]+/{COMMITTED}"),
+    "trainer": re.compile(
+        rf"heartbeats/trainer_[0-9]+\.json|{RESUME_FILE}|{STOP_FILE}|checkpoints/step_[0-9]+/{COMMITTED}"
+    ),
     "orchestrator": re.compile(r"heartbeats/orchestrator\.json"),
 }
 _MAX_SMALL_BYTES = 1 << 16
@@ -146,7 +149,8 @@ class RunFiles:
 
     def _small_files(self) -> Iterator[tuple[str, str]]:
         root = self.paths.root
-        for pattern in ("heartbeats/*.json", RESUME_FILE, f"checkpoints/step_*/{COMMITTED}"):
+        # Readers write them in this order: the record of a resume after that of its checkpoint.
+        for pattern in ("heartbeats/*.json", f"checkpoints/step_*/{COMMITTED}", STOP_FILE, RESUME_FILE):
             for file in root.glob(pattern):
                 name = file.relative_to(root).as_posix()
                 with suppress(OSError, UnicodeDecodeError):  # it is being replaced

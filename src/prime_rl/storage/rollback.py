@@ -68,15 +68,18 @@ def has_orchestrator(paths: RunPaths, commit: CheckpointCommit | None) -> bool:
     """Return whether an orchestrator will sample the batches again after a rollback to `commit`, or to step 0.
 
     With a checkpoint, this is the case if it contains the orchestrator's part. Without one, a run under `rl` always has
-    an orchestrator, and a standalone trainer that restarts has one if there is a ledger, a heartbeat (the ledger may be
-    on another machine) or no recorded batch.
+    an orchestrator, and a standalone trainer that restarts has one if an orchestrator has run, or no batch is recorded.
     """
     if commit is not None:
         return ORCHESTRATOR in commit.parts
     if os.environ.get(START_VARIABLE):
         return True
-    has_traces = any(paths.ledger_dir.glob("branch_*.jsonl")) or paths.heartbeat(ORCHESTRATOR).exists()
-    return is_restart() and (has_traces or not steps_in(paths.rollouts_dir))
+    return is_restart() and (orchestrator_has_run(paths) or not steps_in(paths.rollouts_dir))
+
+
+def orchestrator_has_run(paths: RunPaths) -> bool:
+    """Return whether there is a ledger, or a heartbeat of an orchestrator, whose ledger may be on another machine."""
+    return any(paths.ledger_dir.glob("branch_*.jsonl")) or paths.heartbeat(ORCHESTRATOR).exists()
 
 
 def roll_back(

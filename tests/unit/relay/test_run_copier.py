@@ -15,7 +15,14 @@ from prime_rl.relay.run_copier import RunCopier
 from prime_rl.relay.run_files import RelayIndex, RunFiles
 from prime_rl.storage.artifact import remove_artifact
 from prime_rl.storage.batch import ROWS_FILE
-from prime_rl.storage.checkpoint_artifacts import COMMITTED, ResumeRecord, write_resume
+from prime_rl.storage.checkpoint_artifacts import (
+    COMMITTED,
+    ResumeRecord,
+    StopRecord,
+    read_stop,
+    write_resume,
+    write_stop,
+)
 from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.rollback import roll_back
 from tests.support.relays import copying, publish_bytes, running_relay, save_part, ship_bytes
@@ -62,6 +69,7 @@ async def test_deletions_of_the_readers_reach_the_writers(hosts):
     remove_artifact(orchestrator.weights(1))
     (trainer.rollouts(0) / ROWS_FILE).unlink()
     shutil.rmtree(trainer.checkpoint(1))
+    (trainer.checkpoint(3) / COMMITTED).write_text("{}")
     await until(lambda: not trainer.weights(1).exists())
     await until(lambda: not (orchestrator.rollouts(0) / ROWS_FILE).exists())
     await until(lambda: not orchestrator.checkpoint(1).exists())
@@ -69,6 +77,29 @@ async def test_deletions_of_the_readers_reach_the_writers(hosts):
     assert steps_in(trainer.weights_dir) == steps_in(orchestrator.weights_dir) == [2, 3]
     assert (orchestrator.rollouts(1) / ROWS_FILE).exists() and (trainer.rollouts(1) / ROWS_FILE).exists()
     assert steps_in(orchestrator.checkpoints_dir) == [2, 3]
+
+
+async def test_trainer_that_stops_gets_the_part_of_its_checkpoint(hosts):
+    """Also if it has that of a later one, which is due."""
+    trainer, orchestrator = hosts
+    save_part(orchestrator.root, 20)
+    await until((trainer.checkpoint(20) / "orchestrator").exists)
+    write_stop(trainer.checkpoints_dir, StopRecord(18, 0))
+    await until(lambda: read_stop(orchestrator.checkpoints_dir) == StopRecord(18, 0))
+    save_part(orchestrator.root, 18)
+    await until((trainer.checkpoint(18) / "orchestrator").exists)
+
+
+def test_part_is_deleted_when_the_trainer_has_committed_a_newer_one_only(tmp_path):
+    for step in (18, 20):
+        save_part(tmp_path, step)
+    files = RunFiles(RunPaths(tmp_path))
+    newer = {"checkpoints/step_20/orchestrator": files.index().artifacts["checkpoints/step_20/orchestrator"]}
+    copier = RunCopier(files, RelayClient([], None), "trainer", poll_seconds=1)
+    copier.apply(RelayIndex(newer, {}))
+    assert RunPaths(tmp_path).checkpoint(18).exists()
+    copier.apply(RelayIndex(newer, {"checkpoints/step_20/COMMITTED": "{}"}))
+    assert not RunPaths(tmp_path).checkpoint(18).exists()
 
 
 async def test_batch_arrives_after_the_part_of_its_checkpoint(tmp_path):

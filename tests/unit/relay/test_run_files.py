@@ -36,7 +36,8 @@ def test_index_lists_complete_artifacts_and_small_files(tmp_path):
     paths.heartbeats_dir.mkdir()
     for name in ("trainer_0", "orchestrator", "inference_node1_8000", "secret"):
         paths.heartbeat(name).write_text(name)
-    (paths.checkpoints_dir / "RESUME.json").write_text("{}")
+    for name in ("RESUME.json", "STOP.json", "step_20/COMMITTED", "other.json"):
+        (paths.checkpoints_dir / name).write_text("{}")
     paths.run_toml.write_text("a = 1")
     index = files.index()
     assert sorted(index.artifacts) == ["checkpoints/step_20/orchestrator", "rollouts/step_0", "weights/step_3"]
@@ -44,8 +45,11 @@ def test_index_lists_complete_artifacts_and_small_files(tmp_path):
     assert index.files == {
         "heartbeats/trainer_0.json": "trainer_0",
         "heartbeats/orchestrator.json": "orchestrator",
+        "checkpoints/step_20/COMMITTED": "{}",
+        "checkpoints/STOP.json": "{}",
         "checkpoints/RESUME.json": "{}",
     }
+    assert list(index.files)[-1] == "checkpoints/RESUME.json", "a resume is announced after its checkpoint"
 
 
 def test_listing_of_a_replaced_artifact_has_its_new_hashes(tmp_path):

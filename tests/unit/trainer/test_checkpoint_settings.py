@@ -1,12 +1,15 @@
-"""Settings that change a resumed run, and the timeout of a save."""
+"""Settings that change a resumed run, the timeout of a save, and the wait for the other part of a checkpoint."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from prime_rl.configs.shared.blocks import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.daemon_futures import start_daemon_future
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.progress import Progress
 from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.trainer.checkpoints.checkpointer import Checkpointer
 from prime_rl.trainer.checkpoints.resume_settings import changed_settings
@@ -57,3 +60,19 @@ def test_close_with_hanging_disk_raises_at_deadline(tmp_path):
     stuck.set()
     saver._pending.result(10)
     saver.close()
+
+
+@pytest.mark.parametrize("trace", ["ledger/branch_0.jsonl", "heartbeats/orchestrator.json", None])
+def test_save_at_stop_waits_for_the_part_of_an_orchestrator_that_has_run(tmp_path, monkeypatch, trace):
+    """Its ledger may be on another machine: a relay copies the heartbeat only."""
+    saver = Checkpointer.__new__(Checkpointer)
+    saver._options, saver._paths, saver._saved, saver._pending = CkptConfig(), RunPaths(tmp_path), 0, None
+    saver._publishes_versions, saver._waits_for_orchestrator = True, False
+    saver.stop_request = SimpleNamespace(is_agreed=True)
+    if trace is not None:
+        (tmp_path / trace).parent.mkdir()
+        (tmp_path / trace).touch()
+    waits = []
+    monkeypatch.setattr(saver, "_start_save", lambda progress: waits.append(saver._waits_for_orchestrator))
+    saver.save_at_stop(Progress(5))
+    assert waits == [trace is not None]

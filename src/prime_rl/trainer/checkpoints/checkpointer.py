@@ -33,6 +33,7 @@ from prime_rl.storage.artifact import MANIFEST, ArtifactError
 from prime_rl.storage.batch import delete_rows
 from prime_rl.storage.paths import RunPaths, step_of
 from prime_rl.storage.progress import Progress
+from prime_rl.storage.rollback import orchestrator_has_run
 from prime_rl.storage.wait_for import DeadlineError, wait_for
 from prime_rl.trainer.checkpoints import trainer_state as state
 from prime_rl.trainer.checkpoints.dcp_reader import TensorReader, load_model_and_optimizer, summarize_dcp_error
@@ -170,7 +171,7 @@ class Checkpointer:
             return
         try:
             self._wait()
-            self._waits_for_orchestrator = self._publishes_versions and any(self._paths.ledger_dir.glob("*.jsonl"))
+            self._waits_for_orchestrator = self._publishes_versions and orchestrator_has_run(self._paths)
             self._start_save(progress)
             self._wait()
         except RunError as error:
