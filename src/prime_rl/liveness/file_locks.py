@@ -2,9 +2,10 @@
 
 import fcntl
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,10 @@ from prime_rl.storage.rollback import START_VARIABLE
 from prime_rl.storage.wait_for import DeadlineError
 
 _RETRY_SECONDS = 0.1
+_PREDECESSOR_SECONDS = 10.0
+"""Time for the children of a predecessor that was killed, which may exit after it."""
+_WRITERS = ("orchestrator", "trainer", "sft")
+"""Roles whose processes write a run directory, also without `rl`."""
 _role_locks: dict[Path, tuple[int, IO[str]]] = {}
 """The process that has locked each path, and the open file."""
 
@@ -44,6 +49,8 @@ def acquire_lock(file: IO[str], timeout_s: float, what: str, check: Callable[[],
 def hold_run_lock(paths: RunPaths) -> Iterator[None]:
     """Hold the lock of a run directory, creating the directory if needed. The kernel releases it at any exit.
 
+    A file system without locks, such as Lustre mounted without `flock`, protects nothing, which is printed.
+
     Raises:
         ConfigError: another run holds the lock, or the directory is not writable.
     """
@@ -52,7 +59,14 @@ def hold_run_lock(paths: RunPaths) -> Iterator[None]:
         paths.root.mkdir(parents=True, exist_ok=True)
         file = paths.lock.open("a+")
     with file:
-        if not _try_to_lock(file):
+        try:
+            is_free = _try_to_lock(file)
+        except OSError as error:
+            is_free = True
+            print(
+                f"warning: {paths.root} cannot be locked ({error.strerror}): start one run at a time", file=sys.stderr
+            )
+        if not is_free:
             file.seek(0)
             owner = file.read().strip() or "unknown"
             raise ConfigError(
@@ -65,7 +79,19 @@ def hold_run_lock(paths: RunPaths) -> Iterator[None]:
         yield
 
 
-def hold_role_lock(paths: RunPaths, role: str, timeout_s: float = 10.0) -> None:
+def check_no_writer(paths: RunPaths, timeout_s: float = _PREDECESSOR_SECONDS) -> None:
+    """Check that no process writes a run directory, such as a trainer that a user has started without `rl`.
+
+    Raises:
+        RunError: as `hold_role_lock`, for any role.
+    """
+    for role in _WRITERS:
+        path = paths.role_lock(role)
+        with suppress(OSError), _translate_held(paths, role), path.open("r+") as file:
+            acquire_lock(file, timeout_s, f"is the {role}")
+
+
+def hold_role_lock(paths: RunPaths, role: str, timeout_s: float = _PREDECESSOR_SECONDS) -> None:
     """Lock a run directory for this process until it exits. No effect where it cannot be written or locked.
 
     A start with a name (`START_VARIABLE`) never fails: it takes the run over from a process that is left
@@ -73,7 +99,7 @@ def hold_role_lock(paths: RunPaths, role: str, timeout_s: float = 10.0) -> None:
 
     Args:
         role: `orchestrator`, for example; two of them in one directory would mix their files.
-        timeout_s: for children of a predecessor that was killed, which may exit after it.
+        timeout_s: longest wait for the process that holds it.
 
     Raises:
         RunError: another process holds the lock. Not bad input, so that a scheduler tries again.
@@ -82,13 +108,7 @@ def hold_role_lock(paths: RunPaths, role: str, timeout_s: float = 10.0) -> None:
     if _role_locks.get(path, (0, None))[0] == os.getpid():
         return
 
-    def is_held(_: DeadlineError) -> RunError:
-        holder = describe_lock_holder(path)
-        return RunError(
-            f"output_dir = {paths.root} is in use: {holder} is its {role}; stop it, or choose another directory"
-        )
-
-    with suppress(OSError), translate_error(DeadlineError, is_held):
+    with suppress(OSError), _translate_held(paths, role):
         paths.root.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
         if os.environ.get(START_VARIABLE):
@@ -96,6 +116,18 @@ def hold_role_lock(paths: RunPaths, role: str, timeout_s: float = 10.0) -> None:
         else:
             acquire_lock(file, timeout_s, f"is the {role}")
         _role_locks[path] = os.getpid(), file
+
+
+def _translate_held(paths: RunPaths, role: str) -> AbstractContextManager[None]:
+    """Name the holder of a role's lock instead of the wait for it."""
+
+    def is_held(_: DeadlineError) -> RunError:
+        holder = describe_lock_holder(paths.role_lock(role))
+        return RunError(
+            f"output_dir = {paths.root} is in use: {holder} is its {role}; stop it, or choose another directory"
+        )
+
+    return translate_error(DeadlineError, is_held)
 
 
 def _try_to_lock(file: IO[str]) -> bool:

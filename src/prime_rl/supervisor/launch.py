@@ -14,7 +14,7 @@ from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.logs.log_rotation import rotating_logs
 from prime_rl.core.os_errors import likely_signal_cause
 from prime_rl.core.terminal_escape import escape_control_chars
-from prime_rl.liveness.file_locks import hold_run_lock
+from prime_rl.liveness.file_locks import check_no_writer, hold_run_lock
 from prime_rl.liveness.heartbeat_monitor import NODE, remove_heartbeats
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter, record_interrupted_phases
 from prime_rl.monitors.bench_report import print_bench_report
@@ -40,12 +40,13 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
 
     Raises:
         ConfigError: bad input, found here or by one of the processes.
-        RunError: a process failed.
+        RunError: a process failed, or one that was started separately writes the run directory.
     """
     console = Console(file=cast("IO[str]", DisconnectableOutput(sys.stdout)), highlight=False, markup=False)
     paths = config.run_paths
     config = spread_over_nodes(config)
     with hold_run_lock(paths):
+        check_no_writer(paths)
         check_before_start(config)
         orchestrator = identify_all(
             config.orchestrator, "orchestrator.", lambda text: console.print(f"warning: {text}", soft_wrap=True)

@@ -9,7 +9,7 @@ import prime_rl
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.slurm import SlurmConfig
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.liveness.file_locks import hold_run_lock
+from prime_rl.liveness.file_locks import check_no_writer, hold_run_lock
 from prime_rl.loading.dump import write_config
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.preflight import check_model, check_resume, clear_run_directory
@@ -23,7 +23,7 @@ def submit_to_slurm(config: RLConfig) -> str:
 
     Raises:
         ConfigError: bad input, or sbatch is missing.
-        RunError: sbatch failed.
+        RunError: sbatch failed, or another job or process writes the run directory.
     """
     assert config.slurm is not None
     paths = config.run_paths
@@ -32,8 +32,10 @@ def submit_to_slurm(config: RLConfig) -> str:
     check_resume(config)
     check_model(config.trainer.model.name)
     with hold_run_lock(paths):
-        if config.slurm.nodes > 1:
-            clear_run_directory(config, paths)  # on one node, `rl` does it in the job
+        if config.slurm.nodes > 1:  # on one node, `rl` does it in the job
+            if config.ckpt is None or config.ckpt.resume_step is None:  # else the job takes the run over
+                check_no_writer(paths)
+            clear_run_directory(config, paths)
         script = write_script(config, paths)
     if not config.slurm.submit:
         return f"wrote {script}"

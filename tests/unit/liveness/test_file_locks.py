@@ -1,5 +1,6 @@
 """One process of a role in a run directory."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -7,7 +8,8 @@ import sys
 import pytest
 
 from prime_rl.core.errors import RunError
-from prime_rl.liveness.file_locks import hold_role_lock
+from prime_rl.liveness import file_locks
+from prime_rl.liveness.file_locks import check_no_writer, hold_role_lock, hold_run_lock
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import START_VARIABLE
 
@@ -56,3 +58,24 @@ def test_lock_is_free_after_the_end_of_its_process(tmp_path, monkeypatch):
 def test_directory_that_cannot_be_written_is_left_to_other_checks(tmp_path):
     (tmp_path / "file").touch()
     hold_role_lock(RunPaths(tmp_path / "file" / "run"), "trainer", 0)
+
+
+def test_directory_that_a_process_writes_is_refused(tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    check_no_writer(paths, 0)
+    with hold(paths, 60) as trainer:
+        with pytest.raises(RunError, match=rf"is in use: process {trainer.pid} \(.*\) is its trainer; stop it"):
+            check_no_writer(paths, 0)
+        trainer.kill()
+    check_no_writer(paths)
+    hold_role_lock(paths, "trainer", 0)  # the check has released it
+
+
+def test_file_system_without_locks_does_not_prevent_a_run(tmp_path, monkeypatch, capsys):
+    def flock(file, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(file_locks.fcntl, "flock", flock)
+    with hold_run_lock(RunPaths(tmp_path)):
+        check_no_writer(RunPaths(tmp_path), 0)
+    assert "cannot be locked (Function not implemented): start one run at a time" in capsys.readouterr().err

@@ -1,18 +1,20 @@
 """Checks before `rl` starts processes, the clearing of a run directory, process specs, and metrics of a run."""
 
+import fcntl
 import json
 import os
 import socket
+from functools import partial
 
 import pytest
 
 from prime_rl.configs.rl import RLConfig
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.ports import claim_port
-from prime_rl.liveness.file_locks import hold_run_lock
+from prime_rl.liveness.file_locks import check_no_writer, hold_run_lock
 from prime_rl.liveness.parent_process import SUPERVISED
 from prime_rl.storage.paths import RunPaths
-from prime_rl.supervisor import launch_specs, preflight
+from prime_rl.supervisor import launch, launch_specs, preflight, slurm_launch
 from prime_rl.supervisor.console.run_progress import JsonTail, RunProgress
 from prime_rl.supervisor.launch import tail
 from prime_rl.supervisor.launch_specs import make_process_specs
@@ -142,6 +144,18 @@ def test_clear_run_directory_broken_symbolic_link_is_rejected(tmp_path, name):
 def test_clear_run_directory_without_clean_or_with_resume_keeps_the_earlier_run(earlier_run):
     assert "rollouts/ of an earlier run" in refused(preflight.clear_run_directory, RLConfig(clean=False), earlier_run)
     assert preflight.clear_run_directory(RLConfig.load(["--ckpt.resume-step", "1"]), earlier_run) == []
+    assert earlier_run.weights(1).is_dir()
+
+
+@pytest.mark.parametrize("slurm", [[], ["--slurm.nodes", "2", "--no-slurm.submit"]])
+def test_run_in_the_directory_of_a_standalone_trainer_is_refused(earlier_run, monkeypatch, slurm):
+    for module in (launch, slurm_launch):
+        monkeypatch.setattr(module, "check_no_writer", partial(check_no_writer, timeout_s=0))
+    config = RLConfig.load(["--inference", "--output-dir", str(earlier_run.root), *slurm])
+    with earlier_run.role_lock("trainer").open("w") as trainer:
+        fcntl.flock(trainer, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match=r"is in use: another process is its trainer"):
+            slurm_launch.submit_to_slurm(config) if slurm else launch.run(config)
     assert earlier_run.weights(1).is_dir()
 
 
