@@ -169,9 +169,9 @@ class RLConfig(RunConfig):
             )
         if self.nodes:
             self._check_nodes()
-        num_nodes = max(1, len(self.nodes) - self.inference_nodes)
         try:
-            self.trainer.model.sharding_ranks(self.ranks * num_nodes)
+            if self.nodes != ["slurm"]:  # else the job determines the number of nodes, and the trainer checks
+                self.trainer.model.sharding_ranks(self.ranks * self._num_trainer_nodes())
         except ValueError as error:
             keys = "trainer_ranks" if self.trainer_ranks else "trainer_gpu_ids"
             raise ValueError(f"trainer.{error} ({keys} sets their number)") from None
@@ -196,6 +196,11 @@ class RLConfig(RunConfig):
         evaluated = self.orchestrator.eval.base_url if self.orchestrator.eval else None
         check_placement(self.trainer.weight_broadcast.type, self.trainer_gpu_ids, served, evaluated)
         return self
+
+    def _num_trainer_nodes(self) -> int:
+        if self.slurm is not None and self.slurm.nodes > 1:
+            return self.slurm.nodes - self.slurm.inference_nodes
+        return max(1, len(self.nodes) - self.inference_nodes)
 
     def _check_nodes(self) -> None:
         if wrong := [node for node in self.nodes if not re.fullmatch(r"\w[\w.-]*", node)]:

@@ -214,9 +214,16 @@ def test_gpus_count_from_zero_on_each_node():
     assert RLConfig.load([*ON_NODES, "--slurm.nodes", "2", "--trainer-gpus", "2"]).trainer_gpu_ids == [0, 1]
 
 
+@pytest.mark.parametrize("nodes", [["--slurm.nodes", "4"], ["--nodes", "a,b,c,d"], ["--nodes", "slurm"]])
+def test_ranks_of_all_trainer_nodes_are_divided(nodes):
+    config = RLConfig.load([*ON_NODES, *nodes, "--trainer-gpus", "8", "--trainer.model.dp-replicate", "3"])
+    assert config.trainer.model.dp_replicate == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--slurm.nodes", "4", "--trainer.model.dp-replicate", "2"], "dp_replicate 2 does not divide the 3 ranks"),
         ([*THREE, "--inference-nodes", "3"], "leaves none of the 3 nodes for the trainer"),
         (["--nodes", "a,-oProxyCommand=x"], "'-oProxyCommand=x' is not the name"),
         (["--nodes", "a,b,a"], "nodes names a twice"),
