@@ -1,6 +1,9 @@
 """TCP ports of the servers of this project on one machine."""
 
+import errno
 import socket
+
+from prime_rl.core.errors import ConfigError
 
 
 def find_free_port() -> int:
@@ -26,3 +29,17 @@ def claim_port(port: int) -> socket.socket:
         claim.close()
         raise
     return claim
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """Raise ConfigError, which names `flag`, if a server cannot listen on this port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            claim_port(port).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use; choose another with {flag}") from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}; see {flag}") from None

@@ -1,9 +1,8 @@
 """Checks before any process starts; each problem is a one-line error."""
 
-import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,7 +11,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.core.api_key import read_api_key
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.import_utils import require_packages
-from prime_rl.core.ports import claim_port
+from prime_rl.core.ports import check_port
 from prime_rl.monitors.loggers.metric_logger import check_loggers_installed
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.earlier_run import clear_earlier_run, find_earlier_run
@@ -27,8 +26,8 @@ def check_before_start(config: RLConfig) -> None:
     check_loggers_installed([*config.trainer.metric_loggers, *config.orchestrator.metric_loggers])
     for name in {config.trainer.model.name, config.orchestrator.model.name, config.model.name}:
         check_model(name)
-    if config.nodes:  # ports and GPUs are on other hosts
-        check_nodes(config)
+    if config.nodes:
+        check_gpus_of_nodes(config, check_nodes(config))
         return
     if config.inference is not None:
         check_key(config.inference.server)
@@ -75,20 +74,6 @@ def check_key(server: ServerConfig) -> None:
     )
 
 
-def check_port(host: str, port: int, flag: str) -> None:
-    """Reject a port that is in use."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            claim_port(port).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use; choose another with {flag}") from None
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}; see {flag}") from None
-
-
 def check_gpus(config: RLConfig, visible: list[str]) -> None:
     """Reject GPU ids that do not exist. Without any GPU the run uses the CPU and the ids have no effect."""
     if not visible:
@@ -101,6 +86,26 @@ def check_gpus(config: RLConfig, visible: list[str]) -> None:
                 f"{key} names GPU {missing[0]}, but {len(visible)} GPU(s) are visible (counted from 0); to share one: "
                 "--trainer-gpu-ids 0 --inference-gpu-ids 0 --gpu-memory-utilization 0.5"
             )
+    _check_ranks(config)
+
+
+def check_gpus_of_nodes(config: RLConfig, num_gpus: Mapping[str, int]) -> None:
+    """Reject GPU ids that a node does not have, unless no node of inference, or of the trainer, has GPUs."""
+    trains_on_cpu, num_servers = config.trainer.device == "cpu", config.inference_nodes
+    for key, ids, nodes in (
+        ("trainer_gpu_ids", [] if trains_on_cpu else config.trainer_gpu_ids, config.nodes[num_servers:]),
+        ("inference_gpu_ids", config.inference_gpu_ids, config.nodes[:num_servers]),
+    ):
+        if not any(num_gpus[node] for node in nodes):
+            continue
+        if too_few := [node for node in nodes if not all(0 <= gpu < num_gpus[node] for gpu in ids)]:
+            found = num_gpus[too_few[0]]
+            raise ConfigError(f"{key} = {ids} counts from 0 on each node, and {too_few[0]} has {found} GPU(s)")
+        if key == "trainer_gpu_ids":
+            _check_ranks(config)
+
+
+def _check_ranks(config: RLConfig) -> None:
     if config.trainer.device != "cpu" and config.ranks != len(config.trainer_gpu_ids):
         raise ConfigError(
             f"trainer_ranks = {config.ranks}, but trainer_gpu_ids has {len(config.trainer_gpu_ids)} ids; "

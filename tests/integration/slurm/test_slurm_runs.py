@@ -152,10 +152,10 @@ def test_killed_rank_ends_the_job_and_sigterm_saves_a_checkpoint(cluster: slurm.
     job.until_checkpoint(INTERVAL)
     rank_on(cluster.nodes["n3"]).kill()
     ended = job.until_ended(60)
-    # srun ends the other rank by SIGTERM, unless that has noticed the lost connection before.
-    assert (ended["JobState"], ended["ExitCode"]) in (("FAILED", "143:0"), ("FAILED", "1:0"))
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0")
     assert "error: rank 1 (pid " in job.log and "was killed by SIGKILL" in job.log
-    assert f"error: trainer ended with exit code {ended['ExitCode'].removesuffix(':0')}" in job.log
+    # srun ends the other rank by SIGTERM, unless that has noticed the lost connection before.
+    assert any(f"error: trainer ended with exit code {code}\n" in job.log for code in (1, 143)), job.log
 
     job = submit(cluster, tmp_path, *RESUME)
     job.until_checkpoint(2 * INTERVAL)

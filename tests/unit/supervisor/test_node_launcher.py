@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -15,11 +17,14 @@ from pydantic import ValidationError
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.core.ports import find_free_port
 from prime_rl.liveness.heartbeat_monitor import read_heartbeats
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.launch_specs import make_process_specs
 from prime_rl.supervisor.nodes.node_launcher import RemoteOptions, make_script, remote_command
+from prime_rl.supervisor.nodes.node_probe import num_gpus
 from prime_rl.supervisor.nodes.placement import check_nodes, spread_over_nodes
+from prime_rl.supervisor.preflight import check_gpus_of_nodes
 from tests.support.command import until
 
 SSH = """\
@@ -244,8 +249,40 @@ def test_nodes_of_slurm_outside_of_a_job_are_refused(monkeypatch):
 
 
 def test_nodes_are_tried_before_the_start(start, tmp_path):
-    check_nodes(RLConfig.load([*ON_NODES, *THREE, "--output-dir", str(tmp_path)]))
+    ports = ["--inference.server.port", str(find_free_port()), "--rendezvous-port", str(find_free_port())]
+    arguments = [*ON_NODES, *ports, "--output-dir", str(tmp_path)]
+    found = check_nodes(RLConfig.load([*arguments, *THREE]))
+    assert found == dict.fromkeys("abc", num_gpus())
     assert not list(tmp_path.glob(".nodes-*"))
-    config = RLConfig.load([*ON_NODES, "--nodes", "a,unknown", "--output-dir", str(tmp_path)])
     with pytest.raises(ConfigError, match="cannot be started on unknown by ssh: ssh: Could not resolve hostname"):
-        check_nodes(config)
+        check_nodes(RLConfig.load([*arguments, "--nodes", "a,unknown"]))
+
+
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [("--inference.server.port", "on a"), ("--rendezvous-port", "on c"), ("--inference.parallel.rpc-port", "on a")],
+)
+def test_port_in_use_on_a_node_is_refused(start, tmp_path, option, place):
+    spans = ["--inference.parallel.dp-local", "1"] if "rpc" in option else []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = [*ON_NODES, *THREE, "--inference-nodes", "2", *spans, option, str(port)]
+        config = RLConfig.load([*arguments, "--output-dir", str(tmp_path)])
+        with pytest.raises(ConfigError, match=f"^nodes: {place}, port {port} on 0.0.0.0 is in use; .* {option}"):
+            check_nodes(config)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "message"),
+    [
+        ({"a": 0, "b": 0, "c": 0}, None),
+        ({"a": 2, "b": 4, "c": 4}, None),
+        ({"a": 2, "b": 4, "c": 3}, r"trainer_gpu_ids = \[0, 1, 2, 3\] counts from 0 on each node, and c has 3 GPU"),
+        ({"a": 1, "b": 4, "c": 4}, r"inference_gpu_ids = \[0, 1\] counts from 0 on each node, and a has 1 GPU"),
+        ({"a": 2, "b": 4, "c": 0}, r"c has 0 GPU"),
+    ],
+)
+def test_gpus_that_a_node_does_not_have_are_refused(num_gpus, message):
+    config = RLConfig.load([*ON_NODES, *THREE, "--inference-gpus", "2", "--trainer-gpus", "4"])
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_gpus_of_nodes(config, num_gpus)

@@ -14,7 +14,7 @@ from prime_rl.core.api_key import read_api_key
 from prime_rl.core.errors import ConfigError
 from prime_rl.liveness.parent_process import with_parent_death_signal
 from prime_rl.supervisor.nodes.node_launcher import LAUNCHERS, make_script
-from prime_rl.supervisor.nodes.node_probe import NOT_SHARED, REACHED
+from prime_rl.supervisor.nodes.node_probe import NOT_SHARED, PORT_IN_USE, REACHED
 
 _TRY_SECONDS = 60
 _PARALLEL = 16
@@ -65,25 +65,41 @@ def spread_over_nodes(config: RLConfig) -> RLConfig:
     )
 
 
-def check_nodes(config: RLConfig) -> None:
-    """Try each node before anything starts.
+def check_nodes(config: RLConfig) -> dict[str, int]:
+    """Try each node before anything starts; return the number of its GPUs.
 
     Raises:
-        ConfigError: a command cannot be started there, does not find the program, or finds another run directory.
+        ConfigError: a command cannot be started there, does not find the program, finds another run directory, or finds
+            a port in use.
     """
     launcher, root = config.launcher or "ssh", config.run_paths.root.absolute()
     if shutil.which(launcher) is None:
         raise ConfigError(f"nodes: {launcher} is not installed here")
+    ports = _ports(config)
     with tempfile.NamedTemporaryFile(dir=root, prefix=".nodes-") as probe, ThreadPoolExecutor(_PARALLEL) as pool:
-        command = [sys.executable, "-m", "prime_rl.supervisor.nodes.node_probe", probe.name]
-        problems = [found for found in pool.map(lambda node: _try_node(launcher, node, command), config.nodes) if found]
-    if problems:
+        program = [sys.executable, "-m", "prime_rl.supervisor.nodes.node_probe", probe.name]
+        found = list(pool.map(lambda node: _try_node(launcher, node, [*program, *ports[node]]), config.nodes))
+    if problems := [answer for answer in found if isinstance(answer, str)]:
         others = f" (and {len(problems) - 1} more of the nodes have problems)" if len(problems) > 1 else ""
         raise ConfigError(f"nodes: {problems[0]}{others}")
+    return {node: answer for node, answer in zip(config.nodes, found, strict=True) if isinstance(answer, int)}
 
 
-def _try_node(launcher: str, node: str, command: list[str]) -> str | None:
-    """Return what is wrong with a node, if anything."""
+def _ports(config: RLConfig) -> dict[str, list[str]]:
+    """Return the ports on which processes of each node will listen, each followed by its option."""
+    assert config.inference is not None
+    servers, parallel = config.nodes[: config.inference_nodes], config.inference.parallel
+    ports: dict[str, list[str]] = {node: [] for node in config.nodes}
+    for node in servers[: 1 if parallel.spans_nodes else None]:
+        ports[node] += [str(config.inference.server.port), "--inference.server.port"]
+    if parallel.spans_nodes:
+        ports[servers[0]] += [str(parallel.rpc_port), "--inference.parallel.rpc-port"]
+    ports[config.nodes[config.inference_nodes]] += [str(config.rendezvous_port), "--rendezvous-port"]
+    return ports
+
+
+def _try_node(launcher: str, node: str, command: list[str]) -> str | int:
+    """Return the number of GPUs of a node, or what is wrong with it."""
     argv = with_parent_death_signal([word.replace("{node}", node) for word in LAUNCHERS[launcher]])
     script = make_script(command, os.environ, Path.cwd(), node, 0)
     try:
@@ -91,11 +107,15 @@ def _try_node(launcher: str, node: str, command: list[str]) -> str | None:
     except subprocess.TimeoutExpired:
         return f"{node} did not answer {launcher} within {_TRY_SECONDS:.0f} s"
     lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    if done.returncode == 0 and REACHED in lines:
-        return None
+    answers = [line.removeprefix(REACHED) for line in lines if line.startswith(REACHED)]
+    if done.returncode == 0 and answers:
+        return int(answers[0])
     reason = lines[-1] if lines else f"exit code {done.returncode}"
+    said = done.stdout.strip().rpartition("\n")[2]  # stderr may have warnings of the shell
+    if done.returncode == PORT_IN_USE:
+        return f"on {node}, {said}"
     if done.returncode == NOT_SHARED:
-        return f"{node} has another run directory: {reason}; set --output-dir to a directory that all nodes share"
+        return f"{node} has another run directory: {said}; set --output-dir to a directory that all nodes share"
     if any("No such file or directory" in line for line in lines):
         return f"{node} has no such checkout: {reason}; `rl` needs it, with its Python, at the same path on all nodes"
     return f"a command cannot be started on {node} by {launcher}: {reason}"
