@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.trainer.fsdp import reshard_policy
+from prime_rl.trainer.fsdp import compute_dtype, reshard_policy
 from prime_rl.trainer.micro_batch import make_micro_batch
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.model.rope import rope_parameters
@@ -59,24 +60,24 @@ class PackingDifference:
         return None
 
 
-def check_packing(policy: PolicyModel, world: World, name: str, dtype: torch.dtype, max_tokens: int) -> None:
+def check_packing(policy: PolicyModel, config: TrainerModelConfig, world: World, max_tokens: int) -> None:
     """Score samples packed and alone in rows of at most `max_tokens`. All ranks call it together.
 
-    The policy is sharded and loaded; `dtype` is the precision of the forward pass. Raises ConfigError if the
-    log-probabilities differ by more than rounding, and RunError if they do on another rank.
+    The policy is sharded and loaded. Raises ConfigError if the log-probabilities differ by more than rounding, and
+    RunError if they do on another rank.
     """
     lengths = _lengths(policy, max_tokens)
     if lengths is None:
         return
     with torch.compiler.set_stance("force_eager"):  # compiling for these lengths would be slow
         difference = measure_packing(policy, world.device, lengths)
-    excess = difference.excess(dtype, policy.routing.is_moe)
+    excess = difference.excess(compute_dtype(config.dtype, world.device), policy.routing.is_moe)
     error = None
     if excess is not None:
         error = ConfigError(
-            f"model.name: the log-probabilities that {name} gives to packed samples {excess}: it carries state from "
-            "one sample to the next, or depends on the length of the row, and cannot be trained on packed rows; use "
-            "a model that docs/training.md lists"
+            f"model.name: the log-probabilities that {config.name} gives to packed samples {excess}: it carries state "
+            "from one sample to the next, or depends on the length of the row, and cannot be trained on packed rows; "
+            "use a model that docs/training.md lists"
         )
     world.raise_on_all_ranks(error, "the check that packing is invisible")
 

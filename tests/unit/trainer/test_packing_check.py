@@ -43,7 +43,7 @@ def check(path, world, dtype, **keys):
     policy = make_policy(options, 0, world)
     forward_passes = []
     policy.register_forward_hook(lambda _, rows, __: forward_passes.append(len(rows[0].tokens)))
-    check_packing(policy, world, str(path), getattr(torch, dtype), options.seq_len)
+    check_packing(policy, options, world, options.seq_len)
     return forward_passes
 
 

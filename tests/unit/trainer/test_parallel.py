@@ -126,7 +126,7 @@ def run_layouts(world, argument):
         config = TrainerModelConfig(name=str(root / source), **keys)
         world = dataclasses.replace(world, model_parallel_size=Layout.of(config, world.size).model_parallel_size)
         policy = make_policy(config, 0, world)
-        check_packing(policy, world, source, torch.float32, config.seq_len)
+        check_packing(policy, config, world, config.seq_len)
         optimizer = build_optimizer(AdamWConfig(lr=1e-3), policy)
         gradients = record_gradients(optimizer, policy)
         engine = TrainStep(policy, optimizer, world, max_norm=1.0)

@@ -108,8 +108,7 @@ def train(config: TrainerConfig) -> bool:
         heartbeat.enter("restore")
         progress = checkpoints.restore(policy, optimizer)
         heartbeat.enter("check the model", timeout_s if world.size > 1 else None)
-        dtype = compute_dtype(config.model.dtype, world.device)
-        check_packing(policy, world, config.model.name, dtype, config.model.seq_len)
+        check_packing(policy, config.model, world, config.model.seq_len)
         if checkpoints.resumes and config.data.fake is None:
             publisher.start(paths.weights(progress.step), PolicyVersion(checkpoints.branch, progress.step))
         with stop:

@@ -73,7 +73,7 @@ def train(config: SFTConfig) -> bool:
         progress = checkpoints.restore(policy, optimizer, batches)
         heartbeat.enter("check the model", timeout_s if world.size > 1 else None)
         max_tokens = config.data.seq_len * config.data.micro_batch_size
-        check_packing(policy, world, model.name, compute_dtype(model.dtype, world.device), max_tokens)
+        check_packing(policy, model, world, max_tokens)
         validate(progress.step)
         stop = checkpoints.stop_request
         with stop:
