@@ -22,6 +22,7 @@ from prime_rl.evaluation.eval_plan import EvalTask, choose_examples
 from prime_rl.evaluation.eval_report import progress_bar
 from prime_rl.evaluation.eval_results import ExampleRow, first_error, open_results
 from prime_rl.evaluation.runner import run_examples
+from prime_rl.liveness.run_settings import SERVED_LENGTH
 from prime_rl.rollouts.clients.inference_client import (
     InferenceClient,
     InferenceError,
@@ -137,6 +138,8 @@ async def open_session(
     identified = identify_environments([task.env for task in tasks], "env", logger.warning)
     tasks = [replace(task, env=env) for task, env in zip(tasks, identified, strict=True)]
     api = await _detect_api(config)
+    if api == "generate":
+        await _compare_lengths(config)
     urls = config.client.urls
     addresses = [config.client.chat_url(index) for index in range(len(urls))] if api == "chat" else urls
     paths = RunPaths(config.output_dir)
@@ -180,6 +183,19 @@ async def _detect_api(config: EvalConfig | SynthesizeConfig) -> Api:
     route = "/inference/v1/generate" if api == "generate" else "/v1/chat/completions"
     logger.info("requests go to {} of {}", route, client.url)
     return api
+
+
+async def _compare_lengths(config: EvalConfig | SynthesizeConfig) -> None:
+    """Warn about servers whose context is shorter than `seq_len`: they end completions there."""
+    for client in clients(config, ""):
+        async with client:
+            with suppress(InferenceError):  # a lost server is reported when it is used
+                limit = (await client.peek_policy()).settings.get(SERVED_LENGTH)
+                if isinstance(limit, int) and limit < config.seq_len:
+                    logger.warning(
+                        "{} truncates rollouts at {} tokens ({}), before seq_len = {}",
+                        client.url, limit, SERVED_LENGTH, config.seq_len,
+                    )  # fmt: skip
 
 
 def clients(config: EvalConfig | SynthesizeConfig, run_id: str) -> list[InferenceClient]:

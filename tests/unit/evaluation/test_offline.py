@@ -159,6 +159,15 @@ async def test_too_long_prompts_are_counted_and_no_finished_example_raises(evalu
     assert (summary["errors"], summary["errors/overlong"], summary["reward/mean"]) == (6, 6, None)
 
 
+async def test_server_with_a_shorter_context_is_named(evaluate, said):
+    async with fake_engine() as engine:
+        for length in (64, 63):
+            engine.settings = {"model.max_model_len": length}
+            await evaluate(engine.url, num_examples=1)
+    (line,) = [line for line in said() if "truncates" in line]
+    assert line == f"{engine.url} truncates rollouts at 63 tokens (model.max_model_len), before seq_len = 64"
+
+
 async def test_unreachable_server_raises(evaluate):
     async with fake_engine() as engine:
         url = engine.url
