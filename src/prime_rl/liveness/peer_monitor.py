@@ -47,12 +47,16 @@ class PeerMonitor:
     ) -> None:
         self._paths, self._role, self._limits, self._raises, self._clock = paths, role, limits, raises, clock
         self._answers_requests, self._settings = answers_requests, ProcessSettings("here", settings)
-        self._has_agreed = False
+        self._has_agreed = self._may_end = False
         self._refused = ""
         self._monitor = HeartbeatMonitor(paths, limits, (role,), clock)
         self._last_poll = float("-inf")
         self._reports: list[LivenessReport] = []
         self._logged: dict[str, ProcessState] = {}
+
+    def expect_end(self) -> None:
+        """Neither log nor raise a regular end from now on: the role has no work left, but files may arrive later."""
+        self._may_end = True
 
     def check(self) -> None:
         """Poll, at most twice a second. Call it repeatedly during a wait.
@@ -103,7 +107,7 @@ class PeerMonitor:
         until = f"; waiting for it up to {self._limits.dead_after_seconds:g} s" if ends else ""
         for report in seen:
             before, self._logged[report.name] = self._logged.get(report.name, ProcessState.ALIVE), report.state
-            if report.state is before:
+            if report.state is before or self._is_expected(report):
                 continue
             if report.state is ProcessState.ALIVE:
                 logger.info("{} is alive again", report.heartbeat)
@@ -119,7 +123,12 @@ class PeerMonitor:
         worst = [report for report in self._reports if report.state is not ProcessState.ALIVE] or self._reports
         return "; ".join(map(str, worst[:2]))
 
+    def _is_expected(self, report: LivenessReport) -> bool:
+        return self._may_end and report.state is ProcessState.ENDED
+
     def _is_lost(self, report: LivenessReport) -> bool:
+        if self._is_expected(report):
+            return False
         if report.state is ProcessState.STUCK:
             return True
         may_answer = report.kernel_state in (KernelState.RUNNING, KernelState.UNKNOWN) and not report.has_exited

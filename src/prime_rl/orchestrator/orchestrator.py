@@ -100,10 +100,10 @@ class OrchestratorLoop:
         )  # fmt: skip
         self._heartbeat = heartbeat or HeartbeatWriter(self._paths, "orchestrator", "orchestrator")
         limits, standalone = config.heartbeat.limits, not is_supervised()
-        peers = {
-            TRAINER: PeerMonitor(self._paths, TRAINER, limits, raises=standalone, settings=config.run_settings),
-            INFERENCE: PeerMonitor(self._paths, INFERENCE, limits, raises=standalone, answers_requests=True),
-        }
+        settings = config.run_settings
+        self._trainer = PeerMonitor(self._paths, TRAINER, limits, raises=standalone, settings=settings)
+        inference = PeerMonitor(self._paths, INFERENCE, limits, raises=standalone, answers_requests=True)
+        peers = {TRAINER: self._trainer, INFERENCE: inference}
         self._watchdog = ProgressWatchdog(self._heartbeat, peers, config.wait_timeout_seconds)
         self._num_ended = 0
         self._progress = Progress()
@@ -207,6 +207,7 @@ class OrchestratorLoop:
                 tasks.create_task(self._inference.observe_load(stop, config.concurrency.interval_seconds, adapts))
                 tasks.create_task(self._keep_admitting(tasks, stop))
                 await self._ship_all(tasks)
+                self._trainer.expect_end()  # the last version may be copied and loaded for minutes after it
                 wait = config.wait_for_final_version and not config.bench  # a benchmark has no trainer
                 while wait and self._inference.version < self._scheduler.next_step:
                     self._wake.clear()

@@ -98,6 +98,17 @@ def test_check_of_ended_peer_raises_after_dead_after_seconds(world, last):
         world.wait(10)
 
 
+def test_check_of_peer_whose_end_is_expected_raises_only_if_it_fails(world, said):
+    world.wait(3, each=world.say)
+    world.peers.expect_end()
+    world.say(phase="ended")
+    world.wait(1000)
+    assert said() == []
+    world.say(phase="failed")
+    with pytest.raises(PeerLost, match="has failed"):
+        world.wait(70)
+
+
 def test_check_of_stuck_peer_raises_immediately(world):
     with pytest.raises(PeerLost, match=r"no progress for 16 s .limit 10 s"):
         world.wait(18, each=lambda: world.say(phase_deadline_s=10))

@@ -18,9 +18,11 @@ from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
 from prime_rl.configs.shared.blocks import CkptConfig, ClientConfig, EnvConfig, SamplingConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.evaluation.eval_plan import EvalTask
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator import orchestrator as orchestrator_module
 from prime_rl.orchestrator.data.example_stream import ExampleStream
+from prime_rl.orchestrator.health.progress_watchdog import TRAINER
 from prime_rl.orchestrator.inference import inference_server as server
 from prime_rl.orchestrator.inference import weight_versions
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
@@ -120,6 +122,27 @@ async def test_run_any_async_level_keeps_the_staleness_bound(tmp_path, tokenizer
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert max(row["staleness/max"] for row in rows) <= async_level
     assert all(row["tokens/wasted"] == 0 for row in rows)
+
+
+async def test_run_whose_last_version_arrives_long_after_the_end_of_the_trainer_completes(
+    tmp_path, tokenizer_dir, run_orchestrator, said
+):
+    """The last version is always a full one, and a relay copies it over a slow network."""
+    config = make_config(tmp_path, tokenizer_dir, heartbeat={"warn_after_seconds": 0.1, "dead_after_seconds": 0.3})
+
+    async def trainer(paths, steps, stop, delay_s):
+        with HeartbeatWriter(paths, TRAINER, TRAINER, interval_seconds=0.02, settings={"max_steps": STEPS}):
+            await play_trainer(paths, steps - 1, stop)
+            async for _ in watch_directory(paths.rollouts_dir, asyncio.Event()):
+                if paths.rollouts(steps - 1).exists():
+                    break
+        await asyncio.sleep(2)
+        publish_version(paths, steps)
+
+    async with fake_engine() as engine:
+        await run_orchestrator(config, [engine], trainer=trainer)
+        assert engine.step == STEPS
+    assert not [line for line in said() if "has ended" in line]
 
 
 async def test_run_two_servers_keeps_the_staleness_bound(tmp_path, tokenizer_dir, run_orchestrator):
