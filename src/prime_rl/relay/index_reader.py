@@ -1,7 +1,8 @@
 """Reads the index of one of several relays, and changes to another one if it has had nothing new for seconds.
 
 A mirror that has lost the connection to its own source, or its files, still answers. While a process of the run lives,
-its heartbeat changes the index of every relay that still receives it.
+its heartbeat changes the index of every relay that still receives it. Such a mirror may also be from before a rollback,
+so an index of an earlier branch is used only after it has changed: then it belongs to a new run.
 """
 
 import time
@@ -9,7 +10,7 @@ import time
 from loguru import logger
 
 from prime_rl.relay.relay_client import RelayClient
-from prime_rl.relay.run_files import ArtifactName, RelayIndex, Writer, is_small_file
+from prime_rl.relay.run_files import RESUME_FILE, ArtifactName, RelayIndex, Writer, is_small_file, parse_resume
 
 _Part = dict[str, str]
 
@@ -17,25 +18,44 @@ _Part = dict[str, str]
 class IndexReader:
     """Reads the index of the relays of `client`, of which only what `writer` writes matters."""
 
-    def __init__(self, client: RelayClient, writer: Writer, silence_seconds: float, pause_seconds: float) -> None:
-        """After `silence_seconds` without a change the other relays are asked, every `pause_seconds`."""
-        self._client, self._writer = client, writer
+    def __init__(
+        self, client: RelayClient, writer: Writer, silence_seconds: float, pause_seconds: float, branch: int = 0
+    ) -> None:
+        """After `silence_seconds` without a change the other relays are asked, every `pause_seconds`.
+
+        `branch` is that of what has been copied before.
+        """
+        self._client, self._writer, self._branch = client, writer, branch
         self._silence_seconds, self._pause_seconds = silence_seconds, pause_seconds
         self._current: _Part = {}
         self._others = dict[str, _Part]()
         """What the other relays had when they were asked first, since the last change."""
+        self._earlier: _Part | None = None
+        """What a relay had of an earlier branch when it was asked first."""
         self._next_question = time.monotonic() + silence_seconds
 
-    async def read(self) -> RelayIndex:
-        """Return an index. Raises RelayError if no relay sends one."""
+    async def read(self) -> RelayIndex | None:
+        """Return an index, or None if it may be from before a rollback. Raises RelayError if no relay sends one."""
         index = await self._client.index()
-        now = time.monotonic()
-        if (part := self._part(index)) != self._current:
+        part, now = self._part(index), time.monotonic()
+        is_usable = self._is_usable(part)
+        if is_usable and part != self._current:
             self._current, self._others, self._next_question = part, {}, now + self._silence_seconds
         elif now >= self._next_question:
-            index = await self._ask_others() or index
+            other = await self._ask_others()
             self._next_question = time.monotonic() + self._pause_seconds
-        return index
+            if other is not None:
+                return other
+        return index if is_usable else None
+
+    def _is_usable(self, part: _Part) -> bool:
+        resume = parse_resume(part.get(RESUME_FILE))
+        branch = resume.branch if resume is not None else 0
+        if branch < self._branch and self._earlier in (None, part):
+            self._earlier = part
+            return False
+        self._branch, self._earlier = branch, None
+        return True
 
     async def _ask_others(self) -> RelayIndex | None:
         """Return the index of a relay that has changed since it was asked before, and ask that relay from now on."""

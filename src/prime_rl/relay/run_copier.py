@@ -18,13 +18,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 from loguru import logger
 
 from prime_rl.core.os_errors import is_system_resource_error
 from prime_rl.relay.index_reader import IndexReader
 from prime_rl.relay.relay_client import PARTIAL, ArtifactGone, RelayClient, RelayError, RelayUnreachable
-from prime_rl.relay.run_files import RESUME_FILE, ArtifactName, RelayIndex, RunFiles, Writer, is_small_file
+from prime_rl.relay.run_files import (
+    RESUME_FILE,
+    ArtifactName,
+    RelayIndex,
+    RunFiles,
+    Writer,
+    is_small_file,
+    parse_resume,
+)
 from prime_rl.relay.version_download import download_version
 from prime_rl.storage.artifact import replace_file
 from prime_rl.storage.batch import ROWS_FILE
@@ -74,11 +81,13 @@ class RunCopier:
         """Copy until cancelled. Raises OSError if the disk is full or cannot be written."""
         fetching: asyncio.Future[None] | None = None
         silence = _Silence(self._writer, time.monotonic())
-        reader = IndexReader(self._client, self._writer, _WARN_SECONDS, _PAUSE_SECONDS)
+        copied = self._read_resume() if self._writer == "trainer" else None
+        branch = copied.branch if copied is not None else 0
+        reader = IndexReader(self._client, self._writer, _WARN_SECONDS, _PAUSE_SECONDS, branch)
         try:
             while True:
                 try:
-                    self._index = await reader.read()
+                    self._index = await reader.read() or self._index
                     silence.end()
                     with _tolerate_changes():
                         await asyncio.to_thread(self.apply, self._index)
@@ -96,7 +105,7 @@ class RunCopier:
 
     def apply(self, index: RelayIndex) -> None:
         """Remove obsolete copies, repeat deletions of readers, and replace small files."""
-        resume = _parse_resume(index.files.get(RESUME_FILE))
+        resume = parse_resume(index.files.get(RESUME_FILE))
         for kind in ("rollouts", "checkpoints", "weights"):
             listed = [ArtifactName.parse(name) for name in index.artifacts if name.startswith(f"{kind}/")]
             newest = max((name.step for name in listed), default=-1)
@@ -203,9 +212,12 @@ class RunCopier:
     async def _is_of_this_branch(self, name: ArtifactName, digest: str) -> bool:
         """Whether the trainer has not abandoned an artifact of the orchestrator by a rollback."""
         listing, _ = await self._client.listing(name, lambda listing: listing.digest == digest)
-        resume_file = self._root / RESUME_FILE
-        resume = _parse_resume(resume_file.read_text() if resume_file.exists() else None)
+        resume = self._read_resume()
         return resume is None or name.step < resume.step or _branch(listing.manifest) >= resume.branch
+
+    def _read_resume(self) -> ResumeRecord | None:
+        file = self._root / RESUME_FILE
+        return parse_resume(file.read_text() if file.exists() else None)
 
     def _is_abandoned(self, name: ArtifactName, resume: ResumeRecord | None) -> bool:
         return resume is not None and name.step >= resume.step and self._files.branch(name) < resume.branch
@@ -235,12 +247,6 @@ def _tolerate_changes() -> Iterator[None]:
         if is_system_resource_error(error):
             raise
         logger.debug("a file has changed meanwhile: {}", error)
-
-
-def _parse_resume(text: str | None) -> ResumeRecord | None:
-    with suppress(ValueError):
-        return None if text is None else msgspec.json.decode(text, type=ResumeRecord)
-    return None
 
 
 def _branch(manifest: str) -> int:

@@ -21,7 +21,7 @@ import xxhash
 
 from prime_rl.storage.artifact import MANIFEST
 from prime_rl.storage.batch import ROWS_FILE
-from prime_rl.storage.checkpoint_artifacts import COMMITTED, ORCHESTRATOR, RESUME, STOP, hash_file
+from prime_rl.storage.checkpoint_artifacts import COMMITTED, ORCHESTRATOR, RESUME, STOP, ResumeRecord, hash_file
 from prime_rl.storage.paths import RunPaths, steps_in
 
 FORMAT = "prime_rl.relay/1"
@@ -186,6 +186,13 @@ def listed_files(manifest: str) -> dict[str, int]:
 def is_small_file(name: str, writer: Writer) -> bool:
     """Whether `name` is a small file of the index that `writer` writes."""
     return _SMALL_FILES[writer].fullmatch(name) is not None
+
+
+def parse_resume(text: str | None) -> ResumeRecord | None:
+    """Return the contents of `RESUME.json`; None without it, or if it is malformed."""
+    with suppress(ValueError):
+        return None if text is None else msgspec.json.decode(text, type=ResumeRecord)
+    return None
 
 
 def hash_text(text: str) -> str:

@@ -293,6 +293,29 @@ async def test_mirror_that_is_cut_off_from_the_trainer_is_replaced(tmp_path, sai
     assert sum(f"{mirror.url} has had nothing new" in line and relay.url in line for line in said()) == 1
 
 
+async def test_mirror_from_before_a_rollback_changes_nothing_until_it_is_of_a_living_run(tmp_path):
+    trainer, stale, copy = (RunPaths(tmp_path / name) for name in ("trainer", "stale", "copy"))
+    for step in (1, 2, 3):
+        publish_bytes(stale.root, step)
+    publish_bytes(trainer.root, 1)
+    roll_back(trainer, trainer.checkpoints_dir, step=1, branch=1, weights=False, rollouts=True)
+    publish_bytes(trainer.root, 2, branch=1)
+    async with running_relay(stale.root) as mirror:
+        async with running_relay(trainer.root) as relay, copying(copy.root, [relay.url, mirror.url], "trainer"):
+            await until(copy.weights(2).exists)
+            relay.index = b"{}"
+            mirror.requests.clear()
+            await until(lambda: len(mirror.requests) > 4)
+        async with copying(copy.root, [mirror.url], "trainer"):  # also after a restart of the relay
+            mirror.requests.clear()
+            await until(lambda: len(mirror.requests) > 4)
+            assert json.loads((copy.weights(2) / "manifest.json").read_text())["branch"] == 1
+            assert steps_in(copy.weights_dir) == [2]
+            stale.heartbeats_dir.mkdir()
+            stale.heartbeat("trainer_0").write_text("of a new run")
+            await until(copy.weights(3).exists)
+
+
 async def test_only_the_newest_version_and_its_bases_are_copied(tmp_path):
     trainer, copy = RunPaths(tmp_path / "trainer"), RunPaths(tmp_path / "copy")
     for step in (1, 2, 3):
