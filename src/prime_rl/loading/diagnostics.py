@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.base_config import NO_EFFECT, BaseConfig
 from prime_rl.loading.provenance import ConfigState
-from prime_rl.loading.schema import Path, dotted, nodes_of, resolve, tag_of
+from prime_rl.loading.schema import Kind, Path, dotted, nodes_of, resolve, tag_of
 
 _SECRET = re.compile(
     r"(^|_)(api_?key|access_?key|access_token|auth_token|hf_token|secret|password|authorization)$", re.I
@@ -97,7 +97,7 @@ def _texts(path: Path, value: object) -> Iterator[tuple[Path, str]]:
 
 def explain(error: ValidationError, state: ConfigState) -> str:
     """Describe the first problem in one line: the key, its value, its source, the problem."""
-    first, *others = error.errors()
+    first, *_ = errors = error.errors()
     path = _known_part(first["loc"], state)
     if first["type"].startswith("union_tag"):
         path = (*path, "type")
@@ -107,13 +107,20 @@ def explain(error: ValidationError, state: ConfigState) -> str:
         block = resolve(state.root, path[:-1])[1]
         tags = [tag_of(variant) for variant in block.variants if block.is_union and path[-1] in variant.model_fields]
         message = f"needs type = {' or '.join(tags)}" if tags else message
+    if first["type"] == "dict_type":
+        message = f"{message}; set {dotted(path)}.KEY"
     if first["type"] == "value_error":
-        where = dotted(path) if state.is_on(path) else state.describe(path)
+        if state.is_on(path) or resolve(state.root, path)[1].kind is Kind.BLOCK:
+            where = dotted(path)
+        else:
+            where = state.describe(path) if state.is_set(path) else f"{dotted(path)} is not set"
         text = f"{where}: {message}" if path else message
     else:
         shown = repr(first["input"]) if not isinstance(first["input"], dict) else "{...}"
         text = f"{dotted(path)} = {shown} ({state.origin(path).label}): {message[:1].lower()}{message[1:]}"
-    return " ".join(text.split()) + (f" (and {len(others)} more)" if others else "")
+    # `rl` copies a shared value to its processes, where it is the same problem.
+    problems = {(state.origin(_known_part(e["loc"], state)).label, e["loc"][-1:], e["msg"]) for e in errors}
+    return " ".join(text.split()) + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 def _known_part(loc: tuple[int | str, ...], state: ConfigState) -> Path:

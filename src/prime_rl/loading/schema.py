@@ -18,8 +18,46 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.loading.base_config import NO_EFFECT, BaseConfig
 
 Path = tuple[str | int, ...]
-_SYNONYMS = {"learning_rate": "lr", "bs": "batch_size", "steps": "max_steps", "max_length": "seq_len"}
-"""Names of keys in other programs, for the hint about an unknown key."""
+_OTHER_NAMES = {
+    "async_level": "staleness max_staleness",
+    "optim.lr": "learning_rate actor_learning_rate",
+    "optim.max_norm": "max_grad_norm grad_clip clip_grad",
+    "batch_size": "bs train_batch_size rollout_batch_size",
+    "model.seq_len": "micro_batch_size micro_train_batch_size per_device_train_batch_size",
+    "rollouts_per_example": "group_size num_generations n_samples_per_prompt rollout.n rollout_n k",
+    "num_minibatches": "mini_batch_size ppo_mini_batch_size ppo_epochs num_iterations",
+    "sampling.max_tokens": "max_new_tokens max_completion_length max_completion_tokens max_response_length",
+    "seq_len": "max_length max_seq_length max_prompt_length",
+    "loss.kl.coef": "beta kl_beta kl_coef init_kl_coef kl_loss_coef",
+    "loss.eps_low": "epsilon clip_ratio clip_ratio_low eps_clip eps_clip_low",
+    "loss.eps_high": "epsilon_high clip_ratio_high eps_clip_high",
+    "advantage.type": "adv_estimator advantage_estimator",
+    "env.rewards": "reward_funcs reward_fn reward_function custom_reward_function reward",
+    "env": "environment train.env",
+    "model.name": "model.path model_name_or_path pretrain",
+    "model.dtype": "bf16 fp16 dtype",
+    "model.ac": "gradient_checkpointing enable_gradient_checkpointing activation_checkpointing",
+    "model.lora": "use_peft use_lora peft_config",
+    "model.lora.rank": "lora_rank lora_r",
+    "max_steps": "steps num_steps total_steps total_training_steps",
+    "ckpt.interval": "save_steps save_freq save_interval",
+    "ckpt.resume_step": "resume resume_from resume_from_checkpoint resume_mode",
+    "eval.interval": "eval_steps eval_interval test_freq",
+    "exp_id": "run_name experiment_name",
+    "wandb": "report_to logger",
+    "wandb.name": "wandb.run_name",
+    "log.level": "verbose",
+    "data.name": "dataset dataset_name data.path train_files",
+    "orchestrator": "orchestrator.train",
+    "trainer_gpus": "gpus num_gpus num_train_gpus n_gpus_per_node deployment",
+    "inference_gpus": "num_infer_gpus",
+    "parallel.tp": "tensor_parallel_size tensor_model_parallel_size",
+    "server.port": "port",
+}
+_OUR_NAMES = {other: key for key, others in _OTHER_NAMES.items() for other in others.split()}
+"""Names in TRL, verl, OpenRLHF and prime-rl upstream, and the end of our key, for the hint about an unknown key."""
+_MIN_SIMILARITY = 0.7
+"""Of the last part of an unknown key to the last part of a known one."""
 
 
 class Kind(Enum):
@@ -155,7 +193,7 @@ def resolve(root: type[BaseConfig], parts: Sequence[str | int], source: str = ""
     """Return `find`'s result. Raises ConfigError, which names the source, if there is no such key."""
     found = find(root, parts)
     if found is None:
-        raise ConfigError(f"unknown key {dotted(parts)} in {source}{hint(root, parts)}")
+        raise ConfigError(f"unknown key {dotted(parts)} ({source}){hint(root, parts)}")
     return found
 
 
@@ -222,15 +260,31 @@ def flag(path: Sequence[str | int]) -> str:
 
 
 def hint(root: type[BaseConfig], parts: Sequence[str | int]) -> str:
-    """Return `; did you mean KEY?` with the known key that is closest to an unknown one, or an empty text."""
-    *block, last = (normalise(str(part)) for part in parts)
-    last = _SYNONYMS.get(last, last)
+    """Return `; did you mean KEY?` with the known key that is closest to an unknown one, or an empty text.
+
+    Names of other programs come first, then keys with the same last part, with the same words (`ckpt_interval`), and
+    with a similar last part. Whole paths only choose among these, because two keys of one block have similar paths.
+    """
+    names = [normalise(str(part)) for part in parts]
+    other = _OUR_NAMES.get(dotted(names[-2:]), _OUR_NAMES.get(names[-1], ""))
+    wanted = dotted((*names[:-1], other.rpartition(".")[2] or names[-1]))
     keys = [dotted(known) for known, _ in walk((root,))]
-    wanted = dotted((*block, last))
-    same_end = sorted((key for key in keys if key.endswith(f".{last}")), key=len)
-    close = difflib.get_close_matches(wanted, keys, n=1, cutoff=0.75) or same_end[:1]
-    close = close or difflib.get_close_matches(wanted, keys, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    candidates = (
+        [key for key in keys if other and f".{key}".endswith(f".{other}")],
+        [key for key in keys if f".{key}".endswith(f".{names[-1]}")],
+        [key for key in keys if f".{key}".replace(".", "_").endswith("_".join(("", *names)))],
+        [key for key in keys if _similarity(key.rpartition(".")[2], names[-1]) >= _MIN_SIMILARITY],
+    )
+
+    def distance(key: str) -> tuple[int, float]:
+        return len(set(key.split(".")) - set(wanted.split("."))), -_similarity(key, wanted)
+
+    best = min(next(filter(None, candidates), []), key=distance, default=None)
+    return f"; did you mean {best}?" if best else ""
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _block(*variants: type[BaseConfig]) -> Node:

@@ -16,7 +16,7 @@ from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.dump import to_toml
-from prime_rl.loading.schema import walk
+from prime_rl.loading.schema import _OUR_NAMES, find, hint, walk
 
 ROOTS = (InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig)
 
@@ -301,7 +301,16 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         (TrainerConfig, ["--optm.lr", "1"], ["--optm.lr", "did you mean --optim.lr?"]),
         (TrainerConfig, ["--lr", "1"], ["--lr", "--optim.lr"]),
         (RLConfig, ["--trainer.optim.learning-rate", "1"], ["did you mean --trainer.optim.lr?"]),
-        (TrainerConfig, ["--no-such-thing"], ["--no-such-thing"]),
+        (TrainerConfig, ["--no-such-thing"], ["--no-such-thing", "see `trainer --help`"]),
+        (RLConfig, ["--trainer.lr", "1"], ["did you mean --trainer.optim.lr?"]),
+        (RLConfig, ["--ckpt-interval", "1"], ["did you mean --ckpt.interval?"]),
+        (RLConfig, ["--trainer.optm.type", "sgd"], ["did you mean --trainer.optim.type?"]),
+        (RLConfig, ["--orchestrator.group-size", "8"], ["did you mean --orchestrator.rollouts-per-example?"]),
+        (RLConfig, ["--actor.rollout.n", "8"], ["did you mean --orchestrator.rollouts-per-example?"]),
+        (RLConfig, ["--orchestrator.sampling.max-new-tokens", "8"], ["--orchestrator.sampling.max-tokens?"]),
+        (RLConfig, ["--port", "8001"], ["did you mean --inference.server.port?"]),
+        (RLConfig, ["--orchestrator.env.args", "words=9"], ["valid dictionary; set orchestrator.env.0.args.KEY"]),
+        (TrainerConfig, ["--loss.type", "custom"], ["loss.import_path is not set: name your function"]),
         (TrainerConfig, ["--no-max-stepz"], ["--no-max-stepz"]),
         (TrainerConfig, ["--no-optim.lr"], ["--optim.lr", "neither a switch nor optional"]),
         (TrainerConfig, ["--optim.lr", "abc"], ["optim.lr = 'abc'", "--optim.lr", "number"]),
@@ -369,9 +378,21 @@ def test_bad_input_raises_in_one_line(root, argv, parts):
         assert part in text
 
 
+def test_copies_of_a_shared_value_are_one_problem():
+    assert message(RLConfig, "--max-steps", "x").endswith("unable to parse string as an integer")
+    text = message(RLConfig, "--max-steps", "x", "--trainer.optim.lr", "y")
+    assert text.endswith("unable to parse string as an integer (and 1 more)")
+
+
+def test_hint_of_names_of_other_programs_leads_to_a_key():
+    for name, end in _OUR_NAMES.items():
+        roots = [root for root in (RLConfig, SFTConfig) if f"{end}?" in hint(root, name.split("."))]
+        assert roots or find(RLConfig, name.split(".")), f"{name}: no key ends with {end}"
+
+
 def test_bad_files_are_named():
     write("typo.toml", "[optim]\nlrr = 1\n")
-    assert message(TrainerConfig, "@", "typo.toml") == "unknown key optim.lrr in typo.toml; did you mean optim.lr?"
+    assert message(TrainerConfig, "@", "typo.toml") == "unknown key optim.lrr (typo.toml); did you mean optim.lr?"
     write("syntax.toml", "[optim\nlr = 1\n")
     assert "syntax.toml is not TOML" in message(TrainerConfig, "@", "syntax.toml")
     write("type.toml", '[optim]\nlr = "fast"\n')
