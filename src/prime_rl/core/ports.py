@@ -1,9 +1,19 @@
-"""TCP ports of the servers of this project on one machine."""
+"""Addresses and TCP ports of the servers of this project."""
 
 import errno
 import socket
 
 from prime_rl.core.errors import ConfigError
+
+
+def join_host_port(host: str, port: int | str) -> str:
+    """Return `host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_family(host: str) -> socket.AddressFamily:
+    """Return the family of a socket that binds to `host`: IPv6 for an IPv6 address, otherwise IPv4."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def find_free_port() -> int:

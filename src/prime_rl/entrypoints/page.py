@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from prime_rl.core.api_key import API_KEY_VAR
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.core.ports import address_family, join_host_port
 from prime_rl.doctor.collect import contains_run
 
 if TYPE_CHECKING:
@@ -56,18 +57,17 @@ def _serve(runs: "list[RunView]", host: str, port: int, key_variable: str) -> No
     from prime_rl.page.page_app import make_app
 
     access = PageAccess.for_address(host, key_variable)
-    place = f"--port {port}: cannot listen on {host}:{port}"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    place = f"--port {port}: cannot listen on {join_host_port(host, port)}"
+    with socket.socket(address_family(host), socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with translate_error(OSError, lambda error: ConfigError(f"{place} ({error.strerror}); set another port")):
             listener.bind((host, port))
             listener.listen()  # a browser that opens the printed address at once has to wait, not to fail
         bound = listener.getsockname()[1]
-        address = f"[{host}]" if ":" in host else host
         threading.Thread(target=_read_runs, args=(runs,), daemon=True).start()
         with suppress(OSError):  # the disk of the log is full; the page itself writes nothing
-            print(f"page: http://{address}:{bound} shows {len(runs)} run{'s' if len(runs) != 1 else ''}", flush=True)
+            count = f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
+            print(f"page: http://{join_host_port(host, bound)} shows {count}", flush=True)
             for run in runs:
                 if not contains_run(run.paths):
                     print(f"page: {run.paths.root} contains no run yet; it is shown when it starts", flush=True)

@@ -14,6 +14,7 @@ from typing import Literal
 from prime_rl.core.api_key import RELAY_KEY_VAR
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.core.ports import address_family, join_host_port
 
 _DEFAULT_PORT = 8430
 _WRITERS: tuple[Literal["trainer", "orchestrator"], ...] = ("trainer", "orchestrator")
@@ -83,9 +84,8 @@ async def _run(arguments: argparse.Namespace) -> None:
                 hold_role_lock(paths, f"relay_{writer}", 0)
                 client = await stack.enter_async_context(RelayClient(urls, read_api_key(arguments.api_key_var)))
                 jobs.append(asyncio.ensure_future(RunCopier(files, client, writer, arguments.poll_seconds).run()))
-        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         with suppress(OSError):  # stdout is closed
-            print(f"relay: http://{host}:{port} serves {paths.root}", flush=True)
+            print(f"relay: http://{join_host_port(arguments.host, port)} serves {paths.root}", flush=True)
         try:
             done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
             with wrap_os_errors("copy files of the run", paths.root):
@@ -100,9 +100,9 @@ async def _run(arguments: argparse.Namespace) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     """Bind and listen. Raises ConfigError if the address is in use or not of this machine."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(address_family(host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    place = f"--port {port}: cannot listen on {host}:{port}"
+    place = f"--port {port}: cannot listen on {join_host_port(host, port)}"
     with translate_error(OSError, lambda error: ConfigError(f"{place} ({error.strerror}); set another port")):
         listener.bind((host, port))
         listener.listen()

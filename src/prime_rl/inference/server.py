@@ -24,7 +24,7 @@ from loguru import logger
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.core.errors import ConfigError, RunError, translate_error
 from prime_rl.core.os_errors import allow_open_files
-from prime_rl.core.ports import claim_port
+from prime_rl.core.ports import address_family, claim_port, join_host_port
 from prime_rl.inference.generation_stream import Generator, StreamHttpProtocol
 from prime_rl.inference.model_path import find_base_model
 from prime_rl.inference.multinode.headless_node import exit_by_signal, node_info, run_headless
@@ -61,11 +61,10 @@ _FAILED_CLOSE_TIMEOUT_S = 1
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
     """Bind the server's port before the slow start, so that a port in use is a ConfigError at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        listener = stack.enter_context(socket.socket(address_family(host), socket.SOCK_STREAM))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place = f"server.port: cannot listen on {host}:{port}"
+        place = f"server.port: cannot listen on {join_host_port(host, port)}"
         with translate_error(OSError, lambda error: ConfigError(f"{place} ({error.strerror}); set another port")):
             claim = stack.enter_context(claim_port(port))
             listener.bind((host, port))

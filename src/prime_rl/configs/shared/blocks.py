@@ -10,6 +10,7 @@ from prime_rl.configs.shared.bench import STEPS, limit_to_bench_steps
 from prime_rl.configs.shared.environment_rewards import RewardConfig
 from prime_rl.configs.shared.monitoring import LogExtrasConfig, MetricLoggerConfig, TensorBoardConfig, TrackioConfig
 from prime_rl.core.api_key import API_KEY_VAR
+from prime_rl.core.ports import join_host_port
 from prime_rl.loading.base_config import BaseConfig, common
 from prime_rl.loading.provenance import ConfigState
 from prime_rl.loading.root_config import RootConfig
@@ -185,8 +186,7 @@ class ClientConfig(BaseConfig):
     @property
     def urls(self) -> list[str]:
         """Root URLs of the servers, without a trailing `/` or `/v1`."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        given = self.base_url or [f"http://{host}:{self.port}"]
+        given = self.base_url or [f"http://{join_host_port(self.host, self.port)}"]
         return [server_root(url) for url in given]
 
 

@@ -14,6 +14,7 @@ from loguru import logger
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.core.errors import RunError
+from prime_rl.core.ports import join_host_port
 from prime_rl.inference.model_path import find_base_model
 from prime_rl.inference.multinode.node_connection import NodeConnection
 from prime_rl.inference.multinode.node_registry import NodeInfo, follow_head, join_head
@@ -37,7 +38,7 @@ def run_headless(config: InferenceConfig) -> None:
     signal.signal(signal.SIGTERM, exit_by_signal)
     parallel, silence_s = config.parallel, config.heartbeat.dead_after_seconds
     address = (str(parallel.address), parallel.rpc_port)
-    logger.info("joining the head at {}:{}", *address)
+    logger.info("joining the head at {}", join_host_port(*address))
     head = join_head(node_info(config, base), address, parallel.wait_timeout_seconds, silence_s)
     with closing(head), ExitStack() as at_end, _report_failure(head):
         engines = _start_engines(config, base, on_cpu, head.address)

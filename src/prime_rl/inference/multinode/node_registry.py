@@ -26,6 +26,7 @@ from typing import Any
 from loguru import logger
 
 from prime_rl.core.errors import ConfigError, RunError, summarize_exception, translate_error
+from prime_rl.core.ports import address_family, join_host_port
 from prime_rl.inference.multinode.node_connection import SEND_TIMEOUT_S, NodeConnection
 from prime_rl.storage.weights.transfer_channel import ChannelError
 
@@ -170,11 +171,11 @@ class NodeRendezvous:
     def _gather(self, address: tuple[str, int], deadline: float, timeout_s: float, silence_s: float) -> None:
         """Listen until no copy is missing. The copies of a node that is lost before its welcome are missing again."""
         with _listen(*address) as listener:
-            logger.info("waiting at {}:{} for data-parallel ranks {}", *address, _list(self.missing))
+            logger.info("waiting at {} for data-parallel ranks {}", join_host_port(*address), _list(self.missing))
             while self.missing:
                 if time.monotonic() > deadline:
                     raise RunError(
-                        f"no node joined for data-parallel ranks {_list(self.missing)} at {address[0]}:{address[1]} "
+                        f"no node joined for data-parallel ranks {_list(self.missing)} at {join_host_port(*address)} "
                         f"within {timeout_s:.0f} s (parallel.wait_timeout_seconds)"
                     )
                 # The end of a node is read before the same node, after a restart, is accepted again.
@@ -240,7 +241,7 @@ def join_head(node: NodeInfo, address: tuple[str, int], timeout_s: float, silenc
         try:
             with ExitStack() as on_failure:
                 connection = socket.create_connection(address, SEND_TIMEOUT_S)
-                head = NodeConnection(connection, f"the head at {address[0]}:{address[1]}")
+                head = NodeConnection(connection, f"the head at {join_host_port(*address)}")
                 on_failure.callback(head.close)
                 _wait_for_welcome(head, node, deadline, silence_s)
                 on_failure.pop_all()
@@ -249,7 +250,7 @@ def join_head(node: NodeInfo, address: tuple[str, int], timeout_s: float, silenc
             problem = getattr(error, "strerror", None) or str(error)
         time.sleep(_RETRY_S)  # a port that opens sends no event
     raise RunError(
-        f"no head at {address[0]}:{address[1]} welcomed this node within {timeout_s:.0f} s "
+        f"no head at {join_host_port(*address)} welcomed this node within {timeout_s:.0f} s "
         f"(parallel.wait_timeout_seconds): {problem}"
     )
 
@@ -302,12 +303,12 @@ def _listen(address: str, port: int) -> socket.socket:
     def refuse(error: OSError) -> ConfigError:
         reason = os.strerror(error.errno or 0)
         return ConfigError(
-            f"parallel.address, parallel.rpc_port: cannot listen on {address}:{port} ({reason}); the address must be "
-            "one of this machine, which is the head"
+            f"parallel.address, parallel.rpc_port: cannot listen on {join_host_port(address, port)} ({reason}); "
+            "the address must be one of this machine, which is the head"
         )
 
     with translate_error(OSError, refuse):
-        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        return socket.create_server((address, port), family=address_family(address))
 
 
 def _interrupt_main_thread(reason: str) -> None:

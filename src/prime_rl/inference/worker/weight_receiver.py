@@ -33,6 +33,7 @@ from torch import Tensor
 
 from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import translate_error
+from prime_rl.core.ports import join_host_port
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.tensor_hashes import RawTensor
 from prime_rl.storage.wait_for import DeadlineError
@@ -141,7 +142,7 @@ class _Membership:
         parallel = worker.vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         workers = copies * parallel.world_size  # vLLM's own count leaves out independent copies
-        trainer = f"the trainer at {offer.host}:{offer.port}"
+        trainer = f"the trainer at {join_host_port(offer.host, offer.port)}"
         self.channel = connect(offer.host, offer.port, _CONNECT_S, trainer)
         sender = f"worker {rank} of inference on {socket.gethostname()} (pid {os.getpid()})"
         self.channel.send(

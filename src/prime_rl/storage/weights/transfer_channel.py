@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.core.errors import RunError, translate_error
+from prime_rl.core.ports import join_host_port
 from prime_rl.storage.wait_for import DeadlineError
 
 Message = dict[str, Any]
@@ -125,7 +126,8 @@ def connect(host: str, port: int, timeout_s: float, peer: str) -> TransferChanne
     try:
         connection = socket.create_connection((host, port), timeout=timeout_s)
     except OSError as error:
-        raise ChannelError(f"{peer} cannot be reached at {host}:{port} ({error.strerror or error})") from None
+        place = join_host_port(host, port)
+        raise ChannelError(f"{peer} cannot be reached at {place} ({error.strerror or error})") from None
     connection.settimeout(None)
     return TransferChannel(connection, peer)
 

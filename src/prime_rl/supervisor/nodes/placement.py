@@ -12,6 +12,7 @@ from pathlib import Path
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.api_key import read_api_key
 from prime_rl.core.errors import ConfigError
+from prime_rl.core.ports import join_host_port
 from prime_rl.liveness.parent_process import with_parent_death_signal
 from prime_rl.supervisor.nodes.node_launcher import LAUNCHERS, make_script
 from prime_rl.supervisor.nodes.node_probe import NOT_SHARED, PORT_IN_USE, REACHED
@@ -49,7 +50,7 @@ def spread_over_nodes(config: RLConfig) -> RLConfig:
     server = config.inference.server.model_copy(update={"host": "0.0.0.0"})
     parallel = config.inference.parallel
     with_api = nodes[: 1 if parallel.spans_nodes else config.inference_nodes]
-    urls = [f"http://{node}:{server.port}/v1" for node in with_api]
+    urls = [f"http://{join_host_port(node, server.port)}/v1" for node in with_api]
     if parallel.spans_nodes:
         parallel = parallel.model_copy(update={"address": nodes[0]})
     client = config.orchestrator.client.model_copy(update={"base_url": urls})

@@ -18,6 +18,8 @@ from typing import Any
 
 from loguru import logger
 
+from prime_rl.core.ports import join_host_port
+
 _INTERVAL_SECONDS = 1.0
 _MAX_BYTES = 65535
 _ENDED = "ended"
@@ -134,7 +136,7 @@ class NodeMonitor:
             seconds = max(self._silent[node] for node in lost)
             logger.warning("no message from {} for {:.0f} s; {}", self._names(lost), seconds, self._limit)
         if never:
-            address = ":".join(map(str, self._hub[:2]))
+            address = join_host_port(*self._hub[:2])
             logger.warning(
                 "no message from {} yet; is UDP to {} blocked? Without it, a lost node is not named",
                 self._names(never), address,

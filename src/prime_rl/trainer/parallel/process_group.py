@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError, summarize_exception
+from prime_rl.core.ports import join_host_port
 from prime_rl.trainer.parallel.device_mesh import Layout
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -117,7 +118,7 @@ def wrap_rank_errors(timeout_s: float, joining: bool = False) -> Iterator[None]:
     except RuntimeError as error:
         rank, said = f"rank {os.environ.get('RANK', 0)}", summarize_exception(error)
         if joining and isinstance(error, dist.DistError):
-            place = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '?')}"
+            place = join_host_port(os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "?"))
             if "EADDRINUSE" in str(error):  # torch raises the same class for all causes
                 raise ConfigError(
                     f"the ranks cannot use {place} (MASTER_PORT): another process listens there; choose another port "

@@ -23,6 +23,7 @@ from torch import Tensor
 from prime_rl.configs.training.broadcast import IPCBroadcastConfig, TransferConfig
 from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.ports import address_family, join_host_port
 from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.storage.weights.transfer_channel import ChannelError, Message, TransferChannel, receive_all
 
@@ -347,9 +348,9 @@ def _write_argument(value: Any) -> Any:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), backlog=128)
+        return socket.create_server((host, port), family=address_family(host), backlog=128)
     except OSError as error:
         raise ConfigError(
-            f"weight_broadcast.port: cannot listen on {host}:{port} ({error.strerror or error}); set another port, or "
-            "weight_broadcast.host to the address of this machine that inference can reach"
+            f"weight_broadcast.port: cannot listen on {join_host_port(host, port)} ({error.strerror or error}); "
+            "set another port, or weight_broadcast.host to the address of this machine that inference can reach"
         ) from None
