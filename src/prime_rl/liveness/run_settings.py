@@ -64,6 +64,7 @@ def _find_excess(limiting: ProcessSettings, limited: ProcessSettings) -> str | N
     if served and isinstance(published, str) and served not in _EXACT_IN.get(published, (served,)):
         return (
             f"{PUBLISHED_DTYPE} = {published} {limited.place} and {SERVED_DTYPE} = {served} {limiting.place}: the "
-            f"server would sample from rounded weights; give both the same"
+            f"server would sample from rounded weights; set {SERVED_DTYPE} to {published}, or {PUBLISHED_DTYPE} to "
+            f"{served}"
         )
     return None

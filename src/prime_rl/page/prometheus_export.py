@@ -79,7 +79,7 @@ def _samples(run: RunView) -> Iterator[tuple[type[Family], str, str, dict[str, s
     now = time.time()
     for name, beat in read_heartbeats(run.paths).items():
         text = "Seconds since the last heartbeat"
-        age = max(0.0, now - beat.written)
+        age = max(0.0, now - beat.touched / 1e9)  # the clock of the writer's host may differ
         yield GaugeMetricFamily, "prime_rl_heartbeat_age_seconds", text, {"process": name}, age
 
 

@@ -72,6 +72,13 @@ def test_find_difference_from_a_server(process, server, difference):
     assert reverse == found or "model.name" in process, "the order matters only for the order of equal keys"
 
 
+def test_find_difference_of_precisions_says_what_to_set():
+    """As for a float16 checkpoint on CUDA, where the trainer publishes bfloat16 by default."""
+    one = ProcessSettings("here", {"weight_broadcast.dtype": "bfloat16"})
+    found = find_difference(one, ProcessSettings("there", {"model.dtype": "float16"}))
+    assert found is not None and found.endswith("set model.dtype to bfloat16, or weight_broadcast.dtype to float16")
+
+
 def test_trainer_that_publishes_merged_weights_needs_no_adapters():
     arguments = [*SHARED, "--model.lora.rank", "8"]
     assert TrainerConfig.load(arguments).run_settings["model.lora.rank"] is None

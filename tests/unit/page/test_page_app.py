@@ -14,8 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from prime_rl.core.errors import ConfigError
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.page.page_access import PageAccess
 from prime_rl.page.page_app import make_app, run_events
+from prime_rl.page.prometheus_export import prometheus_text
 from prime_rl.page.run_data import run_health
 from prime_rl.page.run_data.run_view import RunView, find_runs
 from prime_rl.plots.figure_history import FigureHistory
@@ -123,6 +125,16 @@ def test_prometheus_parser_reads_the_metrics(client):
     waits = {(s.labels["process"], s.labels["waiting_for"]): s.value for s in families["prime_rl_wait_seconds"].samples}
     assert waits["trainer_0", "orchestrator"] == pytest.approx(120, rel=0.01)
     assert {"prime_rl_policy_lag_versions", "prime_rl_mismatch_kl_nats", "prime_rl_switch_seconds"} <= families.keys()
+
+
+def test_prometheus_age_of_a_heartbeat_does_not_depend_on_the_clock_of_its_host(tmp_path):
+    file = RunPaths(tmp_path).heartbeat("trainer_0")
+    with HeartbeatWriter(RunPaths(tmp_path), "trainer_0", "trainer"):
+        beat = json.loads(file.read_text())
+    file.write_text(json.dumps(beat | {"written": beat["written"] - 600}))
+    text = prometheus_text([RunView("run", tmp_path)]).decode()
+    (age,) = re.findall(r"^prime_rl_heartbeat_age_seconds{.*} (.*)$", text, re.MULTILINE)
+    assert float(age) < 300
 
 
 def test_grafana_dashboard_asks_for_exported_metrics(client):
