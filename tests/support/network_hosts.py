@@ -45,6 +45,7 @@ class NetworkHost:
     name: str
     address: str
     namespace: str
+    environment: Mapping[str, str]
     processes: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def start(
@@ -56,7 +57,7 @@ class NetworkHost:
             str(_find("ip")), "netns", "exec", self.namespace, str(_find("unshare")), "--uts", "--pid", "--fork",
             "--mount-proc", "--kill-child", "bash", "-c", inner, "bash", *command,
         ]  # fmt: skip
-        variables = {**(os.environ if environment is None else environment), "GLOO_SOCKET_IFNAME": _INTERFACE}
+        variables = {**(os.environ if environment is None else environment), **self.environment}
         with log.open("ab") as output:
             process = subprocess.Popen(
                 program, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
@@ -103,8 +104,11 @@ class NetworkHost:
 
 
 @contextmanager
-def network_hosts(names: Sequence[str]) -> Iterator[list[NetworkHost]]:
-    """Make hosts that reach each other, and remove them with their processes at the end."""
+def network_hosts(names: Sequence[str], like_debian: bool = False) -> Iterator[list[NetworkHost]]:
+    """Make hosts that reach each other, and remove them with their processes at the end.
+
+    With `like_debian`, the own name of each host is that of its loopback interface.
+    """
     # A number for each call: the kernel removes the devices of a namespace some time after the namespace.
     number = os.getpid() % 6000 * 10 + next(_calls) % 10
     bridge, subnet = f"pr{number}", f"10.{77 + number % 100}.{number // 100 % 250}"
@@ -114,15 +118,17 @@ def network_hosts(names: Sequence[str]) -> Iterator[list[NetworkHost]]:
         _ip("link", "set", bridge, "up")
         hosts = []
         addresses = {name: f"{subnet}.{index + 1}" for index, name in enumerate(names)}
-        names_file = "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items())
+        environment = {} if like_debian else {"GLOO_SOCKET_IFNAME": _INTERFACE}
         for index, name in enumerate(names):
-            host = NetworkHost(name, addresses[name], f"pr{number}n{index}")
+            host = NetworkHost(name, addresses[name], f"pr{number}n{index}", environment)
             _ip("netns", "add", host.namespace)
             stack.callback(_ip, "netns", "del", host.namespace)
             settings = _SETTINGS / host.namespace
             settings.mkdir(parents=True, exist_ok=True)
             stack.callback(shutil.rmtree, settings)
-            (settings / "hosts").write_text(names_file)
+            own = {name: "127.0.1.1"} if like_debian else {}
+            known = {"localhost": "127.0.0.1", **addresses, **own}
+            (settings / "hosts").write_text("".join(f"{address} {name}\n" for name, address in known.items()))
             _ip("link", "add", host._port, "type", "veth", "peer", "name", _INTERFACE, "netns", host.namespace)
             _ip("link", "set", host._port, "master", bridge, "up")
             for arguments in (

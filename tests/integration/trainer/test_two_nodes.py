@@ -41,7 +41,7 @@ class Trainer:
         for rank, (host, directory) in enumerate(zip(self.hosts, directories, strict=True)):
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank),
-                "--nproc-per-node", "1", "--master-addr", self.hosts[0].address, "--master-port", "29500",
+                "--nproc-per-node", "1", "--master-addr", self.hosts[0].name, "--master-port", "29500",
                 "-m", "prime_rl.trainer.rl.train", "@", str(self.root / "trainer.toml"), "--output-dir", str(directory),
             ]  # fmt: skip
             self.processes.append(host.start(command, self.log(rank), clean_environment()))
@@ -78,7 +78,7 @@ class Trainer:
 def trainer(tmp_path: Path) -> Iterator[Trainer]:
     if reason := network_hosts.missing():
         pytest.skip(f"network namespaces cannot be used: {reason}")
-    with network_hosts.network_hosts(["trainer1", "trainer2"]) as hosts:
+    with network_hosts.network_hosts(["trainer1", "trainer2"], like_debian=True) as hosts:
         yield Trainer(tmp_path, hosts)
 
 

@@ -281,6 +281,13 @@ def test_all_nodes_of_a_single_node_needs_no_address() -> None:
         assert nodes.places == ["data-parallel rank 0", "data-parallel rank 1"]
 
 
+def test_head_whose_name_is_that_of_the_loopback_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    with pytest.raises(ConfigError, match=r"parallel.address: node1 resolves to 127.0.1.1 here"):
+        resolve("node1")
+    assert resolve("127.0.1.1") == resolve("localhost") == "127.0.1.1"
+
+
 def test_wrong_address_is_named_in_the_error(address: tuple[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"parallel.address: no-such-host.invalid cannot be resolved"):
         resolve("no-such-host.invalid")

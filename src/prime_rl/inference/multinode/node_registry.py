@@ -25,6 +25,7 @@ from typing import Any
 
 from loguru import logger
 
+from prime_rl.core.api_key import is_loopback
 from prime_rl.core.errors import ConfigError, RunError, summarize_exception, translate_error
 from prime_rl.core.ports import address_family, join_host_port
 from prime_rl.inference.multinode.node_connection import SEND_TIMEOUT_S, NodeConnection
@@ -270,10 +271,19 @@ def follow_head(head: NodeConnection, readable: bool, silence_s: float) -> bool:
 
 
 def resolve(address: str) -> str:
-    """Resolve the name of the head to an IP address, to which alone vLLM binds; raises ConfigError if it is unknown."""
+    """Resolve the name of the head to an IP address, to which alone vLLM binds.
+
+    Raises ConfigError if it is unknown, or a loopback address on the head itself, as Debian's /etc/hosts defines it.
+    """
     unknown = f"parallel.address: {address} cannot be resolved"
     with translate_error(OSError, lambda error: ConfigError(f"{unknown} ({error.strerror})")):
-        return str(socket.getaddrinfo(address, None, proto=socket.IPPROTO_TCP)[0][4][0])
+        found = str(socket.getaddrinfo(address, None, proto=socket.IPPROTO_TCP)[0][4][0])
+    if is_loopback(found) and not is_loopback(address):
+        raise ConfigError(
+            f"parallel.address: {address} resolves to {found} here, which other nodes cannot reach; give the head's IP "
+            "address"
+        )
+    return found
 
 
 def _receive_from_node(node: NodeConnection) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError, summarize_exception
 from prime_rl.core.ports import join_host_port
 from prime_rl.trainer.parallel.device_mesh import Layout
+from prime_rl.trainer.parallel.gloo_interface import choose_gloo_interface
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -93,16 +94,21 @@ def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | Non
 
 
 def _rendezvous_options(timeout: timedelta) -> dict[str, Any]:
-    """Return a store with a prefix for this restart attempt.
+    """Return torchrun's store, on one node with a prefix for this restart attempt.
 
     torchrun uses one store for all attempts, which then holds addresses of dead ranks. On several nodes the prefix is
     not possible: each node's torchrun counts only the failures of its own ranks.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if attempt is None or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+    if attempt is None:
         return {}
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        prefix = f"attempt_{attempt}"
+    else:
+        prefix = "several_nodes"
+        choose_gloo_interface(store, rank, size)
+    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": size}
 
 
 @contextmanager
