@@ -32,6 +32,7 @@ SSH = """\
 while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
 echo "$*" >> "$CALLS"
 [[ $1 == unknown ]] && { echo "ssh: Could not resolve hostname unknown" >&2; exit 255; }
+[[ $1 == late ]] && mkdir "$CALLS.late" 2> /dev/null && exit 255
 shift
 "$@"
 """
@@ -52,8 +53,8 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setenv("PRIME_RL_ERROR_FILE", str(tmp_path / "error.json"))
     started = []
 
-    def start(program, nodes="n1,n2", grace=5.0, **environment):
-        options = RemoteOptions("ssh", nodes.split(","), "trainer", tmp_path, grace, silence_seconds=60)
+    def start(program, nodes="n1,n2", silence=60.0, **environment):
+        options = RemoteOptions("ssh", nodes.split(","), "trainer", tmp_path, 5.0, silence)
         command = remote_command(options, [sys.executable, "-c", program, "{node_rank}"])
         process = subprocess.Popen(
             command, env={**os.environ, **environment}, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -82,9 +83,9 @@ def run(start, tmp_path):
 
 
 def test_command_runs_on_each_node_with_the_environment_that_no_command_line_shows(run, tmp_path):
-    program = (
-        f"import os, sys; print(sys.argv[1], os.environ['PRIME_RL_NODE'], os.environ['{KEY}'] == sys.stdin.read() or "
-        f"repr(os.environ['{KEY}']), os.getcwd())"
+    program = (  # one write, because the lines of the nodes are not ordered
+        f"import os, sys; key = os.environ['{KEY}']; words = sys.argv[1], os.environ['PRIME_RL_NODE'], "
+        "str(key == sys.stdin.read() or repr(key)), os.getcwd(); os.write(1, ' '.join(words).encode() + b'\\n')"
     )
     code, output, calls = run(program, **{KEY: "it's secret\n$HOME"})
     assert code == 0, output
@@ -117,10 +118,16 @@ def test_killed_command_is_named_instead_of_one_that_failed_because_of_it(run, t
 
 
 def test_node_that_cannot_be_reached_ends_the_command(run):
-    code, output, _ = run("import time; time.sleep(300)", "n1,unknown")
+    code, output, _ = run("import time; time.sleep(300)", "unknown", 0.1)
     assert code == 1
     assert "Could not resolve hostname unknown" in output
     assert "ssh cannot start the command on unknown" in output
+
+
+def test_node_that_can_be_reached_only_later_runs_the_command(run):
+    code, output, calls = run("print('works')", "late")
+    assert (code, output) == (0, "works\n")
+    assert calls.splitlines() == ["late bash -s"] * 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -7,7 +7,8 @@
 The launcher, `ssh` or `srun`, starts a shell on each node that reads its script from stdin, so that no command line
 shows the environment, which contains the API key. The script ends as the node's agent (`node_agent`), which answers a
 line on stdin each second. Each answer becomes a heartbeat of the node, so that `rl` reports and ends a node that is
-silent. The agent ends the command when its stdin ends, or after the same silence.
+silent. The agent ends the command when its stdin ends, or after the same silence. So long it also tries to connect to a
+node: a restart after the loss of a network, or of a node, must not fail before they are back.
 
 `{node_rank}` in the command becomes the index of the node.
 """
@@ -48,6 +49,9 @@ _OF_THE_NODE = ("HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHELL", "SHLVL"
 _OF_THE_SESSION = ("SLURM", "SSH_", "XDG_", "DBUS_", "BASH_")
 _END_MARGIN_SECONDS = 2.0
 """From the end of the agent's grace time to that of its launcher."""
+_RECONNECT_SECONDS = 1.0
+_NO_CONNECTION = 255
+"""Exit code of ssh."""
 _SIBLING_SECONDS = 1.0
 """Time for the command to fail on the other nodes too, after a failure on one: one of them may know the cause."""
 
@@ -62,7 +66,8 @@ class RemoteOptions:
         role: name of the child process of `rl` that runs them.
         output_dir: run directory, for the heartbeats of the nodes.
         grace_seconds: time for an orderly end on the nodes.
-        silence_seconds: an agent ends its command after this time without a line from here.
+        silence_seconds: an agent ends its command after this time without a line from here, and a node that cannot be
+            reached is given up.
     """
 
     launcher: str
@@ -113,11 +118,12 @@ class RemoteCommand:
         self._heartbeat = NodeHeartbeat(RunPaths(options.output_dir), self.node, options.role)
         self._process: Process | None = None
         self._code: int | None = None
-        self.has_started = self.was_silent = False
+        self.has_started = self.was_silent = self._stopped = False
         self.ended = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
         """Have the agent end the command."""
+        self._stopped = True
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -133,6 +139,16 @@ class RemoteCommand:
                 self._process.kill()
 
     async def _run(self) -> int | None:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._options.silence_seconds
+        while True:
+            status = await self._connect()
+            if self.has_started or self._stopped or status != _NO_CONNECTION or clock() > deadline:
+                return self._code
+            await asyncio.sleep(_RECONNECT_SECONDS)
+
+    async def _connect(self) -> int:
+        """Run the command until the connection ends; return the exit code of the launcher."""
         argv = [word.replace("{node}", self.node) for word in LAUNCHERS[self._options.launcher]]
         self._process = process = await asyncio.create_subprocess_exec(
             *with_parent_death_signal(argv), stdin=PIPE, stdout=PIPE
@@ -142,8 +158,7 @@ class RemoteCommand:
         pinging = asyncio.ensure_future(self._ping(process.stdin))
         try:
             await self._read_answers(process)
-            await process.wait()
-            return self._code
+            return await process.wait()
         finally:
             pinging.cancel()
             self._heartbeat.remove()
