@@ -34,6 +34,30 @@ def test_console_progress_shows_new_warnings_and_none_of_an_earlier_process(tmp_
     assert out.getvalue() == "warning: environment [red]: group 0 failed: NameError: name 'x' is not defined\n"
 
 
+def test_console_progress_shows_a_resumed_run_from_its_first_new_step(tmp_path):
+    paths, out = RunPaths(tmp_path), io.StringIO()
+    paths.metrics_dir.mkdir()
+
+    def write(rewards):
+        for role in ("orchestrator", "trainer"):
+            new = tmp_path / role
+            new.write_text("".join(json.dumps({"step": n, "reward/mean": r}) + "\n" for n, r in enumerate(rewards)))
+            new.rename(paths.metrics(role))
+
+    write([0.1, 0.2, 0.3])
+    display = ConsoleProgress(paths, 3, Console(file=out, width=200))
+    display.refresh()
+    write([0.1, 0.2])  # the rollback to checkpoint 2
+    display.refresh()
+    assert out.getvalue() == ""
+    write([0.1, 0.2, 0.9])
+    display.refresh()
+    first, second = out.getvalue().splitlines()
+    assert first == "resumed after step 2"
+    assert "step 3/3 | reward 0.9 " in second and "ETA" not in second
+    assert display.progress.rewards == [0.1, 0.2, 0.9]
+
+
 def test_console_progress_skips_lines_of_evaluations(tmp_path):
     paths, out = RunPaths(tmp_path), io.StringIO()
     display = ConsoleProgress(paths, 10, Console(file=out, width=200))

@@ -263,7 +263,7 @@ def test_custom_loss_without_trained_tokens_needs_no_gradient():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("one_number", r"returned \(\); return one loss per token, \[48\]"),
+        ("one_number", r"returned a tensor of shape \[\]; return one loss per token, shape \[48\]"),
         ("broken", "failed: KeyError"),
         ("without_gradient", "returned losses without a gradient"),
         ("half_an_output", "returned NoneType; return one loss per token"),

@@ -51,7 +51,10 @@ class DisconnectableOutput:
 
 
 class ConsoleProgress:
-    """Shows a run: a live display on a terminal, otherwise one line per step."""
+    """Shows a run: a live display on a terminal, otherwise one line per step.
+
+    Steps before a resume count in the summary and are not shown again.
+    """
 
     def __init__(self, paths: RunPaths, max_steps: int | None, console: Console) -> None:
         self.progress = RunProgress()
@@ -60,6 +63,7 @@ class ConsoleProgress:
         self._signal = LearningSignalMonitor()
         self._warnings = JsonTail(paths.warnings)
         list(self._warnings.read())  # skip those of an earlier process
+        self._resumes = self._read_earlier_steps()
         self._started = time.monotonic()
         # A pipe is no terminal, also with FORCE_COLOR.
         self._is_live = console.is_interactive and console.file.isatty()
@@ -82,6 +86,14 @@ class ConsoleProgress:
                     self._warn(text)
                 for step in self.progress.add(role, metrics):
                     self._show(step)
+
+    def _read_earlier_steps(self) -> bool:
+        """Count the steps of an earlier start of the run; return whether there are any."""
+        for role, lines in self._tails.items():
+            for metrics in lines.read():
+                list(self.progress.add(role, metrics))
+        self.progress.restart_clock()
+        return self.progress.steps > 0
 
     def summary(self) -> Table:
         """The closing table."""
@@ -109,6 +121,9 @@ class ConsoleProgress:
         self.show_event(f"warning: {text}")
 
     def _show(self, step: Mapping[str, Any]) -> None:
+        if self._resumes:
+            self._resumes = False
+            self.show_event(f"resumed after step {step['step']}")
         if self._is_live:
             return
         figures = " | ".join(f"{label} {format_number(step.get(name))}" for label, name in _FIGURES.items())

@@ -82,6 +82,11 @@ class RunProgress:
             self._count(whole)
             yield whole
 
+    def restart_clock(self) -> None:
+        """Forget how long the steps so far took: an earlier process trained them."""
+        self._times.clear()
+        self._waits.clear()
+
     def waits(self) -> dict[str, float]:
         """Share of the last ten steps for which the trainer waited for batches, and sampling for new weights."""
         names = self._waits[-1] if self._waits else {}

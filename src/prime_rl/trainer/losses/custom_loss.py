@@ -39,9 +39,9 @@ def _call(
     is_loss = isinstance(output, LossOutput)
     for part in [getattr(output, field.name) for field in fields(LossOutput)] if is_loss else [answer]:
         if not isinstance(part, Tensor) or part.shape != inputs.logprobs.shape:
-            found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+            found = f"a tensor of shape {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
             raise ConfigError(
-                f"{_KEY} = {name!r} returned {found}; return one loss per token, [{len(inputs.logprobs)}]"
+                f"{_KEY} = {name!r} returned {found}; return one loss per token, shape [{len(inputs.logprobs)}]"
             )
     if output.loss.requires_grad:
         return output
