@@ -63,7 +63,7 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
             display = ConsoleProgress(paths, config.max_steps, console)
             outcome = asyncio.run(_run(config, paths, display, console, keep_serving))
             display.refresh()
-            if outcome.ok or display.progress.steps:
+            if outcome.ok or display.has_new_steps:
                 console.print(display.summary())
     if outcome.left:
         console.print(f"warning: processes {list(outcome.left)} could not be ended")

@@ -95,6 +95,11 @@ class ConsoleProgress:
         self.progress.restart_clock()
         return self.progress.steps > 0
 
+    @property
+    def has_new_steps(self) -> bool:
+        """Whether this start of the run has finished a step."""
+        return self.progress.steps > 0 and not self._resumes
+
     def summary(self) -> Table:
         """The closing table."""
         progress = self.progress
