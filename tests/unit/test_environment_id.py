@@ -52,6 +52,20 @@ def test_id_of_nothing_installed_names_the_commands(env_id, folder):
     assert f"`prime env install {env_id}`" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "env_id, hint",
+    [
+        ("revers_text", "did you mean reverse_text? Otherwise run `uv pip install"),
+        ("my_evn", "did you mean my_env? Otherwise run `uv pip install"),
+        ("my_env.py:load_environment", "for your file, write my_env.py; its function is load_environment()"),
+    ],
+)
+def test_id_that_is_misspelt_names_the_environment(env_id, hint, folder):
+    with pytest.raises(ConfigError) as caught:
+        find_environment(env_id)
+    assert hint in str(caught.value)
+
+
 def test_id_of_another_version_is_refused():
     with pytest.raises(ConfigError, match=r"version 0\.1\.0 is installed; run .*, or remove @9\.9"):
         find_environment("someone/reverse_text@9.9")

@@ -7,21 +7,18 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
 from prime_rl.core.entry_point import command, exit_with_reader
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.rollouts.environments.environment_id import find_environment
+from prime_rl.rollouts.environments.environment_id import find_environment, installed_environments
 from prime_rl.rollouts.environments.environment_identity import identify
 
 _FILE_COLUMNS = 160
-_NO_ENVIRONMENTS = ("prime-rl", "verifiers")
 
 
 @command
@@ -69,7 +66,7 @@ def _describe(env_id: str, *, as_json: bool) -> None:
 
 def _installed() -> Iterator[dict[str, Any]]:
     """Yield the installed environments by name: packages that require verifiers and have a module of their name."""
-    for distribution in sorted(filter(_requires_verifiers, distributions()), key=lambda each: each.name):
+    for distribution in installed_environments():
         with suppress(ConfigError):  # it only uses verifiers, or a file has the same name
             found = find_environment(distribution.name)
             identity = identify(found)
@@ -80,11 +77,6 @@ def _installed() -> Iterator[dict[str, Any]]:
                 "source": identity.source or "package index",
                 "summary": distribution.metadata["Summary"] or "",
             }
-
-
-def _requires_verifiers(distribution: Distribution) -> bool:
-    names = (Requirement(text).name for text in distribution.requires or ())
-    return distribution.name not in _NO_ENVIRONMENTS and "verifiers" in names
 
 
 def _files(directory: Path) -> Iterator[dict[str, Any]]:

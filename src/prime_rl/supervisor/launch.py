@@ -29,7 +29,12 @@ from prime_rl.supervisor.launch_specs import make_process_specs
 from prime_rl.supervisor.lifecycle_events import EventLog
 from prime_rl.supervisor.nodes.placement import spread_over_nodes
 from prime_rl.supervisor.page_process import serve_page
-from prime_rl.supervisor.preflight import check_before_start, clear_run_directory, unreachable_servers
+from prime_rl.supervisor.preflight import (
+    check_before_start,
+    clear_run_directory,
+    starts_without_checkpoint,
+    unreachable_servers,
+)
 from prime_rl.supervisor.supervisor import Outcome, SupervisorTimeouts, supervise
 
 
@@ -55,6 +60,8 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
         for old in clear_run_directory(config, paths):
             action = "archived" if old == paths.checkpoints_dir else "removed"
             console.print(f"{action} {old} of an earlier run")
+        if starts_without_checkpoint(config):
+            console.print(f"warning: {paths.root} has no complete checkpoint: the run starts at step 0", soft_wrap=True)
         for url in unreachable_servers(config):
             console.print(f"warning: no server at {url} yet; `rl` starts its own with --inference")
         if config.bench:

@@ -49,6 +49,13 @@ def check_resume(config: RLConfig) -> None:
         )
 
 
+def starts_without_checkpoint(config: RLConfig) -> bool:
+    """Whether the latest checkpoint is to be resumed, and there is none."""
+    if config.ckpt is None or config.ckpt.resume_step != -1:
+        return False
+    return not find_checkpoints(config.run_paths.root / config.ckpt.path).steps
+
+
 def check_model(name: str) -> None:
     """Reject a local path that is not a model directory."""
     path = Path(name).expanduser()

@@ -164,7 +164,11 @@ def test_check_resume_missing_checkpoint_is_rejected(tmp_path):
     config = RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "2"])
     message = refused(preflight.check_resume, config)
     assert "no complete checkpoint of this step (was not finished:" in message and "complete steps: none" in message
-    preflight.check_resume(RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "-1"]))
+    latest = RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "-1"])
+    preflight.check_resume(latest)
+    assert preflight.starts_without_checkpoint(latest)
+    assert not preflight.starts_without_checkpoint(config)
+    assert not preflight.starts_without_checkpoint(RLConfig.load(["--output-dir", str(tmp_path), "--ckpt"]))
 
 
 def test_make_process_specs_sets_configuration_gpus_and_files(tmp_path, monkeypatch):

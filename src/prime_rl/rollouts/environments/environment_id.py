@@ -7,6 +7,7 @@
 | `path/name.py` | file |
 """
 
+import difflib
 import importlib.util
 import json
 import sys
@@ -24,9 +25,12 @@ from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_version
 
 from prime_rl.core.errors import ConfigError
+
+_NO_ENVIRONMENTS = ("prime-rl", "verifiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +141,25 @@ def _check_version(found: FoundEnvironment, env_id: str, wanted: str, key: str) 
         raise ConfigError(f"{key} = {env_id}: {found_version}; run `prime env install {env_id}`, or remove @{wanted}")
 
 
+def installed_environments() -> list[Distribution]:
+    """Return the installed packages that require verifiers, by name; some may only use it."""
+    return sorted(filter(_requires_verifiers, distributions()), key=lambda each: each.name)
+
+
+def _requires_verifiers(each: Distribution) -> bool:
+    return each.name not in _NO_ENVIRONMENTS and "verifiers" in {Requirement(text).name for text in each.requires or ()}
+
+
 def _hint(env_id: str, module: str, owner: str) -> str:
     if owner and Path(f"{env_id}.py").expanduser().is_file():
         return f"for your file, write {env_id}.py"
-    return (
+    file, colon, _ = env_id.partition(":")
+    if colon and file.endswith(".py"):
+        return f"for your file, write {file}; its function is load_environment()"
+    known = [each.name.replace("-", "_") for each in installed_environments()]
+    known += [path.stem for path in Path.cwd().glob("*.py")]
+    similar = difflib.get_close_matches(module, known, n=1, cutoff=0.75)
+    return (f"did you mean {similar[0]}? Otherwise " if similar else "") + (
         f"run `uv pip install -e environments/{module}` for an environment of this repository, "
         f"`prime env install {env_id}` for one of the hub, or write {module}.py with load_environment() into "
         f"{Path.cwd()}"
