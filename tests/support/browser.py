@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.support.command import PROGRESS_TIMEOUT_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -22,7 +24,7 @@ def open_browser() -> Iterator[Any]:
         browser.close()
 
 
-def wait_until(page: Any, expression: str, argument: Any = None, seconds: float = 30) -> None:
+def wait_until(page: Any, expression: str, argument: Any = None, seconds: float = PROGRESS_TIMEOUT_S) -> None:
     """Wait until a JavaScript function returns true. `page.wait_for_function` would violate the page's policy."""
     end = time.monotonic() + seconds
     while not page.evaluate(expression, argument):
@@ -39,6 +41,7 @@ class WatchedTab:
 
     def __init__(self, browser: Any) -> None:
         self.page = browser.new_page(viewport={"width": 1400, "height": 900})
+        self.page.set_default_timeout(1000 * PROGRESS_TIMEOUT_S)
         self.errors: list[str] = []
         self._origins: set[tuple[str, str]] = set()
         self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
@@ -47,7 +50,7 @@ class WatchedTab:
 
     def check(self, *origins: tuple[str, str]) -> None:
         """Close it. Assert no error, no request to another origin, and no script of the run's text."""
-        assert self.errors == []
+        assert not self.errors, self.errors
         assert {origin for origin in self._origins if origin[0] not in ("data", "blob")} <= set(origins)
         assert self.page.evaluate("window.hacked") is None
         self.page.close()

@@ -14,10 +14,10 @@ import tomli_w
 from prime_rl.doctor.examine import examine
 from prime_rl.storage.paths import RunPaths
 from tests.support import network_hosts
-from tests.support.command import clean_environment, metrics_of, until
+from tests.support.command import PROGRESS_TIMEOUT_S, clean_environment, metrics_of, until
 from tests.support.network_hosts import NetworkHost
 
-pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(500)]
 
 MODEL = Path(__file__).parents[3] / "configs/reverse_text/model"
 DIST_TIMEOUT_S = 20
@@ -69,7 +69,7 @@ class Trainer:
     def wait_for_end(self) -> list[str]:
         """Wait until all ranks have ended with an error, and return the errors."""
         for process in self.processes:
-            assert process.wait(2 * DIST_TIMEOUT_S) == 1
+            assert process.wait(PROGRESS_TIMEOUT_S) == 1
         logs = [self.log(rank).read_text().splitlines() for rank in range(len(self.processes))]
         return [next(line for line in log if line.startswith("error: ")) for log in logs]
 
