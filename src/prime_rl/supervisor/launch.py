@@ -59,11 +59,11 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
         config = limit_to_epochs(config.model_copy(update={"orchestrator": orchestrator}))
         for old in clear_run_directory(config, paths):
             action = "archived" if old == paths.checkpoints_dir else "removed"
-            console.print(f"{action} {old} of an earlier run")
+            console.print(f"{action} {old} of an earlier run", soft_wrap=True)
         if starts_without_checkpoint(config):
             console.print(f"warning: {paths.root} has no complete checkpoint: the run starts at step 0", soft_wrap=True)
         for url in unreachable_servers(config):
-            console.print(f"warning: no server at {url} yet; `rl` starts its own with --inference")
+            console.print(f"warning: no server at {url} yet; `rl` starts its own with --inference", soft_wrap=True)
         if config.bench:
             outcome = _benchmark(config, paths, console)
         else:
@@ -73,11 +73,11 @@ def run(config: RLConfig, keep_serving: bool = False) -> int:
             if outcome.ok or display.has_new_steps:
                 console.print(display.summary())
     if outcome.left:
-        console.print(f"warning: processes {list(outcome.left)} could not be ended")
+        console.print(f"warning: processes {list(outcome.left)} could not be ended", soft_wrap=True)
     if outcome.stopped_by is not None:
         saved = find_checkpoints(paths.root / config.ckpt.path).steps if config.ckpt is not None else []
         hint = f"; checkpoint {saved[-1]} is saved: continue with --ckpt.resume-step -1" if saved else ""
-        console.print(f"stopped by {outcome.stopped_by.name}; all processes have ended{hint}")
+        console.print(f"stopped by {outcome.stopped_by.name}; all processes have ended{hint}", soft_wrap=True)
         return 128 + outcome.stopped_by
     if outcome.culprit is not None:
         raise _explain(outcome, console)
@@ -127,7 +127,7 @@ async def _run(
         await asyncio.wait({work, following}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             # The display failed; the run continues without it.
-            console.print(f"warning: progress display failed: {following.exception()!r}")
+            console.print(f"warning: progress display failed: {following.exception()!r}", soft_wrap=True)
             await asyncio.wait({work})
         others = [task for task in (following, page) if task is not None]
         for task in others:
