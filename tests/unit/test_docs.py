@@ -53,7 +53,7 @@ def commands(text):
     for rest in RUN.findall(text):
         words = rest.split()
         while words and words[0].startswith("-"):
-            words = words[2:] if words[0] == "--extra" else words[1:]
+            words = words[2:] if words[0] in ("--extra", "--project") else words[1:]
         found += words[0].split("|")[:1] if words else []
     return found
 
