@@ -32,6 +32,12 @@ ARGUMENTS = (
     "--orchestrator.batch-size", "256",
 )  # fmt: skip
 RESUME = ("--ckpt.resume-step", "-1")
+COMPLETION = """
+import json, sys, urllib.request
+body = json.dumps({"model": "configs/reverse_text/model", "prompt": "ab", "max_tokens": 4}).encode()
+headers = {"Authorization": "Bearer key", "Content-Type": "application/json"}
+print(urllib.request.urlopen(urllib.request.Request(sys.argv[1], body, headers), timeout=60).read().decode())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +206,24 @@ def test_sft_on_two_nodes_is_requeued(cluster: slurm.Slurm, tmp_path: Path) -> N
     ended = job.until_ended()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.log
     assert [row["step"] for row in metrics_of(paths, "trainer")] == list(range(100))
+
+
+def test_server_over_two_nodes_answers_and_ends_with_one_of_its_engines(cluster: slurm.Slurm, tmp_path: Path) -> None:
+    log, script = tmp_path / "log", str(Path(__file__).parents[3] / "deploy" / "slurm" / "inference.sbatch")
+    variables = {**environment(cluster), "INFERENCE_SERVER_API_KEY": "key", "GPUS": "1"}
+    options = ("--parsable", "--nodes=2", f"--output={log}")
+    done = cluster.run("sbatch", *options, script, "configs/inference/debug.toml", **variables)
+    assert done.returncode == 0, done.stderr
+    job = Job(cluster, done.stdout.strip(), RunPaths(tmp_path))
+    until(lambda: log.exists() and " serving configs/reverse_text/model on port 8000" in log.read_text(), "the server")
+    head, other = cluster.run("scontrol", "show", "hostnames", nodes_of(job)).stdout.split()
+    ask = (sys.executable, "-c", COMPLETION, f"http://{head}:8000/v1/completions")
+    until(lambda: '"text":"' in cluster.run(*ask).stdout, "an answer")
+    [engine] = [one for one in cluster.nodes[other].processes() if one.info["name"] == "VLLM::EngineCore_DP1"]
+    engine.kill()
+    assert job.until_ended(60)["JobState"] == "FAILED"
+    assert f"error: node {other} (data-parallel ranks 1): EngineCore_DP1 (pid " in log.read_text()
+    until(lambda: not names_on(cluster.nodes[head]), "the end of the server", 30)
 
 
 def test_run_of_lost_nodes_ends_when_the_requeued_job_resumes_it(cluster: slurm.Slurm, tmp_path: Path) -> None:
