@@ -1,6 +1,7 @@
 """Checks of published weights by `check_weights`."""
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,11 @@ def test_check_weights_rejects_altered_files(tmp_path: Path) -> None:
     assert "lists no files" in _reason(directory)
     (directory / "manifest.json").unlink()
     assert "manifest.json is missing" in _reason(directory)
+
+
+def test_check_weights_on_a_machine_without_the_directory_of_the_run_names_it(tmp_path: Path) -> None:
+    reason = _reason(tmp_path / "run/weights/step_1")
+    assert reason.startswith(f"{tmp_path / 'run/weights'} does not exist on {socket.gethostname()}: a server needs")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -134,7 +135,7 @@ def read_published(
     """
     file = directory / MANIFEST
     with (
-        translate_error((ArtifactError, OSError), lambda error: WeightsRefusedError(str(error))),
+        translate_error((ArtifactError, OSError), lambda error: WeightsRefusedError(_explain(directory, error))),
         translate_error(ValueError, lambda error: WeightsRefusedError(f"{file} is malformed: {error}")),
     ):
         manifest = retry_until_complete(
@@ -153,6 +154,15 @@ def read_published(
             canary = replace(canary, dtype=_HALF[min(coarse)])
     policy = PublishedPolicy(version, manifest["hash"], directory, manifest["tensors"], canary, offer=offer)
     return policy, locations, manifest
+
+
+def _explain(directory: Path, error: Exception) -> str:
+    if directory.parent.is_dir():
+        return str(error)
+    return (
+        f"{directory.parent} does not exist on {socket.gethostname()}: a server needs the run's directory at the same "
+        "path, or relay.urls"
+    )
 
 
 def _published_locations(
