@@ -13,6 +13,8 @@ from prime_rl.liveness.run_settings import ProcessSettings, RunSettings, find_di
 from prime_rl.storage.paths import RunPaths
 
 _POLL_SECONDS = 0.5
+_WITHOUT_LIMIT = (ProcessState.STUCK, ProcessState.UNREACHABLE)
+"""States that end a wait immediately, or not at all."""
 
 
 class PeerLost(RunError):
@@ -112,7 +114,7 @@ class PeerMonitor:
             if report.state is ProcessState.ALIVE:
                 logger.info("{} is alive again", report.heartbeat)
             else:
-                logger.warning("{}{}", report, "" if report.state is ProcessState.UNREACHABLE else until)
+                logger.warning("{}{}", report, "" if report.state in _WITHOUT_LIMIT else until)
         return seen
 
     def describe(self) -> str:

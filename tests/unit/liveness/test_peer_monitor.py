@@ -109,9 +109,10 @@ def test_check_of_peer_whose_end_is_expected_raises_only_if_it_fails(world, said
         world.wait(70)
 
 
-def test_check_of_stuck_peer_raises_immediately(world):
+def test_check_of_stuck_peer_raises_immediately(world, said):
     with pytest.raises(PeerLost, match=r"no progress for 16 s .limit 10 s"):
         world.wait(18, each=lambda: world.say(phase_deadline_s=10))
+    assert "waiting for it" not in said()[-1]
 
 
 def test_check_under_rl_only_describes(tmp_path):
