@@ -100,7 +100,7 @@ class RLConfig(RunConfig):
     """Nodes with a server each, or, with inference.parallel.dp_local, with that many copies each of one server."""
 
     launcher: Literal["ssh", "srun"] | None = None
-    """How processes on `nodes` are started; None is srun in a Slurm job and ssh otherwise."""
+    """How processes on `nodes` are started; None is srun with `nodes = slurm`, and ssh otherwise."""
 
     rendezvous_port: int = Field(29500, ge=1, le=65535)
     """Port of torchrun on the first node of the trainer, if `nodes` is set."""

@@ -1,4 +1,4 @@
-"""`uv run rl`: a whole run on one node."""
+"""`uv run rl`: a whole run."""
 
 import sys
 

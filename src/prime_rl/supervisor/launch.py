@@ -1,4 +1,4 @@
-"""`rl`: a whole run on one node, from its configuration to its exit code."""
+"""`rl`: a whole run, from its configuration to its exit code."""
 
 import asyncio
 import os

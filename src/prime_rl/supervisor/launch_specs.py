@@ -88,6 +88,7 @@ def _trainer_on_nodes(config: RLConfig, paths: RunPaths, start: dict[str, str]) 
     argv += ["--redirects=3", "--tee=3", "-m", "prime_rl.trainer.rl.train"]
     argv += ["@", str(paths.config("trainer").absolute())]
     env = start | _gpus_on_node(config.trainer_gpu_ids)
+    env |= _kill_hanging_ranks(config.grace_timeout_seconds - _NODE_MARGIN_SECONDS)
 
     def make(restarted: bool) -> ProcessSpec:
         restart = {RESTART_VARIABLE: "1" if restarted else "0"} if config.max_restarts else {}
@@ -125,7 +126,7 @@ def _orchestrator(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> P
 def _trainer(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> ProcessSpec:
     """torchrun on a free port of this machine. It restarts the ranks itself while restarts are left."""
     logs, env = paths.torchrun_logs, start | _gpus(config.trainer_gpu_ids)
-    env |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(config.grace_timeout_seconds) - _TORCHRUN_MARGIN_SECONDS))}
+    env |= _kill_hanging_ranks(config.grace_timeout_seconds)
 
     def make(left: int, restarted: bool) -> ProcessSpec:
         argv = [sys.executable, "-m", "prime_rl.trainer.torchrun", "--standalone", f"--nproc-per-node={config.ranks}"]
@@ -143,6 +144,11 @@ def _trainer(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> Proces
         )
 
     return make(config.max_restarts, restarted=False)
+
+
+def _kill_hanging_ranks(grace_seconds: float) -> dict[str, str]:
+    """Have torchrun kill its ranks shortly before it is killed itself, instead of after 30 seconds."""
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(grace_seconds) - _TORCHRUN_MARGIN_SECONDS))}
 
 
 def _request_stop(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> None:

@@ -201,6 +201,7 @@ def test_spread_over_nodes_places_servers_and_ranks(tmp_path, monkeypatch):
     assert words[words.index("--nodes") + 1] == "b,c"
     assert {"--nnodes=2", "--node-rank={node_rank}", "--nproc-per-node=2", "--master-addr=b"} <= set(words)
     assert trainer.is_last and trainer.request_stop is not None
+    assert trainer.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "3", "the node's agent kills torchrun after 4 s"
 
 
 def test_server_over_several_nodes_is_one_process_with_a_head(tmp_path, monkeypatch):
