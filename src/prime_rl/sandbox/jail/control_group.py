@@ -31,11 +31,12 @@ class ControlGroup:
             command += [str(shutil.which("setpriv")), *identity, "--"]
         return command
 
-    def remove(self) -> None:
-        """Remove the group, after its processes have ended."""
+    def remove(self) -> bool:
+        """Remove the group, after its processes have ended. Return False if the kernel still has one of them."""
         for folder in self.folders:
-            with suppress(OSError):  # a process in it has not been reaped yet; the next group removes it
+            with suppress(OSError):
                 folder.rmdir()
+        return not any(folder.exists() for folder in self.folders)
 
 
 def create_control_group(memory_bytes: int, user: int | None) -> ControlGroup | None:

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -117,8 +118,9 @@ class JailProcess:
             self._process.send_signal(signal.SIGKILL)
             await asyncio.to_thread(self._process.wait)
         self._errors.close()
-        if self.control_group is not None:
-            self.control_group.remove()
+        deadline = time.monotonic() + _STOP_TIMEOUT_SECONDS
+        while self.control_group is not None and not self.control_group.remove() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)  # the end of the last process in it sends no event
 
 
 class JailConnection:
