@@ -274,7 +274,9 @@ def test_port_in_use_on_a_node_is_refused(start, tmp_path, option, place):
     spans = ["--inference.parallel.dp-local", "1"] if "rpc" in option else []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        arguments = [*ON_NODES, *THREE, "--inference-nodes", "2", *spans, option, str(port)]
+        ports = {"--inference.server.port": find_free_port(), "--rendezvous-port": find_free_port(), option: port}
+        given = [text for pair in ports.items() for text in map(str, pair)]
+        arguments = [*ON_NODES, *THREE, "--inference-nodes", "2", *spans, *given]
         config = RLConfig.load([*arguments, "--output-dir", str(tmp_path)])
         with pytest.raises(ConfigError, match=f"^nodes: {place}, port {port} on 0.0.0.0 is in use; .* {option}"):
             check_nodes(config)
