@@ -75,9 +75,11 @@ async def test_connection_that_is_cut_each_time_after_some_bytes_completes(sourc
 
     def cut(block):
         nonlocal seen
-        if block and seen == len(relay.requests):
+        if len(block) < 100:  # of the other file, which is fetched at the same time, or the end
+            return block
+        if seen == len(relay.ranges(FILE)):
             return None
-        seen = len(relay.requests)
+        seen = len(relay.ranges(FILE))
         return block[:400_000]
 
     async with running_relay(source) as relay, RelayClient([relay.url], None) as client:
