@@ -38,7 +38,7 @@ REQUESTS = int(os.environ.get("SPAN_REQUESTS", "0"))  # 0: 16 for each server, a
 STEPS = 4
 GROUP = 4
 ASYNC_LEVEL = 2
-LEAST, MOST = 500, 540
+LEAST, MOST = 500, 900  # lengths that differ, so that no switch falls between all completions
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ async def test_versions_of_the_batches_equal_the_reported_spans(
     used = sum(assert_batch_equals_responses(paths, step, reported) for step in range(STEPS))
     assert used == config.batch_size * STEPS
     assert not reported, "every completion is in a batch"
-    assert straddling, "switches occurred during completions"
+    assert len(straddling) >= used // 4, "switches occurred during completions"
     if num_servers == 2:
         assert min(len(proxy.choices) for proxy in proxies) >= used // 4
         assert_switched_together(*proxies)
