@@ -2,8 +2,9 @@
 
 import errno
 import socket
+from contextlib import ExitStack
 
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, translate_error
 
 
 def join_host_port(host: str, port: int | str) -> str:
@@ -39,6 +40,19 @@ def claim_port(port: int) -> socket.socket:
         claim.close()
         raise
     return claim
+
+
+def listen(host: str, port: int, flag: str) -> socket.socket:
+    """Return a listening socket. Raises ConfigError, which names `flag`, if a server cannot listen on this port."""
+    place = f"{flag}: cannot listen on {join_host_port(host, port)}"
+    with ExitStack() as on_failure:
+        listener = on_failure.enter_context(socket.socket(address_family(host), socket.SOCK_STREAM))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with translate_error(OSError, lambda error: ConfigError(f"{place} ({error.strerror}); set another port")):
+            listener.bind((host, port))
+            listener.listen()
+        on_failure.pop_all()
+    return listener
 
 
 def check_port(host: str, port: int, flag: str) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import socket
 import sys
 import threading
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from prime_rl.core.api_key import API_KEY_VAR
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError, translate_error
-from prime_rl.core.ports import address_family, join_host_port
+from prime_rl.core.ports import join_host_port, listen
 from prime_rl.doctor.collect import contains_run
 
 if TYPE_CHECKING:
@@ -57,12 +56,7 @@ def _serve(runs: "list[RunView]", host: str, port: int, key_variable: str) -> No
     from prime_rl.page.page_app import make_app
 
     access = PageAccess.for_address(host, key_variable)
-    place = f"--port {port}: cannot listen on {join_host_port(host, port)}"
-    with socket.socket(address_family(host), socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with translate_error(OSError, lambda error: ConfigError(f"{place} ({error.strerror}); set another port")):
-            listener.bind((host, port))
-            listener.listen()  # a browser that opens the printed address at once has to wait, not to fail
+    with listen(host, port, f"--port {port}") as listener:  # before the address is printed, so that a browser may wait
         bound = listener.getsockname()[1]
         threading.Thread(target=_read_runs, args=(runs,), daemon=True).start()
         with suppress(OSError):  # the disk of the log is full; the page itself writes nothing

@@ -14,7 +14,7 @@ from typing import Literal
 from prime_rl.core.api_key import RELAY_KEY_VAR
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError, translate_error
-from prime_rl.core.ports import address_family, join_host_port
+from prime_rl.core.ports import join_host_port, listen
 
 _DEFAULT_PORT = 8430
 _WRITERS: tuple[Literal["trainer", "orchestrator"], ...] = ("trainer", "orchestrator")
@@ -72,7 +72,7 @@ async def _run(arguments: argparse.Namespace) -> None:
         paths.logs_dir.mkdir(parents=True, exist_ok=True)
     files = RunFiles(paths)
     async with AsyncExitStack() as stack:
-        listener = stack.enter_context(_listen(arguments.host, arguments.port))
+        listener = stack.enter_context(listen(arguments.host, arguments.port, f"--port {arguments.port}"))
         port = listener.getsockname()[1]
         set_up_logging("info", utc=False, file=paths.log(f"relay_{socket.gethostname()}_{port}"))
         server = RelayServer(make_relay_app(files, access))
@@ -96,17 +96,6 @@ async def _run(arguments: argparse.Namespace) -> None:
             for job in jobs[1:]:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind and listen. Raises ConfigError if the address is in use or not of this machine."""
-    listener = socket.socket(address_family(host), socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    place = f"--port {port}: cannot listen on {join_host_port(host, port)}"
-    with translate_error(OSError, lambda error: ConfigError(f"{place} ({error.strerror}); set another port")):
-        listener.bind((host, port))
-        listener.listen()
-    return listener
 
 
 if __name__ == "__main__":
