@@ -193,8 +193,8 @@ async def _compare_lengths(config: EvalConfig | SynthesizeConfig) -> None:
                 limit = (await client.peek_policy()).settings.get(SERVED_LENGTH)
                 if isinstance(limit, int) and limit < config.seq_len:
                     logger.warning(
-                        "{} truncates rollouts at {} tokens ({}), before seq_len = {}",
-                        client.url, limit, SERVED_LENGTH, config.seq_len,
+                        "{} truncates rollouts at {} tokens, before seq_len = {}; raise {} there, or lower seq_len",
+                        client.url, limit, config.seq_len, SERVED_LENGTH,
                     )  # fmt: skip
 
 

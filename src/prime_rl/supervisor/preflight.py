@@ -107,7 +107,10 @@ def check_gpus_of_nodes(config: RLConfig, num_gpus: Mapping[str, int]) -> None:
             continue
         if too_few := [node for node in nodes if not all(0 <= gpu < num_gpus[node] for gpu in ids)]:
             found = num_gpus[too_few[0]]
-            raise ConfigError(f"{key} = {ids} counts from 0 on each node, and {too_few[0]} has {found} GPU(s)")
+            raise ConfigError(
+                f"{key} = {ids} counts from 0 on each node, and {too_few[0]} has {found} GPU(s); set ids that all "
+                "nodes have, or remove the node from `nodes`"
+            )
         if key == "trainer_gpu_ids":
             _check_ranks(config)
 
