@@ -56,7 +56,7 @@ def _serve(runs: "list[RunView]", host: str, port: int, key_variable: str) -> No
     from prime_rl.page.page_app import make_app
 
     access = PageAccess.for_address(host, key_variable)
-    with listen(host, port, f"--port {port}") as listener:  # before the address is printed, so that a browser may wait
+    with listen(host, port, f"--port {port}") as listener:  # a browser waits until it is served
         bound = listener.getsockname()[1]
         threading.Thread(target=_read_runs, args=(runs,), daemon=True).start()
         with suppress(OSError):  # the disk of the log is full; the page itself writes nothing

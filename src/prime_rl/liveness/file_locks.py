@@ -49,7 +49,7 @@ def acquire_lock(file: IO[str], timeout_s: float, what: str, check: Callable[[],
 def hold_run_lock(paths: RunPaths) -> Iterator[None]:
     """Hold the lock of a run directory, creating the directory if needed. The kernel releases it at any exit.
 
-    A file system without locks, such as Lustre mounted without `flock`, protects nothing, which is printed.
+    On a file system without locks, such as Lustre mounted without `flock`, it prints a warning and protects nothing.
 
     Raises:
         ConfigError: another run holds the lock, or the directory is not writable.

@@ -38,7 +38,7 @@ REQUESTS = int(os.environ.get("SPAN_REQUESTS", "0"))  # 0: 16 for each server, a
 STEPS = 4
 GROUP = 4
 ASYNC_LEVEL = 2
-LEAST, MOST = 500, 900  # lengths that differ, so that no switch falls between all completions
+LEAST, MOST = 500, 900  # different lengths: a switch interrupts some completions
 
 
 @pytest.fixture(scope="module")

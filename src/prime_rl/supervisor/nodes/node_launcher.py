@@ -7,8 +7,8 @@
 The launcher, `ssh` or `srun`, starts a shell on each node that reads its script from stdin, so that no command line
 shows the environment, which contains the API key. The script ends as the node's agent (`node_agent`), which answers a
 line on stdin each second. Each answer becomes a heartbeat of the node, so that `rl` reports and ends a node that is
-silent. The agent ends the command when its stdin ends, or after the same silence. So long it also tries to connect to a
-node: a restart after the loss of a network, or of a node, must not fail before they are back.
+silent. The agent ends the command when its stdin ends, or after the same silence. The launcher tries to reach a
+node for the same time, so that a restart waits for a node or network that was lost.
 
 `{node_rank}` in the command becomes the index of the node.
 """
