@@ -280,16 +280,27 @@ async def test_run_server_that_only_fails_ends_it(tmp_path, tokenizer_dir, run_o
             await run_orchestrator(config, [engine])
 
 
-async def test_run_failing_server_backs_off_and_another_takes_its_groups(tmp_path, tokenizer_dir, run_orchestrator):
-    """It answers immediately, so it would always be the least loaded server."""
-    config = make_config(tmp_path, tokenizer_dir)
+async def test_run_failing_server_backs_off_and_another_takes_its_groups(
+    tmp_path, tokenizer_dir, run_orchestrator, monkeypatch
+):
+    """The other server answers nothing until it has all groups, so the failing one stays the least loaded."""
+    monkeypatch.setattr("prime_rl.orchestrator.inference.inference_server._FIRST_BACKOFF_S", 60.0)
+    monkeypatch.setattr("prime_rl.orchestrator.inference.inference_server._LONGEST_BACKOFF_S", 60.0)
+    config, has_all = make_config(tmp_path, tokenizer_dir, async_level=2), asyncio.Event()
     async with fake_engine() as good, fake_engine() as bad:
+
+        async def hold(body):
+            if len(good.requests) == 18:  # nine groups, as many as the staleness bound admits before version 1
+                has_all.set()
+            await has_all.wait()
+
+        good.gate = hold
         bad.fault = lambda body: web.Response(text='{"choices": [', content_type="application/json")
         paths = await run_orchestrator(config, [good, bad])
     assert [len(batch.seq_lens) for batch, _ in batches(paths)] == [6] * STEPS
     lines = [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
     assert sum(line.get("dropped/error/engine", 0) for line in lines) == 0
-    assert len(bad.requests) < len(good.requests)
+    assert len(bad.requests) == 4 * 2 * 3, "every second group before the first failure: two rollouts, three attempts"
 
 
 async def test_run_lease_of_another_run_is_named(tmp_path, tokenizer_dir, run_orchestrator):
