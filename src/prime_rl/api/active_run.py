@@ -2,8 +2,6 @@
 
 import itertools
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +16,7 @@ from prime_rl.api.run_settings import Environment
 from prime_rl.api.steps import Step, StepReader
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import RunError, translate_error, unwritable
-from prime_rl.core.loopback import open_url
+from prime_rl.core.loopback import answers
 from prime_rl.loading.dump import write_config
 from prime_rl.storage.paths import RunPaths
 
@@ -138,7 +136,7 @@ class ActiveRun:
             ConfigError, RunError: the run failed before, or the server does not answer in `wait_timeout_seconds`.
         """
         deadline = time.monotonic() + self.config.orchestrator.wait_timeout_seconds
-        while not _answers(f"{self.base_url.removesuffix('/v1')}/health"):
+        while not answers(f"{self.base_url.removesuffix('/v1')}/health"):
             self._rl.check()
             if self._rl.exit_code is not None:
                 raise RunError("the run has ended, and its server with it; ask within the `with` block")
@@ -166,11 +164,3 @@ class ActiveRun:
                 folder.mkdir(parents=True)
                 return RunPaths(folder)
         raise AssertionError
-
-
-def _answers(url: str) -> bool:
-    try:
-        with open_url(urllib.request.Request(url), 5) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False

@@ -2,6 +2,7 @@
 
 import os
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,3 +26,12 @@ def open_url(request: urllib.request.Request, timeout_seconds: float) -> Any:
     if is_loopback(urlsplit(request.full_url).hostname or ""):
         return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_seconds)
     return urllib.request.urlopen(request, timeout=timeout_seconds)
+
+
+def answers(url: str, timeout_seconds: float = 5.0) -> bool:
+    """Return whether a GET request is answered with status 200."""
+    try:
+        with open_url(urllib.request.Request(url), timeout_seconds) as response:
+            return bool(response.status == 200)
+    except (OSError, HTTPException):
+        return False

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 import prime_rl
 from prime_rl.api import active_run
 from prime_rl.api.child_command import ChildCommand
+from prime_rl.core.errors import ConfigError
 from tests.support.command import until
 
 FEW = {"max_steps": 3, "grace_timeout_seconds": 1}
@@ -53,6 +55,10 @@ def test_run_yields_each_step_once_and_serves_until_the_block_ends(small_run):
         with urllib.request.urlopen(run.page(), timeout=30) as page:
             assert page.status == 200
         (served,) = run._pages
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use"):
+                run.page(port)
     assert [step.number for step in steps] == [0, 1, 2]
     assert [step.reward for step in steps] == [0.0, 0.1, 0.2]
     assert steps[2].staleness == 2
@@ -126,6 +132,7 @@ SCRIPT = """
 import os, sys, prime_rl
 from prime_rl.api import active_run
 from prime_rl.api.child_command import ChildCommand
+from prime_rl.core.errors import ConfigError
 active_run.ChildCommand = lambda command, *rest: ChildCommand("tests.unit.api.small_run", *rest)
 os.environ["SMALL_RUN"] = "endless"
 with prime_rl.Run(output_dir=sys.argv[1], config={"grace_timeout_seconds": 1}) as run:

@@ -6,9 +6,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from prime_rl.api.active_run import _answers
 from prime_rl.api.policy_client import PolicyClient
 from prime_rl.core.errors import RunError
+from prime_rl.core.loopback import answers
 
 
 class Server(BaseHTTPRequestHandler):
@@ -52,7 +52,7 @@ def test_server_of_this_machine_needs_no_proxy(server, monkeypatch):
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert PolicyClient(server.url).generate("hello") == ["reply 0"]
-    assert _answers(f"{server.url}/health")
+    assert answers(f"{server.url}/health")
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
