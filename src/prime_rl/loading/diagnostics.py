@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from prime_rl.core.errors import ConfigError
 from prime_rl.loading.base_config import NO_EFFECT, BaseConfig
 from prime_rl.loading.provenance import ConfigState
-from prime_rl.loading.schema import Kind, Path, dotted, nodes_of, resolve, tag_of
+from prime_rl.loading.schema import Kind, Path, add_descriptions, dotted, find, nodes_of, resolve, tag_of
 
 _SECRET = re.compile(
     r"(^|_)(api_?key|access_?key|access_token|auth_token|hf_token|secret|password|authorization)$", re.I
@@ -65,7 +65,9 @@ def _is_default(block: Any, key: str) -> bool:
 def refuse_secrets(state: ConfigState) -> None:
     """Reject keys and passwords, because the configuration is written to the run directory."""
     for given, origin in state.origins.items():
-        for path, text in _texts(given, state.get(given)):
+        for path, text in _leaves(given, state.get(given)):
+            if not isinstance(text, str):
+                continue
             if isinstance(path[-1], str) and _SECRET.search(path[-1]) and text:
                 raise ConfigError(
                     f"{dotted(path)} ({origin.label}) looks like a secret, and the configuration is written to disk; "
@@ -86,13 +88,31 @@ def find_secret(data: bytes) -> str | None:
     )
 
 
-def _texts(path: Path, value: object) -> Iterator[tuple[Path, str]]:
-    """Yield every text in a value with its path."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, dict | list):
+def refuse_bools_as_numbers(state: ConfigState) -> None:
+    """Raise ConfigError for `resume_step = true`, which pydantic would convert to 1."""
+    for given, origin in state.origins.items():
+        for path, value in _leaves(given, state.get(given)):
+            if isinstance(value, bool) and (found := find(state.root, path)) and found[1].metavar in ("int", "float"):
+                text = str(value).lower()
+                raise ConfigError(
+                    f"{dotted(path)} = {text} ({origin.label}): input should be a number{_meaning(path, state)}"
+                )
+
+
+def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+    """Yield every scalar in a value with its path."""
+    if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts((*path, key), inner)
+            yield from _leaves((*path, key), inner)
+    else:
+        yield path, value
+
+
+def _meaning(path: Path, state: ConfigState) -> str:
+    """Return the last part of a key and its description, as the end of a line."""
+    add_descriptions(state.root)
+    found = find(state.root, path)
+    return f"; {path[-1]}: {' '.join(found[1].description.split())}".rstrip(".") if found else ""
 
 
 def explain(error: ValidationError, state: ConfigState) -> str:
@@ -118,6 +138,7 @@ def explain(error: ValidationError, state: ConfigState) -> str:
     else:
         shown = repr(first["input"]) if not isinstance(first["input"], dict) else "{...}"
         text = f"{dotted(path)} = {shown} ({state.origin(path).label}): {message[:1].lower()}{message[1:]}"
+        text += _meaning(path, state) if first["type"].endswith("_parsing") else ""
     # `rl` copies a shared value to its processes, where it is the same problem.
     problems = {(state.origin(_known_part(e["loc"], state)).label, e["loc"][-1:], e["msg"]) for e in errors}
     return " ".join(text.split()) + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")

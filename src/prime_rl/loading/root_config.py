@@ -14,7 +14,7 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.liveness.parent_process import SUPERVISED
 from prime_rl.loading.base_config import BaseConfig, common
 from prime_rl.loading.command_line import CommandLine
-from prime_rl.loading.diagnostics import explain, keys_without_effect, refuse_secrets
+from prime_rl.loading.diagnostics import explain, keys_without_effect, refuse_bools_as_numbers, refuse_secrets
 from prime_rl.loading.dump import write_config
 from prime_rl.loading.help import format_help
 from prime_rl.loading.provenance import Assignment, ConfigState, complete
@@ -101,6 +101,7 @@ class RootConfig(BaseConfig):
             ConfigError: a wrong type, contradicting values, a secret; names the source.
         """
         refuse_secrets(state)
+        refuse_bools_as_numbers(state)
         take_wandb_variables(state)
         cls.prepare(state)
         for negation in negations:

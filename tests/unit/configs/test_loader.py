@@ -316,6 +316,7 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         (TrainerConfig, ["--optim.lr", "abc"], ["optim.lr = 'abc'", "--optim.lr", "number"]),
         (TrainerConfig, ["--optim.lr"], ["--optim.lr needs a value"]),
         (TrainerConfig, ["--optim.lr", "--ckpt"], ["--optim.lr needs a value"]),
+        (RLConfig, ["--ckpt.resume-step", "latest"], ["ckpt.resume_step = 'latest'", "-1 is the latest complete one"]),
         (TrainerConfig, ["--max-steps", "1.5"], ["max_steps = '1.5'", "integer"]),
         (TrainerConfig, ["--max-steps", "0"], ["max_steps = '0'", "greater than or equal to 1"]),
         (TrainerConfig, ["--optim.type", "adam"], ["optim.type = 'adam'", "--optim.type", "adamw"]),
@@ -378,10 +379,24 @@ def test_bad_input_raises_in_one_line(root, argv, parts):
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("ckpt.resume_step = true", "ckpt.resume_step = true"),
+        ("trainer.optim.lr = false", "trainer.optim.lr = false"),
+        ("trainer.model.lora = {rank = true}", "trainer.model.lora.rank = true"),
+        ("orchestrator.env = [{id = 'x', weight = true}]", "orchestrator.env.0.weight = true"),
+    ],
+)
+def test_bool_for_a_number_is_refused(line, shown):
+    """pydantic would convert it to 1 or 0."""
+    assert message(RLConfig, "@", write("a.toml", line)).startswith(f"{shown} (a.toml): input should be a number; ")
+
+
 def test_copies_of_a_shared_value_are_one_problem():
-    assert message(RLConfig, "--max-steps", "x").endswith("unable to parse string as an integer")
+    assert message(RLConfig, "--max-steps", "x").endswith("; max_steps: Steps of the run; None is unlimited")
     text = message(RLConfig, "--max-steps", "x", "--trainer.optim.lr", "y")
-    assert text.endswith("unable to parse string as an integer (and 1 more)")
+    assert text.endswith("is unlimited (and 1 more)")
 
 
 def test_hint_of_names_of_other_programs_leads_to_a_key():
