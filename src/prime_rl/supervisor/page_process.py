@@ -48,3 +48,4 @@ async def serve_page(config: PageConfig, paths: RunPaths, show: Callable[[str], 
                     await process.wait()
             except TimeoutError:
                 process.kill()
+                await process.wait()

@@ -1,6 +1,7 @@
-"""`rl` over small scripts: python -m ...driver OUTPUT_DIR ROLES_JSON STOP_SECONDS [KEYS].
+"""`rl` over small scripts: python -m ...driver OUTPUT_DIR ROLES_JSON TIMEOUTS_JSON [KEYS].
 
-A role is a script, or {"script": ..., "after": another role}. A restarted script has the argument "again".
+A role is a script, or {"script": ..., "after": another role}. A restarted script has the argument "again". TIMEOUTS are
+fields of `SupervisorTimeouts`.
 """
 
 import json
@@ -15,11 +16,11 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor import launch as module
 from prime_rl.supervisor.child_processes import ProcessSpec
 from prime_rl.supervisor.launch_specs import is_serving
-from prime_rl.supervisor.supervisor import SupervisorTimeouts, supervise
+from prime_rl.supervisor.supervisor import supervise
 
 
 def main():
-    output_dir, roles = Path(sys.argv[1]), json.loads(sys.argv[2])
+    output_dir, roles, given = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
     paths = RunPaths(output_dir)
 
     def make_specs(config, paths):
@@ -45,19 +46,15 @@ def main():
         return replace(role, restart_spec=lambda left: replace(role, argv=[*role.argv, "again", str(left)]))
 
     def supervise_sooner(specs, timeouts, events, health, keep_serving):
-        return supervise(
-            specs,
-            SupervisorTimeouts(timeouts.stop_seconds, kill_seconds=3, culprit_seconds=0.5, exit_seconds=2),
-            events,
-            health,
-            keep_serving,
-        )
+        # Long where a correct run needs less, so that no slow machine reaches them.
+        chosen = {"stop_seconds": 1.0, "kill_seconds": 600.0, "culprit_seconds": 0.5, "exit_seconds": 600.0} | given
+        return supervise(specs, replace(timeouts, **chosen), events, health, keep_serving)
 
     module.make_process_specs = make_specs
     module.check_before_start = lambda config: None
     module.unreachable_servers = lambda config: []
     module.supervise = supervise_sooner
-    keys = ["--output-dir", str(paths.root), "--max-steps", "3", "--grace-timeout-seconds", sys.argv[3], *sys.argv[4:]]
+    keys = ["--output-dir", str(paths.root), "--max-steps", "3", *sys.argv[4:]]
     run_main(lambda: sys.exit(module.run(RLConfig.load(keys))))
 
 

@@ -16,6 +16,7 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.console.console_progress import ConsoleProgress
 from prime_rl.supervisor.console.live_display import LiveDisplay, sparkline
 from prime_rl.supervisor.console.run_progress import RunProgress
+from tests.support.command import PROGRESS_TIMEOUT_S
 
 REPORT = """
 import json, os, pathlib, time
@@ -107,7 +108,7 @@ class Terminal:
     """`rl` over small scripts as the foreground process of a pseudo terminal."""
 
     def __init__(self, output_dir, roles):
-        command = [sys.executable, "-m", "tests.unit.supervisor.driver", str(output_dir), json.dumps(roles), "1.0"]
+        command = [sys.executable, "-m", "tests.unit.supervisor.driver", str(output_dir), json.dumps(roles), "{}"]
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", "PYTHONUTF8": "1"}
         self.pid, self.master = pty.fork()
         if self.pid == 0:
@@ -117,7 +118,7 @@ class Terminal:
 
     def read_until(self, *texts):
         """Read until the output contains all texts, or to its end without any."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PROGRESS_TIMEOUT_S
         while not texts or not all(text in self.output for text in texts):
             assert time.monotonic() < deadline, self.output
             if select.select([self.master], [], [], 0.1)[0]:

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 
 import psutil
@@ -13,8 +14,10 @@ import pytest
 
 from prime_rl.configs.rl import PageConfig
 from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor import page_process
 from prime_rl.supervisor.page_process import serve_page
 from prime_rl.supervisor.process_tree import ProcessTree
+from tests.support.command import PROGRESS_TIMEOUT_S
 from tests.support.server import free_port
 
 
@@ -32,12 +35,12 @@ def paths(tmp_path):
 async def test_page_is_served_until_the_run_ends(paths):
     lines, tree, port = [], ProcessTree(), free_port()
     task = asyncio.ensure_future(serve_page(PageConfig(port=port), paths, lines.append, tree.ignored))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PROGRESS_TIMEOUT_S):
         while True:
             try:
                 status = await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/")
                 break
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:  # refused, or no answer in time
                 assert not task.done(), lines
                 await asyncio.sleep(0.1)
     assert status == 200 and lines == [f"page: http://127.0.0.1:{port}, log {paths.log('page')}"]
@@ -49,10 +52,24 @@ async def test_page_is_served_until_the_run_ends(paths):
     assert not psutil.pid_exists(page.pid) and len(lines) == 1
 
 
+async def test_page_that_does_not_end_is_killed(paths, monkeypatch):
+    monkeypatch.setattr(page_process, "_STOP_SECONDS", 0.1)
+    lines, ignored = [], set()
+    task = asyncio.ensure_future(serve_page(PageConfig(port=0), paths, lines.append, ignored))
+    while not lines:
+        await asyncio.sleep(0.01)
+    (pid,) = ignored
+    os.kill(pid, signal.SIGSTOP)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not psutil.pid_exists(pid)
+
+
 async def test_port_zero_takes_a_free_port_and_shows_it(paths):
     lines = []
     task = asyncio.ensure_future(serve_page(PageConfig(port=0), paths, lines.append, set()))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PROGRESS_TIMEOUT_S):
         while "page: http" not in (paths.log("page").read_text() if paths.log("page").exists() else ""):
             assert not task.done(), lines
             await asyncio.sleep(0.1)
@@ -72,13 +89,13 @@ async def test_page_on_a_full_disk_serves_and_states_damaged_lines(paths):
     port, lines = free_port(), []
     task = asyncio.ensure_future(serve_page(PageConfig(port=port), paths, lines.append, set()))
     url = f"http://127.0.0.1:{port}/api/runs/{paths.root.name}/overview"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PROGRESS_TIMEOUT_S):
         while True:
             try:
                 with await asyncio.to_thread(urllib.request.urlopen, url, timeout=5) as response:
                     overview = json.load(response)
                 break
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:  # refused, or no answer in time
                 assert not task.done(), lines
                 await asyncio.sleep(0.1)
     assert overview["headline"]["num_damaged"] == 1, "the half line at the end is not damaged, but not complete yet"

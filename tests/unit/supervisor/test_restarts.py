@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from tests.support.command import until
 from tests.unit.supervisor.test_supervisor import FOREVER, IMPORTS, STUBBORN, Run, assert_gone
 
 pytestmark = pytest.mark.extended
@@ -58,13 +59,6 @@ def happened(run, event, name):
     return [e for e in events(run) if (e["event"], e["name"]) == (event, name)]
 
 
-def wait_until(holds, what, within=30.0):
-    deadline = time.monotonic() + within
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 def test_rl_each_killed_process_is_restarted_and_the_run_completes(start):
     run = start({"inference": WITH_ORPHAN, "orchestrator": UNTIL_DONE, "trainer": UNTIL_DONE}, "--max-restarts", "2")
     orphan = int(run.wait_for_log("inference", "up").split()[1])
@@ -99,7 +93,8 @@ def test_rl_restarts_by_a_launcher_count(start):
     """The launcher retries once, as torchrun does, and then fails: one of two restarts is left."""
     script = "import os, pathlib, time; p = pathlib.Path(os.environ['RUN'])\n"
     script += "if (p / 'trainer.attempt_1').exists(): raise SystemExit(1)\n"
-    script += "(p / 'trainer.attempt_1').touch(); time.sleep(2.2); raise SystemExit(1)"
+    script += "(p / 'trainer.attempt_1').touch()\n"
+    script += "while 'by its launcher' not in (p / 'events.jsonl').read_text(): time.sleep(0.02)\nraise SystemExit(1)"
     run = start({"orchestrator": FOREVER, "trainer": script}, "--max-restarts", "2")
     code, _ = run.end()
     assert code == 1
@@ -154,9 +149,9 @@ def test_rl_short_stop_is_reported_and_kills_nothing(start):
     pid = int(run.wait_for_log("orchestrator", "up").split()[1])
     os.kill(pid, signal.SIGSTOP)
     file = run.output_dir / "events.jsonl"
-    wait_until(lambda: '"stopped"' in file.read_text(), "the stop is not reported")
+    until(lambda: '"stopped"' in file.read_text(), "the stop is not reported")
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: '"resumed"' in file.read_text(), "the end of the stop is not reported")
+    until(lambda: '"resumed"' in file.read_text(), "the end of the stop is not reported")
     (run.output_dir / "done").touch()
     assert run.end()[0] == 0
     assert not happened(run, "killed", "orchestrator")
@@ -165,7 +160,7 @@ def test_rl_short_stop_is_reported_and_kills_nothing(start):
 def test_rl_stuck_process_is_restarted(start):
     """It writes heartbeats without progress for longer than the limit of its phase."""
     run = start({"orchestrator": "", "trainer": BEATING}, "--max-restarts", "1", "--heartbeat.warn-after-seconds", "1")
-    code, output = run.end(within=30)
+    code, output = run.end()
     assert code == 0, output
     [stuck] = happened(run, "stuck", "trainer_0")
     assert "is stuck: no progress for" in stuck["detail"]
@@ -190,7 +185,7 @@ def test_rl_process_that_saves_after_sigterm_can_finish(start):
     """As after the SIGTERM of a cluster scheduler."""
     saving = "import signal, sys, time\ndef save(*_): time.sleep(1.5); print('saved', flush=True); sys.exit()\n"
     saving += "signal.signal(signal.SIGTERM, save); print('up', flush=True); time.sleep(600)"
-    run = start({"orchestrator": FOREVER, "trainer": saving}, grace=6.0)
+    run = start({"orchestrator": FOREVER, "trainer": saving}, stop_seconds=600.0)
     run.wait_for_log("trainer", "up")
     run.process.send_signal(signal.SIGTERM)
     code, _ = run.end()
