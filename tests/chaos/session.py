@@ -31,7 +31,7 @@ BATCH_SIZE, GROUP = 8, 2
 SAMPLING_SEED = 7
 MANY_RESTARTS = 8
 _POLL_S = 0.05
-_LEFTOVERS_S = 10.0
+_LEFTOVERS_S = 60.0
 _NOTICE_S = 5.0
 _STARTS = 4
 """How often a run may be restarted in one case."""

@@ -56,6 +56,22 @@ class WatchedTab:
         self.page.close()
 
 
+def address_of(page: Any) -> str:
+    """Return the URL that the page's scripts have set; `page.url` follows it some time later."""
+    return page.evaluate("location.href")
+
+
+def wait_for_chart(page: Any, title: str) -> list[float]:
+    """Wait until a chart is drawn, which is after its title is shown; return its `chart_steps`."""
+    wait_until(
+        page,
+        "title => [...document.querySelectorAll('.chart')].some(chart => chart.querySelector('.title')?.textContent"
+        " === title && chart.querySelector('.plot')?.chart.plot)",
+        title,
+    )
+    return chart_steps(page, title)
+
+
 def chart_steps(page: Any, title: str) -> list[float]:
     """Return the horizontal positions of the points that a chart has drawn; [] if there is no such chart."""
     return page.evaluate(

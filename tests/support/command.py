@@ -18,8 +18,14 @@ from prime_rl.storage.paths import RunPaths
 PROGRESS_TIMEOUT_S = 240
 """Time limit of a start or of a few steps on a heavily loaded machine; they take seconds on an idle one."""
 
-END_TIMEOUT_S = 15
-"""Documented time limit from a signal, or the death of a process, to the exit of all processes."""
+RUN_TIMEOUT_S = 500
+"""Time limit of a whole small run on a heavily loaded machine; it takes up to a minute on an idle one."""
+
+END_TIMEOUT_S = 45
+"""Time limit from a signal, or the death of a process, to the exit of all processes on a heavily loaded machine.
+
+It takes seconds on an idle one. Below `heartbeat.dead_after_seconds` (60), so that a process which has died is noticed
+for its death and not for its silence."""
 
 
 MODULES = {
@@ -147,7 +153,7 @@ class Command:
         """Return the trainer ranks of `rl`."""
         return [c for c in self.role("trainer").children() if _is(c, "prime_rl.trainer.rl.train")]
 
-    def end(self, timeout_s: float = PROGRESS_TIMEOUT_S, beside: "Command | None" = None) -> int:
+    def end(self, timeout_s: float = RUN_TIMEOUT_S, beside: "Command | None" = None) -> int:
         """Wait for the exit and return the exit code; fail if processes are left.
 
         Args:

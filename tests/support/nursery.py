@@ -104,7 +104,7 @@ class Nursery:
     def close(self) -> None:
         """Stop the process and its remaining children."""
         self._control.shutdown(socket.SHUT_RDWR)
-        self._process.wait(10)
+        self._process.wait(60)
 
     def _listen(self) -> None:
         while data := self._control.recv(_MESSAGE_BYTES):

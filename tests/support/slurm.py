@@ -20,7 +20,7 @@ from tests.support.network_hosts import missing as missing_of_hosts
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "nsenter")
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 _ROOT = Path(__file__).parents[2]
-_START_S = 60
+_START_S = 240
 # `ip netns exec` hides the control groups, whose version slurmd wants to know.
 _MOUNT_CGROUP = """
 mount -t cgroup2 none /sys/fs/cgroup && [[ -s /sys/fs/cgroup/cgroup.controllers ]] && exit
@@ -119,7 +119,7 @@ class Slurm:
     def __init__(self, login: Node, nodes: dict[str, Node], environment: dict[str, str]) -> None:
         self._login, self.nodes, self.environment = login, nodes, environment
 
-    def run(self, *command: str, timeout: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node."""
         environment = {**self.environment, **variables}
         argv = self._login.command(*command)
@@ -200,7 +200,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
-        process.wait(10)
+        process.wait(60)
         return
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

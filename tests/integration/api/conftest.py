@@ -17,7 +17,7 @@ from tests.support.command import END_TIMEOUT_S, alive, clean_environment, offsp
 from tests.support.server import free_port
 
 ROOT = Path(__file__).parents[3]
-PROGRAM_TIMEOUT_S = 280
+PROGRAM_TIMEOUT_S = 800  # on a heavily loaded machine; up to 110 s on an idle one
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -65,7 +65,7 @@ class Program:
         return [found[pid] for pid in set(found) - self._before - {self.process.pid} if alive(found[pid])]
 
     def assert_nothing_left(self) -> None:
-        """Check that all processes end in the documented time."""
+        """Check that all processes end."""
         until(lambda: not self.others(), f"the end of {self.others()}", END_TIMEOUT_S)
 
     def clean_up(self) -> None:

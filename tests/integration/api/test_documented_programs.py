@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = Path(__file__).parents[3]
 PAGES = "".join((ROOT / page).read_text() for page in ("docs/python_api.md", "README.md"))
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 SCRIPT = """
 import asyncio

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.tiny_model import publish_weights
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 MODEL = Path(__file__).parents[3] / "configs/reverse_text/model"
 
 LOAD_MODEL = """

@@ -9,7 +9,7 @@ from tests.support.server import free_port
 
 pytest.importorskip("ipykernel")
 jupyter_client = pytest.importorskip("jupyter_client")
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 CELL_TIMEOUT_S = 240

@@ -3,7 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
+from prime_rl.rollouts.clients.inference_client import InferenceClient
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import make_tiny_model, publish_weights
 
+SEATS = 16
 # Small on purpose: 16 concurrent requests, prefix blocks of 32 tokens, prefill in chunks of 256 tokens.
-ARGUMENTS = ["--vllm.max_num_seqs", "16", "--vllm.block_size", "32", "--vllm.max_num_batched_tokens", "256"]
+ARGUMENTS = ["--vllm.max_num_seqs", str(SEATS), "--vllm.block_size", "32", "--vllm.max_num_batched_tokens", "256"]
 ARGUMENTS += ["--vllm.enable_chunked_prefill", "true", "--vllm.enable_server_load_tracking", "true"]
 METRIC_TIMEOUT_S = 120  # on a heavily loaded machine; seconds on an idle one
+LONG = 1900
+"""Tokens that a completion takes seconds for, so that it is in flight while a test switches. The models have 2048."""
+SAMPLED = "vllm:generation_tokens_total"
 
 
 @dataclass
@@ -138,6 +144,41 @@ async def generate_all(
     for answer in answers:
         assert answer.status_code == 200, answer.text
     return [answer.json()["choices"][0] for answer in answers]
+
+
+async def generate_until_reload(
+    server: Server, requests: list[dict[str, Any]], meanwhile: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """Send requests of `LONG` tokens, run `meanwhile` in a thread, and end them by `/reload_weights` 500 tokens later.
+
+    Args:
+        server: has a seat for each request.
+        requests: `max_tokens` is replaced.
+        meanwhile: its argument is the metric `SAMPLED` before the requests.
+    """
+    before = metric(server, SAMPLED)
+
+    def act() -> None:
+        meanwhile(before)
+        wait_for_metric(server, SAMPLED, above=metric(server, SAMPLED) + 500)
+        server.reload()
+
+    long = [{**body, "sampling_params": {**body["sampling_params"], "max_tokens": LONG}} for body in requests]
+    return await generate_all(server, long, act)
+
+
+@asynccontextmanager
+async def all_seats_taken(server: Server, prompts: list[list[int]]) -> AsyncIterator[None]:
+    """Sample `LONG` tokens of each of `SEATS` prompts; the samples are cancelled at the end of the block."""
+    assert len(prompts) == SEATS
+    sampling = {"temperature": 0.0, "max_tokens": LONG, "ignore_eos": True}
+    async with InferenceClient(server.url, server.model, "") as client:
+        samples = [asyncio.create_task(client.generate(prompt, sampling)) for prompt in prompts]
+        await asyncio.to_thread(wait_for_metric, server, "vllm:num_requests_running", SEATS - 1)
+        yield
+        for sample in samples:
+            assert sample.cancel(), "it was in flight to the end"
+        await asyncio.gather(*samples, return_exceptions=True)
 
 
 def wait_for_metric(server: Server, name: str, above: float) -> None:

@@ -14,13 +14,13 @@ from prime_rl.rollouts.clients.inference_client import InferenceClient, Inferenc
 from prime_rl.trainer.weights.adapter_files import merge_adapter
 from tests.integration.inference.conftest import (
     ARGUMENTS,
+    SAMPLED,
     Models,
     Reference,
     assert_greedy_outputs_equal,
     gap,
-    generate_all,
+    generate_until_reload,
     logprobs_of,
-    metric,
     switch_ten_times,
     versions_of,
     wait_for_metric,
@@ -158,19 +158,18 @@ async def test_requests_in_flight_continue_with_the_new_adapter(
         for step in (1, 2)
     ]
 
-    def switch_twice() -> None:
-        start = metric(lora, "vllm:generation_tokens_total")
+    def switch_twice(start: float) -> None:
         for step, directory in enumerate(canaried, start=1):
-            wait_for_metric(lora, "vllm:generation_tokens_total", above=start + step * 800)
+            wait_for_metric(lora, SAMPLED, above=start + step * 800)
             assert lora.update(directory, step)["canary_difference"] <= AGREEMENT
 
     prompts = [[*PROMPT, 10 + i] for i in range(8)]
-    requests = [lora.request(p, max_tokens=600, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
-    choices = await generate_all(lora, requests, switch_twice)
+    requests = [lora.request(p, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
+    choices = await generate_until_reload(lora, requests, switch_twice)
     for prompt, choice in zip(prompts, choices, strict=True):
         spans = versions_of(choice)
         assert [version for version, _, _ in spans] == ["0.0", "0.1", "0.2"]
-        assert spans[-1][2] == 600
+        assert spans[-1][2] == len(choice["token_ids"])
         switch = spans[0][2]
         expected = reference.logprobs(adapters.base, prompt, choice["token_ids"])
         assert gap(logprobs_of(choice)[:switch], expected[:switch]) <= AGREEMENT
@@ -240,22 +239,21 @@ async def test_named_adapters_are_served_together_with_the_policy(
     listed = {model["id"] for model in lora.client.get("/v1/models").json()["data"]}
     assert listed == {lora.model, "second", "third"}
 
-    def switch() -> None:
-        start = metric(lora, "vllm:generation_tokens_total")
-        wait_for_metric(lora, "vllm:generation_tokens_total", above=start + 600)
+    def switch(start: float) -> None:
+        wait_for_metric(lora, SAMPLED, above=start + 600)
         lora.update(adapters.published[1], 1)
+        assert "X-Policy-Version: 0.2" in _headers(lora, "second")
+        assert "X-Policy-Version: 0.1" in _headers(lora, lora.model)
 
-    plain = [lora.request(PROMPT, max_tokens=400, temperature=1.0, seed=i) for i in range(3)]
+    plain = [lora.request(PROMPT, temperature=1.0, seed=i) for i in range(3)]
     requests = [body for p in plain for body in (p, _as("second", p), _as("third", p))]
-    choices = await generate_all(lora, requests, switch)
+    choices = await generate_until_reload(lora, requests, switch)
     for choice in choices[::3]:
         assert [version for version, _, _ in versions_of(choice)] == ["0.0", "0.1"]
     for number, (version, model) in enumerate([("0.2", adapters.merged[2]), ("0.3", adapters.merged[3])], start=1):
         for choice in choices[number::3]:
-            assert versions_of(choice) == [(version, 0, 400)]
+            assert versions_of(choice) == [(version, 0, len(choice["token_ids"]))]
             assert gap(logprobs_of(choice), reference.logprobs(model, PROMPT, choice["token_ids"])) <= AGREEMENT
-    assert "X-Policy-Version: 0.2" in _headers(lora, "second")
-    assert "X-Policy-Version: 0.1" in _headers(lora, lora.model)
 
 
 def _headers(server: Server, model: str) -> str:
@@ -303,12 +301,12 @@ async def test_names_are_loaded_and_unloaded(
     message = "these adapters depend on the base model: one, two"
     assert message in _refusal(lora, "/update_weights", weight_dir=models.published[1], step=1)
 
-    def unload_too_early() -> None:
-        wait_for_metric(lora, "vllm:num_requests_running", above=0)
+    def unload_too_early(start: float) -> None:
+        wait_for_metric(lora, SAMPLED, above=start)
         assert "1 requests sample from 'one'" in _refusal(lora, "/unload_adapter", name="one")
 
-    [choice] = await generate_all(lora, [_as("one", lora.request(PROMPT, max_tokens=200))], unload_too_early)
-    assert versions_of(choice) == [("0.1", 0, 200)]
+    [choice] = await generate_until_reload(lora, [_as("one", lora.request(PROMPT))], unload_too_early)
+    assert versions_of(choice) == [("0.1", 0, len(choice["token_ids"]))]
     assert lora.post("/unload_adapter", name="one").status_code == 200
     assert "there is no adapter 'one'; the adapters are two" in _refusal(lora, "/unload_adapter", name="one")
     assert lora.post("/inference/v1/generate", **_as("one", lora.request(PROMPT))).status_code == 404

@@ -1,13 +1,16 @@
 """The canary after a switch: log-probabilities of the loaded weights are compared with the trainer's (I5, I6)."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.inference.conftest import (
+    SEATS,
     Models,
     Reference,
+    all_seats_taken,
     generate_all,
     metric,
     versions_of,
@@ -33,21 +36,17 @@ async def test_canary_has_priority_over_rollouts(
     """All seats are taken and twice as many requests wait; the canary runs in the step after the switch."""
     canary = _canary(reference, models.published[1])
     directory = publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary})
-    answers = []
-
-    def switch() -> None:
-        wait_for_metric(server, "vllm:num_requests_waiting", above=31)
-        start, finished = metric(server, "vllm:generation_tokens_total"), metric(server, "vllm:request_success_total")
-        wait_for_metric(server, "vllm:generation_tokens_total", above=start + 200)
-        answers.append(server.update(directory, 1))
+    running, waiting = [[*PROMPT, 6 + i] for i in range(SEATS)], [[*PROMPT, 40 + i] for i in range(32)]
+    async with all_seats_taken(server, running):
+        requests = [server.request(prompt, max_tokens=8) for prompt in waiting]
+        sent = asyncio.create_task(generate_all(server, requests, lambda: None))
+        await asyncio.to_thread(wait_for_metric, server, "vllm:num_requests_waiting", len(waiting) - 1)
+        finished = metric(server, "vllm:request_success_total")
+        answer = await asyncio.to_thread(server.update, directory, 1)
         assert metric(server, "vllm:request_success_total") == finished + 1, "only the canary has ended"
-
-    requests = [server.request([*PROMPT, 6 + i], max_tokens=250) for i in range(48)]
-    choices = await generate_all(server, requests, switch)
-    assert answers[0]["canary_difference"] <= 1e-4
-    assert server.policy()["canary_difference"] == answers[0]["canary_difference"]
-    assert {versions_of(choice)[-1] for choice in choices} >= {("0.1", 0, 250)}
-    assert {len(choice["token_ids"]) for choice in choices} == {250}
+    assert answer["canary_difference"] <= 1e-4
+    assert server.policy()["canary_difference"] == answer["canary_difference"]
+    assert [versions_of(choice) for choice in await sent] == [[("0.1", 0, 8)]] * len(waiting)
 
 
 def test_weights_of_another_model_fail_the_canary(

@@ -17,6 +17,7 @@ import pytest
 
 from prime_rl.inference.policy.weight_checks import read_shapes
 from tests.integration.inference.conftest import (
+    LONG,
     Models,
     Reference,
     gap,
@@ -26,7 +27,7 @@ from tests.integration.inference.conftest import (
     versions_of,
     wait_for_metric,
 )
-from tests.support.server import Server, inference_server
+from tests.support.server import STOP_TIMEOUT_S, Server, inference_server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,7 +59,7 @@ async def test_tensor_parallel_workers_switch_and_die_together(
     directory = publish_with_canary(models, reference, tmp_path)
     arguments = ["--parallel.tp", "2", "--vllm.kv_cache_memory_bytes", "64M", "--output-dir", str(tmp_path / "run")]
     with inference_server(models.base, tmp_path / "server.log", arguments) as server:
-        answer, choices = await switch_between_tokens(server, directory)
+        answer, choices = await switch_between_tokens(server, directory, 400)  # its steps are slow
         assert any(len(versions_of(choice)) == 2 for choice in choices)
         assert answer["canary_difference"] <= 1e-4
         after = server.generate([6, 7, 8], max_tokens=16)
@@ -76,15 +77,17 @@ def publish_with_canary(models: Models, reference: Reference, run_dir: Path) -> 
     return publish_weights(run_dir, models.published[1], 1, overrides={"canary": canary})
 
 
-async def switch_between_tokens(server: Server, directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Switch while sixteen completions are sampled; returns the answer, and their choices."""
+async def switch_between_tokens(
+    server: Server, directory: Path, longest: int = LONG
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Switch while sixteen completions are sampled, two of them long; returns the answer, and their choices."""
     answers: list[dict[str, Any]] = []
 
     def switch() -> None:
         wait_for_metric(server, "vllm:generation_tokens_total", above=100)
         answers.append(server.update(directory, 1))
 
-    requests = [server.request([6 + i, 7, 8], max_tokens=400) for i in range(16)]
+    requests = [server.request([6 + i, 7, 8], max_tokens=longest if i < 2 else 100) for i in range(16)]
     choices = await generate_all(server, requests, switch)
     return answers[0], choices
 
@@ -93,7 +96,7 @@ def kill_and_look_for_orphans(server: Server) -> None:
     offspring = psutil.Process(server.process.pid).children(recursive=True)
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + STOP_TIMEOUT_S
     while alive := [p for p in offspring if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)

@@ -18,6 +18,8 @@ from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.storage.delta.chain import chain_of, rebuild
 from tests.integration.inference.conftest import (
     ARGUMENTS,
+    LONG,
+    SAMPLED,
     Models,
     Reference,
     assert_greedy_outputs_equal,
@@ -28,11 +30,10 @@ from tests.integration.inference.conftest import (
     versions_of,
     wait_for_metric,
 )
-from tests.support.server import Server, free_port, inference_server
+from tests.support.server import STOP_TIMEOUT_S, Server, free_port, inference_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-MAX_TOKENS = 600
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
@@ -98,14 +99,15 @@ async def _switch_while_sampling(server: Server, directories: dict[int, Path]) -
         staged = server.post("/stage_weights", weight_dir=str(directory), step=step)
         assert staged.status_code == 200, staged.text
 
-        def switch(step: int = step, directory: Path = directory) -> None:
-            start = metric(server, "vllm:generation_tokens_total")
-            wait_for_metric(server, "vllm:generation_tokens_total", above=start + 20)
+        start = metric(server, SAMPLED)
+
+        def switch(step: int = step, directory: Path = directory, start: float = start) -> None:
+            wait_for_metric(server, SAMPLED, above=start + 20)
             answer = server.update(directory, step)
             assert answer["hash"] == read_manifest(directory, WEIGHTS_FORMAT)["hash"]
             assert answer["canary_difference"] < 1e-4
 
-        [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=MAX_TOKENS)], switch)
+        [choice] = await generate_all(server, [server.request(PROMPT, max_tokens=LONG)], switch)
         assert [version for version, _, _ in versions_of(choice)] == [f"0.{before}", f"0.{step}"]
 
 
@@ -159,7 +161,7 @@ async def test_restarted_server_rebuilds_a_chain_of_deltas(
         await assert_greedy_outputs_equal(second, server)
         assert [len(list(entry.glob("*.safetensors"))) for entry in here.iterdir() if entry.is_dir()] == [3]
         second.process.send_signal(signal.SIGTERM)
-        second.process.wait(30)
+        second.process.wait(STOP_TIMEOUT_S)
         assert not here.exists()
 
 

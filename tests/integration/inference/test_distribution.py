@@ -23,7 +23,7 @@ from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.storage.paths import RunPaths, steps_in
-from tests.integration.inference.conftest import Models, Reference, metric, versions_of
+from tests.integration.inference.conftest import METRIC_TIMEOUT_S, Models, Reference, metric, versions_of
 from tests.support.server import Server
 from tests.support.tiny_model import publish_weights
 
@@ -108,7 +108,7 @@ async def steering(server: Server, run_dir: Path, **options: Any) -> AsyncIterat
 
 
 async def until(changed: asyncio.Event, condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(METRIC_TIMEOUT_S):
         while not condition():
             changed.clear()
             await changed.wait()
@@ -216,7 +216,7 @@ async def test_chat_completion_is_sampled_by_one_version(server: Server, models:
             while metric(server, "vllm:generation_tokens_total") <= start + 5:
                 await asyncio.sleep(0)
             switched = await asyncio.to_thread(server.update, models.published[step], step)
-            assert asked.done() or (await asyncio.wait({asked}, timeout=5))[0], (
+            assert asked.done() or (await asyncio.wait({asked}, timeout=METRIC_TIMEOUT_S))[0], (
                 "the response was complete before the switch"
             )
             answer = await asked

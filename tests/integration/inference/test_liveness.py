@@ -10,12 +10,13 @@ import pytest
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
 from prime_rl.liveness.heartbeat_monitor import HeartbeatMonitor, ProcessState
 from prime_rl.storage.paths import RunPaths
+from tests.integration.inference.conftest import METRIC_TIMEOUT_S
 from tests.support.server import inference_server
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 
-def wait_for_state(watch, state, phase="serve", timeout_s=60):
+def wait_for_state(watch, state, phase="serve", timeout_s=METRIC_TIMEOUT_S):
     tick, end = threading.Event(), time.monotonic() + timeout_s
     while time.monotonic() < end:
         verdicts = watch.poll()

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.integration.inference.conftest import (
     wait_for_metric,
 )
 from tests.support.nursery import Forked, start_forked
-from tests.support.server import Server, free_port, inference_server
+from tests.support.server import STOP_TIMEOUT_S, Server, free_port, inference_server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -80,8 +79,8 @@ async def test_two_nodes_switch_together_and_end_after_the_loss_of_an_engine(
 
         [engine] = [p for p in psutil.Process(node.pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
         await lose(server, engine)
-        assert server.process.wait(20) == 1
-        assert node.wait(20) == 1
+        assert server.process.wait(STOP_TIMEOUT_S) == 1
+        assert node.wait(STOP_TIMEOUT_S) == 1
     assert "error: node" in server.log.read_text()
     assert f"EngineCore_DP1 (pid {engine.pid}) died" in server.log.read_text()
     assert f"error: EngineCore_DP1 (pid {engine.pid}) died" in log.read_text()
@@ -101,8 +100,8 @@ def sample_of_each(server: Server) -> list[tuple[list[int], list[float], str]]:
 
 
 async def lose(server: Server, engine: psutil.Process) -> None:
-    """Kill the engine while both copies sample; every request must end."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+    """Kill the engine while both copies sample; the server must end every request."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=STOP_TIMEOUT_S) as client:
         requests = [
             asyncio.create_task(
                 client.post(
@@ -116,6 +115,5 @@ async def lose(server: Server, engine: psutil.Process) -> None:
         before = metric(server, "vllm:generation_tokens_total")
         await asyncio.to_thread(wait_for_metric, server, "vllm:generation_tokens_total", above=before)
         engine.send_signal(signal.SIGKILL)
-        started = time.monotonic()
-        await asyncio.gather(*requests, return_exceptions=True)
-        assert time.monotonic() - started < 15, "5 s on a quiet machine"
+        ends = await asyncio.gather(*requests, return_exceptions=True)
+        assert not [end for end in ends if isinstance(end, httpx.TimeoutException)]

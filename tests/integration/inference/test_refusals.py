@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.integration.inference.conftest import Models, generate_all, metric, versions_of, wait_for_metric
+from tests.integration.inference.conftest import (
+    LONG,
+    SAMPLED,
+    Models,
+    generate_all,
+    metric,
+    versions_of,
+    wait_for_metric,
+)
 from tests.support.server import Server
 from tests.support.tiny_model import publish_weights
 
@@ -67,9 +75,10 @@ async def test_update_with_a_damaged_shard_is_refused(
     shard = directory / "model-00002.safetensors"
     damage(shard)
 
+    policy, start = server.policy(), metric(server, SAMPLED)
+
     def update_while_sampling() -> None:
-        policy = server.policy()
-        wait_for_metric(server, "vllm:num_requests_running", above=0)
+        wait_for_metric(server, SAMPLED, above=start)
         answer = server.post("/update_weights", weight_dir=str(directory), step=7)
         assert answer.status_code == 400
         assert re.fullmatch(reason.format(shard=shard, directory=directory), answer.json()["error"])
@@ -113,9 +122,10 @@ async def test_update_with_weights_of_another_model_is_refused(
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     directory = publish_weights(tmp_path, tmp_path / "model", 7)
 
+    start = metric(server, SAMPLED)
+
     def update_while_sampling() -> None:
-        start = metric(server, "vllm:generation_tokens_total")
-        wait_for_metric(server, "vllm:generation_tokens_total", above=start + 20)
+        wait_for_metric(server, SAMPLED, above=start + 20)
         answer = server.post("/update_weights", weight_dir=str(directory), step=7)
         assert answer.status_code == 400
         assert reason.format(directory) in answer.json()["error"]
@@ -191,12 +201,13 @@ def test_second_run_is_rejected_until_the_lease_is_released(server: Server, mode
 
 
 async def test_reload_aborts_requests_in_flight(server: Server) -> None:
+    start = metric(server, SAMPLED)
+
     def reload() -> None:
-        start = metric(server, "vllm:generation_tokens_total")
-        wait_for_metric(server, "vllm:generation_tokens_total", above=start + 20)
+        wait_for_metric(server, SAMPLED, above=start + 20)
         server.reload()
 
-    requests = [server.request([*PROMPT, 6 + i], max_tokens=1000) for i in range(20)]
+    requests = [server.request([*PROMPT, 6 + i], max_tokens=LONG) for i in range(20)]
     choices = await generate_all(server, requests, reload)
     assert {choice["finish_reason"] for choice in choices} == {"abort"}
     assert len(server.generate(PROMPT)["token_ids"]) == 8

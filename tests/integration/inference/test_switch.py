@@ -1,14 +1,21 @@
 """Switching the policy of a running server: exact version tags (I5), agreement of log-probabilities (I6)."""
 
+import asyncio
 import random
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.integration.inference.conftest import (
+    SAMPLED,
+    SEATS,
     Models,
     Reference,
+    all_seats_taken,
     gap,
     generate_all,
+    generate_until_reload,
     logprobs_of,
     metric,
     versions_of,
@@ -96,20 +103,19 @@ def test_trainer_and_sampler_truncate_the_distribution_equally(server: Server, m
 async def test_version_spans_of_running_requests_match_the_switch(
     server: Server, models: Models, reference: Reference
 ) -> None:
-    def switch_twice() -> None:
-        start = metric(server, "vllm:generation_tokens_total")
+    def switch_twice(start: float) -> None:
         for step in (1, 2):
-            wait_for_metric(server, "vllm:generation_tokens_total", above=start + step * 600)
+            wait_for_metric(server, SAMPLED, above=start + step * 600)
             server.update(models.published[step], step)
 
     prompts = [[*PROMPT, 10 + i] for i in range(8)]
-    requests = [server.request(p, max_tokens=400, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
-    choices = await generate_all(server, requests, switch_twice)
+    requests = [server.request(p, temperature=1.0, seed=i) for i, p in enumerate(prompts)]
+    choices = await generate_until_reload(server, requests, switch_twice)
     for prompt, choice in zip(prompts, choices, strict=True):
         spans = versions_of(choice)
         assert [version for version, _, _ in spans] == ["0.0", "0.1", "0.2"]
         assert [start for _, start, _ in spans] == [0, *(end for _, _, end in spans[:-1])]
-        assert spans[-1][2] == 400
+        assert spans[-1][2] == len(choice["token_ids"]) > 100
         # Tokens before the switch are the base model's; the tokens after it are not.
         switch = spans[0][2]
         expected = reference.logprobs(models.base, prompt, choice["token_ids"])
@@ -122,20 +128,36 @@ async def test_switch_during_prefill_prefills_the_prompt_again(
 ) -> None:
     """One policy prefills a prompt, even if a switch occurs between its four prefill steps."""
 
+    rng = random.Random(0)
+    restarts = metric(server, "vllm:num_preemptions_total")
+    sampled: list[tuple[list[int], dict[str, Any]]] = []
+    is_over = False
+
+    async def keep_sampling(client: httpx.AsyncClient) -> None:
+        while not is_over:
+            prompt = [rng.randrange(6, 100) for _ in range(900)]
+            answer = await client.post("/inference/v1/generate", json=server.request(prompt, max_tokens=2))
+            sampled.append((prompt, answer.raise_for_status().json()["choices"][0]))
+
     def switch_often() -> None:
         for step in (1, 2):
-            finished = metric(server, "vllm:request_success_total")
-            wait_for_metric(server, "vllm:request_success_total", above=finished + 5)
+            wait_for_metric(server, "vllm:request_success_total", metric(server, "vllm:request_success_total") + 5)
             server.update(models.published[step], step)
+        wait_for_metric(server, "vllm:request_success_total", metric(server, "vllm:request_success_total") + 5)
 
-    rng = random.Random(0)
-    prompts = [[rng.randrange(6, 100) for _ in range(900)] for _ in range(40)]
-    restarts = metric(server, "vllm:num_preemptions_total")
-    choices = await generate_all(server, [server.request(p, max_tokens=2) for p in prompts], switch_often)
+    limits = httpx.Limits(max_connections=None)
+    async with (
+        httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for _ in range(40):  # so many that the engine always has a prompt
+            tasks.create_task(keep_sampling(client))
+        await asyncio.to_thread(switch_often)
+        is_over = True
     assert metric(server, "vllm:num_preemptions_total") > restarts
     policies = {"0.0": models.base, "0.1": models.published[1], "0.2": models.published[2]}
-    assert {versions_of(choice)[0][0] for choice in choices} == set(policies)
-    for prompt, choice in zip(prompts, choices, strict=True):
+    assert {versions_of(choice)[0][0] for _, choice in sampled} == set(policies)
+    for prompt, choice in sampled:
         policy = policies[versions_of(choice)[0][0]]
         assert gap(logprobs_of(choice)[:1], reference.logprobs(policy, prompt, choice["token_ids"][:1])) <= AGREEMENT
 
@@ -145,14 +167,12 @@ async def test_blocks_of_a_request_across_a_switch_are_not_shared(
 ) -> None:
     """KV that a request caches after a switch depends on two policies; no other request may read it."""
 
-    def switch() -> None:
-        start = metric(server, "vllm:generation_tokens_total")
-        wait_for_metric(server, "vllm:generation_tokens_total", above=start + 100)
+    def switch(start: float) -> None:
+        wait_for_metric(server, SAMPLED, above=start + 100)
         server.update(models.published[1], 1)
 
-    [straddler] = await generate_all(server, [server.request(PROMPT, max_tokens=600)], switch)
+    [straddler] = await generate_until_reload(server, [server.request(PROMPT)], switch)
     assert [version for version, _, _ in versions_of(straddler)] == ["0.0", "0.1"]
-    server.reload()
     prompt = PROMPT + straddler["token_ids"]
     choice = server.generate(prompt)
     assert gap(logprobs_of(choice), reference.logprobs(models.base, prompt, choice["token_ids"])) <= AGREEMENT
@@ -194,21 +214,17 @@ async def test_waiting_requests_with_a_shared_prefix_use_the_new_weights(
 
     Their prefix is in the cache, computed by the old weights, and their salt is that of the old weights.
     """
-
-    def switch_in_the_middle() -> None:
-        wait_for_metric(server, "vllm:num_requests_waiting", above=16)
-        wait_for_metric(server, "vllm:prefix_cache_hits_total", above=0)
-        server.update(models.published[1], 1)
-
     prefix = [1, 4, 6, *(6 + (7 * i) % 94 for i in range(157))]
     prompts = [[*prefix, 6 + i % 90, 6 + i // 90] for i in range(64)]
-    requests = [server.request(prompt, max_tokens=64) for prompt in prompts]
-    choices = await generate_all(server, requests, switch_in_the_middle)
-    new = [i for i, choice in enumerate(choices) if versions_of(choice) == [("0.1", 0, 64)]]
-    old_first = [choice for choice in choices if versions_of(choice)[0][0] == "0.0"]
-    assert len(new) >= 16
-    assert len(new) + len(old_first) == 64
-    assert any(len(choice["weight_versions"]) == 2 for choice in choices)
-    for i in new:
-        expected = reference.logprobs(models.published[1], prompts[i], choices[i]["token_ids"])
-        assert gap(logprobs_of(choices[i]), expected) <= AGREEMENT
+    running, waiting = prompts[:SEATS], prompts[SEATS:]
+    hits = metric(server, "vllm:prefix_cache_hits_total")
+    async with all_seats_taken(server, running):
+        await asyncio.to_thread(wait_for_metric, server, "vllm:prefix_cache_hits_total", hits)
+        requests = [server.request(prompt, max_tokens=64) for prompt in waiting]
+        sent = asyncio.create_task(generate_all(server, requests, lambda: None))
+        await asyncio.to_thread(wait_for_metric, server, "vllm:num_requests_waiting", len(waiting) - 1)
+        await asyncio.to_thread(server.update, models.published[1], 1)
+    for prompt, choice in zip(waiting, await sent, strict=True):
+        assert versions_of(choice) == [("0.1", 0, 64)]
+        expected = reference.logprobs(models.published[1], prompt, choice["token_ids"])
+        assert gap(logprobs_of(choice), expected) <= AGREEMENT

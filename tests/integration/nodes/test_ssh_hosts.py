@@ -21,7 +21,7 @@ from tests.support.command import PROGRESS_TIMEOUT_S, clean_environment, metrics
 from tests.support.network_hosts import NetworkHost
 from tests.support.ssh_hosts import processes_on, start_sshd
 
-pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 NAMES = ["head", "inference1", "inference2", "trainer1", "trainer2", "locked", "bare", "elsewhere"]
@@ -100,7 +100,7 @@ class Run:
     def end(self, timeout_s: float = PROGRESS_TIMEOUT_S) -> int:
         """Wait for the end, after which no process is left on any host; return the exit code."""
         code = self.process.wait(timeout_s)
-        until(lambda: not self.hosts.left(), f"the end of {self.hosts.left()}", 15)
+        until(lambda: not self.hosts.left(), f"the end of {self.hosts.left()}")
         return code
 
 
@@ -125,7 +125,7 @@ def hosts(world: Hosts) -> Iterator[Hosts]:
     for run in world.runs:
         if run.process.poll() is None:
             run.process.kill()
-    until(lambda: not world.left(), "the end of a failed run", 60)
+    until(lambda: not world.left(), "the end of a failed run")
 
 
 def test_run_learns_and_survives_the_loss_of_a_rank_and_of_the_network(hosts: Hosts) -> None:
@@ -157,7 +157,7 @@ def test_lost_host_is_named_and_ends_its_processes(hosts: Hosts) -> None:
     cut.cut()
     try:
         started = time.monotonic()
-        assert run.end(3 * DEAD_S) == 1, run.output
+        assert run.end() == 1, run.output
         assert time.monotonic() - started > DEAD_S / 2
     finally:
         cut.reconnect()
@@ -174,7 +174,7 @@ def test_server_over_two_hosts_restarts_as_a_whole_and_sigterm_saves_a_checkpoin
     assert "EngineCore_DP1" in run.output
     run.until_step(len(metrics_of(run.paths, "trainer")) + 4)
     hosts.find("head", "prime_rl.entrypoints.rl").send_signal(signal.SIGTERM)
-    assert run.end(60) == 128 + signal.SIGTERM, run.output
+    assert run.end() == 128 + signal.SIGTERM, run.output
     assert [name for event, name in run.events if event == "restarted"] == ["inference"]
     assert find_checkpoints(run.paths.checkpoints_dir).steps, run.output
 
@@ -190,7 +190,7 @@ def test_server_over_two_hosts_restarts_as_a_whole_and_sigterm_saves_a_checkpoin
 )
 def test_host_that_cannot_work_is_refused_before_anything_starts(hosts: Hosts, node: str, message: str) -> None:
     run = hosts.start(f"refused_{node}", "--nodes", f"inference1,{node}")
-    assert run.end(60) == 2
+    assert run.end() == 2
     last = run.output.splitlines()[-1]
     assert last.startswith(f"error: {message}"), run.output
     assert not run.paths.events.exists()

@@ -11,7 +11,15 @@ import pytest
 
 from prime_rl.page.run_data.run_view import RunView
 from prime_rl.page.run_data.sample_index import SampleFilter
-from tests.support.browser import CHROMIUM, WatchedTab, chart_steps, colours_of, wait_until
+from tests.support.browser import (
+    CHROMIUM,
+    WatchedTab,
+    address_of,
+    chart_steps,
+    colours_of,
+    wait_for_chart,
+    wait_until,
+)
 from tests.support.command import Command, executable
 from tests.support.server import free_port
 from tests.support.wandb_file import history
@@ -113,9 +121,9 @@ def test_rollout_of_the_running_recipe_is_found_opened_by_url_and_coloured(run, 
     page.locator("tbody tr").first.click()
     page.get_by_text("Conversation", exact=True).wait_for()
     other = WatchedTab(browser)
-    other.page.goto(page.url)
+    other.page.goto(address_of(page))
     other.page.locator(".tokens span").first.wait_for()
-    step, group, rollout = map(int, re.search(r"rollout=(\d+)\.(\d+)\.(\d+)", page.url).groups())
+    step, group, rollout = map(int, re.search(r"rollout=(\d+)\.(\d+)\.(\d+)", address_of(page)).groups())
     detail = RunView("run", run.paths.root).rollout(step, group, rollout)
     [sample] = detail["samples"]
     values = other.page.evaluate("[...document.querySelectorAll('.tokens span')].map(one => one.dataset.value ?? null)")
@@ -141,8 +149,8 @@ def test_report_of_the_run_opens_from_disk_with_plots_and_rollouts(finished, bro
     page = tab.page
     page.goto(file.as_uri())
     page.get_by_text("report, finished").wait_for()
-    assert chart_steps(page, "Reward") == list(range(STEPS))
-    assert len(chart_steps(page, "Evaluation")) >= 2
+    assert wait_for_chart(page, "Reward") == list(range(STEPS))
+    assert len(wait_for_chart(page, "Evaluation")) >= 2
     page.get_by_role("link", name="Plots").click()
     page.locator("canvas[data-figure=gradient_flow]").wait_for()
     assert colours_of(page, "reward_landscape") > 10

@@ -13,7 +13,8 @@ from prime_rl.evaluation.eval_results import ExampleRow, ResultFile, RolloutRow
 from prime_rl.page.page_report import make_report
 from prime_rl.page.run_data.run_view import RunView
 from prime_rl.plots.loss_surface import LossSurface, write_loss_surface
-from tests.support.browser import CHROMIUM, WatchedTab, chart_steps, colours_of, wait_until
+from tests.support.browser import CHROMIUM, WatchedTab, address_of, colours_of, wait_for_chart, wait_until
+from tests.support.command import PROGRESS_TIMEOUT_S
 from tests.support.synthetic_run import synthetic_run, write_run
 
 pytestmark = [
@@ -39,7 +40,7 @@ def served(paths):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     yield process.stdout.readline().split()[1]
     process.terminate()
-    assert process.wait(20) in (0, -signal.SIGTERM)
+    assert process.wait(PROGRESS_TIMEOUT_S) in (0, -signal.SIGTERM)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_overview_is_drawn_and_new_steps_appear_without_reload(paths, served, ta
     page = tab.page
     page.goto(served)
     page.get_by_text("Gradient norm", exact=True).wait_for()
-    assert chart_steps(page, "Reward") == list(range(40))
+    assert wait_for_chart(page, "Reward") == list(range(40))
     page.evaluate("window.marked = true")
     add_step(paths, 40)
     with paths.metrics("trainer").open("a") as file:
@@ -88,7 +89,7 @@ def test_damaged_lines_are_stated_also_those_that_are_written_later(paths, serve
 def test_step_axis_has_whole_numbers(served, tab):
     page = tab.page
     page.goto(served)
-    page.get_by_text("Gradient norm", exact=True).wait_for()
+    wait_for_chart(page, "Reward")  # the first one
     ticks = page.evaluate(
         "(plot => { plot.setScale('x', { min: 0, max: 14 }); return new Promise(done => requestAnimationFrame(() =>"
         " done(plot.axes[0]._splits))); })(document.querySelector('.chart .plot').chart.plot)"
@@ -102,7 +103,7 @@ def test_overview_metric_search_is_in_the_url(served, tab):
     page.get_by_text("metrics/quality_3", exact=True).wait_for()
     page.get_by_label("search metrics").fill("learning rate")
     page.get_by_text("lr", exact=True).wait_for()
-    assert "q=learning+rate" in page.url
+    assert "q=learning+rate" in address_of(page)
 
 
 def test_rollout_is_found_by_filter_and_opened_by_url(served, tab, browser):
@@ -120,9 +121,10 @@ def test_rollout_is_found_by_filter_and_opened_by_url(served, tab, browser):
     page.locator("tbody tr").first.click()
     page.get_by_text("Conversation", exact=True).wait_for()
     title = page.locator("h2").first.text_content()
-    assert "env=code" in page.url and "reward_from=1" in page.url and "rollout=39." in page.url
+    address = address_of(page)
+    assert "env=code" in address and "reward_from=1" in address and "rollout=39." in address
     other = WatchedTab(browser)
-    other.page.goto(page.url)
+    other.page.goto(address)
     other.page.get_by_text(title, exact=True).wait_for()
     other.check(("http", urlsplit(served).netloc))
 
@@ -137,7 +139,9 @@ def test_rollout_of_an_evaluation_is_chosen_by_its_folder(paths, served, tab):
     page.get_by_text("1 rollout", exact=True).wait_for()
     page.locator("tbody tr").first.click()
     page.get_by_text("Rollout 0 of example 7, version 5").wait_for()
-    assert "evaluation=math" in page.url and page.locator(".message.assistant .text").text_content() == "evaluated"
+    assert (
+        "evaluation=math" in address_of(page) and page.locator(".message.assistant .text").text_content() == "evaluated"
+    )
 
 
 def test_token_colours_follow_the_values_of_the_mode(paths, served, tab):
@@ -212,7 +216,7 @@ def test_plots_are_heatmaps_or_surfaces_that_turn(paths, served, tab):
     tip = page.get_by_role("tooltip")
     assert tip.text_content().startswith("step 0\nreward 0.98")
     page.get_by_role("button", name="Surfaces").click()
-    assert "plots=3d" in page.url
+    assert "plots=3d" in address_of(page)
     before = canvas.screenshot()
     page.mouse.move(box["x"] + 200, box["y"] + 150)
     page.mouse.down()
@@ -231,7 +235,7 @@ def test_arrow_keys_choose_the_next_rollout(served, tab):
         page.keyboard.press(key)
         chosen = rows.nth(number).get_attribute("data-rollout")
         wait_until(page, "id => document.activeElement.dataset.rollout === id", chosen)
-        assert f"rollout={chosen}" in page.url and rows.nth(number).get_attribute("aria-selected") == "true"
+        assert f"rollout={chosen}" in address_of(page) and rows.nth(number).get_attribute("aria-selected") == "true"
 
 
 def test_narrow_window_does_not_scroll_sideways(paths, browser):
@@ -268,7 +272,7 @@ def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser):
         watched.page.goto(f"{address}/#view=compare")
         watched.page.get_by_text("Different settings").wait_for()
         assert watched.page.get_by_text("trainer.optim.lr").is_visible()
-        assert chart_steps(watched.page, "Reward")[-1] == 39
+        assert wait_for_chart(watched.page, "Reward")[-1] == 39
         watched.check(("http", urlsplit(address).netloc))
         process.terminate()
 
@@ -290,7 +294,7 @@ def test_report_opens_from_disk(paths, browser, tmp_path):
     watched = WatchedTab(browser)
     watched.page.goto(file.as_uri())
     watched.page.get_by_text("Gradient norm", exact=True).wait_for()
-    assert chart_steps(watched.page, "Reward") == list(range(40))
+    assert wait_for_chart(watched.page, "Reward") == list(range(40))
     watched.page.get_by_role("link", name="Rollouts").click()
     watched.page.locator("tbody tr").first.click()
     watched.page.get_by_text("Conversation", exact=True).wait_for()
@@ -310,6 +314,6 @@ def test_interrupt_ends_the_page_while_a_tab_is_open(paths, browser):
         watched.page.goto(process.stdout.readline().split()[1])
         watched.page.locator(".state").wait_for()  # the event stream is open
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert process.wait(PROGRESS_TIMEOUT_S) == 130
         assert process.stdout.read() == "", "no traceback"
     watched.page.get_by_text("The connection to the page's process is lost").wait_for()

@@ -12,7 +12,7 @@ from _pytest.mark import ParameterSet
 
 from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import MODEL
-from tests.support.command import clean_environment, executable
+from tests.support.command import PROGRESS_TIMEOUT_S, clean_environment, executable
 
 pytestmark = [pytest.mark.slow]
 
@@ -41,7 +41,11 @@ def contents(directory: Path, but: tuple[Path, ...] = ()) -> dict[Path, str]:
 def refusal(command: str, *arguments: str) -> str:
     """Run a command that must exit with code 2 and one line of error, which is returned."""
     done = subprocess.run(
-        [executable(command), *arguments], capture_output=True, text=True, env=clean_environment(), timeout=120
+        [executable(command), *arguments],
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        timeout=PROGRESS_TIMEOUT_S,
     )
     assert done.returncode == 2, done.stderr[-2000:]
     [line] = [line for line in done.stderr.splitlines() if " INFO " not in line and " WARNING " not in line]

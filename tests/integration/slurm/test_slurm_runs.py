@@ -18,11 +18,11 @@ from prime_rl.liveness.heartbeat_monitor import read_heartbeats
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from tests.support import slurm
-from tests.support.command import clean_environment, metrics_of, until
+from tests.support.command import RUN_TIMEOUT_S, clean_environment, metrics_of, until
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
     pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed"),
 ]
@@ -77,12 +77,12 @@ class Job:
         """Wait until a requeued job runs again."""
         self._until(lambda job: (job["JobState"], job["Restarts"]) == ("RUNNING", str(times)), "the requeued job")
 
-    def until_ended(self, timeout_s: float = 240) -> dict[str, str]:
+    def until_ended(self, timeout_s: float = RUN_TIMEOUT_S) -> dict[str, str]:
         """Wait until the job is over."""
         self._until(lambda job: job["JobState"] in slurm.ENDED, "the end of the job", timeout_s)
         return self.cluster.job(self.number)
 
-    def _until(self, holds: Callable[[dict[str, str]], bool], what: str, timeout_s: float = 240) -> None:
+    def _until(self, holds: Callable[[dict[str, str]], bool], what: str, timeout_s: float = RUN_TIMEOUT_S) -> None:
         """Wait; if the job is requeued, let it start at once instead of after two minutes."""
 
         def holds_now() -> bool:
@@ -101,7 +101,7 @@ def submit(cluster: slurm.Slurm, output: Path, *arguments: str, nodes: int = 3) 
     """Submit a run with `rl --slurm`."""
     shape = ("--slurm.nodes", str(nodes), "--slurm.gpus-per-node", "0", "--trainer-ranks", "1")
     command = ("rl", *ARGUMENTS, "--output-dir", str(output), *shape, *arguments)
-    done = cluster.run(*command, timeout=120, **environment(cluster))
+    done = cluster.run(*command, **environment(cluster))
     assert done.returncode == 0, done.stderr
     return Job(cluster, done.stdout.split()[3].rstrip(";"), RunPaths(output))
 
@@ -133,7 +133,7 @@ def test_run_on_three_nodes_is_cancelled_and_resumed(cluster: slurm.Slurm, tmp_p
     ranks = {name: beat.host for name, beat in read_heartbeats(job.paths).items() if beat.role == "trainer"}
     assert ranks == {"trainer_0": "n2", "trainer_1": "n3"}
     assert "resumed from" in job.log
-    until(cluster.are_idle, "idle nodes", 30)
+    until(cluster.are_idle, "idle nodes")
     assert not [(node.host.name, name) for node in cluster.nodes.values() for name in names_on(node)]
 
 
@@ -150,23 +150,23 @@ def test_run_is_requeued_by_a_user_and_by_the_loss_of_a_node(cluster: slurm.Slur
     assert_complete(job, ended, restarts=2)
     lost.boot()
     lost.start_slurmd()
-    until(cluster.are_idle, "the node to return", 60)
+    until(cluster.are_idle, "the node to return")
 
 
 def test_killed_rank_ends_the_job_and_sigterm_saves_a_checkpoint(cluster: slurm.Slurm, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path)
     job.until_checkpoint(INTERVAL)
     rank_on(cluster.nodes["n3"]).kill()
-    ended = job.until_ended(60)
+    ended = job.until_ended()
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0")
     assert "error: rank 1 (pid " in job.log and "was killed by SIGKILL" in job.log
     # srun ends the other rank by SIGTERM, unless that has noticed the lost connection before.
     assert any(f"error: trainer ended with exit code {code}\n" in job.log for code in (1, 143)), job.log
 
     job = submit(cluster, tmp_path, *RESUME)
-    job.until_checkpoint(2 * INTERVAL)
+    until(lambda: len(metrics_of(job.paths, "trainer")) > 2 * INTERVAL, "a step after the second checkpoint")
     cluster.run("scancel", "--batch", "--signal", "TERM", job.number)
-    ended = job.until_ended(60)
+    ended = job.until_ended()
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "143:0"), job.log
     trained = metrics_of(job.paths, "trainer")[-1]["step"] + 1
     assert find_checkpoints(job.paths.checkpoints_dir).steps[-1] == trained
@@ -221,9 +221,9 @@ def test_server_over_two_nodes_answers_and_ends_with_one_of_its_engines(cluster:
     until(lambda: '"text":"' in cluster.run(*ask).stdout, "an answer")
     [engine] = [one for one in cluster.nodes[other].processes() if one.info["name"] == "VLLM::EngineCore_DP1"]
     engine.kill()
-    assert job.until_ended(60)["JobState"] == "FAILED"
+    assert job.until_ended()["JobState"] == "FAILED"
     assert f"error: node {other} (data-parallel ranks 1): EngineCore_DP1 (pid " in log.read_text()
-    until(lambda: not names_on(cluster.nodes[head]), "the end of the server", 30)
+    until(lambda: not names_on(cluster.nodes[head]), "the end of the server")
 
 
 def test_run_of_lost_nodes_ends_when_the_requeued_job_resumes_it(cluster: slurm.Slurm, tmp_path: Path) -> None:
@@ -248,12 +248,12 @@ def test_run_of_lost_nodes_ends_when_the_requeued_job_resumes_it(cluster: slurm.
     for pattern in ("inference_*.log", "orchestrator.log", f"torchrun/{job.number}.0_*/attempt_0/0/stderr.log"):
         assert any(what in log.read_text() for log in job.paths.logs_dir.glob(pattern)), pattern
     for node in lost:
-        until(lambda node=node: not names_on(node), "the end of all processes of the first start", 30)
+        until(lambda node=node: not names_on(node), "the end of all processes of the first start")
     assert cluster.job(job.number)["JobState"] == "RUNNING", job.log
     for node in lost:
         node.start_slurmd()
     cluster.run("scancel", job.number)
-    until(cluster.are_idle, "the nodes to return", 60)
+    until(cluster.are_idle, "the nodes to return")
 
 
 def names_on(node: slurm.Node) -> list[str]:

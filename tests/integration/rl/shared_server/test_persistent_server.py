@@ -17,7 +17,15 @@ from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import MODEL, ORCHESTRATOR, StartCommand, of_server, rl_values, write_toml
 from tests.integration.rl.test_whole_run import manifest
-from tests.support.command import END_TIMEOUT_S, alive, clean_environment, executable, metrics_of, until
+from tests.support.command import (
+    END_TIMEOUT_S,
+    PROGRESS_TIMEOUT_S,
+    alive,
+    clean_environment,
+    executable,
+    metrics_of,
+    until,
+)
 from tests.support.server import Server
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -138,7 +146,7 @@ def test_standalone_commands_in_three_shells_complete(
         close()
         trainer = start("trainer", {**shared, "model": {**shared["model"], "seq_len": 64}}, paths.root)
         until(lambda: trainer.process.poll() is not None or not alive(process), "the end of either")
-        assert process.wait(60) == 0, (tmp_path / "orchestrator.out").read_text()
+        assert process.wait(PROGRESS_TIMEOUT_S) == 0, (tmp_path / "orchestrator.out").read_text()
         assert trainer.end() == 0, trainer.story()
     assert_bound_kept(paths, 1)
     assert [line["step"] for line in metrics_of(paths, "trainer")] == list(range(STEPS))
