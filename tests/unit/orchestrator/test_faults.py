@@ -9,11 +9,14 @@ import pytest
 from aiohttp import web
 
 from prime_rl.core.errors import RunError
+from prime_rl.orchestrator.dispatcher import Dispatcher
+from prime_rl.orchestrator.health.progress_watchdog import INFERENCE, TRAINER
 from prime_rl.storage.paths import RunPaths
 from tests.support.fake_engine import fake_engine
 from tests.unit.orchestrator.test_orchestrator import (  # noqa: F401
     STEPS,
     batches,
+    limit_waits,
     make_config,
     metrics,
     no_trainer,
@@ -181,10 +184,18 @@ async def test_stuck_group_is_dropped_by_name_and_the_run_continues(
     tmp_path,
     tokenizer_dir,
     run_orchestrator,
+    monkeypatch,
 ):
-    config = make_config(
-        tmp_path, tokenizer_dir, {"stuck": [3]}, wait_timeout_seconds=2, failing_env_seconds=600, async_level=1
-    )
+    """The deadline comes soon, but groups that are only slow get more time."""
+    end_stuck = Dispatcher.end_stuck
+
+    def end_only_stuck(self, timeout_s):
+        running = {self._ledger.positions.open[group_id].draw.example for group_id in self._running}
+        return running != {3} or end_stuck(self, timeout_s)
+
+    monkeypatch.setattr(Dispatcher, "end_stuck", end_only_stuck)
+    limit_waits(monkeypatch, {INFERENCE: 0.3, TRAINER: 60})
+    config = make_config(tmp_path, tokenizer_dir, {"stuck": [3]}, failing_env_seconds=600, async_level=1)
     async with fake_engine() as engine:
         paths = await run_orchestrator(config, [engine])
     check_stream(paths)

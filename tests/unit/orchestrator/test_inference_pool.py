@@ -133,12 +133,14 @@ async def test_wait_for_server_lost_version_during_back_off_is_not_chosen(tmp_pa
         async def wait(step):
             await loaded.wait()
 
-        server._backoff_until = time.monotonic() + 2  # longer than it takes to notice
+        server._backoff_until = time.monotonic() + 3600
         waiting = asyncio.create_task(policy.wait_for_server(2))
         engine.switching = wait
         engine.step, engine.hash, engine.holder = 0, "base", None
-        while server.version.step == 2 or server.backoff_s:
-            await asyncio.sleep(0.05)
+        await ask_until(policy, lambda: server.version.step != 2)
+        server._backoff_until = 0.0
+        await policy._notify()
+        await server.client.peek_policy()  # time for a choice that should not be
         assert not waiting.done(), "no server samples from version 2"
         assert policy.version == 2, "no server is up: what it was, and not that of the base model"
         loaded.set()
@@ -298,8 +300,8 @@ async def test_switch_waits_until_all_servers_staged(tmp_path):
     async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, changes):
         two.staging = Gate(1)
         publish_version(paths, 1)
-        async with asyncio.timeout(20):
-            await two.staging.reached[1].wait()
+        await ask_until(policy, lambda: len(one.calls) == len(two.calls) == 2)
+        for _ in range(20):
             await policy.servers[0].client.policy()  # time for a switch that should not be
         assert (one.calls[1:], two.calls[1:]) == (["stage 1"], ["stage 1"])
         assert policy.available_servers(1) == policy.servers, "they sample meanwhile"
@@ -383,8 +385,7 @@ async def test_newer_version_cancels_staging(tmp_path):
     async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, changes):
         two.staging = Gate(1)
         publish_version(paths, 1)
-        async with asyncio.timeout(20):
-            await two.staging.reached[1].wait()
+        await ask_until(policy, lambda: one.calls[1:] == two.calls[1:] == ["stage 1"])
         publish_version(paths, 2)
         await changes.until(lambda: policy.version == 2)
         assert one.calls[1:] == ["stage 1", "stage 2", "update 2"], "1 is never put in place"

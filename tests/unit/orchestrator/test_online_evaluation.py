@@ -134,7 +134,7 @@ async def test_online_eval_failing_environment_is_reported(tmp_path, error):
 
 
 async def test_online_eval_stuck_environment_times_out(tmp_path):
-    run = Run(tmp_path, FakePool(name="stuck", behave=Held()), FakePool(), idle_timeout_s=0.05)
+    run = Run(tmp_path, FakePool(name="stuck", behave=Held()), FakePool(), idle_timeout_s=1.0)
     await run.evaluator.finish(0)
     assert (run.metrics["eval/stuck/failed"], run.metrics["eval/fake/failed"]) == (1, 0)
 

@@ -22,7 +22,7 @@ from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator import orchestrator as orchestrator_module
 from prime_rl.orchestrator.data.example_stream import ExampleStream
-from prime_rl.orchestrator.health.progress_watchdog import TRAINER
+from prime_rl.orchestrator.health.progress_watchdog import INFERENCE, TRAINER, ProgressWatchdog
 from prime_rl.orchestrator.inference import inference_server as server
 from prime_rl.orchestrator.inference import weight_versions
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
@@ -92,6 +92,17 @@ def run_orchestrator(host):
     return run
 
 
+def limit_waits(monkeypatch, timeouts_s):
+    """Give the waits for each peer their own `wait_timeout_seconds`, so that a test expects one of them to end."""
+    wait = ProgressWatchdog.wait
+
+    async def limited(self, wake, progress_token, phase, role, *rest, **place):
+        self._timeout_s = timeouts_s[role]
+        await wait(self, wake, progress_token, phase, role, *rest, **place)
+
+    monkeypatch.setattr(ProgressWatchdog, "wait", limited)
+
+
 def batches(paths):
     return [read_batch(paths.rollouts(step), step) for step in range(STEPS)]
 
@@ -131,11 +142,12 @@ async def test_run_whose_last_version_arrives_long_after_the_end_of_the_trainer_
     config = make_config(tmp_path, tokenizer_dir, heartbeat={"warn_after_seconds": 0.1, "dead_after_seconds": 0.3})
 
     async def trainer(paths, steps, stop, delay_s):
-        with HeartbeatWriter(paths, TRAINER, TRAINER, interval_seconds=0.02, settings={"max_steps": STEPS}):
-            await play_trainer(paths, steps - 1, stop)
-            async for _ in watch_directory(paths.rollouts_dir, asyncio.Event()):
-                if paths.rollouts(steps - 1).exists():
-                    break
+        await play_trainer(paths, steps - 1, stop)
+        async for _ in watch_directory(paths.rollouts_dir, asyncio.Event()):
+            if paths.rollouts(steps - 1).exists():
+                break
+        with HeartbeatWriter(paths, TRAINER, TRAINER, settings={"max_steps": STEPS}):
+            pass  # no earlier heartbeat: one that is late would end the run
         await asyncio.sleep(2)
         publish_version(paths, steps)
 
@@ -320,8 +332,9 @@ async def test_run_lease_of_a_killed_run_is_waited_for(tmp_path, tokenizer_dir, 
         assert (engine.step, engine.holder) == (STEPS, None)
 
 
-async def test_run_trainer_that_never_publishes_is_named(tmp_path, tokenizer_dir, run_orchestrator):
-    config = make_config(tmp_path, tokenizer_dir, async_level=0, wait_timeout_seconds=0.5)
+async def test_run_trainer_that_never_publishes_is_named(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
+    limit_waits(monkeypatch, {INFERENCE: 60, TRAINER: 0.2})
+    config = make_config(tmp_path, tokenizer_dir, async_level=0)
     async with fake_engine() as engine:
         with pytest.raises(RunError, match=r"waiting for the trainer to publish version 1") as caught:
             await run_orchestrator(config, [engine], trainer_delay_s=60)
@@ -365,14 +378,17 @@ async def test_mixture_keeps_group_size_and_concurrency_of_each_environment(tmp_
     limits = {"rollouts_per_example": 4, "max_concurrent": 4, "max_rollouts_per_minute": 60_000.0}
     large = toy("large").model_copy(update={**limits, "sampling": {"max_tokens": 3}})
     config = make_config(tmp_path, tokenizer_dir, env=[toy("small"), large], async_level=1)
-    in_flight, most = Counter[int](), Counter[int]()
+    in_flight, most, overlap = Counter[int](), Counter[int](), asyncio.Event()
     async with fake_engine() as engine:
 
         async def gate(body):
             limit = body["sampling_params"]["max_tokens"]
             in_flight[limit] += 1
             most[limit] = max(most[limit], in_flight[limit])
-            await asyncio.sleep(0.02)
+            if in_flight[3] >= 4 and in_flight[6] > 4:
+                overlap.set()
+            await overlap.wait()
+            await asyncio.sleep(0.02)  # for requests that should not be
             in_flight[limit] -= 1
 
         engine.gate = gate

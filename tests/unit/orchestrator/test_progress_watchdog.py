@@ -54,12 +54,15 @@ async def test_watchdog_wakeups_without_progress_keep_the_deadline(tmp_path):
     assert heartbeat._progress == progress + 1, "progress is what happened, not how often it was looked"
 
 
-async def test_watchdog_progress_restarts_the_deadline(tmp_path):
-    _, watchdog = make_watchdog(tmp_path, timeout_s=0.4)
+async def test_watchdog_progress_restarts_the_deadline(tmp_path, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(progress_watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    _, watchdog = make_watchdog(tmp_path, timeout_s=60)
     wake = asyncio.Event()
     for progress_token in range(8):
+        now += 50
         wake.clear()
-        asyncio.get_running_loop().call_later(0.1, wake.set)
+        asyncio.get_running_loop().call_soon(wake.set)
         await watchdog.wait(wake, progress_token, "sample batch 3", INFERENCE, "groups")
 
 
@@ -95,7 +98,7 @@ async def test_startup_wait_returns_or_raises(tmp_path):
 
 @pytest.mark.parametrize("role", [TRAINER, INFERENCE])
 async def test_watchdog_lost_trainer_ends_only_waits_for_it(tmp_path, role):
-    _, watchdog = make_watchdog(tmp_path, timeout_s=1.5, limit_s=0.2)
+    _, watchdog = make_watchdog(tmp_path, timeout_s=60 if role == TRAINER else 1.5, limit_s=0.2)
     its = HeartbeatWriter(RunPaths(tmp_path), "trainer_0", "trainer")
     its.start()
     its.close("failed")
