@@ -183,7 +183,7 @@ def load_environment(kind):
         case "unscored":
             return single(broken, score_rollouts=False)
         case "late":
-            return Late(wait=True, timeout_seconds=0.2, dataset=data, rubric=vf.Rubric(funcs=[fine]), max_turns=3)
+            return Late(wait=True, timeout_seconds=1.0, dataset=data, rubric=vf.Rubric(funcs=[fine]), max_turns=3)
         case "too late":
             return Late(wait="first", timeout_seconds=0.2, dataset=data, rubric=vf.Rubric(funcs=[fine]), max_turns=3)
         case "math":

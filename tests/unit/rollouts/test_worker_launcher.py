@@ -61,7 +61,7 @@ def test_workers_inherit_no_withheld_variable_and_exit_when_main_is_killed(packa
         assert b"INFERENCE_SERVER_API_KEY" not in inherited and b"OUR_KEY" not in inherited
     main.kill()
     main.wait()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 

@@ -17,7 +17,7 @@ from tests.support.fake_engine import fake_engine
 from tests.support.worker_launcher import launcher_with
 
 from .prime_service import running_service
-from .test_sandbox import find_processes
+from .test_sandbox import find_process
 
 
 @pytest_asyncio.fixture
@@ -45,12 +45,11 @@ async def test_prime_creates_machines_without_network_and_deletes_them(service):
 @pytest.mark.extended
 async def test_prime_lost_machine_is_replaced_and_its_execution_repeated(service):
     async with Sandbox("prime", num_warm=1) as sandbox:
-        script = "sleep 1.25; echo done"
         (machine,) = sandbox.jail_pids
-        task = asyncio.create_task(sandbox.run(argv=["/bin/sh", "-c", script], timeout=20))
-        while not find_processes(machine, script):
-            await asyncio.sleep(0.01)
+        task = asyncio.create_task(sandbox.run(argv=["/bin/sh", "-c", "sleep 987; echo done"], timeout=1000))
+        await find_process(sandbox, "987")
         service.end_processes()
+        (await find_process(sandbox, "987", after=machine)).kill()
         result = await task
         assert (result.stdout, result.verdict) == ("done\n", Verdict.OK)
     assert len(service.created) == len(service.deleted) == 2

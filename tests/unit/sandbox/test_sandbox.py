@@ -202,22 +202,25 @@ async def test_sessions_with_large_commands_that_nobody_reads_time_out(native):
 
 async def test_session_survives_an_answer_after_the_timeout(native):
     async def answer(text: str) -> str:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.5)
         return "late"
 
     async with native.session(answer) as session:
-        assert (await session.run("x = 1; host_call('a')", timeout=0.1)).verdict is Verdict.TIMEOUT
+        assert (await session.run("x = 1; host_call('a')", timeout=0.5)).verdict is Verdict.TIMEOUT
         assert session.alive
         assert (await session.run("x + 1", timeout=10)).value == "2"
 
 
 async def test_session_that_ends_while_the_host_answers_is_no_failure_of_the_sandbox(native):
     async def answer(text: str) -> str:
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # longer than the cell, but it ends so after any answer
         return ""
 
     async with native.session(answer) as session:
-        code = "import os, threading\nthreading.Timer(0.1, os._exit, [3]).start()\nhost_call('a')"
+        code = (
+            "import os, threading, time\nthreading.Thread(target=host_call, args=['a']).start()\n"
+            "time.sleep(0.1)\nos._exit(3)"
+        )
         assert (await session.run(code, timeout=10)).verdict is Verdict.ERROR
 
 
@@ -227,7 +230,7 @@ async def test_run_many_at_once_are_all_answered(sandbox):
 
 
 async def test_run_executions_at_once_really_overlap(sandbox):
-    code = "import time; begin = time.monotonic(); time.sleep(0.3); print(begin, time.monotonic())"
+    code = "import time; begin = time.monotonic(); time.sleep(2); print(begin, time.monotonic())"
     results = await asyncio.gather(*(sandbox.run(code, timeout=30) for _ in range(20)))
     spans = [tuple(map(float, result.stdout.split())) for result in results]
     assert max(sum(begin <= moment <= end for begin, end in spans) for moment, _ in spans) >= 5
@@ -241,6 +244,17 @@ def find_processes(jail_pid, argument):
             if argument in child.cmdline():
                 found.append(child)
     return found
+
+
+async def find_process(sandbox, argument, after=None):
+    """Wait for the process with this argument in the only jail, or in the one that replaces the jail `after`."""
+    async with asyncio.timeout(60):
+        while True:
+            for jail in set(sandbox.jail_pids) - {after}:
+                with contextlib.suppress(psutil.Error):  # it has ended, or has not started
+                    for process in find_processes(jail, argument):
+                        return process
+            await asyncio.sleep(0.01)
 
 
 async def test_run_cancelled_ends_its_processes(native):
@@ -259,11 +273,10 @@ async def test_run_cancelled_ends_its_processes(native):
 async def test_run_jail_killed_meanwhile_is_retried_in_a_new_one():
     async with Sandbox(num_jails=1, num_warm=1) as own:
         (first,) = own.jail_pids
-        script = "sleep 1.25; echo done"
-        task = asyncio.create_task(own.run(argv=["/bin/sh", "-c", script], timeout=60))
-        while not find_processes(first, script):
-            await asyncio.sleep(0.01)
+        task = asyncio.create_task(own.run(argv=["/bin/sh", "-c", "sleep 987; echo done"], timeout=1000))
+        await find_process(own, "987")
         os.kill(first, signal.SIGKILL)
+        (await find_process(own, "987", after=first)).kill()
         result = await task
         assert (result.stdout, result.verdict) == ("done\n", Verdict.OK)
         assert own.jail_pids != [first]

@@ -63,7 +63,7 @@ async def test_interpreter_ends_with_its_supervisor():
         home = Path(interpreter.cwd())
         interpreter.parent().kill()
         await cell
-        _, alive = await asyncio.to_thread(psutil.wait_procs, busy, 10)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, busy, 60)
         assert not alive
     shutil.rmtree(home)  # its supervisor could not do it
 
