@@ -135,10 +135,10 @@ async def test_stop_between_two_checkpoints_resumes_with_every_position_once(
 
     async with fake_engine() as engine:
         run = asyncio.create_task(run_orchestrator(config, [engine], trainer=stopping_trainer))
-        await asyncio.wait_for(published.wait(), 30)
+        await asyncio.wait_for(published.wait(), 60)
         if not is_signalled:
             write_stop(paths.checkpoints_dir, StopRecord(STOPPED_AT, 0))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while not part.exists():
                     await asyncio.sleep(0.01)
         run.cancel()

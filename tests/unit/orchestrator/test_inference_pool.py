@@ -27,7 +27,7 @@ class Changes:
         self.event = asyncio.Event()
 
     async def until(self, condition):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 self.event.clear()
                 await self.event.wait()
@@ -44,7 +44,7 @@ async def policy_of(paths, engines, limit=None, probe_s=None, **options):
     for client in clients:
         await client.__aenter__()
     try:
-        await policy.start(timeout_s=10)
+        await policy.start(timeout_s=60)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(policy.follow_weights(stop))
             tasks.create_task(policy.maintain(stop))
@@ -104,7 +104,7 @@ async def test_lost_server_cancels_its_rollouts(tmp_path, reborn):
         else:
             await two.die()
         with pytest.raises(InferenceServerLost, match="died"):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await lost
         async with policy.servers[0].cancel_scope():
             pass  # the other one lives
@@ -144,7 +144,7 @@ async def test_wait_for_server_lost_version_during_back_off_is_not_chosen(tmp_pa
         assert not waiting.done(), "no server samples from version 2"
         assert policy.version == 2, "no server is up: what it was, and not that of the base model"
         loaded.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert (await waiting).version.step == 2
 
 
@@ -153,7 +153,7 @@ async def test_wait_for_server_available_server_beats_one_in_back_off(tmp_path):
     async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, _):
         policy.take_out(policy.servers[1])
         policy.servers[0]._backoff_until = time.monotonic() + 3600
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await policy.wait_for_server(0) is policy.servers[1], "it came back meanwhile"
 
 
@@ -161,7 +161,7 @@ async def test_wait_for_server_waits_for_the_version(tmp_path):
     paths = RunPaths(tmp_path)
     async with fake_engine() as engine, policy_of(paths, [engine]) as (policy, _):
         waiting = asyncio.create_task(policy.wait_for_server(1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await policy.wait_for_server(0) is policy.servers[0]
             assert not waiting.done()
             publish_version(paths, 1)
@@ -271,7 +271,7 @@ class Gate:
 
 async def ask_until(policy, condition):
     """Let other tasks run until `condition`; not every change is signalled."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await policy.servers[0].client.peek_policy()
 
@@ -316,7 +316,7 @@ async def test_server_lost_while_staging_is_left_out(tmp_path):
     async with fake_engine() as one, fake_engine() as two, policy_of(paths, [one, two]) as (policy, changes):
         two.staging = Gate(1)
         publish_version(paths, 1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await two.staging.reached[1].wait()
         policy.take_out(policy.servers[1])
         policy.servers[1].cancel_all()
@@ -416,7 +416,7 @@ async def test_switch_in_progress_is_not_cancelled(tmp_path):
     async with fake_engine() as one, policy_of(paths, [one]) as (policy, changes):
         one.switching = Gate(1)
         publish_version(paths, 1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await one.switching.reached[1].wait()
         publish_version(paths, 2)
         waiting = asyncio.create_task(policy.wait_until_acknowledged(policy.servers[0], 1))
@@ -458,7 +458,7 @@ async def test_invalid_version_is_skipped_with_keep_previous(tmp_path, fault):
         one.switching = Gate(2)
         publish_version(paths, 2)
         if fault == "wrong":
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await one.switching.reached[2].wait()
             lost = asyncio.create_task(play_on(policy, policy.servers[0], 2))
             one.switching.open[2].set()
@@ -586,7 +586,7 @@ async def test_start_hanging_directory_is_named_at_the_deadline(tmp_path, monkey
         )
         try:
             with pytest.raises(RunError, match=f"{paths.weights_dir} did not answer within 0 s"):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await policy.start(timeout_s=0.3, is_restart=True)
         finally:
             hang.set()

@@ -60,7 +60,7 @@ def make_config(tmp_path, tokenizer_dir, env_args=None, **values):
         "sampling": {"max_tokens": 6},
         "max_steps": STEPS,
         "output_dir": tmp_path / "run",
-        "wait_timeout_seconds": 20,
+        "wait_timeout_seconds": 60,
         "failing_env_seconds": 0,
     }
     return OrchestratorConfig(**(given | values))

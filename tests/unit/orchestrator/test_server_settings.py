@@ -42,10 +42,10 @@ class Run:
         """Start the pool and maintain it for the length of the block; raises what ends the run."""
         stop = asyncio.Event()
         try:
-            async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
                 for client in self.clients:
                     await client.__aenter__()
-                await self.pool.start(timeout_s=10)
+                await self.pool.start(timeout_s=60)
                 tasks.create_task(self.pool.maintain(stop))
                 yield
                 stop.set()

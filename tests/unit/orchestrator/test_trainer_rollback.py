@@ -29,11 +29,9 @@ EVERY = 2
 
 
 async def until(condition):
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come")
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 class MortalTrainer:
