@@ -22,8 +22,9 @@ RECIPES = {
 
 # Servers run until they are stopped; the others exit with the code in their variable, once all have been started.
 SRUN = """#!/usr/bin/env bash
+[[ " $* " == *" inference "* ]] && echo $$ >> "$CALLS.servers" # before its call: the last one ends the servers
 printf '%s\\n' "$(printf '%q ' "$@")" >> "$CALLS" # in one write: they run at the same time
-[[ " $* " == *" inference "* ]] && echo $$ >> "$CALLS.servers" && exec sleep 60
+[[ " $* " == *" inference "* ]] && exec sleep 600
 until (($(wc -l < "$CALLS") == INFERENCE_NODES + 2)); do sleep 0.01; done
 case " $* " in
     *" orchestrator "*) exit "$ORCHESTRATOR_CODE" ;;
@@ -60,7 +61,7 @@ def submit(tmp_path: Path, **variables: str) -> tuple[subprocess.CompletedProces
         **{name: str(path) for name, path in RECIPES.items()},
         **variables,
     }
-    done = subprocess.run(["bash", str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=240)
     return done, [shlex.split(line) for line in calls.read_text().splitlines()]
 
 

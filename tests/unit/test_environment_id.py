@@ -120,6 +120,6 @@ def test_label_of_a_file_is_its_name():
 @pytest.mark.slow
 def test_id_of_a_missing_file_ends_rl_with_one_line(folder):
     argv = [sys.executable, "-m", "prime_rl.entrypoints.rl", "--orchestrator.env.id", "path/missing.py"]
-    run = subprocess.run([*argv, "--model.name", str(folder)], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([*argv, "--model.name", str(folder)], capture_output=True, text=True, timeout=240)
     assert run.returncode == 2
     assert "Traceback" not in run.stderr

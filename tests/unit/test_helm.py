@@ -33,7 +33,7 @@ each_example = pytest.mark.parametrize("values", VALUES, ids=lambda path: path.s
 
 
 def helm(*arguments):
-    return subprocess.run(["helm", *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["helm", *map(str, arguments)], capture_output=True, text=True, timeout=240)
 
 
 def render(values=None, *arguments):
@@ -296,6 +296,6 @@ def scale_down(tmp_path, objects, answer):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {"KUBERNETES_API": f"http://127.0.0.1:{server.server_port}"}
         command = [sys.executable, str(program), *container(objects["Job", "scale-down"])["args"][2:]]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
         server.shutdown()
     return done, calls

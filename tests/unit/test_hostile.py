@@ -114,7 +114,7 @@ def test_wait_for_without_watcher_finds_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(wait, "watch", refuse)
     later = threading.Timer(0.05, (tmp_path / "step_0").mkdir)
     later.start()
-    wait_for(tmp_path / "step_0", 20, "the test")
+    wait_for(tmp_path / "step_0", 120, "the test")
     with pytest.raises(DeadlineError):
         wait_for(tmp_path / "step_1", 0.1, "the test")
     later.join()
@@ -129,7 +129,7 @@ async def test_watch_directory_without_watcher_yields(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wait, "watch", refuse)
     stop, looks = asyncio.Event(), 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         async for _ in wait.watch_directory(tmp_path, stop):
             looks += 1
             if looks == 3:
@@ -138,12 +138,10 @@ async def test_watch_directory_without_watcher_yields(tmp_path, monkeypatch):
 
 
 def late(path: Path, name: str) -> threading.Timer:
-    """Hide a file of an artifact, and show it a moment later: what another machine's cache does."""
+    """Hide a file of an artifact, which the timer shows again: what another machine's cache does."""
     hidden = path.parent / f"hidden-{name}"
     shutil.move(path / name, hidden)
-    timer = threading.Timer(0.15, lambda: shutil.move(hidden, path / name))
-    timer.start()
-    return timer
+    return threading.Timer(0.15, lambda: shutil.move(hidden, path / name))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rows.safetensors"])
@@ -153,7 +151,8 @@ def test_read_batch_with_files_visible_late_is_retried(tmp_path, name):
     timer = late(path, name)
     with pytest.raises(IncompleteArtifact, match="missing"):
         read_batch(path, 5)
-    batch, _ = retry_until_complete(lambda: read_batch(path, 5), 20)
+    timer.start()
+    batch, _ = retry_until_complete(lambda: read_batch(path, 5), 120)
     assert batch.loss_tokens == 7
     timer.join()
 
@@ -168,7 +167,7 @@ def test_read_batch_with_contents_visible_late_is_retried(tmp_path):
             read_batch(path, 5)
     timer = threading.Timer(0.15, lambda: rows.write_bytes(whole))
     timer.start()
-    retry_until_complete(lambda: read_batch(path, 5), 20)
+    retry_until_complete(lambda: read_batch(path, 5), 120)
     timer.join()
 
 
@@ -214,8 +213,8 @@ def test_acquire_lock_at_the_deadline_names_the_holder(tmp_path):
             with pytest.raises(DeadlineError, match=rf"waited 0 s for process {holder.pid} .*, which rebuilds weights"):
                 acquire_lock(file, 0.2, "rebuilds weights")
             holder.stdin.close()
-            holder.wait(10)
-            acquire_lock(file, 10, "rebuilds weights")
+            holder.wait(120)
+            acquire_lock(file, 120, "rebuilds weights")
 
 
 def test_is_system_resource_error_excludes_defects():

@@ -59,7 +59,7 @@ def start(tmp_path, what="", method="", **kwargs):
     program = tmp_path / "program.py"  # a file: processes that are not forked import it
     program.write_text(PROCESS)
     command = [sys.executable, str(program), str(tmp_path), what, method]
-    return subprocess.run(command, text=True, timeout=60, **({"stderr": subprocess.PIPE} | kwargs))
+    return subprocess.run(command, text=True, timeout=240, **({"stderr": subprocess.PIPE} | kwargs))
 
 
 def read(tmp_path):

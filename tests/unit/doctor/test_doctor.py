@@ -28,7 +28,7 @@ heart = HeartbeatWriter(RunPaths(Path(root)), name, name.partition("_")[0], 0.1)
 heart.start()
 heart.enter("wait", 600.0, waits or None)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from prime_rl.storage.paths import RunPaths
-from tests.support.command import clean_environment, until
+from tests.support.command import PROGRESS_TIMEOUT_S, clean_environment, until
 from tests.support.relays import publish_bytes
 from tests.support.server import free_port
 
@@ -33,7 +33,7 @@ def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
     try:
         until(copy.weights(1).exists, "a copy")
         third = relay(copy.root, "--port", 0, "--trainer", f"http://127.0.0.1:{port}", RELAY_API_KEY="key")
-        _, err = third.communicate(timeout=30)
+        _, err = third.communicate(timeout=PROGRESS_TIMEOUT_S)
         assert third.returncode == 1
         assert f"output_dir = {copy.root} is in use: process {second.pid} (" in err and "is its relay_trainer" in err
         assert (copy.weights(1) / "model.safetensors").read_bytes() == b"weights"
@@ -41,7 +41,7 @@ def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
         for process in (first, second):
             process.send_signal(signal.SIGTERM)
     for process in (first, second):
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=PROGRESS_TIMEOUT_S)
         assert process.returncode == 0, err
         assert out.startswith("relay: http://127.0.0.1:") and "Traceback" not in err
     assert "copied weights/step_1" in err
@@ -55,9 +55,9 @@ def test_full_disk_ends_a_relay_with_its_directory(tmp_path):
     first = relay(tmp_path / "run", "--port", port)
     second = relay(copy, "--port", 0, "--trainer", f"http://127.0.0.1:{port}")
     resource.prlimit(second.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-    _, err = second.communicate(timeout=60)
+    _, err = second.communicate(timeout=PROGRESS_TIMEOUT_S)
     first.send_signal(signal.SIGTERM)
-    assert second.returncode == 1 and first.wait(30) == 0
+    assert second.returncode == 1 and first.wait(PROGRESS_TIMEOUT_S) == 0
     assert f"error: cannot copy files of the run: File too large: {copy} (" in err and "Traceback" not in err
 
 
@@ -76,6 +76,6 @@ def test_full_disk_ends_a_relay_with_its_directory(tmp_path):
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     process = relay(*arguments, KEY="key")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PROGRESS_TIMEOUT_S)
     assert process.returncode == 2
     assert message in err.splitlines()[-1]

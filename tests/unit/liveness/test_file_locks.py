@@ -35,7 +35,7 @@ def hold(paths, seconds, **variables):
 def test_second_process_of_a_role_is_refused(tmp_path, monkeypatch, start):
     monkeypatch.delenv(START_VARIABLE, raising=False)
     paths = RunPaths(tmp_path / "run")
-    first = hold(paths, 60, **{START_VARIABLE: start})
+    first = hold(paths, 600, **{START_VARIABLE: start})
     try:
         with pytest.raises(RunError, match=rf"run is in use: process {first.pid} \(.*\) is its trainer; stop it"):
             hold_role_lock(paths, "trainer", 0)
@@ -51,7 +51,7 @@ def test_lock_is_free_after_the_end_of_its_process(tmp_path, monkeypatch):
     monkeypatch.delenv(START_VARIABLE, raising=False)
     paths = RunPaths(tmp_path)
     with hold(paths, 0.2):
-        hold_role_lock(paths, "trainer")
+        hold_role_lock(paths, "trainer", 120)
     hold_role_lock(paths, "trainer", 0)  # once more in the same process
 
 
@@ -63,11 +63,11 @@ def test_directory_that_cannot_be_written_is_left_to_other_checks(tmp_path):
 def test_directory_that_a_process_writes_is_refused(tmp_path):
     paths = RunPaths(tmp_path / "run")
     check_no_writer(paths, 0)
-    with hold(paths, 60) as trainer:
+    with hold(paths, 600) as trainer:
         with pytest.raises(RunError, match=rf"is in use: process {trainer.pid} \(.*\) is its trainer; stop it"):
             check_no_writer(paths, 0)
         trainer.kill()
-    check_no_writer(paths)
+    check_no_writer(paths, 120)
     hold_role_lock(paths, "trainer", 0)  # the check has released it
 
 

@@ -88,20 +88,22 @@ def test_hanging_disk_drops_and_counts_phases_and_blocks_nobody(tmp_path, monkey
 
 
 def test_full_disk_drops_counts_and_warns_once_then_continues(tmp_path, monkeypatch, said):
-    original, failures, failed = timeline_writer._append, iter(range(2)), queue.Queue()
+    original, failures, entered, go_on = timeline_writer._append, iter(range(2)), queue.Queue(), queue.Queue()
 
     def append(path, data, max_bytes):
         if next(failures, None) is not None:
-            failed.put(None)
+            entered.put(None)
+            go_on.get(timeout=120)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, data, max_bytes)
 
     monkeypatch.setattr(timeline_writer, "_append", append)
     writer = make(tmp_path)
-    for number in range(2):
-        writer.add("lost", number, number + 1)
-        failed.get(timeout=60)
-    writer.add("written", 5, 6)
+    writer.add("lost", 0, 1)
+    for phase in (("lost", 1, 2), ("written", 5, 6)):
+        entered.get(timeout=120)
+        writer.add(*phase)  # before the write fails: it is part of the next one
+        go_on.put(None)
     writer.close()
     lines = read(RunPaths(tmp_path))
     assert [line["name"] for line in lines] == ["dropped", "written"]

@@ -329,7 +329,7 @@ async def test_stopping_server_waits_for_no_examination(root, monkeypatch):
     monkeypatch.setattr(run_health, "examine", examine)
     app = make_app([RunView("synthetic", root)], LOCAL, is_closing=started.is_set)
     transport = ASGITransport(app)
-    async with AsyncClient(transport=transport, base_url="http://127.0.0.1") as client, asyncio.timeout(20):
+    async with AsyncClient(transport=transport, base_url="http://127.0.0.1") as client, asyncio.timeout(120):
         answer = await client.get("/api/runs/synthetic/health")
     release.set()
     assert (answer.status_code, answer.json()["detail"]) == (503, "the page ends")

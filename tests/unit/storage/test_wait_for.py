@@ -6,13 +6,19 @@ import pytest
 
 from prime_rl.storage import wait_for as wait_for_module
 from prime_rl.storage.wait_for import DeadlineError, wait_for, watch_directory
+from tests.support.command import until
 
 
 def test_wait_for_returns_when_the_path_appears(tmp_path):
     target = tmp_path / "later" / "step_0"
-    thread = threading.Timer(0.1, lambda: target.mkdir())
+
+    def write():
+        until(target.parent.exists, "the start of the wait, which makes it")
+        target.mkdir()
+
+    thread = threading.Thread(target=write)
     thread.start()
-    wait_for(target, timeout_s=30, owner="the test")
+    wait_for(target, timeout_s=120, owner="the test")
     assert target.exists()
     thread.join()
 
@@ -41,7 +47,7 @@ async def test_watch_directory_raises_what_its_thread_raises(tmp_path, monkeypat
 
     monkeypatch.setattr(wait_for_module, "_ticks", fail)
     with pytest.raises(MemoryError):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             async for _ in watch_directory(tmp_path, asyncio.Event()):
                 pass
 
@@ -51,5 +57,5 @@ async def test_abandoned_watch_ends_its_thread(tmp_path):
         await anext(changes)
         await anext(changes)
         (watching,) = [thread for thread in threading.enumerate() if thread.name == "watch_directory"]
-    await asyncio.to_thread(watching.join, 20)
+    await asyncio.to_thread(watching.join, 60)
     assert not watching.is_alive()

@@ -1,12 +1,12 @@
 """`rl` on several nodes. `ssh` is a script that runs its command on this machine and records its arguments."""
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,11 +21,12 @@ from prime_rl.core.ports import find_free_port
 from prime_rl.liveness.heartbeat_monitor import read_heartbeats
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.launch_specs import make_process_specs
+from prime_rl.supervisor.nodes import node_agent
 from prime_rl.supervisor.nodes.node_launcher import RemoteOptions, make_script, remote_command
 from prime_rl.supervisor.nodes.node_probe import num_gpus
 from prime_rl.supervisor.nodes.placement import check_nodes, spread_over_nodes
 from prime_rl.supervisor.preflight import check_gpus_of_nodes
-from tests.support.command import until
+from tests.support.command import PROGRESS_TIMEOUT_S, alive, until
 
 SSH = """\
 #!/usr/bin/env bash
@@ -39,6 +40,9 @@ shift
 KEY = "INFERENCE_SERVER_API_KEY"
 ON_NODES = ["--model.name", "m", "--inference", "--orchestrator.env.0.id", "e"]
 THREE = ["--nodes", "a,b,c"]
+LAUNCHER = (
+    "from prime_rl.supervisor.nodes import node_launcher; node_launcher._SIBLING_SECONDS = {}; node_launcher.main()"
+)
 SLEEPS = "import subprocess, sys; subprocess.Popen(['sleep', '300'], start_new_session=True).wait()"
 
 
@@ -53,9 +57,10 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setenv("PRIME_RL_ERROR_FILE", str(tmp_path / "error.json"))
     started = []
 
-    def start(program, nodes="n1,n2", silence=60.0, **environment):
+    def start(program, nodes="n1,n2", silence=60.0, sibling=1.0, **environment):
         options = RemoteOptions("ssh", nodes.split(","), "trainer", tmp_path, 5.0, silence)
-        command = remote_command(options, [sys.executable, "-c", program, "{node_rank}"])
+        python, _, _, *arguments = remote_command(options, [sys.executable, "-c", program, "{node_rank}"])
+        command = [python, "-c", LAUNCHER.format(sibling), *arguments]
         process = subprocess.Popen(
             command, env={**os.environ, **environment}, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True,
@@ -76,7 +81,7 @@ def run(start, tmp_path):
 
     def run(*arguments, **environment):
         process = start(*arguments, **environment)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=PROGRESS_TIMEOUT_S)
         return process.returncode, output, (tmp_path / "calls").read_text()
 
     return run
@@ -110,9 +115,9 @@ def test_failure_on_one_node_ends_the_command_on_all_and_is_named(run, tmp_path,
 
 
 def test_killed_command_is_named_instead_of_one_that_failed_because_of_it(run, tmp_path):
-    effect = "[time.sleep(0.01) for _ in iter(lambda: os.path.exists('killed'), True)] and sys.exit(1)"
-    cause = "[open('killed', 'w'), os.kill(os.getpid(), 9)]"
-    code, *_ = run(f"import os, sys, time; {cause} if sys.argv[1] == '1' else {effect}")
+    effect = "[open('failed', 'w'), sys.exit(1)]"
+    cause = "[time.sleep(0.01) for _ in iter(lambda: os.path.exists('failed'), True)] + [os.kill(os.getpid(), 9)]"
+    code, *_ = run(f"import os, sys, time; {cause} if sys.argv[1] == '1' else {effect}", sibling=600.0)
     assert code == 137
     assert json.loads((tmp_path / "error.json").read_text())["message"] == "the command on n2 was killed by SIGKILL"
 
@@ -135,19 +140,19 @@ def test_end_of_the_launcher_leaves_no_process_on_the_nodes(start, tmp_path, num
     process = start(f"open(f'started{{__import__(\"sys\").argv[1]}}', 'w'); {SLEEPS}")
     until(lambda: len(list(tmp_path.glob("started*"))) == 2, "the command")
     children = psutil.Process(process.pid).children
-    until(lambda: sum("sleep" in c.name() for c in children(recursive=True)) == 2, "its processes", 20)
+    until(lambda: sum("sleep" in c.name() for c in children(recursive=True)) == 2, "its processes")
     there = children(recursive=True)
     process.send_signal(number)
-    assert process.wait(20) == (128 + number if number == signal.SIGTERM else -number)
-    until(lambda: not any(one.is_running() and one.status() != "zombie" for one in there), "the end", 20)
+    assert process.wait(PROGRESS_TIMEOUT_S) == (128 + number if number == signal.SIGTERM else -number)
+    until(lambda: not any(map(alive, there)), "the end")
 
 
 def test_node_that_answers_has_a_heartbeat(start, tmp_path):
     start(SLEEPS, "n1")
-    until(lambda: "node_n1" in read_heartbeats(RunPaths(tmp_path)), "a heartbeat", 20)
+    until(lambda: "node_n1" in read_heartbeats(RunPaths(tmp_path)), "a heartbeat")
     first = read_heartbeats(RunPaths(tmp_path))["node_n1"]
     assert (first.host, first.role, first.boot_id) == ("n1", "trainer", "")
-    until(lambda: read_heartbeats(RunPaths(tmp_path))["node_n1"].beat > first.beat, "the next one", 20)
+    until(lambda: read_heartbeats(RunPaths(tmp_path))["node_n1"].beat > first.beat, "the next one")
 
 
 def agent(silence, program, stdin=subprocess.PIPE):
@@ -158,21 +163,34 @@ def agent(silence, program, stdin=subprocess.PIPE):
 def test_agent_kills_its_command_after_silence():
     process = agent(0.4, SLEEPS)
     children = psutil.Process(process.pid).children
-    output, _ = process.stdout.read(), process.wait(20)
+    output, _ = process.stdout.read(), process.wait(PROGRESS_TIMEOUT_S)
     assert process.returncode == 137
     assert output.splitlines()[-2:] == ["prime_rl.node silent", "prime_rl.node ended -9"]
     with pytest.raises(psutil.NoSuchProcess):
         children()
 
 
-def test_agent_that_hears_its_launcher_lets_the_command_work():
-    process = agent(0.6, "import time; time.sleep(1.2)")
-    while process.poll() is None:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        time.sleep(0.2)  # longer than a part of the silence
-    assert process.returncode == 0
+def test_agent_reports_the_end_of_its_command():
+    process = agent(60, "pass")
+    assert process.wait(PROGRESS_TIMEOUT_S) == 0  # while its stdin is open
     assert process.stdout.read().splitlines()[-1] == "prime_rl.node ended 0"
+
+
+async def test_agent_that_hears_its_launcher_in_each_silence_continues(monkeypatch):
+    """The launcher and the agent are in one event loop, so that no pause of this process is a silence."""
+    answers = []
+    monkeypatch.setattr(node_agent, "_write", lambda _, line: answers.append(line))
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        following = asyncio.ensure_future(node_agent._follow_launcher(0.2))
+        for _ in range(node_agent._SILENCE_PARTS + 2):
+            await asyncio.sleep(0.08)  # longer than a part of the silence
+            os.write(writing, b"\n")
+        assert not following.done()
+        assert await following is False
+        os.close(writing)
+    assert len(answers) == 1 + node_agent._SILENCE_PARTS + 2
 
 
 def test_script_leaves_out_what_belongs_to_the_node():

@@ -46,7 +46,7 @@ def load(tmp_path, *arguments):
 
 def bash(script, *arguments, **variables):
     command = ["bash", str(script), *arguments]
-    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=240)
 
 
 def options_of(script):

@@ -46,7 +46,7 @@ def stop_in_phase(root, phase, rank=0):
     """Send SIGTERM to a rank as soon as the phase of its heartbeat starts so."""
 
     def stop():
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             beat = read_heartbeat(RunPaths(root).heartbeat(f"trainer_{rank}"))
             if beat is not None and beat.phase.startswith(phase):
@@ -135,7 +135,7 @@ def test_trainer_sigterm_saves_a_checkpoint_from_which_it_resumes(whole, model, 
     """SIGTERM ends the wait for a batch, on all ranks; the checkpoint is no multiple of the interval."""
     ship(tmp_path, 5)
     stop_in_phase(tmp_path, "wait for batch 5", signalled)
-    wait = ["--wait-timeout-seconds", "60"]
+    wait = ["--wait-timeout-seconds", "240"]
     code, error = trainer(model, tmp_path, "--max-steps", "8", "--ckpt.interval", "3", *wait, ranks=ranks)
     assert code == 128 + signal.SIGTERM, error[-3000:]
     assert find_checkpoints(RunPaths(tmp_path).checkpoints_dir).steps == [3, 5]
@@ -150,7 +150,7 @@ def test_trainer_sigterm_saves_a_checkpoint_from_which_it_resumes(whole, model, 
 def test_trainer_sigterm_without_checkpoints_exits_at_once(model, tmp_path):
     ship(tmp_path, 1)
     stop_in_phase(tmp_path, "wait for batch 1")
-    code, _ = trainer(model, tmp_path, "--max-steps", "8", "--wait-timeout-seconds", "60")
+    code, _ = trainer(model, tmp_path, "--max-steps", "8", "--wait-timeout-seconds", "240")
     assert code == -signal.SIGTERM
     assert not RunPaths(tmp_path).checkpoints_dir.exists()
 

@@ -55,7 +55,7 @@ def test_close_with_hanging_disk_raises_at_deadline(tmp_path):
         saver.close()
     for thread in threading.enumerate():
         if thread.name == "checkpoint-end":  # this alone would keep the process from its end
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
     stuck.set()
     saver._pending.result(10)

@@ -333,6 +333,6 @@ def lose_a_rank(world, argument):
 @pytest.mark.parametrize("save_async", [False, True])
 def test_death_of_rank_during_save_raises_and_keeps_earlier_checkpoint(written, save_async):
     root, _ = written
-    (message,) = run_world(2, lose_a_rank, (str(root), save_async), root, timeout=30, lost=(1,))
+    (message,) = run_world(2, lose_a_rank, (str(root), save_async), root, timeout=100, lost=(1,))
     assert "cannot save" in message and "rank 0 lost another rank" in message and "\n" not in message
     assert find_checkpoints(RunPaths(root / f"lost{save_async}").checkpoints_dir).steps == [1]

@@ -22,6 +22,6 @@ def test_invalid_keys_exit_before_torch_is_imported():
         "from prime_rl.entrypoints import sft, trainer\n"
         "try:\n    trainer.main()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["2", "False"]
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1

@@ -375,9 +375,11 @@ def test_gradients_reduced_once_or_for_every_row_have_equal_norms(accumulations)
 def lose_a_rank(world, argument):
     """Runs on two ranks: the second ends, or stops answering, between two steps."""
     path, how = argument
-    world = dataclasses.replace(world, model_parallel_size=2, timeout_s=2.0)
+    world = dataclasses.replace(world, model_parallel_size=2, timeout_s=3.0)
+    dist.barrier()  # with the limit of `join_world`: no rank waits below until another is ready
     policy = make_policy(TrainerModelConfig(name=path, cp={"degree": 2}), 0, world)
     engine = TrainStep(policy, build_optimizer(AdamWConfig(), policy), world, max_norm=None)
+    dist.barrier()
     engine.step([minibatch_of(make_rows(0), world)], sequence_objective, 1.0)
     if world.rank == 1:
         os._exit(1) if how == "dies" else signal.pause()
@@ -394,7 +396,7 @@ def test_collective_with_a_lost_rank_raises_on_the_others(worlds, how):
     """The other ranks raise at once if connections close, else after the world's time limit (I7)."""
     ((message, seconds),) = run_world(2, lose_a_rank, (str(worlds[0] / "dense"), how), worlds[0], lost=(1,))
     assert "rank 0 lost another rank" in message and "\n" not in message
-    assert seconds < 20
+    assert seconds < 90, "not the limit of `join_world`"
 
 
 def test_rendezvous_on_a_port_in_use_raises_config_error(monkeypatch):

@@ -107,7 +107,7 @@ def test_update_waits_until_weights_are_copied(tiny, world, weights, monkeypatch
     assert hash_tensors(weights / "step_1") == hash_tensors(tiny)
 
 
-def test_start_waits_for_previous_version_and_skips_none(tiny, world, weights, slow_disk):
+def test_start_waits_for_previous_version_and_skips_none(tiny, world, weights, slow_disk, monkeypatch):
     training, seen = Training(tiny, world), []
     training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
     slow_disk.started.acquire(timeout=PATIENCE_S)
@@ -116,9 +116,11 @@ def test_start_waits_for_previous_version_and_skips_none(tiny, world, weights, s
         seen.append(steps_in(weights))
         slow_disk.written.release()
 
-    threading.Timer(0.3, release).start()
+    wait = training.publisher.wait
     training.update()
-    training.publisher.start(weights / "step_2", PolicyVersion(0, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(training.publisher, "wait", lambda: (threading.Timer(0.3, release).start(), wait()))
+        training.publisher.start(weights / "step_2", PolicyVersion(0, 2))
     assert seen == [[]] and steps_in(weights) == [1]
     assert training.publisher.metrics()["time/publish_wait"] > 0.2
     slow_disk.written.release()
@@ -380,7 +382,7 @@ def test_hanging_disk_raises_at_the_deadline(tiny, world, weights, slow_disk):
     assert steps_in(weights) == []
     holding = [thread for thread in threading.enumerate() if thread.name == "publication-end"]
     for thread in holding:  # these alone would keep the process from its end
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     slow_disk.written.release()
     wait_for(weights / "step_1", PATIENCE_S, "the disk")

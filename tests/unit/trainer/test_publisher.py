@@ -124,7 +124,7 @@ def _full_disk(*_, **__):
 
 
 def test_publish_error_on_rank_0_raises_on_all_ranks(tmp_path, tiny):
-    leader, other = run_world(2, fail_to_publish, str(tmp_path), tmp_path, timeout=60)
+    leader, other = run_world(2, fail_to_publish, str(tmp_path), tmp_path, timeout=100)
     assert "exists already" in leader[0] and "No space left on device" in leader[1]
     assert leader == other and len(leader) == 2
     assert hash_tensors(tmp_path / "fine" / "step_1") == hash_tensors(tiny)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.tensor_hashes import hash_tensors
 from prime_rl.storage.wait_for import DeadlineError, wait_for
 from prime_rl.trainer.rl.batch_source import BatchSource, fake_batch
+from tests.support.command import PROGRESS_TIMEOUT_S, alive
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_command
 
@@ -180,16 +180,19 @@ def test_train_without_batch_times_out_and_names_orchestrator(model, tmp_path):
 def test_read_with_dead_orchestrator_raises(tmp_path, monkeypatch):
     """I7, by hand; under `rl` the supervisor alone judges."""
     paths = RunPaths(tmp_path)
-    config = TrainerConfig.load(["--heartbeat.dead-after-seconds", "0.4", "--wait-timeout-seconds", "2"])
+    patient, brief = (
+        TrainerConfig.load(["--heartbeat.dead-after-seconds", "0.4", "--wait-timeout-seconds", seconds])
+        for seconds in ("3600", "1")
+    )
     mine, its = HeartbeatWriter(paths, "trainer_0", "trainer"), HeartbeatWriter(paths, "orchestrator", "orchestrator")
     its.start()
     its.close("failed")
     with pytest.raises(PeerLost, match=rf"orchestrator \(pid {os.getpid()} on .*\) has failed"):
-        BatchSource(config, paths, 0, lambda: None, mine).read(7)
-    assert mine._phase[:3] == ("wait for batch 7", 2, "orchestrator")
+        BatchSource(patient, paths, 0, lambda: None, mine).read(7)
+    assert mine._phase[:3] == ("wait for batch 7", 3600, "orchestrator")
     monkeypatch.setenv(SUPERVISED, "1")
-    with pytest.raises(DeadlineError, match=r"waited 2 s for .*; orchestrator \(pid .* has failed"):
-        BatchSource(config, paths, 0, lambda: None, mine).read(7)
+    with pytest.raises(DeadlineError, match=r"waited 1 s for .*; orchestrator \(pid .* has failed"):
+        BatchSource(brief, paths, 0, lambda: None, mine).read(7)
 
 
 @pytest.mark.parametrize(
@@ -237,19 +240,17 @@ def test_train_with_other_settings_than_the_orchestrator_does_not_roll_the_run_b
 @pytest.mark.extended  # by default: tests/unit/trainer/test_parallel.py without torchrun, test_whole_run.py with `rl`
 def test_death_of_a_rank_ends_the_other(model, tmp_path):
     ship(tmp_path, steps=1)
-    with start_torchrun(2, base_arguments(model, tmp_path, "--wait-timeout-seconds", "100")) as p:
+    with start_torchrun(2, base_arguments(model, tmp_path, "--wait-timeout-seconds", "3600")) as p:
         try:
             wait_for(RunPaths(tmp_path).weights(1), 120, "the trainer")
             ranks = [c for c in psutil.Process(p.pid).children() if "train.py" in " ".join(c.cmdline())]
             assert len(ranks) == 2
             ranks[1].send_signal(signal.SIGKILL)
-            begin = time.monotonic()
-            p.communicate(timeout=30)
+            p.communicate(timeout=PROGRESS_TIMEOUT_S)
         finally:
             p.kill()
     assert p.returncode != 0
-    assert time.monotonic() - begin < 15
-    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    assert not any(map(alive, ranks))
 
 
 def test_published_weights_differ_from_the_base(runs, model):

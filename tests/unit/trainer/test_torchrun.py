@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from prime_rl.core import os_errors
 from prime_rl.liveness.parent_process import LAUNCHER
 from prime_rl.trainer import torchrun
 from prime_rl.trainer.torchrun import describe_first_failure
-from tests.support.command import until
+from tests.support.command import PROGRESS_TIMEOUT_S, until
 
 
 def failed(**ranks) -> ChildFailedError:
@@ -71,7 +70,9 @@ def test_rank_exits_if_torchrun_died_during_imports():
         "import sys; from prime_rl.liveness.parent_process import die_with_parent; die_with_parent(int(sys.argv[1]))"
     )
     for parent, code in ((os.getpid(), 0), (1, 1)):
-        done = subprocess.run([sys.executable, "-c", program, str(parent)], capture_output=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(parent)], capture_output=True, timeout=PROGRESS_TIMEOUT_S
+        )
         assert done.returncode == code, done.stderr
     assert b"the process that started this one has exited" in done.stderr
 
@@ -86,12 +87,10 @@ def test_torchrun_signal_ignored_at_start_stays_ignored(tmp_path):
     command = ["nohup", sys.executable, "-m", "prime_rl.trainer.torchrun", "--standalone", "--nproc-per-node=1"]
     process = subprocess.Popen([*command, str(tmp_path / "rank.py"), str(tmp_path)], stdin=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "up").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until((tmp_path / "up").exists, "the rank")
         process.send_signal(signal.SIGHUP)
         (tmp_path / "go").touch()
-        assert process.wait(120) == 0
+        assert process.wait(PROGRESS_TIMEOUT_S) == 0
         assert (tmp_path / "up").read_text() == "True"
     finally:
         process.kill()
@@ -114,7 +113,7 @@ def test_torchrun_second_sigterm_does_not_interrupt_the_wait_for_the_ranks(tmp_p
         with pytest.raises(subprocess.TimeoutExpired):  # it waits for its rank
             process.wait(1)
         (tmp_path / "go").touch()
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(PROGRESS_TIMEOUT_S) == 128 + signal.SIGTERM
         assert (tmp_path / "saved").exists()
         assert b"Traceback" not in process.stderr.read()
     finally:

@@ -318,5 +318,5 @@ def fail_on_one(world, argument):
 
 def test_rank_without_the_model_raises_on_all_ranks(tiny, tmp_path):
     """A missing model on one node raises on all ranks (I7)."""
-    lacks, has = run_world(2, fail_on_one, str(tiny), tmp_path, timeout=60)
+    lacks, has = run_world(2, fail_on_one, str(tiny), tmp_path, timeout=100)
     assert "does not exist" in lacks and "another rank" in has
