@@ -103,7 +103,7 @@ class FakeEngine:
 
     async def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds after a start or an abort."""
-        async with asyncio.timeout(10), self.arrived:
+        async with asyncio.timeout(120), self.arrived:
             await self.arrived.wait_for(condition)
 
 
@@ -167,11 +167,11 @@ class RawStream:
 
     async def frames(self) -> list[ServerFrame]:
         """All frames until the server closes."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             return [decode_server_frame(frame) for frame in self._frames.feed(await self.reader.read(-1))]
 
     async def frame(self) -> ServerFrame:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not (frames := self._frames.feed(await self.reader.read(2**16))):
                 pass
         [frame] = frames
@@ -281,11 +281,9 @@ async def test_lost_client_aborts_its_samples_only() -> None:
 
 
 async def test_client_timeout_raises_and_aborts() -> None:
-    async with connected(timeout_s=0.2) as (served, client):
+    async with connected(timeout_s=1.0) as (served, client):
         served.engine.holds = True
-        with pytest.raises(
-            InferenceError, match=r"did not respond within 0\.2 s \(client\.timeout_seconds\)"
-        ) as caught:
+        with pytest.raises(InferenceError, match=r"did not respond within 1 s \(client\.timeout_seconds\)") as caught:
             await client.generate([1], SAMPLING)
         assert caught.value.timed_out
         await served.engine.wait(lambda: bool(served.engine.aborted))
@@ -568,7 +566,7 @@ async def test_no_requests_are_read_while_the_client_reads_no_completions() -> N
         for number in range(20):
             raw.writer.write(pack(ClientFrame([request([number])])))
         await served.engine.wait(lambda: len(served.engine.requests) == 20)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while served.stream._is_reading:
                 await asyncio.sleep(0)
         raw.writer.write(pack(ClientFrame([request([20])])))

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.inference.multinode import node_connection, node_registry
 from prime_rl.inference.multinode.node_connection import NodeConnection
 from prime_rl.inference.multinode.node_registry import (
     NodeInfo,
@@ -24,11 +26,12 @@ from prime_rl.inference.multinode.node_registry import (
     resolve,
 )
 from prime_rl.storage.weights.transfer_channel import ChannelError
+from tests.support.command import until
 from tests.support.server import free_port
 
 SETTINGS = {"model.name": "m", "the hash of the model's weights": "abc", "vllm": {"max_num_seqs": 4}}
 HEAD = NodeInfo("h", 0, 1, SETTINGS)
-SILENCE_S = 30.0
+SILENCE_S, WAIT_S = 240.0, 120.0
 
 
 @pytest.fixture
@@ -47,9 +50,9 @@ def assemble(
 ) -> tuple[dict[NodeConnection, NodeInfo], list[NodeConnection]]:
     """A head with copy 0 and the given nodes; returns the connections of both sides."""
     copies = 1 + sum(member.count for member in members)
-    head = pool.submit(NodeRendezvous(HEAD, copies).wait, address, 20, SILENCE_S)
-    nodes = [pool.submit(join_head, member, address, 20, SILENCE_S) for member in members]
-    return head.result(20), [node.result(20) for node in nodes]
+    head = pool.submit(NodeRendezvous(HEAD, copies).wait, address, WAIT_S, SILENCE_S)
+    nodes = [pool.submit(join_head, member, address, WAIT_S, SILENCE_S) for member in members]
+    return head.result(WAIT_S), [node.result(WAIT_S) for node in nodes]
 
 
 def watch(joined: dict[NodeConnection, NodeInfo], silence_s: float = SILENCE_S) -> tuple[NodeMonitor, "Queue[str]"]:
@@ -98,24 +101,24 @@ def test_rendezvous_waits_for_all_copies(pool: ThreadPoolExecutor, address: tupl
 def test_rendezvous_refuses_a_wrong_node_and_accepts_the_right_one(
     pool: ThreadPoolExecutor, address: tuple[str, int], member: NodeInfo, reason: str
 ) -> None:
-    head = pool.submit(NodeRendezvous(HEAD, 2).wait, address, 20, SILENCE_S)
+    head = pool.submit(NodeRendezvous(HEAD, 2).wait, address, WAIT_S, SILENCE_S)
     with pytest.raises(ConfigError, match=reason):
-        join_head(member, address, 20, SILENCE_S)
-    link = join_head(NodeInfo("n", 1, 1, SETTINGS), address, 20, SILENCE_S)
-    close(link, *head.result(20))
+        join_head(member, address, WAIT_S, SILENCE_S)
+    link = join_head(NodeInfo("n", 1, 1, SETTINGS), address, WAIT_S, SILENCE_S)
+    close(link, *head.result(WAIT_S))
 
 
 def test_rendezvous_accepts_a_lost_node_again(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
-    head = pool.submit(NodeRendezvous(HEAD, 3).wait, address, 20, SILENCE_S)
+    head = pool.submit(NodeRendezvous(HEAD, 3).wait, address, WAIT_S, SILENCE_S)
     first = join_half(address, NodeInfo("a", 1, 1, SETTINGS))
     first.close()
-    nodes = [pool.submit(join_head, NodeInfo("a", rank, 1, SETTINGS), address, 20, SILENCE_S) for rank in (1, 2)]
-    close(*(node.result(20) for node in nodes), *head.result(20))
+    nodes = [pool.submit(join_head, NodeInfo("a", rank, 1, SETTINGS), address, WAIT_S, SILENCE_S) for rank in (1, 2)]
+    close(*(node.result(WAIT_S) for node in nodes), *head.result(WAIT_S))
 
 
 def join_half(address: tuple[str, int], member: NodeInfo) -> NodeConnection:
     """Send a join message without waiting for the answer."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_S
     while True:
         try:
             link = NodeConnection(socket.create_connection(address), "head")
@@ -136,28 +139,28 @@ def test_receive_message_of_a_partial_message_does_not_block() -> None:
         frame = len(body).to_bytes(4, "big") + body
         for part in (frame[:2], frame[2:9]):
             sender.sendall(part)
-            assert select.select([node], [], [], 20)[0]
+            assert select.select([node], [], [], WAIT_S)[0]
             assert node.receive_message() == {"kind": "beat"}
         sender.sendall(frame[9:] + frame)
         for _ in range(2):  # the second message keeps the connection readable
-            assert select.select([node], [], [], 20)[0]
+            assert select.select([node], [], [], WAIT_S)[0]
             assert node.receive_message() == {"kind": "join", "member": {}}
         sender.sendall((2**31).to_bytes(4, "big"))
-        assert select.select([node], [], [], 20)[0]
+        assert select.select([node], [], [], WAIT_S)[0]
         with pytest.raises(RunError, match="node n sent a malformed message: 2147483648 bytes"):
             node.receive_message()
         node.close()
 
 
 def test_rendezvous_closes_connections_with_a_bad_handshake(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
-    head = pool.submit(NodeRendezvous(HEAD, 3).wait, address, 20, SILENCE_S)
+    head = pool.submit(NodeRendezvous(HEAD, 3).wait, address, WAIT_S, SILENCE_S)
     first = join_half(address, NodeInfo("n", 1, 1, SETTINGS))  # the port is open now
     bodies = (b"[1]", b'{"kind": "join"}', b'{"kind": "join", "member": 3}')
     for words in (b"GET / HTTP/1.1\r\n", *(len(body).to_bytes(4, "big") + body for body in bodies)):
         with socket.create_connection(address) as stranger:
             stranger.sendall(words)
-    link = join_head(NodeInfo("n", 2, 1, SETTINGS), address, 20, SILENCE_S)
-    close(first, link, *head.result(20))
+    link = join_head(NodeInfo("n", 2, 1, SETTINGS), address, WAIT_S, SILENCE_S)
+    close(first, link, *head.result(WAIT_S))
 
 
 def test_rendezvous_and_join_raise_after_the_timeout(address: tuple[str, int]) -> None:
@@ -190,7 +193,7 @@ def test_monitor_reports_the_end_of_a_node(pool: ThreadPoolExecutor, address: tu
     joined, (link,) = assemble(pool, address, NodeInfo("n", 1, 1, SETTINGS))
     nodes, reasons = watch(joined)
     link.close()
-    assert reasons.get(timeout=5).startswith("node n (data-parallel ranks 1) disconnected")
+    assert reasons.get(timeout=WAIT_S).startswith("node n (data-parallel ranks 1) disconnected")
     nodes.end(None)
 
 
@@ -198,7 +201,7 @@ def test_monitor_reports_the_reason_of_a_failed_node(pool: ThreadPoolExecutor, a
     joined, (link,) = assemble(pool, address, NodeInfo("n", 1, 1, SETTINGS))
     nodes, reasons = watch(joined)
     link.send_message("failed", reason="EngineCore_DP1 died")
-    assert reasons.get(timeout=5) == "node n (data-parallel ranks 1): EngineCore_DP1 died"
+    assert reasons.get(timeout=WAIT_S) == "node n (data-parallel ranks 1): EngineCore_DP1 died"
     nodes.end(None)
     link.close()
 
@@ -206,17 +209,29 @@ def test_monitor_reports_the_reason_of_a_failed_node(pool: ThreadPoolExecutor, a
 def test_monitor_reports_a_silent_node(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
     joined, (link,) = assemble(pool, address, NodeInfo("n", 1, 1, SETTINGS))
     nodes, reasons = watch(joined, silence_s=0.5)
-    assert "has sent nothing for" in reasons.get(timeout=5)
+    assert "has sent nothing for" in reasons.get(timeout=WAIT_S)
     nodes.end(None)
     link.close()
 
 
-def test_beats_keep_both_sides_connected(pool: ThreadPoolExecutor, address: tuple[str, int]) -> None:
+def test_beats_keep_both_sides_connected(
+    pool: ThreadPoolExecutor, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that jumps by more than half of the silence as soon as both sides have got a beat."""
+    now = 0.0
+    monkeypatch.setattr(node_connection, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(node_registry, "_BEAT_S", 0.05)
     joined, (link,) = assemble(pool, address, NodeInfo("n", 1, 1, SETTINGS))
-    nodes, reasons = watch(joined, silence_s=2.5)
-    stop = time.monotonic() + 3.5
-    while time.monotonic() < stop:
-        assert follow_head(link, wait_readable(link, 0.5), silence_s=2.5)
+    (its,) = joined
+    nodes, reasons = watch(joined, silence_s=10)
+
+    def have_beats() -> bool:
+        assert follow_head(link, wait_readable(link, 1), silence_s=10)
+        return link._last_message == its._last_message == now
+
+    for _ in range(3):
+        now += 6
+        until(have_beats, "beats of both sides", WAIT_S)
     assert reasons.empty()
     nodes.end(None)
     assert not wait_for_end(link)
@@ -251,7 +266,7 @@ def wait_readable(link: NodeConnection, timeout_s: float) -> bool:
 
 
 def wait_for_end(link: NodeConnection) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while follow_head(link, wait_readable(link, 1), SILENCE_S):
         assert time.monotonic() < deadline
     return False
@@ -262,17 +277,17 @@ def test_loss_interrupts_a_blocked_head(address: tuple[str, int]) -> None:
     members: Queue[NodeConnection] = Queue()
 
     def node() -> None:
-        members.put(join_head(replace(HEAD, host="n", first=1), address, 20, SILENCE_S))
+        members.put(join_head(replace(HEAD, host="n", first=1), address, WAIT_S, SILENCE_S))
 
     threading.Thread(target=node).start()
     with (
         pytest.raises(RunError, match=r"node n .data-parallel ranks 1. disconnected"),
-        all_nodes(HEAD, 2, address, 20, SILENCE_S) as nodes,
+        all_nodes(HEAD, 2, address, WAIT_S, SILENCE_S) as nodes,
     ):
         assert nodes.places == ["data-parallel rank 0 on node h", "data-parallel rank 1 on node n"]
-        members.get(timeout=5).close()
+        members.get(timeout=WAIT_S).close()
         left, _ = socket.socketpair()
-        left.settimeout(20)
+        left.settimeout(WAIT_S)
         left.recv(1)
 
 

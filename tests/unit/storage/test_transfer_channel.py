@@ -34,7 +34,7 @@ def test_receive_all_raises_immediately_when_any_peer_disconnects(pair):
     here, there = pair
     threading.Timer(0.1, here.disconnect).start()
     with pytest.raises(ChannelError, match="the first disconnected"):
-        there.receive(3600)
+        there.receive(200)
     with pytest.raises(ChannelError, match="the first disconnected"):
         while True:
             there.send({})

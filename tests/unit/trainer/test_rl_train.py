@@ -182,14 +182,14 @@ def test_read_with_dead_orchestrator_raises(tmp_path, monkeypatch):
     paths = RunPaths(tmp_path)
     patient, brief = (
         TrainerConfig.load(["--heartbeat.dead-after-seconds", "0.4", "--wait-timeout-seconds", seconds])
-        for seconds in ("3600", "1")
+        for seconds in ("120", "1")
     )
     mine, its = HeartbeatWriter(paths, "trainer_0", "trainer"), HeartbeatWriter(paths, "orchestrator", "orchestrator")
     its.start()
     its.close("failed")
     with pytest.raises(PeerLost, match=rf"orchestrator \(pid {os.getpid()} on .*\) has failed"):
         BatchSource(patient, paths, 0, lambda: None, mine).read(7)
-    assert mine._phase[:3] == ("wait for batch 7", 3600, "orchestrator")
+    assert mine._phase[:3] == ("wait for batch 7", 120, "orchestrator")
     monkeypatch.setenv(SUPERVISED, "1")
     with pytest.raises(DeadlineError, match=r"waited 1 s for .*; orchestrator \(pid .* has failed"):
         BatchSource(brief, paths, 0, lambda: None, mine).read(7)
@@ -240,7 +240,7 @@ def test_train_with_other_settings_than_the_orchestrator_does_not_roll_the_run_b
 @pytest.mark.extended  # by default: tests/unit/trainer/test_parallel.py without torchrun, test_whole_run.py with `rl`
 def test_death_of_a_rank_ends_the_other(model, tmp_path):
     ship(tmp_path, steps=1)
-    with start_torchrun(2, base_arguments(model, tmp_path, "--wait-timeout-seconds", "3600")) as p:
+    with start_torchrun(2, base_arguments(model, tmp_path, "--wait-timeout-seconds", "280")) as p:
         try:
             wait_for(RunPaths(tmp_path).weights(1), 120, "the trainer")
             ranks = [c for c in psutil.Process(p.pid).children() if "train.py" in " ".join(c.cmdline())]
