@@ -191,7 +191,7 @@ def write(name, content):
 async def test_repair_rewards_of_right_wrong_and_hostile_rollouts(tmp_path):
     path = tmp_path / "repositories.jsonl"
     path.write_text(json.dumps(ROW) + "\n")
-    env = load_environment(task="repair", data_path=str(path), timeout_seconds=1)
+    env = load_environment(task="repair", data_path=str(path), timeout_seconds=3)
     [row] = env.get_dataset()
     right = "def add(a, b):\n    return a + b\n"
     rollouts = [

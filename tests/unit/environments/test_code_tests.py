@@ -156,7 +156,7 @@ def load_rows(folder, *rows, **args):
 
 @needs_bubblewrap
 async def test_rewards_of_right_wrong_and_hostile_replies(tmp_path):
-    env = load_rows(tmp_path, *ROWS.values(), timeout_ms=1000)
+    env = load_rows(tmp_path, *ROWS.values(), timeout_ms=3000)
     strict = load_rows(tmp_path, ROWS["apps"], reward="all")
     try:
         for row in env.get_dataset():
