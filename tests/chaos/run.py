@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=8, help="number of cases; one in ten uses the real server")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     parser.add_argument("--jobs", type=int, default=2, help="number of parallel runs")
-    parser.add_argument("--deadline", type=float, default=120, help="seconds after which a case counts as hung")
+    parser.add_argument("--deadline", type=float, default=300, help="seconds after which a case counts as hung")
     parser.add_argument("--only", default="", help="only points whose name contains this")
     parser.add_argument("--keep", action="store_true", help="also keep the folders of runs without a problem")
     parser.add_argument("--json", type=Path, help="file for the figures")

@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 BATCH_SIZE, GROUP = 8, 2
 SAMPLING_SEED = 7
 MANY_RESTARTS = 8
+WAIT_S = 300.0  # a server takes long to start
 _POLL_S = 0.05
 _LEFTOVERS_S = 60.0
 _NOTICE_S = 5.0
@@ -294,7 +295,6 @@ def settings(plan: Plan, run: Path, model: Path) -> dict[str, Any]:
     ckpt: dict[str, Any] = {"interval": INTERVAL, "save_async": plan.save_async}
     if plan.keep_last is not None:
         ckpt["keep_last"] = plan.keep_last
-    wait_s = 300.0 if plan.engine == "real" else 120.0  # a server takes long to start
     return {
         "output_dir": str(run),
         "seq_len": 64,
@@ -303,14 +303,14 @@ def settings(plan: Plan, run: Path, model: Path) -> dict[str, Any]:
         "model": {"name": str(model)},
         "ckpt": ckpt,
         "trainer_ranks": plan.ranks,
-        "trainer": {"optim": {"lr": 1e-3}, "wait_timeout_seconds": wait_s, "dist_timeout_seconds": 20},
+        "trainer": {"optim": {"lr": 1e-3}, "wait_timeout_seconds": WAIT_S, "dist_timeout_seconds": 20},
         "orchestrator": {
             "batch_size": BATCH_SIZE,
             "rollouts_per_example": GROUP,
             "sampling": {"max_tokens": 12, "seed": SAMPLING_SEED},
             "env": [{"id": "chaos_letters"}],
             "filter_zero_advantage": plan.filtered,
-            "wait_timeout_seconds": wait_s,
+            "wait_timeout_seconds": WAIT_S,
         },
         "inference": {"server": {"port": _port()}, "lease_seconds": 10, "model": {"max_model_len": 64}},
     }

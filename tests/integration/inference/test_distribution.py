@@ -94,7 +94,7 @@ async def steering(server: Server, run_dir: Path, **options: Any) -> AsyncIterat
     async with InferenceClient(server.url, server.model, f"run {run_dir}") as engine:
         steered = Steered(engine, ConcurrencyController(ConcurrencyConfig(), seq_len=64))
         policy = InferencePool([steered], RunPaths(run_dir), changed.set, **options)
-        await policy.start(10)
+        await policy.start(METRIC_TIMEOUT_S)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(policy.follow_weights(stop))

@@ -11,6 +11,7 @@ import pytest
 from prime_rl.configs.rl import RLConfig
 from prime_rl.liveness.heartbeat_monitor import ENDED, read_heartbeats
 from prime_rl.storage.artifact import MANIFEST
+from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths, steps_in
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.support.command import END_TIMEOUT_S, Command, metrics_of
@@ -64,7 +65,7 @@ def test_synchronous_run_completes_although_a_rank_is_killed(
     run = start("rl", values, tmp_path / "run")
     run.until_step("orchestrator", 0)
     assert_all_alive(run)
-    run.until_step("trainer", 2)
+    run.until(lambda: 2 in find_checkpoints(run.paths.checkpoints_dir).steps, "the checkpoint of step 2")
     os.kill(run.ranks()[0].pid, signal.SIGKILL)
     assert run.end() == 0, run.story()
 
