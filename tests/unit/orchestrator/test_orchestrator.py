@@ -773,7 +773,7 @@ async def test_invalid_version_without_newer_one_ends_the_run(tmp_path, tokenize
                 await run_orchestrator(config, [engine])
         assert engine.step <= 1
     rows = metrics(RunPaths(config.output_dir))
-    assert len(rows) == 3 if choice == "keep" else len(rows) <= 3
+    assert len(rows) == 3 if choice == "keep_previous" else len(rows) <= 3
 
 
 async def test_rollouts_sampled_before_a_wrong_canary_are_discarded(tmp_path, tokenizer_dir, run_orchestrator):
