@@ -1,6 +1,7 @@
 """Jails in remote machines: created, lost, refused and deleted. A local service has the interface of the real one."""
 
 import asyncio
+import contextlib
 
 import pytest
 import pytest_asyncio
@@ -117,6 +118,29 @@ async def test_prime_machine_without_python_is_one_line_and_deleted(service):
     with pytest.raises(ConfigError, match=r"python3: (command )?not found"):
         await Sandbox("prime").__aenter__()
     assert len(service.deleted) == 1
+
+
+async def test_prime_machine_is_deleted_although_a_cancellation_is_lost(service):
+    """`asyncio.wait_for` of Python 3.11 returns normally if the answer arrives when it is cancelled."""
+    writing = asyncio.Event()
+
+    async def write(data):
+        if not writing.is_set():
+            writing.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    sandbox = await Sandbox("prime", num_warm=1).__aenter__()
+    (jail,) = sandbox._pool._jails
+    jail._process.write_stdin = write
+    execution = asyncio.create_task(sandbox.run("print(1)"))
+    await writing.wait()
+    closing = asyncio.create_task(sandbox.__aexit__(None, None, None))
+    await asyncio.wait({closing}, timeout=60)
+    deleted = len(service.deleted)
+    await jail.close()  # cancels the task once more
+    await asyncio.gather(closing, execution, return_exceptions=True)
+    assert len(service.created) == deleted == 1
 
 
 REMOTE = """

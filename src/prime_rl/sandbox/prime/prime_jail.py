@@ -32,7 +32,8 @@ from prime_rl.sandbox.jail.seccomp_filter import build_seccomp_filter
 _HEADER = struct.Struct(">II")
 _MAX_FRAME_BYTES = 2**18
 _START_TIMEOUT_SECONDS = 600.0
-_STOP_TIMEOUT_SECONDS = 30.0
+_STOP_TIMEOUT_SECONDS = 20.0
+"""Less than `env.cleanup_seconds`, after which the worker is killed and could not warn of a machine that is left."""
 _LAST_ERRORS_SECONDS = 5.0
 _LIFETIME_MINUTES = 24 * 60
 _CPU_CORES = 2
@@ -214,7 +215,8 @@ class PrimeJail:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._client is None:
+        client, self._client = self._client, None
+        if client is None:
             return
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_SECONDS):
@@ -223,10 +225,10 @@ class PrimeJail:
                     if self._creation.exception() is None:
                         self._machine = self._creation.result().id
                 if self._machine is not None:
-                    await self._client.delete(self._machine)
+                    await client.delete(self._machine)
                 if self._process is not None:
                     await self._process.aclose()
-                await self._client.aclose()
+                await client.aclose()
         except Exception as error:  # noqa: BLE001  # any failure of the service: the machine ends by itself later
             logger.warning("sandbox: remote machine {} was not deleted: {}", self._machine, summarize_exception(error))
 
@@ -251,7 +253,8 @@ class PrimeJail:
 
     async def _write(self) -> None:
         """Send frames in their order, several in one message if they wait."""
-        while True:
+        # Python 3.11: `asyncio.wait_for`, which the library uses, loses a cancellation at the moment of an answer.
+        while not self._ended:
             data = await self._outgoing.get()
             while not self._outgoing.empty() and len(data) < _MAX_FRAME_BYTES:
                 data += self._outgoing.get_nowait()
