@@ -45,16 +45,21 @@ class Run:
         )
 
     def wait_for_log(self, role, text):
+        """Wait for a text in the log of a process, and return the complete lines of the log."""
         log = self.output_dir / "logs" / f"{role}.log"
+
+        def lines():
+            # `print` without a buffer writes the parts of a line one by one.
+            return "".join(log.read_text().rpartition("\n")[:2]) if log.exists() else ""
 
         def contains():
             ended = self.process.poll() is not None  # read first, because work before the exit counts
-            found = log.exists() and text in log.read_text()
+            found = text in lines()
             assert found or not ended, f"rl ended before {log} contained {text!r}"
             return found
 
         until(contains, f"{text!r} in {log}")
-        return log.read_text()
+        return lines()
 
     def pids(self):
         return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
@@ -93,7 +98,7 @@ def start(tmp_path):
 
 def test_rl_success_stops_the_server(start):
     until_up = "import os, pathlib, time; log = pathlib.Path(os.environ['RUN']) / 'logs/inference.log'\n"
-    until_up += "while 'up' not in log.read_text(): time.sleep(0.02)"
+    until_up += "while not log.read_text().endswith('\\n'): time.sleep(0.02)"
     run = start({"inference": FOREVER, "orchestrator": DONE, "trainer": until_up})
     code, output = run.end()
     assert code == 0
