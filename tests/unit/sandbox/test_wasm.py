@@ -1,6 +1,7 @@
 """The compiled interpreter of the backend `wasm`: cached by its contents; one line if it cannot be made or loaded."""
 
 import asyncio
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -53,11 +54,13 @@ async def test_damaged_component_is_one_line(cache):
 @pytest.mark.extended
 async def test_interpreter_ends_with_its_supervisor():
     async with Sandbox("wasm", num_jails=1, num_warm=1) as sandbox, sandbox.session() as session:
-        processes = psutil.Process(sandbox.jail_pids[0]).children(recursive=True)
-        used = {process: process.cpu_times().user for process in processes if not process.children()}
+        (jail,) = sandbox.jail_pids
+        before = interpreters(jail)
         cell = asyncio.create_task(session.run("while True: pass", timeout=600))
+        busy = []
         async with asyncio.timeout(60):  # another interpreter, which is being prepared, takes less, and may have ended
-            while not (busy := [process for process in used if user_seconds(process) - used[process] > 1]):
+            while not busy:
+                busy = [process for process, used in interpreters(jail).items() if used - before.get(process, used) > 1]
                 await asyncio.sleep(0.05)
         (interpreter,) = busy
         home = Path(interpreter.cwd())
@@ -68,8 +71,11 @@ async def test_interpreter_ends_with_its_supervisor():
     shutil.rmtree(home)  # its supervisor could not do it
 
 
-def user_seconds(process):
-    try:
-        return process.cpu_times().user
-    except psutil.NoSuchProcess:
-        return 0.0
+def interpreters(jail):
+    """Return the processes without children below a jail, and their user time in seconds."""
+    found = {}
+    for process in psutil.Process(jail).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not process.children():
+                found[process] = process.cpu_times().user
+    return found
