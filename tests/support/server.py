@@ -18,7 +18,7 @@ from tests.support.nursery import Forked, start_forked
 
 INFERENCE = "prime_rl.entrypoints.inference"
 START_TIMEOUT_S = 400  # for a heavily loaded machine; 15 s on an idle one
-STOP_TIMEOUT_S = 45  # likewise; 2 s on an idle one. Below the 60 s after which a silent node counts as dead
+STOP_TIMEOUT_S = 45  # 2 s on an idle machine; less than the 60 s after which a silent node counts as dead
 
 
 @dataclass

@@ -92,11 +92,16 @@ def refuse_bools_as_numbers(state: ConfigState) -> None:
     """Raise ConfigError for `resume_step = true`, which pydantic would convert to 1."""
     for given, origin in state.origins.items():
         for path, value in _leaves(given, state.get(given)):
-            if isinstance(value, bool) and (found := find(state.root, path)) and found[1].metavar in ("int", "float"):
-                text = str(value).lower()
-                raise ConfigError(
-                    f"{dotted(path)} = {text} ({origin.label}): input should be a number{_meaning(path, state)}"
-                )
+            key = path if find(state.root, path) else path[:-1]  # an entry of a list
+            if isinstance(value, bool) and _is_number(key, state):
+                shown = f"{dotted(path)} = {str(value).lower()} ({origin.label})"
+                raise ConfigError(f"{shown}: input should be a number{_meaning(key, state)}")
+
+
+def _is_number(key: Path, state: ConfigState) -> bool:
+    """Return whether a key is a number or a list of numbers."""
+    found = find(state.root, key)
+    return found is not None and found[1].metavar.removesuffix(",...") in ("int", "float")
 
 
 def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:

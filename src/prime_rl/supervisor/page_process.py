@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from subprocess import DEVNULL, STDOUT
 
 from prime_rl.configs.rl import PageConfig
@@ -14,7 +15,7 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.child_processes import describe_exit
 
 _STOP_SECONDS = 3.0
-"""After SIGTERM, before SIGKILL."""
+"""After SIGTERM, before SIGKILL, and again after SIGKILL."""
 
 
 async def serve_page(config: PageConfig, paths: RunPaths, show: Callable[[str], None], ignored: set[int]) -> None:
@@ -41,11 +42,10 @@ async def serve_page(config: PageConfig, paths: RunPaths, show: Callable[[str], 
         code = await process.wait()
         show(f"warning: the page {describe_exit(code)}; the run continues; log {log}")
     finally:
-        if process.returncode is None:
-            process.terminate()
-            try:
+        for stop in (process.terminate, process.kill):
+            if process.returncode is not None:
+                break
+            stop()
+            with suppress(TimeoutError):  # after SIGKILL too: a file system that hangs must not hold up the run's end
                 async with asyncio.timeout(_STOP_SECONDS):
                     await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()

@@ -386,6 +386,7 @@ def test_bad_input_raises_in_one_line(root, argv, parts):
         ("trainer.optim.lr = false", "trainer.optim.lr = false"),
         ("trainer.model.lora = {rank = true}", "trainer.model.lora.rank = true"),
         ("orchestrator.env = [{id = 'x', weight = true}]", "orchestrator.env.0.weight = true"),
+        ("trainer_gpu_ids = [0, true]", "trainer_gpu_ids.1 = true"),
     ],
 )
 def test_bool_for_a_number_is_refused(line, shown):

@@ -33,7 +33,7 @@ _HEADER = struct.Struct(">II")
 _MAX_FRAME_BYTES = 2**18
 _START_TIMEOUT_SECONDS = 600.0
 _STOP_TIMEOUT_SECONDS = 20.0
-"""Less than `env.cleanup_seconds`, after which the worker is killed and could not warn of a machine that is left."""
+"""Less than `env.cleanup_seconds`: the worker must log the warning before it is killed."""
 _LAST_ERRORS_SECONDS = 5.0
 _LIFETIME_MINUTES = 24 * 60
 _CPU_CORES = 2
