@@ -21,6 +21,7 @@ COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "nsenter")
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 _ROOT = Path(__file__).parents[2]
 _START_S = 240
+_ASKED = 12
 # `ip netns exec` hides the control groups, whose version slurmd wants to know.
 _MOUNT_CGROUP = """
 mount -t cgroup2 none /sys/fs/cgroup && [[ -s /sys/fs/cgroup/cgroup.controllers ]] && exit
@@ -127,12 +128,24 @@ class Slurm:
 
     def job(self, number: str) -> dict[str, str]:
         """Return what `scontrol show job` prints, by key."""
-        shown = self.run("scontrol", "show", "job", number, "--oneliner").stdout
+        shown = self._ask("scontrol", "show", "job", number, "--oneliner")
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
+
+    def jobs(self) -> list[str]:
+        """Return the numbers of the jobs that wait or run."""
+        return self._ask("squeue", "-h", "-o", "%A").split()
 
     def are_idle(self) -> bool:
         """Return whether no node has a job, or is down."""
         return self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == str(len(self.nodes))
+
+    def _ask(self, *command: str) -> str:
+        """Return what a command prints, asked again while a busy slurmctld does not answer within MessageTimeout."""
+        for _ in range(_ASKED):
+            answer = self.run(*command)
+            if answer.returncode == 0:
+                return answer.stdout
+        raise AssertionError(f"{' '.join(command)}: {answer.stderr}")
 
 
 @contextmanager

@@ -154,32 +154,33 @@ def test_one_node_job_resumes_when_it_is_requeued_and_passes_sigterm_on(cluster,
     submitted = cluster.run("sbatch", "--parsable", f"--output={log}", str(script), "rl.toml", "--ckpt", **given)
     assert submitted.returncode == 0, submitted.stderr
     number = submitted.stdout.strip()
-    requeue(cluster, number, lambda: calls.exists() and "gpus" in {file.name for file in tmp_path.iterdir()}, log)
-    wait_until(lambda: len(calls.read_text().splitlines()) == 2, log, within=120)
+
+    def started(times):
+        return calls.exists() and len(calls.read_text().splitlines()) == times
+
+    requeue(cluster, number, lambda: started(1) and (tmp_path / "gpus").exists(), lambda: started(2), log)
     first, second = (line.split(" ", 2)[2] for line in calls.read_text().splitlines())
     assert (first, second) == ("rl @ rl.toml --ckpt", "rl @ rl.toml --ckpt --ckpt.resume-step -1")
     wait_until(lambda: len((tmp_path / "gpus").read_text().splitlines()) == 2, log)
     before = (tmp_path / "saved").read_text() if (tmp_path / "saved").exists() else ""
     cluster.run("scancel", "--batch", "--signal", "TERM", number)
-    wait_until(lambda: not cluster.run("squeue", "-h", "-j", number).stdout.strip(), log)
+    wait_until(lambda: cluster.job(number)["JobState"] in slurm.ENDED, log)
     assert (tmp_path / "saved").read_text() == before + "saved\n"
 
 
-def requeue(cluster, number, holds, log):
-    """Requeue a job as soon as `holds`, and let it start at once instead of after two minutes."""
-    wait_until(holds, log)
+def requeue(cluster, number, ready, restarted, log):
+    """Requeue a job once it is `ready`, and let it start at once instead of after two minutes."""
+    wait_until(ready, log)
     requeued = cluster.run("scontrol", "requeue", number)
     assert requeued.returncode == 0, requeued.stderr
 
-    def state():
-        return cluster.run("squeue", "-h", "-j", number, "-o", "%T").stdout.strip()
+    def has_restarted():
+        # Again and again: Slurm sets the two minutes whenever it learns that a process of the first start has ended.
+        if cluster.job(number)["JobState"] == "PENDING":
+            cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+        return restarted()
 
-    def has_started():
-        cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # the first start sets it as it ends
-        return state() not in ("PENDING", "")  # "": Slurm did not answer
-
-    wait_until(lambda: state() == "PENDING", log)
-    wait_until(has_started, log)
+    wait_until(has_restarted, log)
 
 
 @pytest.mark.timeout(600)
@@ -200,8 +201,10 @@ def test_rl_slurm_requeued_run_resumes_and_finishes(cluster, tmp_path):
     assert done.stdout.startswith("Submitted batch job ")
     number = done.stdout.split()[3].rstrip(";")
     log = output / "logs" / f"slurm-{number}.log"
-    requeue(cluster, number, (output / "checkpoints" / "step_2" / "COMMITTED").exists, log)
-    wait_until((output / "weights" / "step_6").exists, log, within=300)
-    wait_until(lambda: not cluster.run("squeue", "-h", "-j", number).stdout.strip(), log)
-    assert "JobState=COMPLETED" in cluster.run("scontrol", "show", "job", number).stdout, log.read_text()
+    requeue(
+        cluster, number, (output / "checkpoints" / "step_2" / "COMMITTED").exists,
+        (output / "weights" / "step_6").exists, log,
+    )  # fmt: skip
+    wait_until(lambda: cluster.job(number)["JobState"] in slurm.ENDED, log)
+    assert cluster.job(number)["JobState"] == "COMPLETED", log.read_text()
     assert "resumed from" in (output / "logs" / "trainer.log").read_text()

@@ -50,9 +50,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
 def end_jobs(cluster: slurm.Slurm) -> Iterator[None]:
     """End the jobs of a failed test."""
     yield
-    if jobs := cluster.run("squeue", "-h", "-o", "%A").stdout.split():
+    if jobs := cluster.jobs():
         cluster.run("scancel", *jobs)
-        until(lambda: not cluster.run("squeue", "-h").stdout, "the end of all jobs")
+        until(lambda: not cluster.jobs(), "the end of all jobs")
 
 
 @dataclass
