@@ -14,7 +14,7 @@ from prime_rl.page.page_report import make_report
 from prime_rl.page.run_data.run_view import RunView
 from prime_rl.plots.loss_surface import LossSurface, write_loss_surface
 from tests.support.browser import CHROMIUM, WatchedTab, address_of, colours_of, wait_for_chart, wait_until
-from tests.support.command import PROGRESS_TIMEOUT_S
+from tests.support.command import PROGRESS_TIMEOUT_S, until
 from tests.support.synthetic_run import synthetic_run, write_run
 
 pytestmark = [
@@ -129,6 +129,28 @@ def test_rollout_is_found_by_filter_and_opened_by_url(served, tab, browser):
     other.check(("http", urlsplit(served).netloc))
 
 
+def test_filter_that_is_typed_while_rollouts_arrive_is_kept(served, tab):
+    page, held = tab.page, []
+    page.goto(f"{served}/#view=rollouts")
+    page.locator("tbody tr").first.wait_for()
+    page.route("**/rollouts?*", lambda route: route.continue_() if held else held.append(route))
+    page.locator("select[name=env]").select_option("code")
+    until(lambda: held or page.wait_for_timeout(20), "the search for an environment")
+    page.locator("input[name=reward_from]").fill("1")
+    held[0].continue_()
+    wait_until(
+        page,
+        "() => (rows => rows.length > 0 && rows.every(row => row.children[1].textContent === 'code'))"
+        "([...document.querySelectorAll('tbody tr')])",
+    )
+    assert page.locator("input[name=reward_from]").input_value() == "1"
+    page.keyboard.press("Enter")
+    wait_until(page, "() => location.hash.includes('reward_from=1')")
+    page.go_back()
+    wait_until(page, "() => !location.hash.includes('reward_from')")
+    wait_until(page, "() => document.querySelector('input[name=reward_from]').value === ''")
+
+
 def test_rollout_of_an_evaluation_is_chosen_by_its_folder(paths, served, tab):
     messages = [{"role": "assistant", "content": "evaluated"}]
     with ResultFile(paths.evals_dir / "math/step_5.jsonl") as results:
@@ -148,16 +170,14 @@ def test_token_colours_follow_the_values_of_the_mode(paths, served, tab):
     detail = RunView("run", paths.root).rollout(39, 78, 0)
     [sample] = detail["samples"]
     page = tab.page
-    for mode, value in {
-        "difference": lambda i: sample["trainer_logprob"][i] - sample["sampler_logprob"][i],
-        "entropy": lambda i: sample["entropy"][i],
-        "version": lambda i: 39 - sample["version"][i],
-        "advantage": lambda i: sample["advantage"][i] * sample["mask"][i],
-    }.items():
+    for mode, title, value in (
+        ("difference", "Logprob difference", lambda i: sample["trainer_logprob"][i] - sample["sampler_logprob"][i]),
+        ("entropy", "Entropy", lambda i: sample["entropy"][i]),
+        ("version", "Staleness", lambda i: 39 - sample["version"][i]),
+        ("advantage", "Advantage", lambda i: sample["advantage"][i] * sample["mask"][i]),
+    ):
         page.goto(f"{served}/#view=rollouts&rollout=39.78.0&colour={mode}")
-        page.locator(".tokens span").first.wait_for()
-        wait_until(page, "mode => location.hash.includes(mode)", mode)
-        page.locator(".segments button[aria-pressed=true]").wait_for()
+        page.locator(".segments button[aria-pressed=true]", has_text=title).wait_for()  # drawn with the tokens
         shown = page.evaluate(
             "[...document.querySelectorAll('.tokens span')]"
             ".map(span => [span.dataset.value ?? null, span.style.backgroundColor])"

@@ -108,7 +108,7 @@ export class RolloutView {
     const count = state.text ? `${this.rows.length} found in ${formatNumber(answer.num_matching)}` : `${formatNumber(answer.num_matching)} ${answer.num_matching === 1 ? "rollout" : "rollouts"}`;
     const damaged = answer.num_damaged ? ` · ${answer.num_damaged} damaged lines left out` : "";
     const scroll = this.listTable?.scrollTop ?? 0;
-    const { name, dataset } = document.activeElement ?? {};
+    const { name, dataset, value, defaultValue } = document.activeElement ?? {};
     const focused = this.chosenByKey ?? dataset?.rollout;
     this.chosenByKey = null;
     this.listTable = element("div", { class: "list" }, this.rows.length
@@ -117,8 +117,11 @@ export class RolloutView {
     this.next !== null && this.rows.length ? element("button", { type: "button", style: { margin: "10px 0" }, onclick: () => this.search(false) }, "More") : null);
     replaceChildren(this.listNode, this.filters(), element("div", { class: "muted", style: { marginBottom: "6px" } }, count + partial + damaged), this.listTable);
     this.listTable.scrollTop = scroll;
-    if (name) this.listNode.querySelector(`[name="${name}"]`)?.focus();
-    else if (focused) this.listNode.querySelector(`[data-rollout="${focused}"]`)?.focus();
+    const filter = name ? this.listNode.querySelector(`[name="${name}"]`) : null;
+    filter?.focus();
+    // Text that is not entered yet; it counts as a change only if it is set after the focus.
+    if (filter && defaultValue !== undefined && value !== defaultValue) filter.value = value;
+    if (!name && focused) this.listNode.querySelector(`[data-rollout="${focused}"]`)?.focus();
   }
 
   chooseByKey(event, number) {
