@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 GPU = "GPU-of-the-test"
-_JOIN_TIMEOUT_S = 5
+JOIN_TIMEOUT_S = 60
 """For the other ranks to join. NCCL has no limit; with one, no test leaves a thread behind."""
 Patch = Callable[[Any, str, Any], None]
 
@@ -38,14 +38,14 @@ class Communicator:
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, device: object = None) -> None:
         self._store = torch.distributed.TCPStore(
-            host, port, is_master=rank == 0, timeout=timedelta(seconds=20), wait_for_workers=False, use_libuv=False
+            host, port, is_master=rank == 0, timeout=timedelta(seconds=60), wait_for_workers=False, use_libuv=False
         )
         self.rank, self.size = rank, world_size
         self.count = 0
         self._aborted = threading.Event()
         self._store.set(f"here/{rank}", b"1")
         for other in range(world_size):
-            self._wait(f"here/{other}", _JOIN_TIMEOUT_S)
+            self._wait(f"here/{other}", JOIN_TIMEOUT_S)
 
     def broadcast(self, tensor: Tensor, src: int, stream: object = None) -> None:
         """Like `PyNcclCommunicator.broadcast`; does nothing after an abort."""

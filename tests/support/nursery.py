@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +57,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send a signal if the process runs."""
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and its exit code is on the way
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL."""

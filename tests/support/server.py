@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import httpx
@@ -18,7 +19,9 @@ from tests.support.nursery import Forked, start_forked
 
 INFERENCE = "prime_rl.entrypoints.inference"
 START_TIMEOUT_S = 400  # for a heavily loaded machine; 15 s on an idle one
+REQUEST_TIMEOUT_S = 400  # of a long completion or a switch, likewise
 STOP_TIMEOUT_S = 45  # 2 s on an idle machine; less than the 60 s after which a silent node counts as dead
+_PORTS = 16384, 32768  # below the range from which Linux takes any free port
 
 
 @dataclass
@@ -113,7 +116,7 @@ def inference_server(
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_healthy(process, url, log)
-        with httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+        with httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
             yield Server(process, url, str(model), log, time.monotonic() - start, client)
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -125,10 +128,15 @@ def inference_server(
 
 
 def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a free port that the kernel gives to no connection, and to no process that asks for any port.
+
+    It is used seconds later, when a server has done its imports, beside tests that open many ports.
+    """
+    random = SystemRandom()  # tests seed the other generator, and the workers of a run would get equal ports
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(*_PORTS)))
+            return probe.getsockname()[1]
 
 
 def _wait_healthy(process: subprocess.Popen[bytes] | Forked, url: str, log: Path) -> None:

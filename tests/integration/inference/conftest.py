@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from prime_rl.rollouts.clients.inference_client import InferenceClient
-from tests.support.server import Server, inference_server
+from tests.support.server import REQUEST_TIMEOUT_S, Server, inference_server
 from tests.support.tiny_model import make_tiny_model, publish_weights
 
 SEATS = 16
 # Small on purpose: 16 concurrent requests, prefix blocks of 32 tokens, prefill in chunks of 256 tokens.
 ARGUMENTS = ["--vllm.max_num_seqs", str(SEATS), "--vllm.block_size", "32", "--vllm.max_num_batched_tokens", "256"]
 ARGUMENTS += ["--vllm.enable_chunked_prefill", "true", "--vllm.enable_server_load_tracking", "true"]
-METRIC_TIMEOUT_S = 120  # on a heavily loaded machine; seconds on an idle one
+METRIC_TIMEOUT_S = 240  # on a heavily loaded machine; seconds on an idle one
 LONG = 1900
 """Tokens that a completion takes seconds for, so that it is in flight while a test switches. The models have 2048."""
 SAMPLED = "vllm:generation_tokens_total"
@@ -137,7 +137,9 @@ async def generate_all(
     """Send all requests at once, run `meanwhile` in a thread, and return their choices in order."""
     limits = httpx.Limits(max_connections=None)
     headers = server.client.headers
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=REQUEST_TIMEOUT_S, limits=limits, headers=headers
+    ) as client:
         sent = [asyncio.create_task(client.post("/inference/v1/generate", json=body)) for body in requests]
         await asyncio.to_thread(meanwhile)
         answers = await asyncio.gather(*sent)

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.integration.inference.conftest import (
     versions_of,
     wait_for_metric,
 )
+from tests.support.command import alive, until
 from tests.support.server import STOP_TIMEOUT_S, Server, inference_server
 from tests.support.tiny_model import publish_weights
 
@@ -96,7 +96,4 @@ def kill_and_look_for_orphans(server: Server) -> None:
     offspring = psutil.Process(server.process.pid).children(recursive=True)
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait()
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while alive := [p for p in offspring if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.05)
+    until(lambda: not any(map(alive, offspring)), f"the end of {offspring}", STOP_TIMEOUT_S)

@@ -24,7 +24,7 @@ from prime_rl.rollouts.clients.openai_chat_client import ChatServer
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.storage.paths import RunPaths, steps_in
 from tests.integration.inference.conftest import METRIC_TIMEOUT_S, Models, Reference, metric, versions_of
-from tests.support.server import Server
+from tests.support.server import REQUEST_TIMEOUT_S, Server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -158,7 +158,7 @@ async def test_invalid_versions_are_skipped_and_sampling_continues(
     run_dir = tmp_path / "run"
     async with (
         steering(server, run_dir, on_refused="keep") as (policy, changed),
-        httpx.AsyncClient(base_url=server.url, timeout=120) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=REQUEST_TIMEOUT_S) as client,
     ):
         publish_weights(run_dir, models.published[2], 1, branch=1)
         await until(changed, lambda: policy.version == 1)
@@ -207,7 +207,7 @@ async def test_chat_completion_is_sampled_by_one_version(server: Server, models:
     """A switch waits for the response, streamed or not."""
     body = {"model": server.model, "messages": [{"role": "user", "content": "say it"}], "ignore_eos": True}
     body |= {"max_tokens": 400, "temperature": 0, "logprobs": True}
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=REQUEST_TIMEOUT_S) as client:
         alone = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]["content"]
         for step, streamed in ((1, False), (2, True)):
             before = server.policy()["step"]

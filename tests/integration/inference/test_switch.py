@@ -21,7 +21,7 @@ from tests.integration.inference.conftest import (
     versions_of,
     wait_for_metric,
 )
-from tests.support.server import Server
+from tests.support.server import REQUEST_TIMEOUT_S, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -147,7 +147,7 @@ async def test_switch_during_prefill_prefills_the_prompt_again(
 
     limits = httpx.Limits(max_connections=None)
     async with (
-        httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=REQUEST_TIMEOUT_S, limits=limits) as client,
         asyncio.TaskGroup() as tasks,
     ):
         for _ in range(40):  # so many that the engine always has a prompt

@@ -173,19 +173,29 @@ def test_rendezvous_and_join_raise_after_the_timeout(address: tuple[str, int]) -
 def test_rendezvous_after_a_lost_welcome_names_the_full_timeout(
     pool: ThreadPoolExecutor, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The loss comes after half of the time, on a clock of the test; the wait for another node gets the other half."""
+    now, lost = 0.0, threading.Event()
     send = NodeConnection.send_message
 
     def lose_the_welcome(link: NodeConnection, kind: str, **fields: Any) -> None:
+        nonlocal now
         if kind == "welcome":
-            threading.Event().wait(1)  # half of the limit
+            now = 50.0
+            lost.set()
             raise ChannelError("connection reset")
         send(link, kind, **fields)
 
     monkeypatch.setattr(NodeConnection, "send_message", lose_the_welcome)
-    head = pool.submit(NodeRendezvous(HEAD, 2).wait, address, 2, SILENCE_S)
+    monkeypatch.setattr(node_registry, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(node_registry, "_BEAT_S", 0.05)
+    head = pool.submit(NodeRendezvous(HEAD, 2).wait, address, 100, SILENCE_S)
     link = join_half(address, NodeInfo("n", 1, 1, SETTINGS))
-    with pytest.raises(RunError, match=r"no node joined for data-parallel ranks 1 at .* within 2 s"):
-        head.result(30)
+    assert lost.wait(WAIT_S)
+    with pytest.raises(TimeoutError):
+        head.result(0.2)
+    now = 101.0
+    with pytest.raises(RunError, match=r"no node joined for data-parallel ranks 1 at .* within 100 s"):
+        head.result(WAIT_S)
     link.close()
 
 

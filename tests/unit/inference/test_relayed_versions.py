@@ -38,7 +38,7 @@ def publish_chain(root, steps):
 
 @pytest.fixture
 def copies(tmp_path):
-    def make(client, timeout_seconds=20.0):
+    def make(client, timeout_seconds=120.0):
         return RelayedVersions(client, tmp_path / "copies", timeout_seconds)
 
     return make
