@@ -32,6 +32,7 @@ MODULES = {
     "inference": "prime_rl.entrypoints.inference",
     "orchestrator": "prime_rl.entrypoints.orchestrator",
     "trainer": "prime_rl.trainer.torchrun",
+    "page": "prime_rl.entrypoints.page",
 }
 
 
