@@ -9,7 +9,7 @@ def needs_loop(function, loop):
 
     @functools.wraps(function)
     def run(*args, **kwargs):
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=20)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=60)
         return function(*args, **kwargs)
 
     return run

@@ -454,17 +454,24 @@ async def test_invalid_version_is_skipped_with_keep_previous(tmp_path, fault):
     async with fake_engine() as one, policy_of(paths, [one], on_refused="keep") as (policy, changes):
         publish_version(paths, 1)
         await changes.until(lambda: policy.version == 1)
-        setattr(one, fault, said)
-        one.switching = Gate(2)
+        gate = Gate(2)
+
+        async def switching(step):
+            one.wrong = said if step == 2 else ""
+            await gate(step)
+
+        if fault == "refusal":
+            one.refusal = said
+        else:
+            one.switching = switching
         publish_version(paths, 2)
         if fault == "wrong":
             async with asyncio.timeout(60):
-                await one.switching.reached[2].wait()
+                await gate.reached[2].wait()
             lost = asyncio.create_task(play_on(policy, policy.servers[0], 2))
-            one.switching.open[2].set()
+            gate.open[2].set()
             with pytest.raises(InferenceServerLost):
                 await lost
-            one.wrong = ""
         await changes.until(lambda: policy.weight_versions.refused and policy.servers[0].up)
         assert said in str(policy.weight_versions.refused[2])
         assert (policy.version, one.step, one.hash) == (1, 1, "h1")

@@ -709,8 +709,13 @@ async def two_steps(paths, steps, stop, delay_s):
 
 
 def done_groups(paths):
-    lines = paths.ledger(0).read_text().splitlines() if paths.ledger(0).exists() else []
+    lines = complete_lines(paths.ledger(0)) if paths.ledger(0).exists() else []
     return [line for line in lines if json.loads(line)["record"] == "done"]
+
+
+def complete_lines(file):
+    """Return the lines of a file, which may be in the middle of a write."""
+    return file.read_text().rpartition("\n")[0].splitlines()
 
 
 async def no_trainer(paths, steps, stop, delay_s):
@@ -722,7 +727,7 @@ def samples(paths, step):
 
 
 def metrics(paths):
-    return [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
+    return [json.loads(line) for line in complete_lines(paths.metrics("orchestrator"))]
 
 
 async def test_same_seed_samples_the_same_examples_in_order(tmp_path, tokenizer_dir, run_orchestrator):

@@ -40,7 +40,7 @@ in_one_loop = pytest.mark.asyncio(loop_scope="module")
 def small_sandbox():
     install()
     before = current_settings()
-    use_settings(SandboxSettings(limits=SandboxLimits(disk_bytes=2**22), num_jails=1, command_timeout_seconds=1))
+    use_settings(SandboxSettings(limits=SandboxLimits(disk_bytes=2**22), num_jails=1))
     yield
     use_settings(before)
 
@@ -125,7 +125,7 @@ async def test_agent_in_a_worker_sees_neither_users_nor_keys_of_the_host(install
     ("command", "seconds", "exit_code", "output"),
     [
         ("echo a; echo b >&2; exit 3", None, 3, "ab"),
-        ("echo before; while :; do :; done", 1, 124, "beforethe command took longer than 1 s"),
+        ("echo before; while :; do :; done", 3, 124, "beforethe command took longer than 3 s"),
         ("kill -9 $$", None, 137, ""),
         ("printf 'a\\377'", None, 0, "a?"),
         ("kill -9 1; kill -9 -1; echo alive", None, None, None),

@@ -76,14 +76,14 @@ def test_main_does_not_import_environment_dependencies():
 
 async def test_fork_server_that_always_dies_raises(monkeypatch):
     monkeypatch.setattr(worker_launcher, "_SERVER", "no_such_module")
-    async with asyncio.timeout(60), worker_launcher.WorkerLauncher() as workers:
+    async with asyncio.timeout(120), worker_launcher.WorkerLauncher() as workers:
         with pytest.raises(RunError, match=r"died 5 times in a row; .* -m no_such_module 0` to see its error"):
             await workers.start(None)
 
 
 async def test_start_after_the_death_of_the_fork_server_starts_another_one():
     """The event loop has not seen the end of the connection yet when the next worker is started."""
-    async with asyncio.timeout(60), worker_launcher.WorkerLauncher() as workers:
+    async with asyncio.timeout(240), worker_launcher.WorkerLauncher() as workers:
         first = workers._server
         first.kill()
         first.wait()
@@ -96,7 +96,7 @@ async def test_start_after_the_death_of_the_fork_server_starts_another_one():
 async def test_stopped_fork_server_raises_at_the_timeout(monkeypatch):
     monkeypatch.setattr(worker_launcher, "_CLOSE_SECONDS", 0.2)
     config = EnvConfig(id="troubled_environment", start_timeout_seconds=0.2)
-    async with asyncio.timeout(60), worker_launcher.WorkerLauncher() as workers:
+    async with asyncio.timeout(120), worker_launcher.WorkerLauncher() as workers:
         os.kill(workers._server.pid, signal.SIGSTOP)
         pool = EnvironmentPool(config, workers, ModelAccess("m", "no tokenizer is looked for"))
         with pytest.raises(RunError, match=r"got no worker .* within 0 s \(env\.start_timeout_seconds\)"):

@@ -98,7 +98,9 @@ async def test_prime_sandbox_goes_on_with_the_machines_that_are_left(service):
         await lost.wait()
         for number in range(5):
             assert (await sandbox.run(f"print({number})")).stdout == f"{number}\n"
-        assert len(sandbox.jail_pids) == 1
+        async with asyncio.timeout(60):  # the pool learns of the end with the last output of the machine's processes
+            while len(sandbox.jail_pids) > 1:
+                assert (await sandbox.run("print(5)")).stdout == "5\n"
     assert len(service.created) == len(service.deleted) == 2
 
 
