@@ -21,6 +21,8 @@ from loguru import logger
 from prime_rl.core.ports import join_host_port
 
 _INTERVAL_SECONDS = 1.0
+_JOIN_SECONDS = 20.0
+"""The thread ends within an interval, and sends its last messages before, unless the machine is overloaded."""
 _MAX_BYTES = 65535
 _ENDED = "ended"
 _MAX_LISTED = 8
@@ -71,7 +73,7 @@ class NodeMonitor:
     def close(self) -> None:
         """End the thread, and tell the other nodes that this one ends."""
         self._closed.set()
-        self._thread.join(2 * self._interval_seconds)
+        self._thread.join(_JOIN_SECONDS)
         self._sock.close()
 
     def _run(self) -> None:

@@ -3,11 +3,15 @@
 import re
 import socket
 import threading
+import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
+from prime_rl.trainer.nodes import node_monitor
 from prime_rl.trainer.nodes.node_monitor import NodeMonitor
+from tests.support.command import until
 
 WARN_S = 0.4
 
@@ -23,6 +27,23 @@ class Socket(socket.socket):
     def recvfrom(self, size):
         data, sender = super().recvfrom(size)
         return (b"" if self.is_cut else data), sender
+
+
+class Clock:
+    """Stands still until each of the threads has read it again: a thread that gets no processor is not silent."""
+
+    def __init__(self, threads):
+        self._threads, self._lock, self._readers = threads, threading.Lock(), set()
+        self._now, self._last = 0.0, time.monotonic()
+
+    def monotonic(self):
+        with self._lock:
+            self._readers.add(threading.get_ident())
+            awaited = {thread.ident for thread in self._threads if thread.ident is None or thread.is_alive()}
+            if awaited <= self._readers:
+                self._now += min(time.monotonic() - self._last, WARN_S / 8)
+                self._last, self._readers = time.monotonic(), set()
+            return self._now
 
 
 class Nodes:
@@ -50,25 +71,30 @@ class Nodes:
     def wait_for(self, *expected):
         """Wait until each node reports these hosts as silent."""
         with self.reported:
-            arrived = self.reported.wait_for(lambda: [set(one) for one in self.silent] == list(expected), 30)
+            arrived = self.reported.wait_for(lambda: [set(one) for one in self.silent] == list(expected), 60)
             assert arrived, self.silent
 
     def wait_for_reports(self, count):
         with self.reported:
             for _ in range(count):
-                assert self.reported.wait(30)
+                assert self.reported.wait(60)
 
 
 @pytest.fixture
-def start():
+def start(monkeypatch):
     with ExitStack() as stack:
 
         def start(count, alive=None):
             nodes = Nodes(count)
-            for monitor in nodes.monitors[:alive]:
+            started = nodes.monitors[:alive]
+            clock = Clock([monitor._thread for monitor in started])
+            monkeypatch.setattr(node_monitor, "time", SimpleNamespace(monotonic=clock.monotonic))
+            for monitor in started:
                 monitor.start()
                 stack.callback(monitor.close)
             nodes.wait_for_reports(2 * count)
+            if alive is None:
+                until(lambda: all(monitor._heard == monitor._seconds.keys() for monitor in started), "their messages")
             return nodes
 
         yield start
