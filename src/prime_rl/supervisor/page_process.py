@@ -15,7 +15,9 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.child_processes import describe_exit
 
 _STOP_SECONDS = 3.0
-"""After SIGTERM, before SIGKILL, and again after SIGKILL."""
+"""After SIGTERM, before SIGKILL."""
+_KILL_SECONDS = 3.0
+"""After SIGKILL: a file system that hangs must not hold up the run's end."""
 
 
 async def serve_page(config: PageConfig, paths: RunPaths, show: Callable[[str], None], ignored: set[int]) -> None:
@@ -42,10 +44,10 @@ async def serve_page(config: PageConfig, paths: RunPaths, show: Callable[[str], 
         code = await process.wait()
         show(f"warning: the page {describe_exit(code)}; the run continues; log {log}")
     finally:
-        for stop in (process.terminate, process.kill):
+        for stop, seconds in ((process.terminate, _STOP_SECONDS), (process.kill, _KILL_SECONDS)):
             if process.returncode is not None:
                 break
             stop()
-            with suppress(TimeoutError):  # after SIGKILL too: a file system that hangs must not hold up the run's end
-                async with asyncio.timeout(_STOP_SECONDS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
                     await process.wait()

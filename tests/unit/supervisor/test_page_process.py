@@ -32,7 +32,8 @@ def paths(tmp_path):
     return RunPaths(tmp_path)
 
 
-async def test_page_is_served_until_the_run_ends(paths):
+async def test_page_is_served_until_the_run_ends(paths, monkeypatch):
+    monkeypatch.setattr(page_process, "_STOP_SECONDS", 60.0)
     lines, tree, port = [], ProcessTree(), free_port()
     task = asyncio.ensure_future(serve_page(PageConfig(port=port), paths, lines.append, tree.ignored))
     async with asyncio.timeout(PROGRESS_TIMEOUT_S):
@@ -44,22 +45,25 @@ async def test_page_is_served_until_the_run_ends(paths):
                 assert not task.done(), lines
                 await asyncio.sleep(0.1)
     assert status == 200 and lines == [f"page: http://127.0.0.1:{port}, log {paths.log('page')}"]
-    (page,) = [child for child in psutil.Process().children() if "prime_rl.entrypoints.page" in child.cmdline()]
-    assert page.pid not in [member.pid for member in tree.scan({})]
+    (pid,) = tree.ignored
+    assert "prime_rl.entrypoints.page" in psutil.Process(pid).cmdline()
+    assert pid not in [member.pid for member in tree.scan({})]
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not psutil.pid_exists(page.pid) and len(lines) == 1
+    assert not psutil.pid_exists(pid) and len(lines) == 1
 
 
 async def test_page_that_does_not_end_is_killed(paths, monkeypatch):
     monkeypatch.setattr(page_process, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(page_process, "_KILL_SECONDS", 60.0)
     lines, ignored = [], set()
     task = asyncio.ensure_future(serve_page(PageConfig(port=0), paths, lines.append, ignored))
     while not lines:
         await asyncio.sleep(0.01)
     (pid,) = ignored
     os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)  # until then SIGTERM would end it
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
