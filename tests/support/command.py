@@ -165,8 +165,11 @@ class Command:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} did not end within {timeout_s:.0f} s:\n{self.story()}") from None
-        others = {p.pid for p in psutil.Process(beside.process.pid).children(recursive=True)} if beside else set()
-        left = [p for p in self.started() if beside is None or p.pid not in others | {beside.process.pid}]
+        left = self.started()
+        if beside is not None:
+            other = psutil.Process(beside.process.pid)
+            theirs = {other.pid, *(p.pid for p in children_of(other))}  # read last: `beside` starts and ends processes
+            left = [p for p in left if p.pid not in theirs and alive(p)]
         assert not left, f"{self.name} left {left}"
         return code
 

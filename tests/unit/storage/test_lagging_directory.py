@@ -57,13 +57,16 @@ def machines(tmp_path):
         yield RunPaths(tmp_path / "here"), RunPaths(there)
 
 
-def test_mount_lags_and_counts_as_a_network_file_system(machines):
-    here, there = machines
-    assert not there.run_toml.exists()
-    here.run_toml.write_text("a")
-    assert not there.run_toml.exists(), "its absence is cached"
-    assert not is_local(there.root)
-    assert visibility_timeout(there.weights(1)) == 60
+def test_mount_lags_and_counts_as_a_network_file_system(tmp_path):
+    here = RunPaths(tmp_path / "here")
+    here.root.mkdir()
+    with mounted(here.root, tmp_path / "there", lag_s=600.0) as root:
+        there = RunPaths(root)
+        assert not there.run_toml.exists()
+        here.run_toml.write_text("a")
+        assert not there.run_toml.exists(), "its absence is cached"
+        assert not is_local(there.root)
+        assert visibility_timeout(there.weights(1)) == 60
 
 
 def test_batch_is_read_complete_whenever_its_files_become_visible(machines):

@@ -53,9 +53,10 @@ async def test_watch_directory_raises_what_its_thread_raises(tmp_path, monkeypat
 
 
 async def test_abandoned_watch_ends_its_thread(tmp_path):
+    earlier = set(threading.enumerate())  # also those of watches that have just been abandoned
     async with aclosing(watch_directory(tmp_path, asyncio.Event())) as changes:
         await anext(changes)
         await anext(changes)
-        (watching,) = [thread for thread in threading.enumerate() if thread.name == "watch_directory"]
+        (watching,) = [each for each in set(threading.enumerate()) - earlier if each.name == "watch_directory"]
     await asyncio.to_thread(watching.join, 60)
     assert not watching.is_alive()

@@ -71,7 +71,7 @@ def test_rl_slurm_on_one_node_submits_a_script_that_starts_rl(tmp_path, programs
 
 
 def test_one_node_script_passes_sigterm_on_and_waits(tmp_path, programs):
-    programs(uv="#!/usr/bin/env bash\ntrap 'echo saved; exit 5' TERM\nkill -TERM $PPID\nsleep 20 & wait\n")
+    programs(uv="#!/usr/bin/env bash\ntrap 'kill $!; echo saved; exit 5' TERM\nkill -TERM $PPID\nsleep 300 & wait\n")
     done = bash(TEMPLATES / "one_node.sbatch", "x.toml", OUTPUT_DIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (5, "saved\n")
 

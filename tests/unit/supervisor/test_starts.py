@@ -402,7 +402,8 @@ def test_rl_signal_ignored_at_start_stays_ignored(start, number, tmp_path):
     script = "import os, signal; print('ignored', signal.getsignal({}) is signal.SIG_IGN, flush=True)\n" + FOREVER
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        run = start({"orchestrator": script.format(int(number)), "trainer": FOREVER})
+        roles = {"orchestrator": script.format(int(number)), "trainer": FOREVER}
+        run = start(roles, "--heartbeat.warn-after-seconds", "50")  # until the stopped process below would be killed
     finally:
         signal.signal(number, before)
     log = run.wait_for_log("orchestrator", "up")

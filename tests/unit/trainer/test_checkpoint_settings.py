@@ -58,7 +58,7 @@ def test_close_with_hanging_disk_raises_at_deadline(tmp_path):
             thread.join(60)
             assert not thread.is_alive()
     stuck.set()
-    saver._pending.result(10)
+    saver._pending.result(60)
     saver.close()
 
 

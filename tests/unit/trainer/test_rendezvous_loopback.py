@@ -33,7 +33,7 @@ def test_stores_and_gloo_listen_on_loopback_only(tmp_path):
     script.write_text(RANK)
     command = [sys.executable, "-m", "prime_rl.trainer.torchrun", "--standalone", "--nproc-per-node=2", str(script)]
     env = {key: value for key, value in os.environ.items() if key not in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout)
     assert told["agent"] and set(told["agent"]) == {"127.0.0.1"}, told

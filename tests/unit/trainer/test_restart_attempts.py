@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from prime_rl.trainer.parallel.process_group import _rendezvous_options
 
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=60)
 
 
 def place(monkeypatch, attempt, rank=0, size=1):

@@ -242,7 +242,7 @@ def test_death_of_a_rank_ends_the_other(model, tmp_path):
     ship(tmp_path, steps=1)
     with start_torchrun(2, base_arguments(model, tmp_path, "--wait-timeout-seconds", "280")) as p:
         try:
-            wait_for(RunPaths(tmp_path).weights(1), 120, "the trainer")
+            wait_for(RunPaths(tmp_path).weights(1), PROGRESS_TIMEOUT_S, "the trainer")
             ranks = [c for c in psutil.Process(p.pid).children() if "train.py" in " ".join(c.cmdline())]
             assert len(ranks) == 2
             ranks[1].send_signal(signal.SIGKILL)

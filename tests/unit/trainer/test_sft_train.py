@@ -142,7 +142,7 @@ def test_sft_with_torchrun_writes_output_of_ranks_to_files_and_rank_0_to_console
     command += [str(ROOT / "src/prime_rl/trainer/sft/train.py")]
     command += sft_arguments(inputs, tmp_path / "run", "--max-steps", "2")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     console = done.stdout + done.stderr
     assert done.returncode == 0, console[-3000:]
     assert "default0" in console
