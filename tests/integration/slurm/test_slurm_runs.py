@@ -18,7 +18,7 @@ from prime_rl.liveness.heartbeat_monitor import read_heartbeats
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from tests.support import slurm
-from tests.support.command import RUN_TIMEOUT_S, clean_environment, metrics_of, until
+from tests.support.command import END_TIMEOUT_S, RUN_TIMEOUT_S, clean_environment, metrics_of, until
 
 pytestmark = [
     pytest.mark.extended,
@@ -83,16 +83,9 @@ class Job:
         return self.cluster.job(self.number)
 
     def _until(self, holds: Callable[[dict[str, str]], bool], what: str, timeout_s: float = RUN_TIMEOUT_S) -> None:
-        """Wait; if the job is requeued, let it start at once instead of after two minutes."""
-
-        def holds_now() -> bool:
-            job = self.cluster.job(self.number)
-            if job["JobState"] == "PENDING":
-                self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
-            return holds(job)
-
+        """Wait; if the job is requeued, let it start at once."""
         try:
-            until(holds_now, what, timeout_s)
+            until(lambda: holds(self.cluster.hurried_job(self.number)), what, timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log[-6000:]}") from None
 
@@ -134,7 +127,7 @@ def test_run_on_three_nodes_is_cancelled_and_resumed(cluster: slurm.Slurm, tmp_p
     assert ranks == {"trainer_0": "n2", "trainer_1": "n3"}
     assert "resumed from" in job.log
     until(cluster.are_idle, "idle nodes")
-    assert not [(node.host.name, name) for node in cluster.nodes.values() for name in names_on(node)]
+    until(lambda: not any(map(names_on, cluster.nodes.values())), "the end of all processes", END_TIMEOUT_S)
 
 
 def test_run_is_requeued_by_a_user_and_by_the_loss_of_a_node(cluster: slurm.Slurm, tmp_path: Path) -> None:
