@@ -6,9 +6,7 @@ deadline bounds the waits of a case; after it the case counts as hung, and all p
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,7 +22,8 @@ import tomli_w
 from prime_rl.storage.checkpoint_artifacts import read_resume
 from prime_rl.storage.paths import RunPaths, steps_in
 from tests.chaos.cases import INTERVAL, STEPS, Case, Fault, Plan
-from tests.support.command import alive, clean_environment, executable
+from tests.support.command import alive, clean_environment, executable, json_lines
+from tests.support.server import free_port
 
 HERE = Path(__file__).parent
 BATCH_SIZE, GROUP = 8, 2
@@ -244,7 +243,7 @@ class Session:
         if kill["killed"] == "worker":
             latest = self._chaos / "pids" / "worker"
             return None if int(latest.read_text() or 0) in (0, kill["pid"]) else latest.stat().st_mtime
-        events = (e for e in _lines(self.paths.events) if e["time"] >= kill["time"] and e["event"] != "started")
+        events = (e for e in json_lines(self.paths.events) if e["time"] >= kill["time"] and e["event"] != "started")
         launcher = "trainer" if kill["killed"].startswith("rank") else None
         return min((e["time"] for e in events if e.get("pid") == kill["pid"] or e["name"] == launcher), default=None)
 
@@ -268,7 +267,7 @@ class Session:
 
     def _steps(self) -> int:
         """Number of steps that the trainer has reported."""
-        lines = _lines(self.paths.metrics("trainer"))
+        lines = json_lines(self.paths.metrics("trainer"))
         return lines[-1]["step"] + 1 if lines else 0
 
     def _processes(self) -> list[psutil.Process]:
@@ -312,16 +311,8 @@ def settings(plan: Plan, run: Path, model: Path) -> dict[str, Any]:
             "filter_zero_advantage": plan.filtered,
             "wait_timeout_seconds": WAIT_S,
         },
-        "inference": {"server": {"port": _port()}, "lease_seconds": 10, "model": {"max_model_len": 64}},
+        "inference": {"server": {"port": free_port()}, "lease_seconds": 10, "model": {"max_model_len": 64}},
     }
-
-
-def _port() -> int:
-    """A free port outside the kernel's ephemeral range: the server is started on it more than once."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
-            return int(probe.getsockname()[1])
 
 
 def _is_whole(marker: Path) -> bool:
@@ -330,13 +321,6 @@ def _is_whole(marker: Path) -> bool:
         return bool(json.loads(marker.read_text()))
     except (OSError, ValueError):
         return False
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, without an incomplete last line."""
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _command(process: psutil.Process) -> str:

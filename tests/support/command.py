@@ -84,12 +84,16 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = PROGRESS_
         time.sleep(0.02)
 
 
-def metrics_of(paths: RunPaths, role: str) -> list[dict[str, Any]]:
-    """Return the reported steps of `role`, without an incomplete last line."""
-    file = paths.metrics(role)
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file that a process may be writing, without an incomplete last line; [] without it."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def metrics_of(paths: RunPaths, role: str) -> list[dict[str, Any]]:
+    """Return the reported steps of `role`."""
+    return json_lines(paths.metrics(role))
 
 
 class Command:

@@ -69,15 +69,18 @@ def start_sshd(host: NetworkHost, folder: Path, *options: str, hides: Path | Non
     assert sshd.poll() is None, log.read_text()
 
 
-def processes_on(host: NetworkHost) -> list[psutil.Process]:
-    """Return the processes of a host, without those that belong to the host itself: sshd and what starts commands."""
+def processes_on(host: NetworkHost) -> dict[psutil.Process, list[str]]:
+    """Return the processes of a host with their command lines; that of a process that is ending can be empty.
+
+    Those that belong to the host itself, sshd and what starts commands, are left out.
+    """
     network = Path(f"/run/netns/{host.namespace}").stat().st_ino
-    found = []
+    found = {}
     for process in psutil.process_iter():
         try:
             inside = os.stat(f"/proc/{process.pid}/ns/net").st_ino == network
-            if inside and alive(process) and not _belongs_to_host(process.cmdline()):
-                found.append(process)
+            if inside and alive(process) and not _belongs_to_host(command := process.cmdline()):
+                found[process] = command
         except (OSError, psutil.Error):  # it has just ended
             continue
     return found
@@ -85,7 +88,8 @@ def processes_on(host: NetworkHost) -> list[psutil.Process]:
 
 def _belongs_to_host(command: Sequence[str]) -> bool:
     # The other end of a lost connection stays until sshd notices it.
-    return any("sshd_config" in word for word in command) or "sshd:" in command[0] or "hostname " in " ".join(command)
+    is_sshd = any("sshd_config" in word for word in command) or any("sshd:" in word for word in command[:1])
+    return is_sshd or "hostname " in " ".join(command)
 
 
 def _sshd() -> str | None:

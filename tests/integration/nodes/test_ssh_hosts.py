@@ -1,6 +1,5 @@
 """`rl --nodes` over a real ssh: each host has its own network, processes and sshd (tests.support.ssh_hosts)."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import tomli_w
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from tests.support import ssh_hosts
-from tests.support.command import PROGRESS_TIMEOUT_S, clean_environment, metrics_of, until
+from tests.support.command import PROGRESS_TIMEOUT_S, clean_environment, json_lines, metrics_of, until
 from tests.support.network_hosts import NetworkHost
 from tests.support.ssh_hosts import processes_on, start_sshd
 
@@ -26,7 +25,8 @@ pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
 NAMES = ["head", "inference1", "inference2", "trainer1", "trainer2", "locked", "bare", "elsewhere"]
 RANK, ENGINE = "prime_rl.trainer.rl.train", "VLLM::EngineCore"
-DEAD_S = 15
+DEAD_S = 30
+"""Above the time in which TCP sends again what a cut of a few seconds has lost: it doubles, from 6 to 13 and 25 s."""
 AGENT, TORCHRUN = "prime_rl.supervisor.nodes.node_agent", "prime_rl.trainer.torchrun"
 
 
@@ -58,12 +58,11 @@ class Hosts:
 
     def left(self) -> list[tuple[str, str]]:
         """Processes of runs on all hosts."""
-        return [(host.name, " ".join(one.cmdline())) for host in self.hosts.values() for one in processes_on(host)]
+        return [(host.name, " ".join(line)) for host in self.hosts.values() for line in processes_on(host).values()]
 
     def find(self, host: str, word: str) -> psutil.Process:
         """Return the process on `host` whose command line has `word`; not the agent that started it."""
-        lines = {one: one.cmdline() for one in processes_on(self.hosts[host])}
-        launchers = {AGENT, TORCHRUN}
+        lines, launchers = processes_on(self.hosts[host]), {AGENT, TORCHRUN}
         matching = {one for one, line in lines.items() if any(part.startswith(word) for part in line)}
         [found] = [one for one in matching if not launchers & set(lines[one])]
         return found
@@ -86,7 +85,7 @@ class Run:
     @property
     def events(self) -> list[tuple[str, str]]:
         """Kind and name of the events."""
-        return [(one["event"], one["name"]) for one in map(json.loads, self.paths.events.read_text().splitlines())]
+        return [(one["event"], one["name"]) for one in json_lines(self.paths.events)]
 
     def until_step(self, step: int) -> None:
         """Wait until the trainer has reported `step`."""

@@ -1,6 +1,5 @@
 """`max_restarts`: a run with its own server completes although each of its processes is killed."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -13,7 +12,7 @@ from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.integration.rl.test_whole_run import manifest
-from tests.support.command import Command, metrics_of
+from tests.support.command import Command, json_lines, metrics_of
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,10 +22,7 @@ GROUPS = 4
 
 def events(paths: RunPaths, *kinds: str) -> list[dict[str, Any]]:
     """What `rl` has taken down of these kinds, in order."""
-    if not paths.events.exists():
-        return []
-    lines = paths.events.read_text().splitlines(keepends=True)
-    return [event for line in lines if line.endswith("\n") and (event := json.loads(line))["event"] in kinds]
+    return [event for event in json_lines(paths.events) if event["event"] in kinds]
 
 
 def worker(run: Command) -> psutil.Process:
