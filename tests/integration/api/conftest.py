@@ -2,11 +2,10 @@
 
 import ctypes
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -70,11 +69,12 @@ class Program:
 
     def clean_up(self) -> None:
         """Kill what a failed test has left."""
-        for process in [psutil.Process(self.process.pid)] if self.process.poll() is None else []:
-            os.kill(process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.kill()
             self.process.wait()
         for process in self.others():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                process.kill()
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -1,7 +1,9 @@
 """Runs in a real Jupyter kernel, which has a running event loop. Needs `pip install ipykernel`."""
 
+from contextlib import suppress
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.support.command import END_TIMEOUT_S, alive, clean_environment, offspring, until
@@ -60,17 +62,18 @@ class Kernel:
                 break
         return text
 
-    def others(self) -> list[int]:
+    def others(self) -> list[psutil.Process]:
         """The living processes of the runs."""
         self.pids.add(self.manager.provisioner.pid)
         found = offspring()
-        return [pid for pid in set(found) - self._before - self.pids if alive(found[pid])]
+        return [found[pid] for pid in set(found) - self._before - self.pids if alive(found[pid])]
 
     def close(self) -> None:
         self._client.stop_channels()
         self.manager.shutdown_kernel(now=True)
-        for pid in self.others():
-            offspring()[pid].kill()
+        for process in self.others():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                process.kill()
 
 
 @pytest.fixture

@@ -41,7 +41,8 @@ def test_code_tests_recipe_raises_its_reward_although_a_jail_is_killed(start: St
     before = {jail.pid for jail in jails(run)}
     killed = min(before)
     os.kill(killed, signal.SIGKILL)
-    run.until(lambda: len({jail.pid for jail in jails(run)} - {killed}) == len(before), "a new jail")
+    # More than before if a worker has opened its sandbox meanwhile.
+    run.until(lambda: len({jail.pid for jail in jails(run)} - {killed}) >= len(before), "a new jail")
     assert run.end(1500) == 0, run.story()
 
     steps = metrics_of(run.paths, "orchestrator")

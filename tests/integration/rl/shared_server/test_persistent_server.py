@@ -87,7 +87,7 @@ def test_second_run_starts_at_the_base_model(
         values = with_server(free_server, tmp_path / name, ranks, async_level=async_level, max_steps=STEPS)
         run = start("rl", values, tmp_path / name)
         run.until_step("orchestrator", 0)
-        assert len(run.ranks()) == ranks
+        run.until(lambda run=run, ranks=ranks: len(run.ranks()) == ranks, "all ranks")  # type: ignore[misc]
         assert run.end() == 0, run.story()
         assert_bound_kept(run.paths, async_level)
         assert [line["step"] for line in metrics_of(run.paths, "trainer")] == list(range(STEPS))
