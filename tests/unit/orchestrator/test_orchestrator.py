@@ -5,7 +5,6 @@ import itertools
 import json
 from collections import Counter
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -694,7 +693,7 @@ async def test_restart_evaluates_each_version_once(tmp_path, tokenizer_dir, run_
         engine.gate, before = None, (paths.evals_dir / "val_fake/step_0.jsonl").read_bytes()
         engine.calls.clear()
         restarted = config.model_copy(update={"restart": True})
-        await run_orchestrator(restarted, [engine], trainer=partial(play_trainer, done=2), schedules=schedule())
+        await run_orchestrator(restarted, [engine], trainer=other_steps, schedules=schedule())
         first, second = engine.calls[:2]
         assert first == "reset" and second in ("update 2", "update 3"), "the newest version, from the start"
     lines = [line for line in metrics(paths) if "val/time_s" in line]
@@ -706,6 +705,15 @@ async def test_restart_evaluates_each_version_once(tmp_path, tokenizer_dir, run_
 async def two_steps(paths, steps, stop, delay_s):
     await play_trainer(paths, 2, asyncio.Event())
     await stop.wait()
+
+
+async def other_steps(paths, steps, stop, delay_s):
+    """Publish version 5 when 4 is evaluated: otherwise the servers may skip 4, and 5 is evaluated instead."""
+    await play_trainer(paths, 4, asyncio.Event(), done=2)
+    async with asyncio.timeout(60):
+        while not (paths.evals_dir / "val_fake/step_4.jsonl").exists():
+            await asyncio.sleep(0.01)
+    await play_trainer(paths, steps, stop, done=4)
 
 
 def done_groups(paths):
