@@ -19,7 +19,7 @@ from tests.support.browser import (
     wait_for_chart,
     wait_until,
 )
-from tests.support.command import Command, executable
+from tests.support.command import Command, executable, until
 from tests.support.server import free_port
 from tests.support.wandb_file import history
 
@@ -158,8 +158,13 @@ def test_report_of_the_run_opens_from_disk_with_plots_and_rollouts(finished, bro
 
 
 def test_search_of_the_finished_run_finds_all_rollouts(finished):
-    found = RunView("run", finished.root).search(SampleFilter(), 0, 1)
-    assert found["num_matching"] == STEPS * 1024
+    view = RunView("run", finished.root)
+
+    def search():
+        return view.search(SampleFilter(), 0, 1)
+
+    until(lambda: search()["num_indexed"] == STEPS, "the index, which each search reads for a part of a second")
+    assert search()["num_matching"] == STEPS * 1024
 
 
 def documented_names():
