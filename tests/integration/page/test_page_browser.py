@@ -132,7 +132,7 @@ def test_rollout_is_found_by_filter_and_opened_by_url(served, tab, browser):
 def test_filter_that_is_typed_while_rollouts_arrive_is_kept(served, tab):
     page, held = tab.page, []
     page.goto(f"{served}/#view=rollouts")
-    page.locator("tbody tr").first.wait_for()
+    page.get_by_text("640 rollouts", exact=True).wait_for()  # the first search is over
     page.route("**/rollouts?*", lambda route: route.continue_() if held else held.append(route))
     page.locator("select[name=env]").select_option("code")
     until(lambda: held or page.wait_for_timeout(20), "the search for an environment")

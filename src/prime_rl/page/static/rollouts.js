@@ -68,7 +68,10 @@ export class RolloutView {
 
   filters() {
     const state = readState();
-    const set = (name) => (event) => setState({ [name]: event.target.value, step: state.step, group_id: state.group_id });
+    const set = (name) => ({ target }) => {
+      target.defaultValue = target.value;  // entered
+      setState({ [name]: target.value, step: state.step, group_id: state.group_id });
+    };
     const number = (name, label, step = 1) => element("label", {}, label, element("input", { type: "number", step, value: state[name] ?? "", onchange: set(name), name }));
     const options = (name, label, values) => element("label", {}, label, element("select", { onchange: set(name), name },
       values.map(([value, text]) => element("option", { value, selected: (state[name] ?? "") === value }, visibleString(text)))));
@@ -119,7 +122,7 @@ export class RolloutView {
     this.listTable.scrollTop = scroll;
     const filter = name ? this.listNode.querySelector(`[name="${name}"]`) : null;
     filter?.focus();
-    // Text that is not entered yet; it counts as a change only if it is set after the focus.
+    // Text that is not entered yet. The browser notices its entry only if it is set after the focus.
     if (filter && defaultValue !== undefined && value !== defaultValue) filter.value = value;
     if (!name && focused) this.listNode.querySelector(`[data-rollout="${focused}"]`)?.focus();
   }
