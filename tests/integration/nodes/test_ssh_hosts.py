@@ -16,7 +16,7 @@ import tomli_w
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from tests.support import ssh_hosts
-from tests.support.command import PROGRESS_TIMEOUT_S, clean_environment, json_lines, metrics_of, until
+from tests.support.command import RUN_TIMEOUT_S, clean_environment, json_lines, metrics_of, until
 from tests.support.network_hosts import NetworkHost
 from tests.support.ssh_hosts import processes_on, start_sshd
 
@@ -96,7 +96,7 @@ class Run:
         until(lambda: condition() or self.process.poll() is not None, f"{what}\n{self.output}")
         assert condition(), f"rl ended with {self.process.poll()} before {what}:\n{self.output}"
 
-    def end(self, timeout_s: float = PROGRESS_TIMEOUT_S) -> int:
+    def end(self, timeout_s: float = RUN_TIMEOUT_S) -> int:
         """Wait for the end, after which no process is left on any host; return the exit code."""
         code = self.process.wait(timeout_s)
         until(lambda: not self.hosts.left(), f"the end of {self.hosts.left()}")

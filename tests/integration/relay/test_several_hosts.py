@@ -17,7 +17,7 @@ from tests.support import network_hosts
 pytestmark = [
     pytest.mark.extended,
     pytest.mark.slow,
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(900),
 ]
 STEPS = 60
 RunHosts = Callable[..., dict[str, Any]]
@@ -28,7 +28,7 @@ def run_hosts(tmp_path: Path) -> RunHosts:
     """Run the recipe on five hosts with these options of benchmarks/several_hosts.py."""
     if reason := network_hosts.missing():
         pytest.skip(f"network namespaces cannot be used: {reason}")
-    common = ("--delta", "--batch-size", "128", "--timeout", "400", "--at", "3")
+    common = ("--delta", "--batch-size", "128", "--timeout", "800", "--at", "3")
     return lambda *options: run(tmp_path, parse([*common, *options]))
 
 
