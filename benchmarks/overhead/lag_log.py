@@ -16,16 +16,19 @@ async def record_lag(file: Path) -> None:
     """Append lines with the time (`time.monotonic`) of a tick, its delay, and the wait for a core in it, seconds."""
     with file.open("a") as log:
         waited, lines = _waited_s(), list[str]()
-        while True:
-            due = time.monotonic() + _TICK_S
-            await asyncio.sleep(_TICK_S)
-            now, before = time.monotonic(), waited
-            waited = _waited_s()
-            lines.append(f"{now:.6f} {max(0.0, now - due):.6f} {waited - before:.6f}\n")
-            if len(lines) == _LINES:
-                log.writelines(lines)
-                log.flush()
-                lines = []
+        try:
+            while True:
+                due = time.monotonic() + _TICK_S
+                await asyncio.sleep(_TICK_S)
+                now, before = time.monotonic(), waited
+                waited = _waited_s()
+                lines.append(f"{now:.6f} {max(0.0, now - due):.6f} {waited - before:.6f}\n")
+                if len(lines) == _LINES:
+                    log.writelines(lines)
+                    log.flush()
+                    lines = []
+        finally:
+            log.writelines(lines)
 
 
 def _waited_s() -> float:
