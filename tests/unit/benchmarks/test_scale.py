@@ -19,7 +19,7 @@ def test_tiny_scale_run_writes_all_figures(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "scale.py"), "--tiny", "--json", str(tmp_path / "figures.json")]
     subprocess.run(command, check=True, timeout=800)
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["in_flight"] == 64, "the many of the tiny size"
+    assert 16 < figures["in_flight"] <= 64, "the median; 16 are the few of the tiny size, and 64 the many"
     assert 0 < figures["cpu_ms_main_100"] < figures["cpu_ms_100"]
     assert 0 < figures["cpu_ms_main_10000"] < figures["cpu_ms_10000"]
     assert 0 <= figures["loop_lag_own_p99_ms"] <= figures["loop_lag_p99_ms"] <= figures["loop_lag_maximum_ms"]
