@@ -32,6 +32,13 @@ SAVE = (
     "trap 'echo saved >> $OUTPUT_DIR/saved; exit 0' TERM; echo ${SLURM_RESTART_COUNT:-0} >> $OUTPUT_DIR/ready;"
     " sleep 300 & wait"
 )
+# Fails at its first question about a job, or its first signal, as a command does after its timeout.
+BUSY = """\
+#!/usr/bin/env bash
+name=${0##*/}
+if [[ $2 != hostnames ]] && mkdir "$OUTPUT_DIR/$name" 2> /dev/null; then echo "$name: Slurm is busy" >&2; exit 1; fi
+PATH=${PATH#*:} exec "$name" "$@"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +139,13 @@ def test_slurm_job_exits_with_the_code_of_the_failed_process(job, behaviours, co
     assert message in log
 
 
-def test_slurm_job_sigterm_of_the_batch_script_stops_all(job):
-    """As two minutes before its time limit, or by `scancel --batch --signal TERM`."""
+@pytest.mark.parametrize("busy", [False, True])
+def test_slurm_job_sigterm_of_the_batch_script_stops_all(job, tmp_path, busy):
+    """As two minutes before its time limit, or by `scancel --batch --signal TERM`; a busy Slurm answers later."""
+    if busy:
+        for name in ("scontrol", "scancel"):
+            (tmp_path / "bin" / name).write_text(BUSY)
+            (tmp_path / "bin" / name).chmod(0o755)
 
     code, log, _, output = job(
         nodes=2,
@@ -144,6 +156,7 @@ def test_slurm_job_sigterm_of_the_batch_script_stops_all(job):
     )
     assert code == 143, log
     assert (output / "saved").read_text() == "saved\n" * 3, log
+    assert log.count("is busy") == 2 * busy
 
 
 def test_one_node_job_resumes_when_it_is_requeued_and_passes_sigterm_on(cluster, tmp_path):
