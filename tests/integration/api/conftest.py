@@ -45,7 +45,7 @@ class Program:
     @property
     def output(self) -> str:
         """What it has printed."""
-        return (self.folder / "output.txt").read_text()
+        return (self.folder / "output.txt").read_text(errors="replace")  # perhaps half a character so far
 
     def wait(self) -> str:
         """Wait for the end; return the output. Raises AssertionError if it failed."""
