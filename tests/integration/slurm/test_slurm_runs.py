@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
     pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed"),
 ]
-STEPS, INTERVAL = 20, 4
+STEPS, INTERVAL = 28, 4  # after 20 steps with two restarts, the reward has sometimes risen by 0.1 only
 ARGUMENTS = (
     "@", "configs/reverse_text/cpu.toml", "--max-steps", str(STEPS), "--ckpt.interval", str(INTERVAL),
     "--orchestrator.batch-size", "256",
