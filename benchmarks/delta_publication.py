@@ -30,11 +30,11 @@ from torch import Tensor
 
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.delta_cache import DeltaCache
-from prime_rl.inference.worker.weight_reader import read_verified
+from prime_rl.inference.worker.worker_weight_update import read_verified
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, begin_artifact, commit_artifact
 from prime_rl.storage.tensor_hashes import content_hash
 from prime_rl.trainer.parallel.process_group import World
-from prime_rl.trainer.weight_sync.delta import DeltaTransport
+from prime_rl.trainer.weight_sync.transport import DeltaTransport
 
 LAYER = {
     "q_proj": (2048, 1024), "k_proj": (1024, 1024), "v_proj": (1024, 1024), "o_proj": (1024, 2048),

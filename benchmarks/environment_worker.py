@@ -34,14 +34,14 @@ WARM_UP_GROUPS = 128
 PROMPT_TOKENS, COMPLETION_TOKENS = 5, 4
 
 
-def cpu_s(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
 
 
 async def run_groups(url: str, groups: int) -> float:
     """Return the CPU milliseconds per rollout of the worker."""
-    from prime_rl.configs.shared.blocks import EnvConfig
+    from prime_rl.configs.environment import EnvConfig
     from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
     from prime_rl.rollouts.workers.protocol import ModelAccess
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
@@ -64,9 +64,9 @@ async def run_groups(url: str, groups: int) -> float:
 
         children = psutil.Process().children(recursive=True)
         await run(range(WARM_UP_GROUPS))
-        before = sum(map(cpu_s, children))
+        before = sum(map(cpu_seconds, children))
         await run(range(WARM_UP_GROUPS, WARM_UP_GROUPS + groups))
-        return 1000 * (sum(map(cpu_s, children)) - before) / (groups * GROUP)
+        return 1000 * (sum(map(cpu_seconds, children)) - before) / (groups * GROUP)
 
 
 def measure(sides: Mapping[str, Path], groups: int) -> dict[str, float]:

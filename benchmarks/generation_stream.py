@@ -66,9 +66,9 @@ async def measure(url: str, model: str, pid: int, num_rounds: int, num_groups: i
         for number in range(num_rounds):
             found = {}
             for way, client in clients.items():
-                before, own = cpu_s(server), time.process_time()
+                before, own = cpu_seconds(server), time.process_time()
                 await sample(client, num_groups, number + 1)
-                parts = {"server": cpu_s(server) - before, "client": time.process_time() - own}
+                parts = {"server": cpu_seconds(server) - before, "client": time.process_time() - own}
                 found[way] = {part: round(1000 * s / num_groups / GROUP, 4) for part, s in parts.items()}
             rounds.append(found)
         return rounds
@@ -89,7 +89,7 @@ async def sample(client: InferenceClient, num_groups: int, seed: int) -> None:
     await asyncio.gather(*map(group, range(num_groups)))
 
 
-def cpu_s(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     """CPU seconds of one process, without its children."""
     times = process.cpu_times()
     return times.user + times.system

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import numpy as np
 import psutil
 import uvloop
@@ -60,7 +60,7 @@ SHAPES = {"short": Shape(32, 64, steps=12), "long": Shape(1000, 2000), "tiny": S
 MEASURED = ("short", "long")
 
 
-def cpu_s(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
 
@@ -77,7 +77,7 @@ class Meter:
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Read the clocks."""
         self._lags.append(metrics.get("event_loop_lag/p99") or 0.0)
-        now = (time.process_time(), sum(cpu_s(child) for child in self._children))
+        now = (time.process_time(), sum(cpu_seconds(child) for child in self._children))
         if step == WARM_UP - 1:
             self._start = now
         if step == self._shape.steps - 1:
@@ -98,12 +98,14 @@ class Meter:
 
 async def run_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]:
     """Run the orchestrator against the engine at `url`."""
+    from prime_rl.configs.base_model import NameConfig
+    from prime_rl.configs.client import ClientConfig
+    from prime_rl.configs.environment import EnvConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
-    from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, NameConfig, SamplingConfig
+    from prime_rl.configs.sampling import SamplingConfig
     from prime_rl.orchestrator.orchestrator import OrchestratorLoop
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
-    from prime_rl.storage.paths import RunPaths
 
     run = directory / f"run_{shape.completion}"
     config = OrchestratorConfig(
@@ -120,11 +122,11 @@ async def run_ours(directory: Path, url: str, shape: Shape) -> dict[str, float]:
         output_dir=run,
         run_id="overhead",
     )
-    async with aiohttp.ClientSession() as session:
-        await session.post(f"{url}/train", json={"run": str(run), "steps": shape.steps})
+    async with httpx.AsyncClient(trust_env=False) as client:
+        await client.post(f"{url}/train", json={"run": str(run), "steps": shape.steps})
     async with AsyncExitStack() as stack:
         host = await stack.enter_async_context(WorkerLauncher())
-        environments = await start_environments(config, host, model_access(config), RunPaths(run), stack)
+        environments = await start_environments(config, host, model_access(config), stack)
         children = psutil.Process().children(recursive=True)
         meter = Meter(children, shape)
         servers = [await connect(config, url, stack)]
@@ -147,7 +149,7 @@ async def run_verifiers(directory: Path, url: str, shape: Shape) -> dict[str, fl
     from verifiers.types import ClientConfig
 
     from prime_rl.core.types import Group, Rollout, Sample
-    from prime_rl.orchestrator.batching.packing import pack
+    from prime_rl.orchestrator.packing import pack
     from prime_rl.storage.batch import write_batch
 
     env = vf.load_environment("overhead_environment", prompts=str(directory / f"{shape.prompt}.json"))

@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.orchestrator.batching.packing import best_fit_decreasing, even_rows
-from prime_rl.orchestrator.batching.row_flops import RowCost
-from prime_rl.trainer.data.row_assignment import PADDING_ROW, assign_rows
+from prime_rl.orchestrator.packing import RowCost, best_fit_decreasing, even_rows
+from prime_rl.trainer.micro_batch import PADDING_ROW, assign_rows
 
 MODEL = {
     "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,

@@ -65,7 +65,7 @@ def main() -> None:
 @contextmanager
 def page_process(root: Path) -> Iterator[tuple[psutil.Process, str, float]]:
     """Start the page; yield its process, its address, and the seconds until it printed the address."""
-    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(root), "--port", "0"]
+    command = [sys.executable, "-m", "prime_rl_page", str(root), "--port", "0"]
     begin = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Draw the screenshots of docs/page.md: `uv run python benchmarks/page_screenshots.py [DIRECTORY]`.
+"""Draw the screenshots of docs/monitoring.md: `uv run python benchmarks/page_screenshots.py [DIRECTORY]`.
 
 Needs Debian's chromium. Without a run directory it writes a synthetic run, so the pictures show made-up values.
 """
@@ -31,7 +31,7 @@ def main() -> None:
             paths = write_run(Path(folder) / "outputs", STEPS, groups_per_step=4)
             paths.run_toml.write_text(f"max_steps = {STEPS}\nasync_level = 2\n")
         root, place = arguments.directory or Path("outputs"), folder if arguments.directory is None else None
-        command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(root), "--port", "0"]
+        command = [sys.executable, "-m", "prime_rl_page", str(root), "--port", "0"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=place) as process:
             assert process.stdout is not None
             draw(process.stdout.readline().split()[1])

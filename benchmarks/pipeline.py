@@ -47,7 +47,7 @@ from rich.console import Console
 from rich.table import Table
 from simulation import Policy, Simulation, figures
 
-from prime_rl.orchestrator.data.example_stream import DrawnExample
+from prime_rl.orchestrator.example_stream import DrawnExample
 from prime_rl.storage.batch import read_batch
 from prime_rl.storage.paths import RunPaths
 
@@ -91,8 +91,8 @@ class Replay:
         staleness: staleness of the oldest token of each group, batch by batch.
         step_ends: end of each training step, seconds.
         rows: lines of metrics/orchestrator.jsonl.
-        switch_s: seconds from the end of a step to the server's switch.
-        ship_s: seconds from the last rollout of a batch until the trainer reads the batch.
+        switch_seconds: seconds from the end of a step to the server's switch.
+        ship_seconds: seconds from the last rollout of a batch until the trainer reads the batch.
     """
 
     trace: Trace
@@ -101,8 +101,8 @@ class Replay:
     staleness: list[list[int]] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    switch_s: list[float] = field(default_factory=list)
-    ship_s: list[float] = field(default_factory=list)
+    switch_seconds: list[float] = field(default_factory=list)
+    ship_seconds: list[float] = field(default_factory=list)
     scheduler: Any = field(default_factory=SimpleNamespace)
 
     @property
@@ -138,9 +138,9 @@ def read_replay(spec: Spec) -> Replay:
             oldest[group_id] = min(oldest[group_id], int(versions[versions >= 0].min()))
         replay.shipped.append(group_ids)
         replay.staleness.append([step - version for version in oldest.values()])
-        replay.ship_s.append(record["arrivals"][step] - max(answers[group_id] for group_id in group_ids))
+        replay.ship_seconds.append(record["arrivals"][step] - max(answers[group_id] for group_id in group_ids))
     ends = dict(enumerate(replay.step_ends, 1))
-    replay.switch_s = [at - ends[version] for at, version in record["switches"] if version]
+    replay.switch_seconds = [at - ends[version] for at, version in record["switches"] if version]
     replay.rows = [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
     return replay
 
@@ -151,12 +151,12 @@ def row_of(spec: Spec) -> dict[str, Any]:
     simulation.run()
     measured, promised = figures(replay, spec.policy), figures(simulation, spec.policy)  # type: ignore[arg-type]
     last, warmup = replay.rows[-1], spec.workload.warmup_steps
-    measured["tokens_wasted"] = (last["tokens/wasted"] + last["tokens/dropped"]) / last["tokens/sampled"]
+    measured["tokens_wasted"] = (last["tokens/unaccounted"] + last["tokens/dropped"]) / last["tokens/sampled"]
     measured |= {
         "simulated": promised["efficiency"],
         "of_simulated": measured["efficiency"] / promised["efficiency"],
-        "switch_ms": 1000 * median(replay.switch_s[warmup:]),
-        "ship_ms": 1000 * median(replay.ship_s[warmup:]),
+        "switch_ms": 1000 * median(replay.switch_seconds[warmup:]),
+        "ship_ms": 1000 * median(replay.ship_seconds[warmup:]),
         "lag_p99_ms": 1000 * median(r["event_loop_lag/p99"] for r in replay.rows[warmup:] if "event_loop_lag/p99" in r),
     }
     rounded = {name: round(value, 4) for name, value in measured.items()}
@@ -209,12 +209,12 @@ async def play(specs: Sequence[Spec], tokenizer: Path) -> dict[str, float]:
             return started
 
         started = await asyncio.gather(*map(start, specs))
-        began, busy = time.monotonic(), busy_s()
+        began, busy = time.monotonic(), busy_seconds()
         for one in started:
             assert one.stdin is not None
             one.stdin.write(b"go\n")
         spent = await asyncio.gather(*(line_of(one, spec) for one, spec in zip(started, specs, strict=True)))
-        elapsed, busy = time.monotonic() - began, busy_s() - busy
+        elapsed, busy = time.monotonic() - began, busy_seconds() - busy
     engines = [json.loads((spec.root / RECORD).read_text())["cpu_s"] for spec in specs]
     own = sum(map(float, spent)) + sum(engines)
     return {
@@ -223,7 +223,7 @@ async def play(specs: Sequence[Spec], tokenizer: Path) -> dict[str, float]:
     }  # fmt: skip
 
 
-def busy_s() -> float:
+def busy_seconds() -> float:
     """Return the busy seconds of the machine's processors."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "steal", 0.0)

@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.orchestrator.data.example_stream import DrawnExample, ExampleStream, StreamEnvironment
+from prime_rl.orchestrator.example_stream import DrawnExample, ExampleStream, StreamEnvironment
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Workload:
         rollout_sigma: standard deviation of the rollout's term.
         examples: number of examples of the data set, which the stream repeats.
         drop_share: fraction of groups that are dropped at random when they complete.
+        wait: mean time that a rollout waits for its environment, relative to its mean time in the engine. The waits are
+            lognormal with the same terms as the lengths, and independent of them. A waiting rollout keeps its slot.
     """
 
     batch_groups: int = 32
@@ -51,6 +53,7 @@ class Workload:
     rollout_sigma: float = 0.53
     examples: int = 256
     drop_share: float = 0.0
+    wait: float = 0.0
 
     @property
     def slots(self) -> int:
@@ -73,6 +76,7 @@ class Trace:
         self._lengths: dict[int, NDArray[np.int64]] = {}
         first = islice(self.draws(), workload.steps * workload.batch_groups)
         self._sampled = np.stack([self.lengths(draw) for draw in first])
+        self._waits = workload.example_sigma * np.random.default_rng([seed, 4]).normal(size=workload.examples)
 
     def draws(self) -> Iterator[DrawnExample]:
         """Yield the stream of the trace, as an orchestrator with this seed draws it."""
@@ -92,8 +96,18 @@ class Trace:
         return self._lengths[draw.group_id]
 
     def seconds(self, draw: DrawnExample) -> NDArray[np.float64]:
-        """Return the sampling time of each rollout of a group, seconds, float64 [G]."""
-        return self.lengths(draw) * self.seconds_per_token
+        """Return the time of each rollout of a group in engine and environment, seconds, float64 [G]."""
+        return self.lengths(draw) * self.seconds_per_token + self.waits(draw)
+
+    def waits(self, draw: DrawnExample) -> NDArray[np.float64]:
+        """Return how long each rollout of a group waits for its environment, seconds, float64 [G]."""
+        work = self.workload
+        if not work.wait:
+            return np.zeros(work.group_size)
+        terms = np.random.default_rng([self.seed, 5, draw.group_id]).normal(size=work.group_size)
+        mean = work.wait * self.mean_tokens * self.seconds_per_token
+        variance = work.example_sigma**2 + work.rollout_sigma**2
+        return mean * np.exp(self._waits[draw.example] + work.rollout_sigma * terms - variance / 2)
 
     def error(self, draw: DrawnExample) -> float:
         """Return a standard normal number of the group, for expectations with a known error."""
@@ -113,7 +127,8 @@ class Trace:
     def seconds_per_token(self) -> float:
         """Seconds per token of a slot, so that a batch takes `t_infer` with all slots busy."""
         work = self.workload
-        return work.t_infer * work.slots / (work.batch_groups * work.group_size * self.mean_tokens)
+        rollouts = work.batch_groups * work.group_size
+        return work.t_infer * work.slots / (rollouts * self.mean_tokens * (1 + work.wait))
 
     @cached_property
     def kept_share(self) -> float:
@@ -131,5 +146,6 @@ class Trace:
     def limit(self, bound: int) -> float:
         """Return t* = max(t_train, t_infer, (D_max + t_train + t_switch) / (bound + 1)), seconds per step."""
         work = self.workload
-        longest = float(self._sampled.max()) * self.seconds_per_token
+        first = islice(self.draws(), work.steps * work.batch_groups)
+        longest = float(max(self.seconds(draw).max() for draw in first))
         return max(self.ideal(), (longest + work.t_train + work.t_switch) / (bound + 1))

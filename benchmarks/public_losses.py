@@ -44,6 +44,12 @@ CASES: dict[str, tuple[dict[str, Any], float, str, dict[str, Any]]] = {
     "grpo/trl": ({"type": "grpo", "eps_high": 0.28}, WIDE, "trl", {"loss_type": "grpo", "epsilon_high": 0.28}),
     "grpo_dual_clip/trl": ({"type": "grpo", "dual_clip": 1.5}, WIDE, "trl", {"loss_type": "grpo", "delta": 1.5}),
     "grpo_kl/trl": ({"type": "grpo", "kl": {"coef": 0.1}}, WIDE, "trl", {"loss_type": "grpo", "beta": 0.1}),
+    "grpo_kl_importance/trl": (
+        {"type": "grpo", "kl": {"coef": 0.1, "importance_weight": True}},
+        WIDE,
+        "trl",
+        {"loss_type": "grpo", "beta": 0.1, "bias_correction": True},
+    ),
     "ppo/trl": ({"type": "ppo", "eps_high": 0.28}, WIDE, "trl", {"loss_type": "dapo", "epsilon_high": 0.28}),
     "dr_grpo/trl": ({"type": "dr_grpo"}, WIDE, "trl", {"loss_type": "dr_grpo"}),
     "gspo/trl": (
@@ -144,6 +150,7 @@ def trl(
     epsilon_high: float = 0.2,
     delta: float | None = None,
     beta: float = 0.0,
+    bias_correction: bool = False,
 ) -> Answer:
     """Compute the loss of TRL's GRPO trainer from given log-probabilities of its model."""
     from trl import GRPOTrainer
@@ -152,7 +159,7 @@ def trl(
         same = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
         trainer: Any = SimpleNamespace(
             _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
-            args=SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1),
+            args=SimpleNamespace(delta=delta, use_bias_correction_kl=bias_correction, steps_per_generation=1),
             model=SimpleNamespace(training=True),
             accelerator=same,
             loss_type=loss_type,

@@ -43,12 +43,11 @@ from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.parallel.process_group import World, join_world
-from prime_rl.trainer.policy_canary import canary_row, measure_canary, unsharded_copy
-from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weight_sync.publisher import Publisher, canary_row, measure_canary, unsharded_copy
 from prime_rl.trainer.weights.policy_loading import make_policy
 
 GOAL = 0.05
-STEP_S = 1.5
+STEP_SECONDS = 1.5
 _SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 _SHAPE = {"vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
 _POOL = 2**22
@@ -72,11 +71,11 @@ def main() -> None:
 def measure(directory: Path, rounds: int = 3, small: bool = False) -> dict[str, Any]:
     """Publish `rounds` versions in each mode, in a temporary folder of `directory`."""
     with lone_trainer(small) as made, tempfile.TemporaryDirectory(dir=directory) as folder:
-        return _rounds(made, Path(folder), rounds, 0.2 if small else STEP_S)
+        return _rounds(made, Path(folder), rounds, 0.2 if small else STEP_SECONDS)
 
 
-def _rounds(trainer: "Trainer", folder: Path, rounds: int, step_s: float) -> dict[str, Any]:
-    work, limits = Work(step_s), Limits(trainer.policy, folder)
+def _rounds(trainer: "Trainer", folder: Path, rounds: int, step_seconds: float) -> dict[str, Any]:
+    work, limits = Work(step_seconds), Limits(trainer.policy, folder)
     target, version, rate = folder / "step_1", PolicyVersion(0, 1), trainer.updates.rate_of(_SHARE)
     modes = {
         "default": (trainer.publisher, work),
@@ -190,7 +189,7 @@ class Trainer:
 
         Returns:
             stall_s: time of this thread in the start of the publication and before the update. copy_wait_s: the latter
-            alone. step_s: the work. writing_s: from the start to the rename.
+            alone. step_seconds: the work. writing_s: from the start to the rename.
         """
         publisher = publisher or self.publisher
         start = timed(lambda: publisher.start(target, version))
@@ -267,7 +266,7 @@ class Limits:
         self._file = folder / "limit"
 
     def measure(self) -> dict[str, float]:
-        """Return seconds: memcpy_s, cast_s and disk_s."""
+        """Return seconds: memcpy_seconds, cast_s and disk_seconds."""
         halves = [weight.bfloat16() for weight in self._weights]
         targets = [half.clone() for half in halves]  # allocated before the measurement
         times = {

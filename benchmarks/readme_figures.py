@@ -3,7 +3,7 @@
     uv run python benchmarks/readme_figures.py
 
 Writes `docs/assets/architecture.svg`, `docs/assets/reward.svg`, and the table between the markers in README.md.
-`tests/unit/benchmarks/test_readme_figures.py` fails if the table is not that of the results.
+`tests/unit/benchmarks/test_benchmark_scripts.py` fails if the table is not that of the results.
 """
 
 import json

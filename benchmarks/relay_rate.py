@@ -33,7 +33,7 @@ from prime_rl.storage.paths import RunPaths
 
 _NUM_TENSORS = 16
 _PORT = 8430
-_TIMEOUT_S = 900
+_TIMEOUT_SECONDS = 900
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def measure(root: Path, hosts: list[NetworkHost], options: argparse.Namespace) -
         (target, copy, ["--trainer", f"http://{source.address}:{_PORT}"]),
     ):
         host.limit_rate(options.rate)
-        command = [sys.executable, "-m", "prime_rl.entrypoints.relay", str(directory.root), "--host", host.address]
+        command = [sys.executable, "-m", "prime_rl_relay", str(directory.root), "--host", host.address]
         host.start([*command, *arguments], root / f"{host.name}.log", environment)
     random = np.random.default_rng(0)
     size = int(options.megabytes * 1e6 / 2 / _NUM_TENSORS)
@@ -94,8 +94,8 @@ def time_copy(source: Path, target: Path) -> dict[str, float]:
     """Wait for the copy of a version that was just published."""
     begin = time.monotonic()
     while not target.exists():
-        if time.monotonic() - begin > _TIMEOUT_S:
-            raise SystemExit(f"error: {target} did not appear within {_TIMEOUT_S} s")
+        if time.monotonic() - begin > _TIMEOUT_SECONDS:
+            raise SystemExit(f"error: {target} did not appear within {_TIMEOUT_SECONDS} s")
         time.sleep(0.005)
     seconds = time.monotonic() - begin
     megabytes = sum(file.stat().st_size for file in source.iterdir()) / 1e6

@@ -8,6 +8,12 @@ figures and curves. The exit code is 1 if a run misses a limit. Arguments after 
 
 Rewards are those of the training batches, sampled at temperature 1. The last column is greedy decoding of held-out
 words, which does not improve if the policy only becomes more confident.
+
+Learning curves of a window of W batches (docs/design/scheduling.md), with words that are repeated every 4 batches, so
+that the history knows how long they take. Run it with W = 1 and W = 8:
+
+    ... --async-levels 2 --json window_8.json -- --orchestrator.length-aware-admission 8 \\
+        --orchestrator.env.args '{"words": 512, "min_letters": 1, "max_letters": 4}'
 """
 
 import argparse

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import httpx
 import numpy as np
 import psutil
 import uvloop
@@ -43,9 +43,9 @@ PROMPT_TOKENS, COMPLETION_TOKENS = 5, 4
 BATCH = 1024
 WARM_UP = 3
 IN_FLIGHT = 2000
-LATENCY_S = 4.0
+LATENCY_SECONDS = 4.0
 CLIENTS = 2
-WARM_UP_S = 2.0
+WARM_UP_SECONDS = 2.0
 PROCESSES = ("server", "worker", "orchestrator")
 
 ENVIRONMENT = """
@@ -81,7 +81,7 @@ class Meter:
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Read the clocks."""
         if step in (WARM_UP - 1, self._steps - 1):
-            self._times.append((time.monotonic(), {name: cpu_s(each) for name, each in self._processes.items()}))
+            self._times.append((time.monotonic(), {name: cpu_seconds(each) for name, each in self._processes.items()}))
 
     def log_samples(self, *_: Any) -> None:
         """Do nothing."""
@@ -97,19 +97,21 @@ class Meter:
         return {"begin": begin, "end": end, "cpu_ms": cpu, "rollouts_per_s": rollouts / (end - begin)}
 
 
-def cpu_s(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
 
 
 async def run_orchestrator(directory: Path, url: str, server: int, steps: int) -> dict[str, Any]:
     """Run the orchestrator against the server at `url`, with the process id `server`."""
+    from prime_rl.configs.base_model import NameConfig
+    from prime_rl.configs.client import ClientConfig
+    from prime_rl.configs.environment import EnvConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
-    from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, NameConfig, SamplingConfig
+    from prime_rl.configs.sampling import SamplingConfig
     from prime_rl.orchestrator.orchestrator import OrchestratorLoop
     from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
-    from prime_rl.storage.paths import RunPaths
 
     run = directory / "run"
     arguments = {"prompts": str(directory / "prompts.json"), "lag": str(directory / "worker")}
@@ -127,11 +129,11 @@ async def run_orchestrator(directory: Path, url: str, server: int, steps: int) -
         output_dir=run,
         run_id="overhead",  # the one that the server reports as the holder of its lease
     )
-    async with aiohttp.ClientSession() as session:
-        await session.post(f"{url}/train", json={"run": str(run), "steps": steps})
+    async with httpx.AsyncClient(trust_env=False) as client:
+        await client.post(f"{url}/train", json={"run": str(run), "steps": steps})
     async with AsyncExitStack() as stack:
         host = await stack.enter_async_context(WorkerLauncher())
-        environments = await start_environments(config, host, model_access(config), RunPaths(run), stack)
+        environments = await start_environments(config, host, model_access(config), stack)
         children = psutil.Process().children(recursive=True)
         worker = max(children, key=lambda child: len(child.parents()))  # the fork server's child
         meter = Meter({"server": psutil.Process(server), "worker": worker, "orchestrator": psutil.Process()}, steps)
@@ -171,7 +173,7 @@ async def run_client(url: str, seconds: float) -> dict[str, Any]:
                 answered += GROUP
 
         running = [asyncio.create_task(groups(number)) for number in range(IN_FLIGHT // GROUP // CLIENTS)]
-        await asyncio.sleep(WARM_UP_S)
+        await asyncio.sleep(WARM_UP_SECONDS)
         begin, first = time.monotonic(), answered
         await asyncio.sleep(seconds)
         result = {"begin": begin, "rollouts": answered - first, "seconds": time.monotonic() - begin}
@@ -183,10 +185,10 @@ async def run_client(url: str, seconds: float) -> dict[str, Any]:
 
 
 @contextmanager
-def engine(directory: Path, latency_s: float) -> Iterator[tuple[str, int]]:
+def engine(directory: Path, latency_seconds: float) -> Iterator[tuple[str, int]]:
     """Start the server; yield its URL and process id."""
     command = [sys.executable, str(HERE / "overhead/engine.py"), str(directory / "tokenizer"), str(PROMPT_TOKENS)]
-    command += [str(COMPLETION_TOKENS), "--latency", str(latency_s), "--lag", str(directory / "server")]
+    command += [str(COMPLETION_TOKENS), "--latency", str(latency_seconds), "--lag", str(directory / "server")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -213,7 +215,7 @@ def result_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 def measure_lag(directory: Path, steps: int) -> dict[str, Any]:
     """Return lag and CPU time of each process with rollouts in flight."""
-    with engine(directory, LATENCY_S) as (url, pid):
+    with engine(directory, LATENCY_SECONDS) as (url, pid):
         found = result_of(start(directory, "--orchestrate", str(steps), "--url", url, "--server", str(pid)))
     result: dict[str, Any] = {"in_flight": found["in_flight"], "rollouts_per_s": round(found["rollouts_per_s"], 1)}
     for name in PROCESSES:
@@ -230,9 +232,9 @@ def measure_throughput(directory: Path, seconds: float) -> dict[str, float]:
         url, pid = stack.enter_context(engine(directory, 0.0))
         server, seconds_text = psutil.Process(pid), str(seconds)
         clients = [start(directory, "--sample", seconds_text, "--url", url) for _ in range(CLIENTS)]
-        before = cpu_s(server)
+        before = cpu_seconds(server)
         found = [result_of(client) for client in clients]
-        spent = cpu_s(server) - before
+        spent = cpu_seconds(server) - before
     rollouts = sum(client["rollouts"] for client in found)
     rates = sum(client["rollouts"] / client["seconds"] for client in found)
     return {"rollouts_per_cpu_s": rollouts / spent, "rollouts_per_s": rates}

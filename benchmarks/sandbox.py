@@ -22,8 +22,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from prime_rl.sandbox.jail.bubblewrap import JAIL_UID, build_command, find_bubblewrap, find_interpreter
-from prime_rl.sandbox.sandbox import Sandbox
+from prime_rl_sandbox.jail.bubblewrap import JAIL_UID, build_command, find_bubblewrap, find_interpreter
+from prime_rl_sandbox.sandbox import Sandbox
 
 PROGRAM = """
 def fib(n):

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
+import httpx
 import numpy as np
 import psutil
 import uvloop
@@ -101,7 +101,7 @@ class Meter:
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Read the clocks. Called in a thread."""
-        workers = sum(cpu_s(worker) for worker in self._workers)
+        workers = sum(cpu_seconds(worker) for worker in self._workers)
         memory = psutil.Process().memory_info().rss / 1024**2
         self.readings.append(
             {"time": time.monotonic(), "main": time.process_time(), "workers": workers, "memory": memory}
@@ -115,14 +115,17 @@ class Meter:
         """Do nothing."""
 
 
-def cpu_s(process: psutil.Process) -> float:
+def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
 
 
 def make_config(directory: Path, urls: Sequence[str], size: Size, **settings: Any) -> "OrchestratorConfig":
+    from prime_rl.configs.base_model import NameConfig
+    from prime_rl.configs.client import ClientConfig
+    from prime_rl.configs.environment import EnvConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
-    from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, NameConfig, SamplingConfig
+    from prime_rl.configs.sampling import SamplingConfig
 
     prompts = json.loads((directory / "prompts.json").read_text())
     return OrchestratorConfig(
@@ -148,11 +151,11 @@ async def run_in_flight(directory: Path, urls: Sequence[str], size: Size, in_fli
         directory, urls, size, batch_size=size.batch, async_level=2, max_concurrent=in_flight, max_steps=size.steps,
         output_dir=directory / f"run_{in_flight}",
     )  # fmt: skip
-    async with aiohttp.ClientSession() as session:
-        await session.post(f"{urls[0]}/train", json={"run": str(config.output_dir), "steps": size.steps})
+    async with httpx.AsyncClient(trust_env=False) as client:
+        await client.post(f"{urls[0]}/train", json={"run": str(config.output_dir), "steps": size.steps})
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(WorkerLauncher())
-        environments = await start_environments(config, launcher, model_access(config), config.run_paths, stack)
+        environments = await start_environments(config, launcher, model_access(config), stack)
         meter = Meter(psutil.Process().children(recursive=True))
         servers = [await connect(config, url, stack) for url in urls]
         counts: list[int] = []
@@ -192,7 +195,7 @@ async def run_restart(directory: Path, urls: Sequence[str], size: Size, finished
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         launcher = await stack.enter_async_context(WorkerLauncher())
-        environments = await start_environments(config, launcher, model_access(config), config.run_paths, stack)
+        environments = await start_environments(config, launcher, model_access(config), stack)
         leave_finished_groups(config, environments, finished, tokens)
         meter = Meter([])
         servers = [await connect(config, url, stack) for url in urls]
@@ -212,7 +215,7 @@ async def run_restart(directory: Path, urls: Sequence[str], size: Size, finished
 def leave_finished_groups(config: "OrchestratorConfig", environments: Sequence[Any], count: int, tokens: int) -> None:
     """Write the ledger and the groups of a process that finished `count` groups and shipped none."""
     from prime_rl.core.types import Group, Rollout, Sample
-    from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
+    from prime_rl.orchestrator.example_stream import ExampleStream, StreamEnvironment
     from prime_rl.orchestrator.ledger.ledger import Ledger
 
     [pool], [env] = environments, config.env
@@ -233,10 +236,10 @@ def leave_finished_groups(config: "OrchestratorConfig", environments: Sequence[A
 
 
 @contextmanager
-def engine(directory: Path, size: Size, latency_s: float) -> Iterator[list[str]]:
+def engine(directory: Path, size: Size, latency_seconds: float) -> Iterator[list[str]]:
     """Start the servers, all in one process; yield their URLs."""
     command = [sys.executable, str(HERE / "overhead/engine.py"), str(directory / "tokenizer"), str(PROMPT_TOKENS)]
-    command += [str(COMPLETION_TOKENS), "--servers", str(size.servers), "--latency", str(latency_s)]
+    command += [str(COMPLETION_TOKENS), "--servers", str(size.servers), "--latency", str(latency_seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

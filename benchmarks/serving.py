@@ -1,7 +1,6 @@
 """A real inference server for benchmarks, and requests that keep it sampling."""
 
 import asyncio
-import json
 import os
 import random
 import re
@@ -11,16 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 
-_START_S, _SWITCH_S, _STOP_S = 600, 600, 60
+_START_SECONDS, _SWITCH_SECONDS, _STOP_SECONDS = 600, 600, 60
 _GENERATED = "vllm:generation_tokens_total"
 
 
@@ -46,7 +44,7 @@ def inference_server(model: Path, log: Path, arguments: Sequence[str] = ()) -> I
     server = Server(f"http://127.0.0.1:{port}", str(model), process, log)
     try:
         server.wait_until_healthy()
-        server.started_s = time.monotonic() - start
+        server.started_seconds = time.monotonic() - start
         yield server
     except BaseException:
         print(f"end of the server's log:\n{log.read_text()[-4000:]}", file=sys.stderr)
@@ -55,7 +53,7 @@ def inference_server(model: Path, log: Path, arguments: Sequence[str] = ()) -> I
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(_STOP_S)
+                process.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -65,10 +63,10 @@ class Server:
     """A running server.
 
     Attributes:
-        started_s: seconds until it was ready.
+        started_seconds: seconds until it was ready.
     """
 
-    started_s = 0.0
+    started_seconds = 0.0
 
     def __init__(self, url: str, model: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
         self.url, self.model = url, model
@@ -80,20 +78,15 @@ class Server:
         Raises:
             RuntimeError: the server returned an error.
         """
-        request = urllib.request.Request(
-            f"{self.url}{route}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=_SWITCH_S) as answer:
-                found: dict[str, Any] = json.load(answer)
-                return found
-        except urllib.error.HTTPError as error:
-            raise RuntimeError(f"{route}: {error.code} {error.read().decode()}") from None
+        answer = httpx.post(f"{self.url}{route}", json=body, timeout=_SWITCH_SECONDS, trust_env=False)
+        if answer.is_error:
+            raise RuntimeError(f"{route}: {answer.status_code} {answer.text}")
+        found: dict[str, Any] = answer.json()
+        return found
 
     def generated_tokens(self) -> float:
         """Return the number of sampled tokens since its start."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            text = answer.read().decode()
+        text = httpx.get(f"{self.url}/metrics", timeout=60, trust_env=False).text
         return sum(float(value) for value in re.findall(rf"^{_GENERATED}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
     def wait_until_healthy(self) -> None:
@@ -102,13 +95,12 @@ class Server:
         Raises:
             RuntimeError: it is not ready in time.
         """
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
-                return
-            except OSError:
-                time.sleep(0.1)  # there is no event for an open port
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
+                    return
+            time.sleep(0.1)  # there is no event for an open port
         raise RuntimeError(f"the server did not start; see {self._log}")
 
 
@@ -142,7 +134,7 @@ class Sampling:
 
     def wait_for_tokens(self, count: int) -> None:
         """Wait until this many more tokens are sampled."""
-        start, deadline = self._server.generated_tokens(), time.monotonic() + _START_S
+        start, deadline = self._server.generated_tokens(), time.monotonic() + _START_SECONDS
         while self._server.generated_tokens() < start + count:
             if self._error is not None or time.monotonic() > deadline:
                 raise RuntimeError("the server samples no tokens") from self._error

@@ -35,7 +35,7 @@ from prime_rl.storage.paths import RunPaths
 ROOT = Path(__file__).parents[1]
 NAMES = ("inference1", "inference2", "trainer1", "trainer2", "orchestrator")
 _RELAY_PORT, _SERVER_PORT, _MASTER_PORT = 8430, 8000, 29500
-_POLL_S = 0.2
+_POLL_SECONDS = 0.2
 
 
 def configurations(hosts: dict[str, NetworkHost], root: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -96,7 +96,7 @@ def start_all(hosts: dict[str, NetworkHost], root: Path, options: argparse.Names
             ("orchestrator", orchestrator_dir, "trainer1", "--trainer"),
         ):
             url = f"http://{hosts[source].address}:{_RELAY_PORT}"
-            start(host, "prime_rl.entrypoints.relay", str(directory), "--host", hosts[host].address, writer, url)
+            start(host, "prime_rl_relay", str(directory), "--host", hosts[host].address, writer, url)
     for number, name in enumerate(NAMES[:2]):
         cache = ("--weights_cache", str(root / f"cache{number}"))
         start(name, "prime_rl.entrypoints.inference", "@", str(files["inference"]), *cache)
@@ -134,7 +134,7 @@ def run(root: Path, options: argparse.Namespace) -> dict[str, Any]:
                     victim.reconnect()
             if time.monotonic() - begin > options.timeout:
                 break
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_SECONDS)
         end = time.monotonic()
         result = {
             "seconds": round(end - begin, 1),

@@ -1,8 +1,9 @@
 """Cost of a staleness bound: event simulation of asynchronous RL policies on one seeded trace.
 
     uv run python benchmarks/simulation.py --json simulation.json --plot simulation.png
+    uv run python benchmarks/simulation.py --windows --json windows.json    # length_aware_admission = 1, 4, 8
 
-Our policies are the orchestrator's classes (`DeadlineScheduler`, `Lookahead`, `LengthHistory`, `DropPolicy`); others
+Our policies are the orchestrator's classes (`DeadlineScheduler`, `Lookahead`, `DurationHistory`, `DropPolicy`); others
 follow their published rules (policies.py). The engine has slots that sample one rollout each at a constant rate, also
 during weight switches. A group starts at the current version when its first rollout gets a slot. A training step takes
 constant time. Lengths: pipeline_model.py.
@@ -46,10 +47,9 @@ from policies import (
     WindowedFifo,
 )
 
-from prime_rl.orchestrator.data.example_stream import DrawnExample
+from prime_rl.orchestrator.example_stream import DrawnExample
 from prime_rl.orchestrator.group_filter import DropPolicy
-from prime_rl.orchestrator.length_aware_admission import LengthHistory, Lookahead
-from prime_rl.orchestrator.scheduler import DeadlineScheduler
+from prime_rl.orchestrator.scheduler import DeadlineScheduler, DurationHistory, Lookahead
 
 WORKLOADS = {
     "four waves": Workload(),
@@ -66,9 +66,11 @@ class Policy:
         name: name of the policy.
         k: the policy's async level or bound.
         bound: m, the maximum staleness of the policy, or None.
-        expectation: expected lengths for length-aware admission: `exact`, `history`, or a number s for exact times
-            e^(s z) with z standard normal; None admits in the order of the stream.
+        expectation: expected lengths for length-aware admission: `exact`, `history` of seconds, `tokens` (history of
+            tokens), `noisy seconds` (history of seconds that are off by a factor e^(0.3 z)), or a number s for exact
+            times e^(s z), with z standard normal; None admits in the order of the stream.
         oversampling: (B + admission credit) / B.
+        batches: W, the batches of a window of length-aware admission.
     """
 
     name: str
@@ -76,7 +78,10 @@ class Policy:
     bound: int | None
     expectation: str | float | None = None
     oversampling: float = 1.0
+    batches: int = 1
 
+
+MEASUREMENT_NOISE = 0.3
 
 BASELINES: dict[str, Callable[[int, int], Scheduler]] = {
     "synchronous": Synchronous,
@@ -101,14 +106,16 @@ class Simulation:
         self.trace = trace
         self.workload = trace.workload
         self.scheduler = make_scheduler(policy, self.workload)
-        self.history = LengthHistory()
+        self.history = DurationHistory()
         stream = trace.draws()
         self.lookahead = Lookahead(
             lambda: next(stream),
             expectation(policy.expectation, trace, self.history),
-            self.workload.batch_groups,
-            length_aware=policy.expectation is not None,
+            0 if policy.expectation is None else policy.batches * self.workload.batch_groups,
+            self.workload.steps * self.workload.batch_groups,
         )
+        self._noise = MEASUREMENT_NOISE if policy.expectation == "noisy seconds" else 0.0
+        self._counts_tokens = policy.expectation == "tokens"
         self.drops = DropPolicy(self.workload.batch_groups, policy.oversampling)
         self.now = 0.0
         self.version = 0
@@ -184,7 +191,9 @@ class Simulation:
         if self._left[group_id]:
             return
         draw = self.draws[group_id]
-        self.history.add(Trace.ENVIRONMENT, draw.example, float(self.trace.lengths(draw).max()))
+        noise = np.exp(self._noise * self.trace.error(draw))
+        measured = self.trace.lengths(draw) if self._counts_tokens else self.trace.seconds(draw) * noise
+        self.history.add(Trace.ENVIRONMENT, draw.example, float(measured.max()))
         if self.trace.is_dropped(draw):
             self.drops.record_filtered(zero_advantage=True)
             self.scheduler.drop(group_id)
@@ -201,13 +210,13 @@ def make_scheduler(policy: Policy, workload: Workload) -> Scheduler:
 
 
 def expectation(
-    kind: str | float | None, trace: Trace, history: LengthHistory
+    kind: str | float | None, trace: Trace, history: DurationHistory
 ) -> Callable[[DrawnExample], float | None]:
     """Return the expected length of a group for length-aware admission."""
-    if kind == "history":
+    if kind in ("history", "tokens", "noisy seconds"):
         return lambda draw: history.expected(Trace.ENVIRONMENT, draw.example)
     error = 0.0 if kind in (None, "exact") else float(kind)
-    return lambda draw: float(trace.lengths(draw).max()) * float(np.exp(error * trace.error(draw)))
+    return lambda draw: float(trace.seconds(draw).max()) * float(np.exp(error * trace.error(draw)))
 
 
 def figures(run: Simulation, policy: Policy) -> dict[str, float]:
@@ -255,6 +264,27 @@ def policies(workload: Workload, levels: Sequence[int]) -> list[Policy]:
     return rows
 
 
+WINDOWED_WORKLOADS = {
+    "one wave, brutal tail": Workload(waves=1),
+    "four waves": Workload(),
+    "one wave, environments wait": Workload(waves=1, wait=1.0),
+    "one wave, environments wait three times as long": Workload(waves=1, wait=3.0),
+}
+
+
+def windowed_policies(workload: Workload, levels: Sequence[int]) -> list[Policy]:
+    """Return length-aware admission over several batches; with waits, also what the lengths may be counted in."""
+    kinds = ("history", "exact", "tokens", "noisy seconds") if workload.wait else ("history", "exact", "noisy seconds")
+    return [
+        policy
+        for k in (levels if workload.waves == 1 and not workload.wait else [2])
+        for policy in [
+            Policy("deadline", k, k),
+            *(Policy("deadline_length_aware", k, k, kind, batches=w) for kind in kinds for w in (1, 4, 8)),
+        ]
+    ]
+
+
 @cache
 def make_trace(workload: Workload, seed: int) -> Trace:
     """Return the trace, cached for several policies."""
@@ -278,9 +308,14 @@ def median_row(workload: str, policy: Policy, runs: Sequence[dict[str, float]]) 
     return row
 
 
-def rows(workloads: dict[str, Workload], levels: Sequence[int], seeds: Sequence[int]) -> list[dict[str, Any]]:
+def rows(
+    workloads: dict[str, Workload],
+    levels: Sequence[int],
+    seeds: Sequence[int],
+    choose: Callable[[Workload, Sequence[int]], list[Policy]] = policies,
+) -> list[dict[str, Any]]:
     """Run all policies on all processors and return the table."""
-    keys = [(name, policy) for name, workload in workloads.items() for policy in policies(workload, levels)]
+    keys = [(name, policy) for name, workload in workloads.items() for policy in choose(workload, levels)]
     jobs = [(workloads[name], policy, seed) for seed in seeds for name, policy in keys]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         runs = list(pool.map(measure, jobs, chunksize=max(1, len(keys) // 4)))
@@ -299,6 +334,7 @@ def table_row(row: dict[str, Any]) -> str:
     if row["expectation"] is not None:
         kind = row["expectation"]
         name += f" ({kind if isinstance(kind, str) else f'exact, off by e^{kind:g}'})"
+        name += f", W = {row['batches']}" if row["batches"] > 1 else ""
     if row["oversampling"] > 1:
         name += f" (oversampling {row['oversampling']:g})"
     bound = "none" if row["bound"] is None else row["bound"]
@@ -319,6 +355,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--async-levels", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seeds", type=int, default=5, help="number of traces")
     parser.add_argument("--steps", type=int, default=Workload.steps, help="batches; the first fifth is the warm-up")
+    parser.add_argument("--windows", action="store_true", help="compare the windows of length-aware admission instead")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     parser.add_argument("--plot", type=Path, help="plot efficiency over staleness to this file (.png, .svg)")
     return parser.parse_args()
@@ -327,8 +364,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     sizes = {"steps": arguments.steps, "warmup_steps": max(1, arguments.steps // 5)}
-    workloads = {name: replace(workload, **sizes) for name, workload in WORKLOADS.items()}
-    table = rows(workloads, arguments.async_levels, range(arguments.seeds))
+    named, choose = (WINDOWED_WORKLOADS, windowed_policies) if arguments.windows else (WORKLOADS, policies)
+    workloads = {name: replace(workload, **sizes) for name, workload in named.items()}
+    table = rows(workloads, arguments.async_levels, range(arguments.seeds), choose)
     print_tables(table)
     for path in filter(None, (arguments.json, arguments.plot)):
         path.parent.mkdir(parents=True, exist_ok=True)

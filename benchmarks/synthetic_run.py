@@ -104,7 +104,8 @@ def sample_rows(step: int, num_groups: int, progress: float, rng: random.Random)
             rows.append(
                 {
                     "group_id": group_id, "rollout": index, "env": ENVS[group % len(ENVS)], "reward": reward,
-                    "advantage": reward - mean, "metrics": {"exact_match": reward}, "is_truncated": rng.random() < 0.05,
+                    "advantage": reward - mean, "metrics": {"exact_match": reward}, "weights": {"exact_match": 1.0},
+                    "example": group_id % 16, "is_truncated": rng.random() < 0.05,
                     "min_version": max(0, step - 2), "max_version": max(0, step - 1), "messages": messages,
                 }
             )  # fmt: skip

@@ -36,13 +36,13 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from prime_rl.configs.training.loss import AIPOLossConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig
-from prime_rl.orchestrator.batching.packing import best_fit_decreasing
+from prime_rl.orchestrator.packing import best_fit_decreasing
 from prime_rl.trainer.micro_batch import make_micro_batch
-from prime_rl.trainer.model_flops import ModelFlops
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import World, join_world
 from prime_rl.trainer.rl.rl_objective import build_objective
 from prime_rl.trainer.train_step import Counts, Minibatch, TrainStep
+from prime_rl.trainer.trainer_metrics import ModelFlops
 from prime_rl.trainer.weights.policy_loading import make_policy
 
 SHAPE = {

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import delta
-from publication import STEP_S, Limits, Trainer, Work, lone_trainer, machine, timed
+from publication import STEP_SECONDS, Limits, Trainer, Work, lone_trainer, machine, timed
 from rich.console import Console
 from rich.table import Table
 from serving import Sampling, Server, inference_server
@@ -55,7 +55,7 @@ GOALS = {"pause_over_copy": 1.5, "stall_fraction": 0.05, "over_entropy": 1.3, "x
 SHARES = (0.01, 0.02, 0.06, 0.02)
 """Fraction of changed values between versions; the first switch is the warm-up."""
 
-_WAIT_S = 900
+_WAIT_SECONDS = 900
 _ALONE = 2
 _ENGINE = ["--vllm.max-num-seqs", "8", "--max-model-len", "1024", "--model.dtype", "bfloat16"]
 
@@ -109,8 +109,8 @@ def run(paths: RunPaths, folder: Path, small: bool) -> dict[str, Any]:
     """Publish versions, without and with a server; return all figures except those of deltas."""
     log("the trainer alone")
     with lone_trainer(small) as trainer:
-        step_s, window_s = (0.2, 0.5) if small else (STEP_S, 5.0)
-        bench = Bench(trainer, paths, Work(step_s), Limits(trainer.policy, folder), window_s)
+        step_seconds, window_seconds = (0.2, 0.5) if small else (STEP_SECONDS, 5.0)
+        bench = Bench(trainer, paths, Work(step_seconds), Limits(trainer.policy, folder), window_seconds)
         alone, no_canary = bench.publish_alone(_ALONE), bench.publish_alone(_ALONE, canary=None)
         base = bench.publish_base()
         log("a server of the base model")
@@ -127,12 +127,14 @@ class Bench:
         paths: paths of its run.
         work: a step's forward and backward pass.
         limits: limits of memory and disk.
-        window_s: duration of the measurement of the usual sampling rate.
+        window_seconds: duration of the measurement of the usual sampling rate.
     """
 
-    def __init__(self, trainer: Trainer, paths: RunPaths, work: Work, limits: Limits, window_s: float = 5.0) -> None:
+    def __init__(
+        self, trainer: Trainer, paths: RunPaths, work: Work, limits: Limits, window_seconds: float = 5.0
+    ) -> None:
         self._trainer, self._paths, self._work, self._limits = trainer, paths, work, limits
-        self._window_s = window_s
+        self._window_seconds = window_seconds
         self._rates = {share: trainer.updates.rate_of(share) for share in SHARES}
 
     def publish_alone(self, count: int, **options: Any) -> Rounds:
@@ -158,7 +160,7 @@ class Bench:
             log(f"version {step} of {len(SHARES)}")
             with Sampling(server, self._trainer.policy.vocabulary) as sampling:
                 sampling.wait_for_tokens(4)
-                usual = sampling.rate(self._window_s)
+                usual = sampling.rate(self._window_seconds)
                 measured = self._round(server, step)
             measured["sampling_kept"] = measured["tokens_per_s"] / usual if usual else 0.0
             rounds.append(measured | server.post("/measure_switch") | self._limits.measure())
@@ -190,7 +192,7 @@ class Bench:
                 raise RuntimeError("the publication failed")
 
         target = self._paths.weights(step)
-        wait_for(target, _WAIT_S, "the trainer", check)
+        wait_for(target, _WAIT_SECONDS, "the trainer", check)
         seen = time.perf_counter()
         answer = server.post("/update_weights", weight_dir=str(target), step=step)
         done = time.perf_counter()
@@ -220,10 +222,10 @@ def summary(size: int, alone: Rounds, no_canary: Rounds, served: Rounds) -> dict
         served: rounds of publication and switch; the first one is the warm-up.
     """
     later = medians(served[1:])
-    copy_s, disk_s, memcpy_s = later["copy_s"], later["disk_s"], later["memcpy_s"]
-    at_least_s = disk_s + memcpy_s + copy_s + later["process_s"]
+    copy_seconds, disk_seconds, memcpy_seconds = later["copy_s"], later["disk_s"], later["memcpy_s"]
+    at_least_seconds = disk_seconds + memcpy_seconds + copy_seconds + later["process_s"]
     return {
-        "pause_over_copy": later["pause_s"] / (copy_s + later["process_s"]),
+        "pause_over_copy": later["pause_s"] / (copy_seconds + later["process_s"]),
         "stall_fraction": stall_fraction(served[1:]),
         "delta": {},
         "stall": {
@@ -240,19 +242,19 @@ def summary(size: int, alone: Rounds, no_canary: Rounds, served: Rounds) -> dict
         "pause": {
             "pause_s": later["pause_s"],
             "load_s": later["load_s"],
-            "limit_copy_s": copy_s,
+            "limit_copy_s": copy_seconds,
             "limit_process_s": later["process_s"],
-            "over_copy_alone": later["pause_s"] / copy_s,
+            "over_copy_alone": later["pause_s"] / copy_seconds,
             "longest_s": max(round_["pause_s"] for round_ in served),
         },
         "latency": {
             "publish_to_switch_s": later["publish_to_switch_s"],
             **{name: later[name] for name in ("writing_s", "stage_s", "checks_s")},
             "first_switch_s": served[0]["publish_to_switch_s"],
-            "limit_s": at_least_s,
-            "over_limit": later["publish_to_switch_s"] / at_least_s,
-            "limit_disk_s": disk_s,
-            "limit_memcpy_s": memcpy_s,
+            "limit_s": at_least_seconds,
+            "over_limit": later["publish_to_switch_s"] / at_least_seconds,
+            "limit_disk_s": disk_seconds,
+            "limit_memcpy_s": memcpy_seconds,
         },
         "bytes": {
             "tensors": size,

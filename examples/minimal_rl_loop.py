@@ -29,9 +29,9 @@ from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.core.types import Group, Rollout, Sample
 from prime_rl.orchestrator.algorithms.advantages import Scores, grpo
-from prime_rl.orchestrator.batching.packing import pack
+from prime_rl.orchestrator.packing import pack
 from prime_rl.trainer.model.policy_model import PolicyModel
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import World, join_world
 from prime_rl.trainer.rl.batch_source import split_batch
 from prime_rl.trainer.rl.rl_objective import build_objective
@@ -79,7 +79,7 @@ def train(settings: Settings) -> Iterator[tuple[int, float, int, StepResult]]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     sampler = AutoModelForCausalLM.from_pretrained(MODEL).eval()
     words = make_words(settings.seed, min_letters=3, max_letters=5)
-    with join_world("cpu", timeout_s=600, model=model) as world:
+    with join_world("cpu", timeout_seconds=600, model=model) as world:
         policy = make_policy(model, settings.seed, world)
         optimizer = build_optimizer(AdamWConfig(lr=settings.lr), policy)
         engine = TrainStep(policy, optimizer, world, max_norm=1.0)

@@ -100,7 +100,8 @@ main() {
     install_uv
     echo "installing the $extra packages in $directory ($gpus GPUs found)"
     unset VIRTUAL_ENV # another environment that happens to be active
-    uv sync --locked --extra "$extra"
+    uv sync --locked --extra "$extra" ||
+        fail 1 "the packages could not be installed; if Python is the cause: 3.11 or 3.12 is needed, install it (apt-get install python3) or let uv download it"
     uv run --no-sync doctor --install || fail 1 "the installation does not work; fix the lines that begin with 'fail'"
 
     local recipe=configs/reverse_text/$extra.toml

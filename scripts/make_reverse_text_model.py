@@ -64,36 +64,36 @@ def main(description: str | None, start: WarmStart) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: several threads add in a different order
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.keep or Path(temporary)
-        write_random_model(work / "random")
+        write_random_model(work / "random", make_tokenizer(), VOCABULARY)
         write_examples(work / "examples.jsonl", start.make_examples())
         trained = fine_tune(work, start.folder / "sft_cpu.toml", arguments.overrides)
         replace_model(trained, arguments.output)
     print(f"{arguments.output}: sha256 {digest(arguments.output / 'model.safetensors')} of model.safetensors")
 
 
-def write_random_model(directory: Path) -> None:
-    """Write the untrained model and its tokenizer in Hugging Face layout."""
+def write_random_model(directory: Path, tokenizer: Any, vocabulary: int, context: int = 2048) -> None:
+    """Write an untrained model for `vocabulary` tokens, and its tokenizer, in Hugging Face layout."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=2048,
+        max_position_embeddings=context,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
-        pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
     torch.manual_seed(WEIGHTS_SEED)
     Qwen3ForCausalLM(config).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def make_tokenizer() -> Any:

@@ -1,4 +1,4 @@
-"""Runs the training commands of nanochatAquaRat's guide: translates its flags to those of `rl` (docs/aqua_rat.md).
+"""Runs the training commands of nanochatAquaRat's guide with flags of `rl` (configs/aqua_rat).
 
     python -m scripts.prime_rl_train --config configs/prime_rl/small_scale.toml --run=first --num_samples=8
 
@@ -54,6 +54,9 @@ _TRAINER_SHARE = 4  # of the GPUs one in four trains; sampling takes longer
 @command
 def main() -> None:
     """Translate the command line and run `rl`; of torchrun's processes only the first one does."""
+    if {"--help", "-h"} & set(sys.argv):
+        print(_help())
+        return
     gpus = leave_torchrun(os.environ)
     if gpus == 0:
         return
@@ -67,18 +70,34 @@ def main() -> None:
     run()
 
 
+def _help() -> str:
+    """Return the flags of the guide and the keys of `rl` that they set."""
+    keys = KEYS | {"learning_rate": ("trainer.optim.lr",), "device_batch_size": ("trainer.model.seq_len",)}
+    keys |= {"num_samples": ("orchestrator.rollouts_per_example",), "examples_per_step": ("orchestrator.batch_size",)}
+    keys |= {"config": (f"@ FILE (default {DEFAULT_CONFIG})",), "source": ("only sft",)}
+    rows = [f"  --{flag:20} {', '.join(keys[flag])}" for flag in (*COMPUTED, *KEYS)]
+    return "\n".join([__doc__ or "", *rows, "", "Other flags are those of `rl`: see `rl --help` and configs/aqua_rat."])
+
+
 def leave_torchrun(environment: MutableMapping[str, str]) -> int:
     """Return how many processes torchrun starts, 0 in all but the first one, and remove its variables.
 
-    `rl` starts torchrun itself, for the trainer alone. Raises ConfigError for several nodes.
+    `rl` starts torchrun itself, for the trainer alone. Without torchrun, which sets LOCAL_WORLD_SIZE, its other
+    variables have no effect. Raises ConfigError in the first process on several nodes.
     """
-    ranks, on_node = int(environment.get("WORLD_SIZE", "1")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks > on_node:
+    by_torchrun = "LOCAL_WORLD_SIZE" in environment
+    ranks = int(environment.get("WORLD_SIZE", "1")) if by_torchrun else 1
+    first = not by_torchrun or environment.get("RANK", "0") == "0"
+    if first and (nodes := ranks // int(environment.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+        hosts, trained = ",".join(f"HOST{node + 1}" for node in range(nodes)), max(1, nodes // _TRAINER_SHARE)
+        gpus = ranks // nodes
         raise ConfigError(
-            f"torchrun starts {ranks} processes on several nodes, and `rl` runs on one; start inference, orchestrator "
-            "and trainer separately (docs/several_nodes.md)"
+            f"torchrun starts {ranks} processes on {nodes} nodes; `rl` starts them itself, on one of the nodes: "
+            f"uv run rl @ FILE --nodes {hosts} --inference-nodes {nodes - trained} --inference-gpus {gpus} "
+            f"--trainer-gpus {gpus} (docs/deployment.md)"
         )
-    first = environment.get("RANK", "0") == "0"
+    if not by_torchrun and (ignored := [name for name in ("RANK", "WORLD_SIZE") if name in environment]):
+        print(f"warning: {' and '.join(ignored)} have no effect: torchrun did not start this process", file=sys.stderr)
     for name in list(environment):
         if name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")) or name in (
             "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
@@ -114,7 +133,7 @@ def translate(argv: Sequence[str], environment: Mapping[str, str], gpus: int = 1
         for role, ids in (("inference", range(split)), ("trainer", range(split, gpus))):
             arguments += [f"--{role}-gpu-ids", ",".join(map(str, ids))]
     if environment.get("WANDB_API_KEY") and given.get("run") != "dummy":
-        arguments += ["--wandb"]
+        arguments += ["--wandb", "--wandb.names", "prime"]
         if "wandb_project" not in given and not environment.get("WANDB_PROJECT"):
             arguments += ["--wandb.project", WANDB_PROJECT]
     return [*arguments, *others]

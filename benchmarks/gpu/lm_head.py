@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prime_rl.trainer.model import lm_head
-from prime_rl.trainer.model_flops import peak_flops
+from prime_rl.trainer.trainer_metrics import peak_flops
 
 GIB = 1024**3
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from prime_rl.trainer.attention import varlen_attention
+from prime_rl.trainer.model import varlen_attention
 from prime_rl.trainer.model.lm_head import token_logprobs
 
 HEADS, KV_HEADS, WIDTH, HIDDEN = 16, 8, 128, 1024

@@ -43,19 +43,19 @@ from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.batch import Batch
 from prime_rl.trainer.fsdp import compute_dtype
-from prime_rl.trainer.memory.activation_checkpointing import prepare_optimizer
+from prime_rl.trainer.memory_savings import prepare_optimizer
 from prime_rl.trainer.micro_batch import make_micro_batch
-from prime_rl.trainer.model_flops import ModelFlops, peak_flops
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import World, join_world
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
 from prime_rl.trainer.rl.rl_objective import build_objective
-from prime_rl.trainer.sft.sft_objective import sft_objective
+from prime_rl.trainer.sft.train import sft_objective
 from prime_rl.trainer.train_step import TrainStep
+from prime_rl.trainer.trainer_metrics import ModelFlops, peak_flops
 from prime_rl.trainer.weight_sync.publisher import Publisher
 from prime_rl.trainer.weights.policy_loading import make_policy
 
-_TIMEOUT_S = 600
+_TIMEOUT_SECONDS = 600
 _GIB = 1024**3
 _AGREE = 2e-2
 _MEMORY = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
@@ -128,7 +128,7 @@ def first_that_works(name: str, arguments: argparse.Namespace) -> dict[str, Any]
     scenario = tiny(SCENARIOS[name]) if arguments.tiny else SCENARIOS[name]
     ways = scenario.ways if arguments.way is None else scenario.ways[arguments.way : arguments.way + 1]
     failures: list[str] = []
-    with join_world(arguments.device, _TIMEOUT_S) as world:
+    with join_world(arguments.device, _TIMEOUT_SECONDS) as world:
         for way in ways:
             keys = {key: value for key, value in way.items() if key != "compile" or not arguments.no_compile}
             try:
@@ -269,7 +269,7 @@ def agreement(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, sequence in {"packed": length // 16, "one sequence": length}.items():
         lengths = [sequence] * (length // sequence)
         rows[name] = make_micro_batch(tokens, np.concatenate([np.arange(n) for n in lengths]) > 0, lengths)
-    with join_world(arguments.device, _TIMEOUT_S) as world, model_directory(shape, length) as directory:
+    with join_world(arguments.device, _TIMEOUT_SECONDS) as world, model_directory(shape, length) as directory:
         options = {"name": str(directory), "seq_len": length, "debug": {"random_init": True}}
         half = {"dtype": "bfloat16", "attn": arguments.attn, **({} if arguments.no_compile else {"compile": {}})}
         got, wanted = (

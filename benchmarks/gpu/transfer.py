@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import make_tiny_model, make_tokenizer
 
-from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.broadcast import FileBroadcastConfig, IPCBroadcastConfig, NCCLBroadcastConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.types import PolicyVersion

@@ -39,14 +39,14 @@ class LeanEngine:
     """Returns one of a few completions for each request; also the `Generator` of its token streams."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, prompt: int, completion: int, latency_s: float = 0.0
+        self, tokenizer: PreTrainedTokenizerFast, prompt: int, completion: int, latency_seconds: float = 0.0
     ) -> None:
         draws = np.random.default_rng(0)
         sampled = draws.integers(min(300, len(tokenizer) // 2), len(tokenizer) - 10, (ANSWERS, completion)).tolist()
         logprobs = (-draws.exponential(0.7, (ANSWERS, completion))).tolist()
         pairs = list(zip(sampled, logprobs, strict=True))
         self._streamed = [(np.array(ids, "<i4").tobytes(), np.array(each, "<f4").tobytes()) for ids, each in pairs]
-        self._length, self._latency_s, self._delays = completion, latency_s, random.Random(0)
+        self._length, self._latency_seconds, self._delays = completion, latency_seconds, random.Random(0)
         self._generated = [json.dumps(generated(*pair)).encode() for pair in pairs]
         self._chats = [http(json.dumps(chat(tokenizer, prompt, *pair)).encode()) for pair in pairs]
         self._next = 0
@@ -56,13 +56,13 @@ class LeanEngine:
 
     async def start(self, request: SampleRequest, samples: Sequence[StreamedSample]) -> None:
         """Answer each sample after its latency."""
-        if not self._latency_s:
+        if not self._latency_seconds:
             for sample in samples:
                 self._finish(sample)
             return
         loop = asyncio.get_running_loop()
         for sample in samples:
-            loop.call_later(self._latency_s * self._delays.uniform(0.5, 1.5), self._finish, sample)
+            loop.call_later(self._latency_seconds * self._delays.uniform(0.5, 1.5), self._finish, sample)
 
     def _finish(self, sample: StreamedSample) -> None:
         self._next = (self._next + 1) % ANSWERS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-_TICK_S = 0.02
+_TICK_SECONDS = 0.02
 _LINES = 25
 """Ticks between two writes: the times of half a second."""
 
@@ -15,13 +15,13 @@ _LINES = 25
 async def record_lag(file: Path) -> None:
     """Append lines with the time (`time.monotonic`) of a tick, its delay, and the wait for a core in it, seconds."""
     with file.open("a") as log:
-        waited, lines = _waited_s(), list[str]()
+        waited, lines = _waited_seconds(), list[str]()
         try:
             while True:
-                due = time.monotonic() + _TICK_S
-                await asyncio.sleep(_TICK_S)
+                due = time.monotonic() + _TICK_SECONDS
+                await asyncio.sleep(_TICK_SECONDS)
                 now, before = time.monotonic(), waited
-                waited = _waited_s()
+                waited = _waited_seconds()
                 lines.append(f"{now:.6f} {max(0.0, now - due):.6f} {waited - before:.6f}\n")
                 if len(lines) == _LINES:
                     log.writelines(lines)
@@ -31,7 +31,7 @@ async def record_lag(file: Path) -> None:
             log.writelines(lines)
 
 
-def _waited_s() -> float:
+def _waited_seconds() -> float:
     """Seconds for which this thread was ready to run and other processes had the cores."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 

@@ -46,13 +46,15 @@ def main() -> int:
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     rl = [sys.executable, "-m", "prime_rl.entrypoints.rl", "@", str(recipe), "--output-dir", str(output / "ours")]
-    ours_s, ours = run(rl, environment, output / "ours.log", output / "ours/metrics/orchestrator.jsonl", "reward/mean")
+    ours_seconds, ours = run(
+        rl, environment, output / "ours.log", output / "ours/metrics/orchestrator.jsonl", "reward/mean"
+    )
     command = [str(python), str(HERE / "trl_trainer.py"), *peer_arguments(arguments.recipe, recipe, output)]
-    peer_s, peer = run(command, environment, output / "peer.log", output / "peer.jsonl", "reward")
+    peer_seconds, peer = run(command, environment, output / "peer.log", output / "peer.jsonl", "reward")
 
     figures: dict[str, Any] = {
-        "ours_seconds": round(ours_s, 1),
-        "peer_seconds": round(peer_s, 1),
+        "ours_seconds": round(ours_seconds, 1),
+        "peer_seconds": round(peer_seconds, 1),
         "ours_to_090_seconds": seconds_to(ours, REWARD),
         "peer_to_090_seconds": seconds_to(peer, REWARD),
     }

@@ -18,9 +18,12 @@ import uvloop
 from policies import Baseline
 from simulation import BASELINES
 
+from prime_rl.configs.base_model import NameConfig
+from prime_rl.configs.client import ClientConfig
+from prime_rl.configs.concurrency import ConcurrencyConfig
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rollouts.options import ConcurrencyConfig
-from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, NameConfig, SamplingConfig
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.liveness.parent_process import die_with_parent
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator import orchestrator
@@ -102,7 +105,7 @@ def configuration(spec: Spec, url: str, tokenizer: str) -> OrchestratorConfig:
         sampling=SamplingConfig(seed=spec.seed, max_tokens=replayed_tokens(work.max_tokens)),
         async_level=policy.k,
         max_off_policy_steps=bound,
-        length_aware_admission=policy.expectation is not None,
+        length_aware_admission=policy.batches if policy.expectation is not None else 0,
         max_concurrent=_ROOM * work.slots if starts_always else None,
         concurrency=ConcurrencyConfig(interval_seconds=work.t_infer / _LOOKS),
         max_steps=work.steps,
@@ -123,7 +126,7 @@ async def run(spec: Spec, url: str, tokenizer: str) -> None:
         orchestrator.DeadlineScheduler = lambda *_, **__: substitute  # type: ignore[assignment,misc]
     async with AsyncExitStack() as stack:
         host = await stack.enter_async_context(WorkerLauncher())
-        environments = await start_environments(config, host, model_access(config), paths, stack)
+        environments = await start_environments(config, host, model_access(config), stack)
         servers = [await connect(config, url, stack)]
         monitor = Monitor(paths, "orchestrator", None)
         stack.callback(monitor.close)
@@ -132,12 +135,12 @@ async def run(spec: Spec, url: str, tokenizer: str) -> None:
             substitute.serve(ours)
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        before = cpu_s()
+        before = cpu_seconds()
         await ours.run()
-        print(cpu_s() - before, flush=True)
+        print(cpu_seconds() - before, flush=True)
 
 
-def cpu_s() -> float:
+def cpu_seconds() -> float:
     """Return the processor time of this process and its workers so far."""
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return time.process_time() + sum(spent.user + spent.system for spent in times)

@@ -8,6 +8,13 @@ TAIL = 20_000
 # A longer answer between tags is none.
 MAX_ANSWER = 4000
 
+_WRAPPER = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|rm|it|sf|tt)|mbox|boldsymbol|bm|operatorname|boxed|fbox)"
+    r"\s*\{([^{}]*)\}"
+)
+_LATEX_EXPONENT = re.compile(r"\^\s*\{\s*([-+]?[0-9]{1,3})\s*\}")
+_LATEX_DEGREE = re.compile(r"\^?\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?")
+_BOX = re.compile(r"(?<!\\)\\+(?:boxed|fbox)\s*\{")
 _BRACES = re.compile(r"\\boxed\s*\{|\\fbox\s*\{|\\.|[{}]", re.DOTALL)
 
 
@@ -34,9 +41,11 @@ def last_boxed(text: str) -> str | None:
 
     The last is the one that begins last, so of nested boxes the inner one. Escaped braces (`\{`) do not count.
     """
+    if (first := _BOX.search(text)) is None:
+        return None
     open_boxes: list[tuple[bool, int]] = []
     best: tuple[int, int] | None = None
-    for token in _BRACES.finditer(text):
+    for token in _BRACES.finditer(text, first.start()):
         brace = token.group()
         if brace == "}":
             if not open_boxes:
@@ -47,3 +56,15 @@ def last_boxed(text: str) -> str | None:
         elif brace == "{" or brace.startswith(("\\boxed", "\\fbox")):
             open_boxes.append((len(brace) > 1, token.end()))
     return text[best[0] : best[1]].strip() if best else None
+
+
+def unwrap(text: str) -> str:
+    r"""Return LaTeX with the contents of `\text{}`, `\mathbf{}` and the like instead of the commands.
+
+    Degrees and exponents in braces become `°` and `^2`, so that no braces are left in the contents.
+    """
+    if "\\" in text:
+        text = _LATEX_DEGREE.sub("°", _LATEX_EXPONENT.sub(r"^\1 ", text))
+        for _ in range(3):  # nested
+            text = _WRAPPER.sub(r" \1 ", text)
+    return text

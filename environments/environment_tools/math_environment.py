@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from .answers import final_part, last_boxed
 from .math_grading import MathGrader
+from .prompts import make_prompt
 from .rows import Row, Source, pick, text_of
 
 QUESTION_COLUMNS = ("question", "problem", "prompt")
@@ -63,9 +64,7 @@ def math_example(row: Row, system_prompt: str) -> dict[str, Any]:
     Raises:
         ValueError: the row has no question or no answer.
     """
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    question = {"role": "user", "content": text_of(row, *QUESTION_COLUMNS)}
-    return {"prompt": [*system, question], "answer": gold_answer(row)}
+    return {"prompt": make_prompt(text_of(row, *QUESTION_COLUMNS), system_prompt), "answer": gold_answer(row)}
 
 
 def gold_answer(row: Row) -> str:

@@ -3,6 +3,8 @@
 import asyncio
 import importlib.util
 import json
+import math
+import re
 import signal
 import subprocess
 import sys
@@ -11,16 +13,59 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from .numbers import is_unit, number_of, split_numbers
+
 WORKER = Path(__file__).with_name("math_worker.py")
 MEMORY = 2 << 30
+
+_MAX_NESTING = 50
+_MAX_DIGITS = 4
+"""Of an exponent and of the number before a factorial."""
+_FACTORIAL = re.compile(rf"[0-9]{{{_MAX_DIGITS + 1},}}\s*[)}}]?\s*!|![\s)}}]*!")
+_EXPONENT = re.compile(rf"(?:\^|\*\*)[\s{{(+-]*[0-9]{{{_MAX_DIGITS + 1},}}")
+_TOWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*([0-9]+)[\s})]*(?:\^|\*\*)[\s{(+-]*([0-9]+)[\s})]*(\^|\*\*)?")
+_EQUALS = re.compile(r"(?<![<>!=:])=(?!=)")
+# What may stand before "= 18": x, x_1, f(3), AB, a + b, \\angle ABC, Area. Neither 2x nor x^2.
+_NAME = re.compile(
+    r"\\?(?:(?:angle|overline|text|mathrm|textbf|triangle|ell|operatorname)\b\s*)?\{?\|?[A-Za-z][A-Za-z ']{0,30}\|?\}?"
+    r"(?:_\{?\w{1,9}\}?)?'*\s*(?:\([^()=^]{1,20}\))?(?:\s*\+\s*[A-Za-z](?:_\{?\w{1,9}\}?)?)*"
+)
+_RELATION = re.compile(r"\s*(?:[<>≤≥≠]|\\(?:[lgn]eq?|[lg]t|[lg]eqslant|not)(?![A-Za-z]))")
+_BASE = re.compile(r"[0-9A-F]_\{?\s*(?:\\text\{)?([0-9]{1,2})\s*\}*$")
+_FINAL_PERIOD = re.compile(r"(?<!\\right)(?<=[\w)}\]$%])\s*[.,]$")
+_DEGREE = re.compile(r"\s*(?:\^\s*)?°")
+_REPEATING = re.compile(
+    r"([0-9]{0,20})\.(?:([0-9]{0,20})\\(?:overline|bar|dot)\s*(?:\{\s*([0-9]{1,20})\s*\}|([0-9]))|\(([0-9]{1,20})\))"
+)
+_LIST = re.compile(r"[0-9],\s+[-+]?[0-9]")
+_SEPARATOR = re.compile(r"\s*(?:[,;]|\b(?:or|and)\b|\\text\s*\{\s*,?\s*(?:or|and)\s*\})\s*")
+_MEASURES = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
+        "in inch inche", "ft foot feet", "yd yard", "mi mile", "s sec second", "min minute", "h hr hour", "day",
+        "month", "year yr", "mg milligram", "g gram", "kg kilogram", "lb pound", "oz ounce", "l liter litre",
+        "ml milliliter millilitre", "gal gallon", "cent", "dollar", "mph",
+    )
+    for name in names.split()
+}  # fmt: skip
+"""Units that other units contain or begin like -> one name; a plural has another s."""
+_UNIT = re.compile(
+    r"(?:(?<=[0-9})])|(?<=\\pi))(?:\\[,;!: ]|[\s~])*"
+    r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{\s*(?P<wrapped>[A-Za-z][A-Za-z ./]*)\}"
+    r"|(?:(?<=[\s~])|(?=[A-Za-z]{2}))(?P<plain>[A-Za-z][A-Za-z ./]*))"
+    r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?$"
+)
+_VARIABLE = re.compile(r"[0-9]([A-Za-z])$")
+_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The result of grading one answer.
 
-    `failure` is the reason why it could not be graded: "timeout", "crash", "too long" or the name of an exception. Such
-    an answer is not correct.
+    `failure` is the reason why it could not be graded: "timeout", "crash", "too long", "too large" or the name of an
+    exception. Such an answer is not correct.
     """
 
     correct: bool
@@ -70,15 +115,41 @@ class MathGrader:
         Raises:
             GraderBroken: the process does not start.
         """
+        gold, answer = (
+            _REPEATING.sub(_as_fraction, _DEGREE.sub(r"^\\circ ", _FINAL_PERIOD.sub("", text.strip())))
+            for text in (gold, answer)
+        )
         if same_text(gold, answer):
             return Verdict(correct=True)
         if not answer:
             return Verdict(correct=False)
         if len(answer) > self._max_chars:
             return Verdict(correct=False, failure="too long")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, gold, answer)
+        if (variable := _VARIABLE.search(gold)) and variable[1] not in answer:
+            return Verdict(correct=False)
+        (gold, unit), (answer, given) = split_unit(gold), split_unit(answer)
+        if unit and given and not is_same_unit(unit, given):
+            return Verdict(correct=False)
+        numbers = [split_numbers(text) for text in (gold, answer)]
+        pairs = ((gold, answer), (answer, gold))
+        if any(number_of(one) is not None and _LIST.search(other) for one, other in pairs):
+            return Verdict(correct=False)
+        if all(len(number) == 1 for number in numbers) and len({"".join(unit.split()) for [(_, unit)] in numbers}) == 1:
+            [(right, _)], [(value, _)] = numbers
+            if right == value or right.denominator == value.denominator == 1:
+                return Verdict(correct=right == value)
+        elif re.search(r"[0-9]\s+[0-9]", answer):  # two numbers, which math-verify joins or multiplies
+            return Verdict(correct=False)
+        # math-verify ignores both.
+        bases = [match and match[1] for match in map(_BASE.search, (gold, answer))]
+        if (all(bases) and bases[0] != bases[1]) or (_RELATION.match(answer) and not _RELATION.match(gold)):
+            return Verdict(correct=False)
+        if is_too_large(answer):
+            return Verdict(correct=False, failure="too large")
+        answers = [answer] if _EQUALS.search(gold) else answer_parts(answer)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, gold, answers)
 
-    def _ask(self, gold: str, answer: str) -> Verdict:
+    def _ask(self, gold: str, answers: list[str]) -> Verdict:
         """Run in one of the threads, each of which owns a process."""
         worker: subprocess.Popen[str] | None = getattr(self._own, "worker", None)
         if worker is None or worker.poll() is not None:
@@ -87,7 +158,7 @@ class MathGrader:
                 self._workers.append(worker)
                 if self._is_closed:  # while it was started
                     worker.kill()
-        request = {"gold": gold, "answer": answer, "seconds": self._seconds}
+        request = {"gold": gold, "answers": answers, "seconds": self._seconds}
         assert worker.stdin and worker.stdout
         try:
             worker.stdin.write(json.dumps(request) + "\n")
@@ -116,8 +187,85 @@ class MathGrader:
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """Compare without any mathematics, spaces aside: what math-verify cannot parse may still be the same."""
-    return "".join(gold.split()) == "".join(answer.split()) != ""
+    """Compare without any mathematics: what math-verify cannot parse may still be the same.
+
+    Spaces count between letters and digits, and behind the comma of a list: 1 2 is not 12, and 1, 234 is not 1,234.
+    """
+    gold, answer = (re.sub(r"(?<!\w)(?<![0-9],) | (?!\w)", "", " ".join(text.split())) for text in (gold, answer))
+    return gold == answer != ""
+
+
+def answer_parts(answer: str) -> list[str]:
+    """Return the sides of an equation without mere names: 18 of `x = 18`, and 36/2 and 18 of `x = 36/2 = 18`.
+
+    All of them must be the answer. math-verify looks at the last one only, so `3 = 4` would be 4. Values of one name,
+    such as `x = 3, x = 4`, are a list: 3, 4.
+    """
+    equations = [_EQUALS.split(part) for part in _SEPARATOR.split(answer)]
+    names = {sides[0].strip() for sides in equations}
+    if len(equations) > 1 == len(names) and all(len(sides) == 2 for sides in equations) and _NAME.fullmatch(*names):
+        return [", ".join(value.strip() for _, value in equations)]
+    parts = [part.strip() for part in _EQUALS.split(answer)]
+    return [part for part in parts if len(parts) == 1 or not _NAME.fullmatch(part)] or parts
+
+
+def split_unit(answer: str) -> tuple[str, str]:
+    r"""Return an answer without its unit, and the unit as words: 5 and `cm 2` of `5 \text{ cm}^2`; "" if it has none.
+
+    math-verify drops some units and multiplies by others.
+    """
+    match = _UNIT.search(answer)
+    if match is None:
+        return answer, ""
+    value, words = answer[: match.start()], (match["wrapped"] or match["plain"]).replace(".", "").lower().split()
+    calculation = re.sub(r"\\[A-Za-z]+", "", _EQUALS.split(value)[-1])
+    if re.search(r"[A-Za-z]", calculation) or not is_unit((match["wrapped"] or match["plain"]).replace(".", "")):
+        return answer, ""
+    powers = [match["power"] or "", *(_POWERS.get(word, "") for word in words)]
+    return value, " ".join([*(word for word in words if word not in _POWERS), "".join(powers)]).strip()
+
+
+def is_same_unit(one: str, other: str) -> bool:
+    """Whether two units (see `split_unit`) are equal or one abbreviates the other, as cm, ft and mph do."""
+    first, second = (
+        {_MEASURES.get(word, _MEASURES.get(word.removesuffix("s"), word)) for word in text.split()}
+        for text in (unit.replace("/", " per ").replace("mph", "mi per h") for unit in (one, other))
+    )
+    if (first | second) & _MEASURES.keys():
+        return first == second
+    if first <= second or second <= first:  # ways, possible ways
+        return True
+    short, long = sorted((one.replace(" ", ""), other.replace(" ", "")), key=len)
+    rest = iter(long)
+    return short[0] == long[0] and all(letter in rest for letter in short)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction, which math-verify does not know."""
+    whole, fixed = match[1], match[2] or ""
+    repeating = match[3] or match[4] or match[5]
+    ends = int(f"{whole}{fixed}{repeating}") - int(f"{whole}{fixed}" or "0")
+    return f"\\frac{{{ends}}}{{{'9' * len(repeating)}{'0' * len(fixed)}}}"
+
+
+def is_too_large(answer: str) -> bool:
+    """Whether sympy would compute with more digits than any answer has, or nest too deeply.
+
+    Only a cheap look at common forms, so that these do not keep other answers waiting. The limit of the processor time
+    ends all others.
+    """
+    depth = deepest = 0
+    for character in answer:
+        depth += (character in "({[") - (character in ")}]")
+        deepest = max(deepest, depth)
+    towers = (
+        len(base) > _MAX_DIGITS
+        or len(power) > _MAX_DIGITS
+        or third
+        or int(power) * math.log10(int(base) or 1) > _MAX_DIGITS
+        for base, power, third in _TOWER.findall(answer)
+    )
+    return deepest > _MAX_NESTING or bool(_FACTORIAL.search(answer) or _EXPONENT.search(answer)) or any(towers)
 
 
 def _start(memory: int) -> "subprocess.Popen[str]":

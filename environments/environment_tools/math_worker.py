@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 
 def main() -> None:
-    """Serve requests `{"gold", "answer", "seconds"}` until stdin ends."""
+    """Serve requests `{"gold", "answers", "seconds"}` until stdin ends."""
     memory = int(sys.argv[1])
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to stderr; only verdicts reach the parent
@@ -26,13 +26,13 @@ def main() -> None:
     def grade(request: dict[str, Any]) -> dict[str, Any]:
         # Timeouts of math-verify's own are Python signal handlers, which would take the alarm from us.
         gold = parse(_boxed(request["gold"]), parsing_timeout=None)
-        answer = parse(_boxed(request["answer"]), parsing_timeout=None)
-        return {"correct": bool(verify(gold, answer, timeout_seconds=None))}
+        answers = (parse(_boxed(answer), parsing_timeout=None) for answer in request["answers"])
+        return {"correct": all(verify(gold, answer, timeout_seconds=None) for answer in answers)}
 
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business; it closes our stdin
-    grade({"gold": "1", "answer": "x+1"})  # the first use of sympy takes a second; it must not delay an answer
+    grade({"gold": "1", "answers": ["x+1"]})  # the first use of sympy takes a second; it must not delay an answer
     _send(replies, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)

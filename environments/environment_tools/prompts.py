@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .answers import final_part
+from .answers import final_part, last_tagged
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,12 +19,17 @@ def make_dataset(questions: Iterable[tuple[str, str]], system_prompt: str, first
     """
     from datasets import Dataset
 
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     rows = [
-        {"prompt": [*system, {"role": "user", "content": question}], "answer": answer, "info": {"number": number}}
+        {"prompt": make_prompt(question, system_prompt), "answer": answer, "info": {"number": number}}
         for number, (question, answer) in enumerate(questions, first)
     ]
     return Dataset.from_list(rows)
+
+
+def make_prompt(question: str, system_prompt: str) -> list[dict[str, str]]:
+    """Return the messages of a question; "" is no system message."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": question}]
 
 
 def final_reply(completion: Any) -> str:
@@ -34,6 +39,16 @@ def final_reply(completion: Any) -> str:
         return ""
     text = field_of(last, "content")
     return final_part(text) if isinstance(text, str) else ""
+
+
+def final_answer(completion: Any) -> str | None:
+    """Return the last <answer> of the final reply; None if there is none."""
+    return last_tagged(final_reply(completion))
+
+
+def has_answer(completion: Any) -> float:
+    """1 if there is an answer, right or wrong."""
+    return float(final_answer(completion) is not None)
 
 
 def tool_results(completion: Any) -> list[str]:

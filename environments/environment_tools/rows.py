@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import logging
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,9 @@ from typing import Any, TypeVar
 
 Row = Mapping[str, Any]
 Example = TypeVar("Example")
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character, which cannot be encoded."""
 
 
 def read_file(path: str | Path) -> list[Row]:
@@ -82,10 +87,20 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def read_hub(name: str, subset: str | None, split: str, cache_dir: str | None = None) -> Iterable[Row]:
-    """Open one split of a data set of the Hugging Face hub. Its rows stay on the disk until they are iterated over."""
+    """Open one split of a data set of the Hugging Face hub. Its rows stay on the disk until they are iterated over.
+
+    Raises:
+        ValueError: the hub cannot be reached, or has no such data set, subset or split.
+    """
     from datasets import load_dataset
 
-    rows: Iterable[Row] = load_dataset(name, subset, split=split, cache_dir=cache_dir)
+    try:
+        rows: Iterable[Row] = load_dataset(name, subset, split=split, cache_dir=cache_dir)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the data set {name} of the hub cannot be loaded: {_short(str(error))}; connect this machine to the hub, "
+            "or pass local data (see the environment's README.md)"
+        ) from None
     return rows
 
 
@@ -110,6 +125,25 @@ class Source:
             return convert_rows(read_file(self.path), self.path, convert)
         rows = read_hub(self.name, self.subset, self.split, self.cache_dir)
         return convert_rows(rows, f"{self.name} ({self.split})", convert, skip_bad=True)
+
+
+def read_splits(
+    convert: Callable[[Row], Example],
+    data_path: str | None,
+    eval_data_path: str | None,
+    dataset_name: str | None,
+    dataset_subset: str | None,
+    train_split: str,
+    eval_split: str,
+) -> tuple[list[Example], list[Example]]:
+    """Return the examples for training and for evaluation, of files, or of a data set of the hub without `data_path`.
+
+    A file without another one for evaluation is used for both. Raises ValueError as `Source.examples`.
+    """
+    train = Source(data_path, dataset_name or "", dataset_subset, train_split).examples(convert)
+    if data_path and not eval_data_path:
+        return train, train
+    return train, Source(eval_data_path, dataset_name or "", dataset_subset, eval_split).examples(convert)
 
 
 def convert_rows(
@@ -149,17 +183,20 @@ def text_of(row: Row, *columns: str) -> str:
     """Return the first of `columns` that the row has, as stripped text.
 
     Raises:
-        ValueError: the row has none of them, or its value is neither text nor a number, or is empty.
+        ValueError: the row has none of them, or its value is neither text nor a finite number, or is empty.
     """
     for column in columns:
         value = row.get(column)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
+        is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+        if isinstance(value, bool) or not (is_number or (isinstance(value, str) and not _SURROGATE.search(value))):
             raise ValueError(f"{column!r} is not text but {_short(value)}")
         if not str(value).strip():
             raise ValueError(f"{column!r} is empty")
         return str(value).strip()
+    if given := [column for column in columns if column in row]:
+        raise ValueError(f"no {given[0]!r}: it is null")
     wanted = " or ".join(repr(column) for column in columns)
     raise ValueError(f"no {wanted}; it has {', '.join(map(repr, row)) or 'nothing'}")
 

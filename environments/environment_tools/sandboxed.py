@@ -1,11 +1,9 @@
-"""Environments that run code need prime-rl, which has the sandbox, in the same Python environment."""
+"""Environments that run code need the package prime-rl-sandbox in the same Python environment."""
 
 import importlib.util
 
 
-def require_prime_rl(environment: str) -> None:
-    """Raise a ValueError if prime-rl is not installed."""
-    if importlib.util.find_spec("prime_rl") is None:
-        raise ValueError(
-            f"{environment} runs code in the sandbox of prime-rl: install prime-rl in the same environment"
-        )
+def require_sandbox(environment: str) -> None:
+    """Raise a ValueError if the sandbox is not installed."""
+    if importlib.util.find_spec("prime_rl_sandbox") is None:
+        raise ValueError(f"{environment} runs code: install prime-rl-sandbox (packages/sandbox) beside it")

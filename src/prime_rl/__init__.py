@@ -1,10 +1,9 @@
 """prime-rl: asynchronous reinforcement learning of language models with a hard bound on staleness.
 
-Layers, each of which imports only earlier ones: core < storage | sandbox < liveness | relay < loading < configs < plots
-< monitors < rollouts < evaluation < orchestrator | trainer | inference < doctor | supervisor < page < entrypoints
-< site_hooks < api. Orchestrator, trainer and inference are separate processes: they never import each other and
-exchange files (storage) and HTTP requests. The names below are the Python API (docs/python_api.md); each is imported
-when it is first used.
+Layers, each of which imports only earlier ones: core < storage < liveness < configs < monitors < rollouts <
+evaluation < orchestrator | trainer | inference < supervisor < entrypoints < api.
+Orchestrator, trainer and inference are separate processes: they never import each other and exchange files (storage)
+and HTTP requests. The names below are the Python API (docs/python_api.md); each is imported when it is first used.
 """
 
 import importlib

@@ -119,7 +119,8 @@ def _check_positions(paths: RunPaths, manifests: dict[int, dict[str, Any]], resu
         dropped_before |= dropped_here
         ended = base | dropped_here | {g for r in records if r["record"] == "shipped" for g in r["group_ids"]}
         dropped = (base - before) | dropped_here
-        drawn = _cursor(records)
+        start = (records[0].get("base") or {"positions": {"cursor": 0}})["positions"]["cursor"]
+        drawn = max((r["group_id"] + 1 for r in records if r["record"] == "drawn"), default=start)
         is_open = {r["group_id"] for r in records if r["record"] in ("drawn", "issued")} | _open(records[0].get("base"))
     later = {g for step, manifest in manifests.items() if step >= first for g in manifest["group_ids"]}
     result.repeated += [f"position {g} was dropped and shipped" for g in sorted(dropped & set(shipped))]
@@ -147,13 +148,6 @@ def _ended(base: dict[str, Any] | None) -> set[int]:
 
 def _open(base: dict[str, Any] | None) -> set[int]:
     return set() if base is None else {item[0] for item in base["positions"]["open"]}
-
-
-def _cursor(records: list[dict[str, Any]]) -> int:
-    """Stream position at the end of a ledger."""
-    base = records[0].get("base")
-    start = 0 if base is None else base["positions"]["cursor"]
-    return max((r["group_id"] + 1 for r in records if r["record"] == "drawn"), default=start)
 
 
 def _check_batch(
@@ -200,11 +194,14 @@ def _completions(batch: Batch, sampling_seed: int) -> Iterable[tuple[tuple[int, 
 def _check_metrics(paths: RunPaths, plan: Plan, result: CheckResult) -> None:
     trained = [line["step"] for line in _lines(paths.metrics("trainer"))]
     if trained != list(range(STEPS)):
-        result.broken.append(f"metrics/trainer.jsonl contains {_differences(trained, STEPS)}")
+        counts = Counter(trained)
+        missing = _in_short([step for step in range(STEPS) if not counts[step]]) or "none"
+        twice = _in_short([step for step, count in counts.items() if count > 1]) or "none"
+        found = f"{len(trained)} steps; missing: {missing}; twice: {twice}"
+        result.broken.append(f"metrics/trainer.jsonl contains {found}")
     shipped = _lines(paths.metrics("orchestrator"))
-    twice = [step for step, count in Counter(line["step"] for line in shipped).items() if count > 1]
-    if twice:
-        result.broken.append(f"metrics/orchestrator.jsonl contains steps {twice} more than once")
+    if again := [step for step, count in Counter(line["step"] for line in shipped).items() if count > 1]:
+        result.broken.append(f"metrics/orchestrator.jsonl contains steps {again} more than once")
     last = [line["reward/mean"] for line in shipped if line["step"] >= STEPS - LAST]
     result.final_reward = float(np.mean(last)) if last else None
 
@@ -225,13 +222,6 @@ def _check_progress(paths: RunPaths, plan: Plan, manifests: dict[int, dict[str, 
     }
     if (found := {key: progress[key] for key in due}) != due:
         result.broken.append(f"the trainer has trained on {found}, the surviving batches are {due}")
-
-
-def _differences(steps: list[int], due: int) -> str:
-    counts = Counter(steps)
-    missing = [step for step in range(due) if not counts[step]]
-    twice = [step for step, count in counts.items() if count > 1]
-    return f"{len(steps)} steps; missing: {_in_short(missing) or 'none'}; twice: {_in_short(twice) or 'none'}"
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

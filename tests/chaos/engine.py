@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from prime_rl.core.errors import RunError
 from prime_rl.inference.generation_stream import StreamedSample, StreamHttpProtocol
-from prime_rl.inference.policy.run_lease import Lease, LeaseHeldError
+from prime_rl.inference.policy.policy_manager import Lease, LeaseHeldError
 from prime_rl.inference.request_layer import AccessRules
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import die_with_parent
@@ -42,15 +42,15 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.tensor_hashes import content_hash, hash_tensors
 from tests.chaos import letters
 
-LATENCY_S = 0.02
+LATENCY_SECONDS = 0.02
 """Between the halves of a completion."""
 
 
 class ContractEngine:
     """The state of the server and its routes; also the `Generator` of its token streams."""
 
-    def __init__(self, lease_s: float) -> None:
-        self._lease = Lease(lease_s)
+    def __init__(self, lease_seconds: float) -> None:
+        self._lease = Lease(lease_seconds)
         self._branch, self._step, self._hash = 0, 0, "base"
         self._numbers = itertools.count()
 
@@ -81,7 +81,7 @@ class ContractEngine:
                 chaos_hook.reach("call", "server.generate", "before")
                 assert seed is not None
                 sample.name = f"sample-{next(self._numbers)}"
-                loop.call_later(LATENCY_S, self._finish, sample, prompt, seed, (self._branch, self._step))
+                loop.call_later(LATENCY_SECONDS, self._finish, sample, prompt, seed, (self._branch, self._step))
 
     def _finish(self, sample: StreamedSample, prompt: list[int], seed: int, first: tuple[int, int]) -> None:
         if sample.is_cancelled:
@@ -166,7 +166,7 @@ class ContractEngine:
 
 
 def _held(error: LeaseHeldError) -> Response:
-    return JSONResponse({"error": str(error), "free_in_s": error.free_in_s}, 409)
+    return JSONResponse({"error": str(error), "free_in_s": error.free_in_seconds}, 409)
 
 
 def main() -> None:

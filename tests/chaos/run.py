@@ -2,7 +2,7 @@
 
     uv run python tests/chaos/run.py --cases 100 --seed 1 --json chaos.json
 
-A run contains several consecutive cases (docs/design/fault_injection.md). Exits with 1 if there is a problem. Equal
+A run contains several consecutive cases (docs/design/recovery.md). Exits with 1 if there is a problem. Equal
 numbers of cases and equal seeds draw equal cases; the times of the faults depend on the machine.
 """
 
@@ -80,7 +80,7 @@ class Campaign:
         real = [p for p in self.results if p.case.number >= 0]
         outcomes = Counter(p.outcome for p in real)
         checks = [check_result for _, check_result in self.checks]
-        detected = [s for p in real for s in p.detected_s]
+        detected = [s for p in real for s in p.detected_seconds]
         seconds = [p.seconds for p in real if p.outcome is Outcome.RECOVERED]
         reference = self.references.get(False)
         return {
@@ -121,9 +121,15 @@ class Campaign:
 class Runner:
     """Runs plans, several at once, each in a separate folder."""
 
-    def __init__(self, root: Path, jobs: int, deadline_s: float, keep: bool, console: Console) -> None:
+    def __init__(self, root: Path, jobs: int, deadline_seconds: float, keep: bool, console: Console) -> None:
         self.campaign = Campaign()
-        self._root, self._jobs, self._deadline_s, self._keep, self._console = root, jobs, deadline_s, keep, console
+        self._root, self._jobs, self._deadline_seconds, self._keep, self._console = (
+            root,
+            jobs,
+            deadline_seconds,
+            keep,
+            console,
+        )
         self._model = make_tiny_model(root / "model")
         self._lock = threading.Lock()
         self._runs = 0
@@ -141,7 +147,7 @@ class Runner:
         with self._lock:
             self._runs += 1
             root = self._root / f"run_{self._runs}"
-        session = Session(plan, root, self._model, self._deadline_s)
+        session = Session(plan, root, self._model, self._deadline_seconds)
         session.run()
         hung = any(result.outcome is Outcome.HUNG for result in session.results) or bool(session.problems)
         check_result = CheckResult() if hung else check(session.paths, plan, GROUP, SAMPLING_SEED)
@@ -166,7 +172,7 @@ class Runner:
         words += [f"{plan.ranks} ranks"] if plan.ranks > 1 else []
         self._console.print(f"{session.root.name}: {', '.join(words)}", style="bold")
         for result in session.results:
-            detected = ", ".join(f"{seconds:.2f}" for seconds in result.detected_s) or "-"
+            detected = ", ".join(f"{seconds:.2f}" for seconds in result.detected_seconds) or "-"
             line = f"  {result.outcome}: {result.case.name}; detected after {detected} s, "
             line += f"recovered after {result.seconds:.1f} s"
             self._console.print(line + (f"; {result.why}" if result.why else ""), markup=False, soft_wrap=True)
@@ -196,7 +202,10 @@ def print_table(figures: dict[str, Any], results: Sequence[CaseResult], console:
     victims = Counter(fault.killed for p in results for fault in p.case.faults[: p.kills])
     for victim, kills in sorted(victims.items()):
         seconds = [
-            s for p in results for fault, s in zip(p.case.faults, p.detected_s, strict=False) if fault.killed == victim
+            s
+            for p in results
+            for fault, s in zip(p.case.faults, p.detected_seconds, strict=False)
+            if fault.killed == victim
         ]
         table.add_row(victim, str(kills), str(_percentile(seconds, 50)), str(_percentile(seconds, 100)))
     console.print(table)

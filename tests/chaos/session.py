@@ -29,10 +29,10 @@ HERE = Path(__file__).parent
 BATCH_SIZE, GROUP = 8, 2
 SAMPLING_SEED = 7
 MANY_RESTARTS = 8
-WAIT_S = 300.0  # a server takes long to start
-_POLL_S = 0.05
-_LEFTOVERS_S = 60.0
-_NOTICE_S = 5.0
+WAIT_SECONDS = 300.0  # a server takes long to start
+_POLL_SECONDS = 0.05
+_LEFTOVERS_SECONDS = 60.0
+_NOTICE_SECONDS = 5.0
 _STARTS = 4
 """How often a run may be restarted in one case."""
 
@@ -58,7 +58,7 @@ class CaseResult:
         case: the case.
         outcome: how it ended.
         kills: number of kills.
-        detected_s: seconds from each kill until it was detected, where that is reported.
+        detected_seconds: seconds from each kill until it was detected, where that is reported.
         seconds: from the last kill until the whole run made progress.
         why: explanation, if there is one.
     """
@@ -66,7 +66,7 @@ class CaseResult:
     case: Case
     outcome: Outcome = Outcome.RECOVERED
     kills: int = 0
-    detected_s: list[float] = field(default_factory=list)
+    detected_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
     why: str = ""
 
@@ -82,19 +82,19 @@ class _Finished(Exception):
 class Session:
     """A run directory and its `rl`."""
 
-    def __init__(self, plan: Plan, root: Path, model: Path, deadline_s: float) -> None:
+    def __init__(self, plan: Plan, root: Path, model: Path, deadline_seconds: float) -> None:
         """Prepare without starting anything.
 
         Args:
             plan: what to do.
             root: folder of the session, which does not exist.
             model: to train.
-            deadline_s: longest time for a case.
+            deadline_seconds: longest time for a case.
         """
         self.plan, self.root, self.paths = plan, root, RunPaths(root / "run")
         self.results: list[CaseResult] = []
         self.problems: list[str] = []
-        self._deadline_s, self._deadline = deadline_s, 0.0
+        self._deadline_seconds, self._deadline = deadline_seconds, 0.0
         self._chaos = root / "chaos"
         self._chaos.mkdir(parents=True)
         self._file = root / "rl.toml"
@@ -121,7 +121,7 @@ class Session:
                 self._run_case(result)
                 self._in_case = False
             self._arm(None)
-            self._deadline = time.monotonic() + 2 * self._deadline_s
+            self._deadline = time.monotonic() + 2 * self._deadline_seconds
             self._until(lambda: False, "the end of the run", CaseResult(Case(-1, "after all cases", ())))
         except _Finished:
             pass
@@ -135,7 +135,7 @@ class Session:
             self.results += [CaseResult(case, Outcome.MISSED, why="the run was over") for case in left]
 
     def _run_case(self, result: CaseResult) -> None:
-        self._deadline = time.monotonic() + self._deadline_s
+        self._deadline = time.monotonic() + self._deadline_seconds
         resumes = self._resumes()
         for fault in result.case.faults:
             if fault.after_resume:
@@ -148,7 +148,9 @@ class Session:
             self._kills.append(json.loads(marker.read_text()) | {"killed": fault.killed})
             result.kills += 1
             struck = time.monotonic()
-        enough, starts = self._enough(), self._starts + self._has_to_end(result.case.faults[-1])
+        killed = result.case.faults[-1].killed  # the orchestrator itself replaces its workers
+        ends_rl = killed == "rl" or (not self.plan.restarts and killed not in ("worker", "forkserver"))
+        enough, starts = self._enough(), self._starts + ends_rl
         self._until(
             lambda: self._starts >= starts and self._steps() >= enough, f"{enough} steps after the kill", result
         )
@@ -160,10 +162,6 @@ class Session:
         """Number of steps that needs the whole run: more than the existing batches and sampled groups allow."""
         shipped = steps_in(self.paths.rollouts_dir)[-1:] or [-1]
         return min(STEPS, max(self._steps(), shipped[0] + 1) + self.plan.async_level + 1)
-
-    def _has_to_end(self, fault: Fault) -> bool:
-        """Whether this kill ends `rl`: the orchestrator itself replaces its workers."""
-        return fault.killed == "rl" or (not self.plan.restarts and fault.killed not in ("worker", "forkserver"))
 
     def _until(self, holds: Callable[[], bool], what: str, result: CaseResult) -> None:
         """Wait for a condition; restart the run if it ends meanwhile."""
@@ -183,13 +181,13 @@ class Session:
                 if starts > _STARTS:
                     raise _Hung(f"{starts} starts, and each run ended before {what}")
                 self._start()
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_SECONDS)
 
     def _ended(self, code: int, result: CaseResult) -> None:
         """Check how `rl` exited, and wait until none of its processes is left."""
-        until = time.monotonic() + _LEFTOVERS_S
+        until = time.monotonic() + _LEFTOVERS_SECONDS
         while (left := self._processes()) and time.monotonic() < until:
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_SECONDS)
         if left:
             self.problems.append(f"{result.case.name}: {[(p.pid, _command(p)) for p in left]} outlived rl")
             self._clear()
@@ -217,11 +215,7 @@ class Session:
         stem = self.root / f"rl_{self._starts}"
         with stem.with_suffix(".out").open("wb") as out, stem.with_suffix(".err").open("wb") as err:
             self._rl = subprocess.Popen(
-                [executable("rl"), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=self._environment,
+                [executable("rl"), *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=self._environment
             )
 
     def _arm(self, fault: Fault | None) -> None:
@@ -232,11 +226,11 @@ class Session:
 
     def _await_notices(self) -> None:
         """Wait until all kills so far are reported: a quick recovery can precede the next check of `rl`."""
-        until = time.monotonic() + _NOTICE_S
+        until = time.monotonic() + _NOTICE_SECONDS
         while any(self._noticed(kill) is None for kill in self._kills):
             if time.monotonic() > until or self._rl is None or self._rl.poll() is not None:
                 return
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_SECONDS)
 
     def _noticed(self, kill: dict[str, Any]) -> float | None:
         """Time of the first event of a killed process, or of a rank's torchrun; for a worker, of its replacement."""
@@ -258,7 +252,7 @@ class Session:
         for kill in kills:
             noticed = (None if kill["killed"] == "rl" else self._noticed(kill)) or ended
             if noticed is not None:
-                result.detected_s.append(max(0.0, noticed - kill["time"]))
+                result.detected_seconds.append(max(0.0, noticed - kill["time"]))
 
     def _resumes(self) -> int:
         """How often the run has rolled back to a checkpoint."""
@@ -302,14 +296,14 @@ def settings(plan: Plan, run: Path, model: Path) -> dict[str, Any]:
         "model": {"name": str(model)},
         "ckpt": ckpt,
         "trainer_ranks": plan.ranks,
-        "trainer": {"optim": {"lr": 1e-3}, "wait_timeout_seconds": WAIT_S, "dist_timeout_seconds": 20},
+        "trainer": {"optim": {"lr": 1e-3}, "wait_timeout_seconds": WAIT_SECONDS, "dist_timeout_seconds": 20},
         "orchestrator": {
             "batch_size": BATCH_SIZE,
             "rollouts_per_example": GROUP,
             "sampling": {"max_tokens": 12, "seed": SAMPLING_SEED},
             "env": [{"id": "chaos_letters"}],
             "filter_zero_advantage": plan.filtered,
-            "wait_timeout_seconds": WAIT_S,
+            "wait_timeout_seconds": WAIT_SECONDS,
         },
         "inference": {"server": {"port": free_port()}, "lease_seconds": 10, "model": {"max_model_len": 64}},
     }

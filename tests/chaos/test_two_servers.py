@@ -57,7 +57,7 @@ def test_rl_killed_server_is_restarted_and_rejoins(start: StartCommand, tmp_path
     lines = metrics_of(run.paths, "orchestrator")
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert max(line["staleness/max"] for line in lines) <= ASYNC_LEVEL
-    assert all(line["tokens/wasted"] == 0 for line in lines)
+    assert all(line["tokens/unaccounted"] == 0 for line in lines)
     shipped = [group for step in range(STEPS) for group in manifest_of(run.paths.rollouts(step))["group_ids"]]
     assert sorted(shipped) == list(range(STEPS * 4)), "every stream position once"
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.support.command import PROGRESS_TIMEOUT_S
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -24,7 +24,7 @@ def open_browser() -> Iterator[Any]:
         browser.close()
 
 
-def wait_until(page: Any, expression: str, argument: Any = None, seconds: float = PROGRESS_TIMEOUT_S) -> None:
+def wait_until(page: Any, expression: str, argument: Any = None, seconds: float = PROGRESS_TIMEOUT_SECONDS) -> None:
     """Wait until a JavaScript function returns true. `page.wait_for_function` would violate the page's policy."""
     end = time.monotonic() + seconds
     while not page.evaluate(expression, argument):
@@ -41,7 +41,7 @@ class WatchedTab:
 
     def __init__(self, browser: Any) -> None:
         self.page = browser.new_page(viewport={"width": 1400, "height": 900})
-        self.page.set_default_timeout(1000 * PROGRESS_TIMEOUT_S)
+        self.page.set_default_timeout(1000 * PROGRESS_TIMEOUT_SECONDS)
         self.errors: list[str] = []
         self._origins: set[tuple[str, str]] = set()
         self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))

@@ -144,9 +144,7 @@ SHAPES = {
         "llama3_json",
     ),
     "mistral": Shape(
-        MISTRAL,
-        ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-        "mistral",
+        MISTRAL, ("</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"), "mistral"
     ),
     "plain": Shape(PLAIN, ("<eos>",)),
 }

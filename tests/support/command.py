@@ -15,13 +15,13 @@ import psutil  # type: ignore[import-untyped]
 
 from prime_rl.storage.paths import RunPaths
 
-PROGRESS_TIMEOUT_S = 240
+PROGRESS_TIMEOUT_SECONDS = 240
 """Time limit of a start or of a few steps on a heavily loaded machine; they take seconds on an idle one."""
 
-RUN_TIMEOUT_S = 500
+RUN_TIMEOUT_SECONDS = 500
 """Time limit of a whole small run on a heavily loaded machine; it takes up to a minute on an idle one."""
 
-END_TIMEOUT_S = 45
+END_TIMEOUT_SECONDS = 45
 """Time limit from a signal, or the death of a process, to the exit of all processes on a heavily loaded machine.
 
 It takes seconds on an idle one. Below `heartbeat.dead_after_seconds` (60), so that a process which has died is noticed
@@ -32,7 +32,7 @@ MODULES = {
     "inference": "prime_rl.entrypoints.inference",
     "orchestrator": "prime_rl.entrypoints.orchestrator",
     "trainer": "prime_rl.trainer.torchrun",
-    "page": "prime_rl.entrypoints.page",
+    "page": "prime_rl_page",
 }
 
 
@@ -72,15 +72,15 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = PROGRESS_TIMEOUT_S) -> None:
+def until(condition: Callable[[], bool], what: str, timeout_seconds: float = PROGRESS_TIMEOUT_SECONDS) -> None:
     """Poll until `condition` holds.
 
     Raises:
-        AssertionError: it does not within `timeout_s` seconds; the message contains `what`.
+        AssertionError: it does not within `timeout_seconds` seconds; the message contains `what`.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_seconds:.0f} s for {what}"
         time.sleep(0.02)
 
 
@@ -158,17 +158,17 @@ class Command:
         """Return the trainer ranks of `rl`."""
         return [c for c in self.role("trainer").children() if _is(c, "prime_rl.trainer.rl.train")]
 
-    def end(self, timeout_s: float = RUN_TIMEOUT_S, beside: "Command | None" = None) -> int:
+    def end(self, timeout_seconds: float = RUN_TIMEOUT_SECONDS, beside: "Command | None" = None) -> int:
         """Wait for the exit and return the exit code; fail if processes are left.
 
         Args:
-            timeout_s: time limit.
+            timeout_seconds: time limit.
             beside: another command that was started later and still runs.
         """
         try:
-            code = self.process.wait(timeout_s)
+            code = self.process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} did not end within {timeout_s:.0f} s:\n{self.story()}") from None
+            raise AssertionError(f"{self.name} did not end within {timeout_seconds:.0f} s:\n{self.story()}") from None
         left = self.started()
         if beside is not None:
             other = psutil.Process(beside.process.pid)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 GPU = "GPU-of-the-test"
-JOIN_TIMEOUT_S = 60
+JOIN_TIMEOUT_SECONDS = 60
 """For the other ranks to join. NCCL has no limit; with one, no test leaves a thread behind."""
 Patch = Callable[[Any, str, Any], None]
 
@@ -45,7 +45,7 @@ class Communicator:
         self._aborted = threading.Event()
         self._store.set(f"here/{rank}", b"1")
         for other in range(world_size):
-            self._wait(f"here/{other}", JOIN_TIMEOUT_S)
+            self._wait(f"here/{other}", JOIN_TIMEOUT_SECONDS)
 
     def broadcast(self, tensor: Tensor, src: int, stream: object = None) -> None:
         """Like `PyNcclCommunicator.broadcast`; does nothing after an abort."""
@@ -69,8 +69,8 @@ class Communicator:
         """Abort."""
         self._aborted.set()
 
-    def _wait(self, key: str, timeout_s: float = math.inf) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _wait(self, key: str, timeout_seconds: float = math.inf) -> None:
+        deadline = time.monotonic() + timeout_seconds
         while not self._aborted.wait(0.002) and not self._exists(key):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no rank has set {key} in time")

@@ -26,8 +26,10 @@ class FakeChat:
         self.reply = lambda body: says("42")
         self.fault = None  # callable(request body) -> web.Response | None
         self.pins: list[str] | None = None  # current pins; None: the server has no pins
+        self.lacks_slot = False
         self.named: list[str | None] = []  # pins of the requests
         self.asked_for_pins = 0
+        self.models: list[str] = []
         self.url = ""
         self.running: web.AppRunner | None = None
 
@@ -47,6 +49,8 @@ class FakeChat:
         self.asked_for_pins += 1
         if self.pins is None:
             return web.json_response({"detail": "Not Found"}, status=404)
+        if self.lacks_slot:
+            return web.json_response({"error": "name: there is no slot 'm'"}, status=400)
         self.pins.append(f"pin {self.asked_for_pins - 1}")
         return web.json_response({"pin": self.pins[-1], "branch": 0, "step": 3})
 
@@ -55,9 +59,14 @@ class FakeChat:
         self.pins.remove((await request.json())["pin"])
         return web.json_response({})
 
+    async def list_models(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers.get("Authorization"))
+        return web.json_response({"object": "list", "data": [{"id": name} for name in self.models]})
+
     async def start(self, prefix: str = "/v1") -> None:
         app = web.Application()
         app.add_routes([web.post(f"{prefix}/chat/completions", self.complete)])
+        app.add_routes([web.get(f"{prefix}/models", self.list_models)])
         app.add_routes([web.post("/pin_policy", self.pin), web.post("/unpin_policy", self.unpin)])
         self.running = web.AppRunner(app, shutdown_timeout=0.01)
         await self.running.setup()

@@ -19,6 +19,7 @@ class FakeEngine:
         self.branch, self.step, self.hash = 0, 0, "base"
         self.holder = None
         self.lease_left = None  # callable() -> remaining seconds of the lease; it ends at 0
+        self.full_of_adapters = False  # /reload_weights answers that no adapter is free, and none will be
         self.requests: list[dict] = []
         self.answered = 0  # completions
         self.gate = None  # async callable(request body) -> None
@@ -38,6 +39,7 @@ class FakeEngine:
         self.num_policy_requests = 0
         self.base_canary: dict | None = None  # response of GET /base_canary; None: the route does not exist
         self.calls: list[str] = []  # calls of the routes that stage, switch and reset
+        self.names = set[str | None]()  # slots in the requests that concern the policy
         self.running: web.AppRunner | None = None
 
     async def generate(self, request: web.Request) -> web.Response:
@@ -65,16 +67,20 @@ class FakeEngine:
     def loaded(self) -> dict:
         return {"run_id": self.holder, "branch": self.branch, "step": self.step, "hash": self.hash, "model": "m"}
 
-    async def policy(self, _: web.Request) -> web.Response:
+    async def policy(self, request: web.Request) -> web.Response:
         self.num_policy_requests += 1
-        return web.json_response(self.loaded() | {"settings": self.settings})
+        self.names.add(request.query.get("name"))
+        return web.json_response(self.loaded() | {"settings": self.settings, "slots": []})
 
     async def canary(self, _: web.Request) -> web.Response:
         return web.json_response(self.base_canary, status=404 if self.base_canary is None else 200)
 
     async def stage(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.names.add(body.get("name"))
         self.calls.append(f"stage {body['step']}")
+        if self.holder not in (None, body["run_id"]):
+            return web.json_response({"error": f"leased by {self.holder}", "free_in_s": 9}, status=409)
         if self.staging is not None:
             await self.staging(body["step"])
         if self.refusal or body["step"] in self.refused:
@@ -83,6 +89,7 @@ class FakeEngine:
 
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
+        self.names.add(body.get("name"))
         self.calls.append(f"update {body['step']}")
         if self.failures:
             self.failures -= 1
@@ -100,7 +107,11 @@ class FakeEngine:
         return web.json_response(self.loaded() | {"pause_s": 0.0, "load_s": 0.0} | self.switch)
 
     async def reload(self, request: web.Request) -> web.Response:
-        run_id = (await request.json()).get("run_id")
+        body = await request.json()
+        run_id = body.get("run_id")
+        self.names.add(body.get("name"))
+        if self.full_of_adapters:
+            return web.json_response({"error": "all 2 adapters of this server are in use (one, two)"}, status=409)
         left = self.lease_left() if self.lease_left is not None else 0.1
         if self.holder not in (None, run_id) and left > 0:
             return web.json_response({"error": f"leased by {self.holder}", "free_in_s": left}, status=409)
@@ -108,7 +119,8 @@ class FakeEngine:
         self.holder, self.branch, self.step, self.hash = run_id, 0, 0, "base"
         return web.json_response(self.loaded())
 
-    async def release(self, _: web.Request) -> web.Response:
+    async def release(self, request: web.Request) -> web.Response:
+        self.names.add((await request.json()).get("name"))
         self.holder = None
         return web.json_response({})
 
@@ -166,15 +178,15 @@ def publish_version(paths, step: int, branch: int = 0, **fields) -> None:
 
 
 async def play_trainer(
-    paths, steps: int, stop: asyncio.Event, delay_s: float = 0.0, done: int = 0, branch: int = 0
+    paths, steps: int, stop: asyncio.Event, delay_seconds: float = 0.0, done: int = 0, branch: int = 0
 ) -> None:
     """Simulate a trainer: publish version n + 1 as soon as batch n exists, starting at n = `done`."""
     from prime_rl.storage.wait_for import watch_directory
 
     async for _ in watch_directory(paths.rollouts_dir, stop):
         while done < steps and paths.rollouts(done).exists():
-            if delay_s:
-                await asyncio.sleep(delay_s)
+            if delay_seconds:
+                await asyncio.sleep(delay_seconds)
             publish_version(paths, done + 1, branch)
             done += 1
         if done == steps:

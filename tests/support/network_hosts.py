@@ -18,7 +18,7 @@ from typing import Any
 _INTERFACE = "eth0"
 _SETTINGS = Path("/etc/netns")
 """`ip netns exec NAMESPACE` binds the files of a folder NAMESPACE over those in /etc."""
-_STOP_S = 60
+_STOP_SECONDS = 60
 _calls = count()
 
 
@@ -33,7 +33,7 @@ def missing() -> str:
         with network_hosts(["probe"]) as (host,):
             host.limit_rate(10)
             done = host.start(["true"], Path(os.devnull))
-            return "" if done.wait(_STOP_S) == 0 else "processes cannot get their own namespaces"
+            return "" if done.wait(_STOP_SECONDS) == 0 else "processes cannot get their own namespaces"
     except (OSError, subprocess.CalledProcessError) as error:
         return f"namespaces cannot be made: {error}"
 
@@ -95,7 +95,7 @@ class NetworkHost:
     def wait(self) -> None:
         """Wait until all processes have ended."""
         for process in self.processes:
-            process.wait(_STOP_S)
+            process.wait(_STOP_SECONDS)
 
     @property
     def _port(self) -> str:

@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
+from prime_rl.core.framing import FrameReader
 from prime_rl.rollouts.clients.generation_messages import (
+    MAX_FRAME_BYTES,
     PATH,
     Completion,
-    FrameReader,
     decode_client_frame,
     decode_server_frame,
 )
@@ -114,7 +115,7 @@ async def _read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 
 async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: Callable[[bytes], None]) -> None:
-    frames = FrameReader()
+    frames = FrameReader(MAX_FRAME_BYTES)
     while data := await reader.read(2**16):
         for frame in frames.feed(data):
             record(frame)

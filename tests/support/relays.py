@@ -11,13 +11,13 @@ from typing import Any
 from loguru import logger
 from starlette.responses import Response
 
-from prime_rl.relay.relay_app import RelayAccess, RelayServer, make_relay_app
-from prime_rl.relay.relay_client import RelayClient
-from prime_rl.relay.run_copier import RunCopier
-from prime_rl.relay.run_files import RunFiles, Writer
 from prime_rl.storage.artifact import publish_artifact
 from prime_rl.storage.batch import ROWS_FILE
 from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.relay.relay_client import RelayClient
+from prime_rl.storage.relay.run_files import RunFiles, Writer
+from prime_rl_relay.relay_app import RelayAccess, RelayServer, make_relay_app
+from prime_rl_relay.run_copier import RunCopier
 
 
 @dataclass
@@ -25,7 +25,8 @@ class RunningRelay:
     """A relay, the requests that it got as (path, value of Range), and what it does to the bytes of files.
 
     `alter` gets each block of a file; it returns what is sent instead, or None to cut the connection. `index`
-    replaces the index. With `ignores_range` files are always sent from their first byte.
+    replaces the index, and `respond` the response to any path and range for which it returns one. With `ignores_range`
+    files are always sent from their first byte.
     """
 
     url: str
@@ -33,6 +34,7 @@ class RunningRelay:
     alter: Callable[[bytes], bytes | None] = lambda block: block
     index: bytes = b""
     ignores_range: bool = False
+    respond: Callable[[str, str], Response | None] = lambda path, given: None
 
     def ranges(self, path: str) -> list[str]:
         """The values of Range of the requests for a file."""
@@ -57,8 +59,9 @@ async def running_relay(root: Path, key: str | None = None) -> AsyncIterator[Run
             if relay.ignores_range:
                 scope = {**scope, "headers": [one for one in scope["headers"] if one[0] != b"range"]}
 
-            if relay.index and scope["path"] == "/index":
-                await Response(relay.index)(scope, receive, send)
+            response = Response(relay.index) if relay.index and scope["path"] == "/index" else None
+            if (response := response or relay.respond(scope["path"], given)) is not None:
+                await response(scope, receive, send)
                 return
 
             async def altered(message: Any) -> None:

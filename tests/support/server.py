@@ -18,9 +18,9 @@ import httpx
 from tests.support.nursery import Forked, start_forked
 
 INFERENCE = "prime_rl.entrypoints.inference"
-START_TIMEOUT_S = 400  # for a heavily loaded machine; 15 s on an idle one
-REQUEST_TIMEOUT_S = 400  # of a long completion or a switch, likewise
-STOP_TIMEOUT_S = 45  # 2 s on an idle machine; less than the 60 s after which a silent node counts as dead
+START_TIMEOUT_SECONDS = 400  # for a heavily loaded machine; 15 s on an idle one
+REQUEST_TIMEOUT_SECONDS = 400  # of a long completion or a switch, on a loaded machine
+STOP_TIMEOUT_SECONDS = 45  # 2 s on an idle machine; less than the 60 s after which a silent node counts as dead
 _PORTS = 16384, 32768  # below the range from which Linux takes any free port
 
 
@@ -32,7 +32,7 @@ class Server:
         process: the API process; its engine is a child.
         url: URL of the server.
         log: output of the server and its engine.
-        started_s: seconds from the start of the process to its first healthy response.
+        started_seconds: seconds from the start of the process to its first healthy response.
         client: HTTP client of the server.
     """
 
@@ -40,7 +40,7 @@ class Server:
     url: str
     model: str
     log: Path
-    started_s: float
+    started_seconds: float
     client: httpx.Client
 
     def post(self, path: str, **body: Any) -> httpx.Response:
@@ -116,11 +116,15 @@ def inference_server(
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_healthy(process, url, log)
-        with httpx.Client(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
+        with httpx.Client(
+            base_url=url, timeout=REQUEST_TIMEOUT_SECONDS, limits=httpx.Limits(max_connections=None)
+        ) as client:
             yield Server(process, url, str(model), log, time.monotonic() - start, client)
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(STOP_TIMEOUT_S) == 0, f"the server did not stop cleanly:\n{log.read_text()[-4000:]}"
+            assert process.wait(STOP_TIMEOUT_SECONDS) == 0, (
+                f"the server did not stop cleanly:\n{log.read_text()[-4000:]}"
+            )
     finally:
         if process.poll() is None:
             process.kill()
@@ -140,7 +144,7 @@ def free_port() -> int:
 
 
 def _wait_healthy(process: subprocess.Popen[bytes] | Forked, url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         assert process.poll() is None, f"the server exited with {process.returncode}:\n{log.read_text()[-4000:]}"
         try:
@@ -148,7 +152,7 @@ def _wait_healthy(process: subprocess.Popen[bytes] | Forked, url: str, log: Path
                 return
         except httpx.TransportError:
             time.sleep(0.1)  # there is no event for an open port
-    raise AssertionError(f"the server was not healthy after {START_TIMEOUT_S} s:\n{log.read_text()[-4000:]}")
+    raise AssertionError(f"the server was not healthy after {START_TIMEOUT_SECONDS} s:\n{log.read_text()[-4000:]}")
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from tests.support.network_hosts import missing as missing_of_hosts
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "nsenter")
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 _ROOT = Path(__file__).parents[2]
-_START_S = 240
+_START_SECONDS = 240
 _ASKED = 3
-_ANSWER_S, _NODE_ANSWER_S = 100, 5
+_ANSWER_SECONDS, _NODE_ANSWER_SECONDS = 100, 5
 """MessageTimeout of all others, whom a busy slurmctld lets wait, and of slurmctld, which notices a lost node by it."""
 _CONTROLLER_CONFIG = "controller.conf"
-_REVOKED_S = 2
+_REVOKED_SECONDS = 2
 """A start in the second in which Slurm ends the one before fails: "Job credential revoked"."""
 # `ip netns exec` hides the control groups, whose version slurmd wants to know.
 _MOUNT_CGROUP = """
@@ -146,7 +146,7 @@ class Slurm:
         job = self.job(number)
         if job["JobState"] != "PENDING":
             self._waiting_since.pop(number, None)
-        elif time.monotonic() - self._waiting_since.setdefault(number, time.monotonic()) > _REVOKED_S:
+        elif time.monotonic() - self._waiting_since.setdefault(number, time.monotonic()) > _REVOKED_SECONDS:
             self.run("scontrol", "update", f"JobId={number}", "StartTime=now")
         return job
 
@@ -217,16 +217,16 @@ def _configure(root: Path, login: NetworkHost, names: list[str], gpus: int) -> N
     key.chmod(0o400)
     lines = [f"NodeName={name} CPUs=2 RealMemory=1000 Gres=gpu:{gpus}" for name in names]
     values = {"login": login.name, "address": login.address, "user": user, "root": root, "nodes": "\n".join(lines)}
-    for file, seconds in (("slurm.conf", _ANSWER_S), (_CONTROLLER_CONFIG, _NODE_ANSWER_S)):
+    for file, seconds in (("slurm.conf", _ANSWER_SECONDS), (_CONTROLLER_CONFIG, _NODE_ANSWER_SECONDS)):
         (root / file).write_text(_CONFIG.format(**values, message_timeout=seconds))
     (root / "gres.conf").write_text(f"NodeName={','.join(names)} Name=gpu File={','.join(map(str, devices))}\n")
 
 
 def _wait_until(holds: Callable[[], bool], what: str, log: Path) -> None:
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + _START_SECONDS
     while not holds():
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {_START_S} s for {what}:\n{log.read_text()[-3000:]}")
+            raise AssertionError(f"waited {_START_SECONDS} s for {what}:\n{log.read_text()[-3000:]}")
         time.sleep(0.1)
 
 

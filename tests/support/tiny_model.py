@@ -78,6 +78,18 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
+def save_random_model(config: Any, path: Path, seed: int) -> Path:
+    """Save a model of transformers' configuration `config` with random weights, and the tokenizer, in `path`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
 def publish_weights(
     run_dir: Path, model_dir: Path, step: int, branch: int = 0, *, overrides: Mapping[str, Any] | None = None
 ) -> Path:

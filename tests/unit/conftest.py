@@ -17,17 +17,20 @@ from datasets import Dataset
 
 def load_environment(
     examples=12, fail=None, prompt="say it", turns=1, spread=False, down=None, stuck=(), bad=(), eval_examples=0,
-    flaky=(),
+    flaky=(), slow=(),
 ):
     """Reward: by example, and by rollout with `spread`; `fail` raises in the environment or the reward.
 
     While there is a file `down`, a dependency cannot be reached; the examples of `stuck` never end, those of `bad` fail
-    when they are scored. The first rollout of each example of `flaky` loses its sandbox after a turn.
+    when they are scored, and the scoring of those of `slow` never ends. The first rollout of each example of `flaky`
+    loses its sandbox after a turn.
     """
     played, lost = itertools.count(), set(flaky)
     rows = [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(examples)]
 
-    def reward(completion, answer, **kwargs):
+    async def reward(completion, answer, **kwargs):
+        if int(answer) in slow:
+            await asyncio.Event().wait()
         if fail == "nan":
             return float("nan")
         if int(answer) in bad:

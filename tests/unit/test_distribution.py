@@ -1,13 +1,17 @@
-"""How tests are divided among workers."""
+"""Which tests a command line selects, and how they are divided among workers."""
 
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.conftest import SECONDS, ByImports
-
-LONGEST = "tests/unit/trainer/test_checkpoint_worlds.py"
+from tests.support.run_order import CLONE, ByImports
 
 
 class Worker:
@@ -32,10 +36,20 @@ class Worker:
         return list(dict.fromkeys(test.split("/")[2] for test in self.given))
 
 
-def divide(collection: list[str], num_workers: int) -> list[Worker]:
+def divide(
+    collection: list[str],
+    num_workers: int,
+    cache: dict[str, Any] | None = None,
+    seconds: dict[str, float] | None = None,
+) -> list[Worker]:
     """Run all tests in turns, one per worker, and return the workers."""
-    option = SimpleNamespace(loadscopereorder=False)
-    config: Any = SimpleNamespace(getvalue=lambda _: ["popen"] * num_workers, option=option)
+    cache, cleanups = {} if cache is None else cache, list[Callable[[], None]]()
+    config: Any = SimpleNamespace(
+        getvalue=lambda _: ["popen"] * num_workers,
+        option=SimpleNamespace(loadscopereorder=False),
+        cache=SimpleNamespace(get=cache.get, set=cache.__setitem__),
+        add_cleanup=cleanups.append,
+    )
     scheduler = ByImports(config, None)
     workers: list[Any] = [Worker(f"gw{i}", collection) for i in range(num_workers)]
     for worker in workers:
@@ -45,8 +59,11 @@ def divide(collection: list[str], num_workers: int) -> list[Worker]:
     while scheduler.has_pending:
         for worker in workers:
             if worker.num_run < len(worker.given):
-                scheduler.mark_test_complete(worker, collection.index(worker.given[worker.num_run]))
+                test = worker.given[worker.num_run]
+                scheduler.mark_test_complete(worker, collection.index(test), (seconds or {}).get(test, 0.0))
                 worker.num_run += 1
+    for cleanup in cleanups:
+        cleanup()
     return workers
 
 
@@ -72,11 +89,76 @@ def test_each_test_runs_once_and_files_stay_together() -> None:
         assert len(set(files)) == sum(1 for i, file in enumerate(files) if i == 0 or files[i - 1] != file)
 
 
-def test_longest_scope_starts_first() -> None:
-    [worker] = divide([*files_of("configs", 2), f"{LONGEST}::test_it"], 1)
-    assert worker.given[0] == f"{LONGEST}::test_it"
+def test_scope_that_took_longest_in_the_last_run_starts_first() -> None:
+    collection, cache = files_of("configs", 3), dict[str, Any]()
+    [worker] = divide(collection, 1, cache, seconds={collection[4]: 5.0, collection[5]: 2.0, collection[8]: 6.0})
+    assert worker.given == collection, "nothing is recorded yet"
+    [worker] = divide(collection, 1, cache)
+    assert worker.given == [*collection[4:8], *collection[8:], *collection[:4]]
 
 
-@pytest.mark.parametrize("scope", SECONDS)
-def test_scopes_with_a_duration_exist(scope: str, request: pytest.FixtureRequest) -> None:
-    assert (request.config.rootpath / scope).exists()
+ROOT = Path(__file__).parents[2]
+
+
+def test_record_of_a_fresh_clone_names_tests_that_exist() -> None:
+    assert [scope for scope in json.loads(CLONE.read_text()) if not (ROOT / scope).exists()] == []
+
+
+TESTS = """
+import pytest
+
+def test_plain(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+@pytest.mark.gpu
+def test_gpu(): pass
+
+@pytest.mark.extended
+def test_extended(): pass
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_extended_slow(): pass
+"""
+
+
+CASES: list[tuple[list[str], set[str]]] = [
+    ([], {"plain", "slow", "gpu"}),
+    (["-m", "not gpu"], {"plain", "slow"}),
+    (["-m", "not slow"], {"plain", "gpu"}),
+    (["--extended"], {"plain", "slow", "gpu", "extended", "extended_slow"}),
+    (["-m", "extended"], {"extended", "extended_slow"}),
+    (["-m", "extended and not slow"], {"extended"}),
+    (["-m", "not extended and not gpu"], {"plain", "slow"}),
+    (["-m", "slow or gpu"], {"slow", "gpu"}),
+    (["--extended", "-m", "extended"], {"extended", "extended_slow"}),
+    (["--extended", "-m", "extended and not slow"], {"extended"}),
+]
+COLLECT_ALL = f"""
+import pytest
+for arguments, _ in {CASES}:
+    print("case", flush=True)
+    pytest.main(["--collect-only", "-q", "-n", "0", *arguments])
+"""
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The output of each case; one process collects all, because the imports take two seconds."""
+    root = tmp_path_factory.mktemp("selection")
+    shutil.copy(ROOT / "pyproject.toml", root)
+    (root / "tests").mkdir()
+    shutil.copy(ROOT / "tests/support/run_order.py", root / "conftest.py")
+    (root / "tests/test_it.py").write_text(TESTS)
+    done = subprocess.run([sys.executable, "-c", COLLECT_ALL], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("case\n")[1:]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(arguments) for arguments, _ in CASES])
+def test_marks_select_the_documented_tests(outputs: list[str], number: int) -> None:
+    assert len(outputs) == len(CASES)
+    found = {line.split("::test_")[1] for line in outputs[number].splitlines() if "::test_" in line}
+    assert found == CASES[number][1], outputs[number]

@@ -2,41 +2,30 @@
 
 import ast
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.support.sources import SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md")]
     + [
         page
-        for folder in ("benchmarks", "configs", "docker", "docs", "environments", "examples")
+        for folder in ("benchmarks", "configs", "deploy", "docker", "docs", "environments", "examples", "packages")
         for page in (ROOT / folder).rglob("*.md")
-        if page.name != "review_findings.md"  # names of an earlier commit
     ]
 )
-SCRIPTS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"])
 TOOLS = {
-    "codespell",
-    "hf",
-    "lint-imports",
-    "mypy",
-    "pre-commit",
-    "pytest",
-    "python",
-    "ruff",
-    "torchrun",
-    "tensorboard",
-    "trackio",
-    "wandb",
-}
+    "codespell", "hf", "lint-imports", "mypy", "pre-commit", "pytest", "python", "ruff", "torchrun", "tensorboard",
+    "trackio", "wandb",
+}  # fmt: skip
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 RUN = re.compile(r"\buv run\b([^`\n|#]*)")
 RECIPE = re.compile(r"\bconfigs/[\w./{},-]+\.toml\b")
-FILE = re.compile(r"(?:`|\s)((?:benchmarks|deploy|docker|docs|environments|scripts|src|tests)/[\w./-]*\w)")
+FILE = re.compile(r"(?:`|\s)((?:benchmarks|deploy|docker|docs|environments|packages|scripts|src|tests)/[\w./-]*\w)")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -72,7 +61,7 @@ def test_links_lead_somewhere(page):
 
 @each_page
 def test_commands_exist(page):
-    unknown = set(commands(page.read_text())) - SCRIPTS - TOOLS
+    unknown = set(commands(page.read_text())) - SCRIPTS.keys() - TOOLS
     assert not unknown, f"neither scripts of pyproject.toml nor known tools: {unknown}"
 
 
@@ -115,7 +104,6 @@ def test_life_of_a_rollout_names_existing_code():
     links = re.findall(r"\[`([\w.]+)`\]\(([^)#]+\.py)\)", text)
     defined = {path: definitions((page.parent / path).resolve()) for _, path in links}
     assert re.findall(r"^## (\d+)\.", text, re.MULTILINE) == [str(number) for number in range(1, 13)]
-    assert 0 < len(defined) <= 45, "a rollout crosses too many files"
     missing = [(name, path) for name, path in links if name not in defined[path]]
     assert not missing, f"not defined in the linked file: {missing}"
     mentioned = set(re.findall(r"`([a-z_]\w*)`", text.partition("## 1.")[2])) - {"seq_len"}
@@ -129,10 +117,15 @@ def test_docs_index_links_every_page():
     assert pages - {"README.md"} <= linked
 
 
+def test_pages_for_users_stay_few_and_short():
+    pages = list((ROOT / "docs").glob("*.md"))
+    words = sum(len(page.read_text().split()) for page in pages)
+    assert len(pages) <= 26 and words <= 20_000, f"{len(pages)} pages, {words} words: merge or shorten one"
+
+
 def test_every_script_is_in_the_readme():
-    assert set(commands((ROOT / "README.md").read_text())) >= SCRIPTS - {
-        "trainer"
-    }  # the README shows it under torchrun
+    elsewhere = {"trainer", "vf-rl"}  # the README shows it under torchrun; another name of `rl`, in configs/aqua_rat
+    assert set(commands((ROOT / "README.md").read_text())) >= SCRIPTS.keys() - elsewhere
 
 
 def test_a_gap_in_a_page_is_seen(tmp_path):
@@ -146,3 +139,15 @@ def test_a_gap_in_a_page_is_seen(tmp_path):
         test_commands_exist(page)
     with pytest.raises(AssertionError, match=re.escape("configs/none.toml")):
         test_recipes_and_files_exist(page)
+
+
+def test_duration_of_the_quickstart_is_the_same_on_every_page():
+    pages = ("README.md", "docs/quickstart.md", "configs/reverse_text/README.md")
+    lines = [
+        line
+        for page in pages
+        for line in (ROOT / page).read_text().splitlines()
+        if "cores" in line and "tests" not in line
+    ]
+    found = [minutes for line in lines for minutes in re.findall(r"(\w+) minutes", line)]
+    assert len(found) >= 4 and set(found) == {found[0]}, found

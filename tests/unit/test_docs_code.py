@@ -2,7 +2,7 @@
 
 Here are the fragments. Programs run in tests/integration/api/test_documented_programs.py, the recipes of
 docs/extending.md in tests/unit/test_extending.py, the W&B loop of docs/monitoring.md in
-tests/unit/plots/test_rl_metrics_tracker.py.
+tests/unit/test_plots.py.
 """
 
 import ast
@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.isolation import needs_isolation
 from tests.unit.test_docs import PAGES, ROOT
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ELSEWHERE = {"README.md", "docs/python_api.md", "docs/extending.md", "docs/monitoring.md"}
+ELSEWHERE = {"README.md", "docs/python_api.md", "docs/extending.md", "docs/monitoring.md", "docs/tinker.md"}
 
 
 @dataclass
@@ -79,13 +80,20 @@ FRAGMENTS = [
         "async with Sandbox",
         lambda names: names["result"].stdout == "cba\n" and all(one.passed for one in names["results"]),
         lambda folder: {"code": "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(5)"},
-        (pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),),
+        (needs_isolation,),
     ),
     Fragment(
         "docs/sandbox.md",
         "PythonEnv",
         lambda names: type(names["load_environment"]()).__name__ == "PythonEnv",
         dataset_and_rubric,
+        (needs_isolation,),
+    ),
+    Fragment(
+        "packages/sandbox/README.md",
+        "async with Sandbox",
+        lambda names: names["result"].stdout == "cba\n" and names["results"][0].passed,
+        marks=(needs_isolation,),
     ),
     Fragment(
         "docs/design/deltas.md",

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.environments.environment_id import find_environment
+from prime_rl.rollouts.environment_id import find_environment
 
 
 @pytest.fixture
@@ -19,6 +19,8 @@ def folder(tmp_path, monkeypatch):
     for name in ("my_env", "path/other_env", "path/json", "own_package/__init__", "path/my-env", "reverse_text"):
         (tmp_path / f"{name}.py").write_text("LOADED = True\n")
     (tmp_path / "no_package").mkdir()
+    (tmp_path / "own_package/x").mkdir()
+    (tmp_path / "own_package/x/x.py").write_text("LOADED = True\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
@@ -26,37 +28,28 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "env_id",
-    [
-        "reverse_text",
-        "reverse-text",
-        "Reverse_Text",
-        "someone/reverse_text@0.1.0",
-        "a/reverse_text@0.1",
-        "x/reverse-text@latest",
-    ],
-)
+    ["reverse_text", "reverse-text", "Reverse_Text", "someone/reverse_text@0.1.0", "a/reverse_text@0.1",
+     "x/reverse-text@latest"],
+)  # fmt: skip
 def test_id_of_an_installed_environment_is_its_module(env_id):
     found = find_environment(env_id)
     assert (found.module, found.directory) == ("reverse_text", None)
+    assert find_environment("harleycooper/nanochatAquaRat").module == "nanochatAquaRat", "a package with capitals"
 
 
-def test_id_keeps_the_case_of_a_package_that_has_capitals():
-    assert find_environment("harleycooper/nanochatAquaRat").module == "nanochatAquaRat"
-
-
-@pytest.mark.parametrize("env_id", ["someone/no-such-env@1.0", "", "a b", "owner/", "@1.0", "no_package"])
+@pytest.mark.parametrize("env_id", ["someone/no-such-env@1.0", "", "a b", "@1.0", "no_package"])
 def test_id_of_nothing_installed_names_the_commands(env_id, folder):
     with pytest.raises(ConfigError) as caught:
         find_environment(env_id, "orchestrator.env.0.id")
-    assert str(caught.value).startswith(f"orchestrator.env.0.id = {env_id} is not installed; run `uv pip install -e")
+    assert str(caught.value).startswith(f"orchestrator.env.0.id = {env_id} is not installed; run `prime env")
     assert f"`prime env install {env_id}`" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "env_id, hint",
     [
-        ("revers_text", "did you mean reverse_text? Otherwise run `uv pip install"),
-        ("my_evn", "did you mean my_env? Otherwise run `uv pip install"),
+        ("revers_text", "did you mean reverse_text? Otherwise run `prime env install"),
+        ("my_evn", "did you mean my_env? Otherwise run `prime env install"),
         ("my_env.py:load_environment", "for your file, write my_env.py; its function is load_environment()"),
     ],
 )
@@ -81,6 +74,10 @@ def test_id_of_another_version_is_refused():
         ("./my_env.py", "my_env.py"),
         ("own_package", "own_package/__init__.py"),
         ("path/other_env.py", "path/other_env.py"),
+        ("own_package/", "own_package/__init__.py"),
+        ("./own_package", "own_package/__init__.py"),
+        ("own_package/__init__.py", "own_package/__init__.py"),
+        ("own_package/x/", "own_package/x/x.py"),
     ],
 )
 def test_id_of_a_file_is_its_module_and_can_be_imported(env_id, file, folder, monkeypatch):
@@ -94,11 +91,13 @@ def test_id_of_a_file_is_its_module_and_can_be_imported(env_id, file, folder, mo
 @pytest.mark.parametrize(
     "env_id, message",
     [
+        ("owner/", r"e = owner/: there is no such file \(looked in .*\)"),
         ("path/missing.py", r"e = path/missing\.py: there is no such file \(looked in .*\)"),
-        ("path/json.py", r"e = path/json\.py: .*json/__init__\.py is also called json; rename your file"),
         ("path/my-env.py", r"e = path/my-env\.py: 'my-env' cannot be imported; rename the file to letters"),
         ("reverse_text", r"e = reverse_text is both .*/reverse_text\.py and the installed .*; rename the first"),
         ("path/other_env", r"e = path/other_env is not installed; for your file, write path/other_env\.py"),
+        ("own_package/x", r"e = own_package/x is not installed; for your directory, write own_package/x/"),
+        ("./no_package", r"e = \./no_package: there is no such file"),
     ],
 )
 def test_id_of_a_file_that_cannot_be_used_is_one_line(env_id, message, folder):
@@ -114,7 +113,43 @@ def test_id_with_an_owner_never_means_a_file(folder):
 
 
 def test_label_of_a_file_is_its_name():
-    assert EnvConfig(id="path/my_env.py").label == "my_env"
+    for env_id in ("path/my_env.py", "path/my_env/", "./my_env", "path/my_env/__init__.py"):
+        assert EnvConfig(id=env_id).label == "my_env"
+    assert EnvConfig(id="owner/my_env").label == "owner/my_env"
+
+
+def test_file_with_the_name_of_another_module_is_loaded_under_another_name(folder):
+    """An installed package, one of the standard library, and a file of another directory."""
+    for name in ("first", "second"):
+        (folder / name / "neighbour_package").mkdir(parents=True)
+        (folder / name / "gsm8k.py").write_text(
+            "from env_neighbour import WHERE\nimport neighbour_package.part as part\n"
+        )
+        (folder / name / "env_neighbour.py").write_text(f"WHERE = {name!r}\n")
+        (folder / name / "neighbour_package/__init__.py").touch()
+        (folder / name / "neighbour_package/part.py").write_text(f"WHERE = {name!r}\n")
+    (folder / "path/json.py").write_text("import json\nREAL = json.dumps(1)\n")
+    before = set(sys.modules)
+    try:
+        loaded = [find_environment(f"{name}/gsm8k.py").load() for name in ("first", "second", "first")]
+        assert [module.WHERE for module in loaded] == ["first", "second", "first"]
+        assert [module.part.WHERE for module in loaded] == ["first", "second", "first"]
+        assert loaded[0] is loaded[2] and all(sys.modules[module.__name__] is module for module in loaded)
+        assert find_environment("path/json.py").load().REAL == "1"
+        assert find_environment("gsm8k").directory is None
+    finally:
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+
+
+def test_package_with_the_name_of_an_installed_one_imports_its_own_modules(folder):
+    package = folder / "mine/reverse_text"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from . import part\nfrom .part import WHERE\n")
+    (package / "part.py").write_text("WHERE = 'mine'\n")
+    module = find_environment("mine/reverse_text/").load()
+    assert module.WHERE == "mine" and module.__name__ != "reverse_text"
+    assert Path(module.part.__file__) == package / "part.py"
 
 
 @pytest.mark.slow

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from prime_rl.configs.advantage import CustomAdvantageConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.rollouts.advantage import CustomAdvantageConfig
 from prime_rl.configs.training.loss import CustomLossConfig
 from prime_rl.orchestrator.algorithms.advantages import Scores, advantage_function
 from prime_rl.rollouts.clients.inference_client import InferenceClient
-from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.trainer.losses import build_loss
+from prime_rl.rollouts.workers import worker_main
+from prime_rl.trainer.losses.loss_functions import build_loss
 from prime_rl.trainer.losses.loss_inputs import LossInputs
 from tests.support.fake_engine import fake_engine
 from tests.support.tiny_model import make_tokenizer
@@ -56,12 +56,15 @@ def test_minimal_loop_at_async_level_1_trains_on_the_sampler_before(monkeypatch)
     assert steps[2][3].means["mismatch_kl"] > 1e-6
 
 
-@pytest.mark.parametrize("example", ["loss", "advantage"])
+@pytest.mark.parametrize("example", ["loss", "advantage", "curriculum"])
 def test_command_of_an_example_resolves(example, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = RLConfig.load(typed_command(EXAMPLES / f"extend/{example}.py"))
-    chosen = config.trainer.loss if example == "loss" else config.orchestrator.advantage
-    assert chosen.type == "custom"
+    orchestrator = config.orchestrator
+    blocks = {"loss": config.trainer.loss, "advantage": orchestrator.advantage, "curriculum": orchestrator.buffer}
+    chosen = blocks[example]
+    assert chosen.type == ("curriculum" if example == "curriculum" else "custom")
+    assert chosen.import_path.startswith(f"examples.extend.{example}:")
 
 
 def test_custom_loss_of_the_example_is_bounded_and_masked(monkeypatch):
@@ -88,7 +91,7 @@ async def test_environment_of_the_example_rewards_and_measures(monkeypatch):
     monkeypatch.chdir(ROOT)
     tokenizer = make_tokenizer()
     config = RLConfig.load(typed_command(EXAMPLES / "extend/count_letters.py")[2:]).orchestrator.env[0]
-    environment = environment_loader.load(config, Renderer(tokenizer), "train")
+    environment = worker_main.load(config, Renderer(tokenizer), "train")
     async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
         replies = iter(["0", "10", "no idea"])
         fake.reply = lambda body: (

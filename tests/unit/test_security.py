@@ -6,35 +6,33 @@ import io
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from loguru import logger
 from pydantic import BaseModel
 from rich.console import Console
 
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.configs.eval import EvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.configs.synthesize import SynthesizeConfig
 from prime_rl.configs.trainer import TrainerConfig
-from prime_rl.core import entry_point
+from prime_rl.core import entry_point, logs
 from prime_rl.core.api_key import read_api_key
 from prime_rl.core.entry_point import run_main
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.core.logs import logging
 from prime_rl.core.terminal_escape import escape_control_chars
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.workers.protocol import LoadEnvironment, ModelAccess
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor import preflight
 from prime_rl.supervisor.launch_specs import make_process_specs
+from tests.support.sources import SOURCES
 from tests.support.tiny_model import make_tiny_model
 
-SOURCE = Path(__file__).parents[2] / "src/prime_rl"
 KEY = "k-9d1f27c4e6"
 ROOTS = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig, SynthesizeConfig)
 
@@ -79,7 +77,7 @@ def test_key_is_not_in_representations_or_logs(monkeypatch, capsys):
     assert access.api_key == KEY and KEY not in repr(access)
     assert KEY not in repr(LoadEnvironment(EnvConfig(id="e"), "train", access))
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    logging.set_up_logging("info", utc=False)
+    logs.set_up_logging("info", utc=False)
     try:
         held = {"api_key": KEY}
         assert held["none"]
@@ -156,7 +154,7 @@ def test_remote_code_is_off_by_default():
 
 def test_model_with_code_does_not_execute_it(tmp_path):
     pytest.importorskip("torch")
-    from prime_rl.configs.shared.blocks import TokenizerConfig
+    from prime_rl.configs.base_model import TokenizerConfig
     from prime_rl.configs.training.model import TrainerModelConfig
     from prime_rl.trainer.model import policy_model as trainer_model
 
@@ -168,7 +166,7 @@ def test_model_with_code_does_not_execute_it(tmp_path):
         told |= {"auto_map": {entry: own}, "model_type": "own", "tokenizer_class": "A"}
         (path / name).write_text(json.dumps(told))
     with pytest.raises(ConfigError):
-        trainer_model._hf_config(TrainerModelConfig(name=str(path)))
+        trainer_model._hf_config(TrainerModelConfig(name=str(path)), path)
     with pytest.raises(ConfigError):
         trainer_model.load_tokenizer(TokenizerConfig(), TrainerModelConfig(name=str(path)))
     Renderer.load(str(path))
@@ -176,25 +174,29 @@ def test_model_with_code_does_not_execute_it(tmp_path):
 
 
 def test_source_uses_neither_pickle_nor_eval():
-    """But for torch's checkpoint metadata, whose reader has an allowlist (`trainer/checkpoints/dcp_reader.py`), the
-    process in the sandbox that runs the model's code (`sandbox/jail/jail_program.py`), and the functions that a Python
-    program hands to its own run, which become Python files there (`api/shipped_code.py`)."""
+    """But for torch's checkpoint metadata, whose reader has an allowlist (`trainer/checkpoints/trainer_state.py`), the
+    process in the sandbox that runs the model's code (`jail_child.py`), and the functions that a Python program hands
+    to its own run, which become Python files there (`api/run_arguments.py`)."""
     wrong = {
         ("pickle",), ("cloudpickle",), ("dill",), ("marshal",), ("shelve",), ("joblib",), ("eval",), ("exec",),
         ("torch", "load"), ("torch", "jit", "load"), ("yaml", "load"), ("yaml", "unsafe_load"),
     }  # fmt: skip
     found = set()
-    for file in SOURCE.rglob("*.py"):
+    for name, file in SOURCES.items():
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
             names += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
-            parts = [tuple(name.split(".")) for name in names]
+            parts = [tuple(each.split(".")) for each in names]
             if any(part[: len(bad)] == bad for part in parts for bad in wrong):
-                found.add(str(file.relative_to(SOURCE)))
+                found.add(name)
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
-                found.add(str(file.relative_to(SOURCE)))
-    assert found == {"trainer/checkpoints/dcp_reader.py", "sandbox/jail/jail_program.py", "api/shipped_code.py"}
+                found.add(name)
+    assert found == {
+        "prime_rl/trainer/checkpoints/trainer_state.py",
+        "prime_rl_sandbox/jail/jail_child.py",
+        "prime_rl/api/run_arguments.py",
+    }
 
 
 # Text of others
@@ -210,7 +212,7 @@ def test_escape_control_chars_replaces_terminal_controls():
 
 def test_log_escapes_control_chars_of_a_rollout(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    logging.set_up_logging("info", utc=False)
+    logs.set_up_logging("info", utc=False)
     logger.warning("group {} is played again: {}", 1, NASTY)
     assert f"group 1 is played again: {SHOWN}" in stream.getvalue()
 
@@ -245,7 +247,7 @@ def test_rl_escapes_control_chars_of_a_process_log(tmp_path):
     log.write_text(f"{NASTY}\n[/nothing]\n")
     role = ProcessSpec("trainer", [], {}, log, tmp_path / "none.json")
     console = Console(file=io.StringIO(), force_terminal=True, width=200, highlight=False, markup=False)
-    launch._explain(Outcome(role, 1), console)
+    launch.explain(Outcome(role, 1), console)
     shown = console.file.getvalue()
     assert "[/nothing]" in shown and "[out]" in shown
     assert all(line in shown for line in SHOWN.replace("\t", " ").splitlines()[1:])
@@ -254,5 +256,5 @@ def test_rl_escapes_control_chars_of_a_process_log(tmp_path):
 
 def test_wandb_tables_of_rollouts_are_plain_text():
     """`wandb.Html` would run a script that a model writes. The page's login form is a constant."""
-    for file in set(SOURCE.rglob("*.py")) - {SOURCE / "page/page_access.py"}:
-        assert not re.search(r"\b(Html|Markdown|from_markup|HTMLResponse)\b", file.read_text()), file
+    for name in SOURCES.keys() - {"prime_rl_page/page_access.py"}:
+        assert not re.search(r"\b(Html|Markdown|from_markup|HTMLResponse)\b", SOURCES[name].read_text()), name

@@ -9,10 +9,7 @@ import pytest
 
 from tests.support import slurm
 
-pytestmark = [
-    pytest.mark.extended,
-    pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
-]
+pytestmark = [pytest.mark.extended, pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing())]
 SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "rl.sbatch"
 # Records its node and arguments, then runs the command in the variable DO_<name>.
 UV = """\
@@ -47,14 +44,18 @@ def cluster(tmp_path_factory):
         yield running
 
 
+def put_uv(folder):
+    folder.chmod(0o755)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "uv").write_text(UV)
+    (folder / "bin" / "uv").chmod(0o755)
+    return folder / "bin"
+
+
 @pytest.fixture
 def job(cluster, tmp_path):
     """Submit the script: `job(servers, started, orchestrator="exit 0", ...)`; returns exit code, log, calls."""
-    tmp_path.chmod(0o755)
-    programs, target, output = tmp_path / "bin", tmp_path / "target", tmp_path / "link"
-    programs.mkdir()
-    (programs / "uv").write_text(UV)
-    (programs / "uv").chmod(0o755)
+    programs, target, output = put_uv(tmp_path), tmp_path / "target", tmp_path / "link"
     target.mkdir()
     output.symlink_to(target)
     log = tmp_path / "log"
@@ -160,10 +161,7 @@ def test_slurm_job_sigterm_of_the_batch_script_stops_all(job, tmp_path, busy):
 
 
 def test_one_node_job_resumes_when_it_is_requeued_and_passes_sigterm_on(cluster, tmp_path):
-    tmp_path.chmod(0o755)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "uv").write_text(UV)
-    (tmp_path / "bin" / "uv").chmod(0o755)
+    put_uv(tmp_path)
     log, calls = tmp_path / "log", tmp_path / "calls"
     given = {
         "PATH": f"{tmp_path}/bin:{cluster.environment['PATH']}", "OUTPUT_DIR": str(tmp_path), "STARTED": "1",
@@ -230,8 +228,8 @@ def test_rl_slurm_requeued_run_resumes_and_finishes(cluster, tmp_path):
     ]  # fmt: skip
     done = cluster.run(*command, timeout=120, PATH=folders, VIRTUAL_ENV=sys.prefix)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("Submitted batch job ")
-    number = done.stdout.split()[3].rstrip(";")
+    assert done.stdout.startswith("submitted job ")
+    number = done.stdout.split()[2].rstrip(";")
     log = output / "logs" / f"slurm-{number}.log"
     requeue(
         cluster, number, (output / "checkpoints" / "step_2" / "COMMITTED").exists,

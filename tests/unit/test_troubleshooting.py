@@ -8,6 +8,7 @@ import pytest
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from tests.support.sources import SOURCES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
@@ -26,7 +27,7 @@ def literals(path):
 
 @pytest.fixture(scope="module")
 def source():
-    return ["\n".join(literals(path)) for path in sorted((ROOT / "src").rglob("*.py"))]
+    return ["\n".join(literals(path)) for path in SOURCES.values()]
 
 
 @pytest.mark.parametrize("message", MESSAGES)

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from agentic.repositories import make_repairs, read_repair
 
-from .environment_tools.rows import Source, pick
-from .environment_tools.sandboxed import require_prime_rl
+from .environment_tools.rows import pick, read_splits
+from .environment_tools.sandboxed import require_sandbox
 
 if TYPE_CHECKING:
     from verifiers import StatefulToolEnv
@@ -58,8 +58,8 @@ def load_environment(
         system_prompt: the system message; "" for none, None for that of the task.
 
     Raises:
-        ValueError: a missing or malformed file, invalid arguments, or prime-rl is not installed for repair.
-        ConfigError: for repair, this machine cannot isolate code.
+        ValueError: a missing or malformed file, invalid arguments, or prime-rl-sandbox is not installed for repair.
+        SandboxConfigError: for repair, this machine cannot isolate code.
     """
     if task not in TASKS:
         raise ValueError(f"task is {task!r}, not {' or '.join(TASKS)}")
@@ -81,13 +81,13 @@ def load_environment(
             PLANNING_PROMPT if system_prompt is None else system_prompt,
             max_turns or 2 * max_actions,
         )
-    require_prime_rl("agentic with task = repair")
+    require_sandbox("agentic with task = repair")
     from agentic.repair import RepairEnv
 
     if data_path or dataset_name:
-        train = Source(data_path, dataset_name or "", dataset_subset, train_split).examples(read_repair)
-        other = Source(eval_data_path or data_path, dataset_name or "", dataset_subset, eval_split)
-        evaluation = other.examples(read_repair) if eval_data_path or not data_path else train
+        train, evaluation = read_splits(
+            read_repair, data_path, eval_data_path, dataset_name, dataset_subset, train_split, eval_split
+        )
     else:
         train = list(make_repairs(seed, "train", num_generated))
         evaluation = list(make_repairs(seed, "eval", num_eval))

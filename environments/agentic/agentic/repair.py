@@ -8,10 +8,17 @@ from typing import Any
 import verifiers as vf
 
 from agentic.repositories import MAX_FILES, RepairTask, check_file
-from prime_rl.sandbox.comparison import is_equal
-from prime_rl.sandbox.execution import ExecutionRequest, ExecutionResult, SandboxError, TestCase, Verdict
-from prime_rl.sandbox.function_call import build_call, read_call_result
-from prime_rl.sandbox.shared_sandbox import SharedSandbox
+from prime_rl_sandbox.comparison import is_equal_value
+from prime_rl_sandbox.execution import (
+    ExecutionRequest,
+    ExecutionResult,
+    SandboxError,
+    TestCase,
+    Verdict,
+    build_call,
+    read_call_result,
+)
+from prime_rl_sandbox.shared_sandbox import SharedSandbox
 
 from .environment_tools.prompts import ERROR, describe_error, make_dataset
 
@@ -147,7 +154,7 @@ class RepairEnv(vf.StatefulToolEnv):
         )
         result = await self._execute(replace(call, files=files))
         try:
-            return result.ok and is_equal(read_call_result(result), test.expected, "exact")
+            return result.ok and is_equal_value(read_call_result(result), test.expected)
         except ValueError:
             return False
 

@@ -1,6 +1,5 @@
 """The environment: arithmetic questions, a calculator tool, and a reward for the right final answer."""
 
-import re
 from fractions import Fraction
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -8,18 +7,17 @@ from typing import TYPE_CHECKING, Any
 from calculator.arithmetic import evaluate, show
 from calculator.questions import LEVELS, Level, make_questions
 
+from .environment_tools.answers import last_tagged
+from .environment_tools.numbers import number_of
+from .environment_tools.prompts import ERROR, describe_error, final_reply, make_dataset, tool_results
+
 if TYPE_CHECKING:
-    from datasets import Dataset
     from verifiers import ToolEnv
 
 SYSTEM_PROMPT = (
     "Answer the question. Use the tool `calculate` for the arithmetic. When you know the result, reply with the number "
     "between <answer> and </answer>."
 )
-ERROR = "error: "
-
-_ANSWER = re.compile(r"<answer>([^<]{0,200})</answer>")
-_NUMBER = re.compile(r"[-+\u2212]?[0-9,]+(?:\.[0-9]+)?", re.ASCII)
 
 
 def load_environment(
@@ -36,8 +34,9 @@ def load_environment(
 ) -> "ToolEnv":
     """Make the environment: a question such as "What is (12 + 7) * 3?" and one tool, `calculate`.
 
-    The reward is 1 if the last message has exactly one <answer>, the right number, and calls no tool. `has_answer` and
-    `tool_errors` (calls that failed) are metrics with weight 0, in addition to verifiers' counts of turns and calls.
+    The reward is 1 if the last <answer> of the last message is the right number, and that message calls no tool.
+    `has_answer` and `tool_errors` (calls that failed) are metrics with weight 0, in addition to verifiers' counts of
+    turns and calls.
 
     Args:
         difficulty: "easy" (+ -), "medium" (+ - *) or "hard" (+ - * /); sets the three arguments that follow.
@@ -78,9 +77,9 @@ def load_environment(
     return vf.ToolEnv(
         tools=[calculate],
         max_turns=max_turns,
-        error_formatter=_describe,
+        error_formatter=describe_error,
         dataset=_dataset(train, system_prompt),
-        eval_dataset=_dataset(evaluation, system_prompt) if evaluation else None,
+        eval_dataset=_dataset(evaluation, system_prompt, len(train)) if evaluation else None,
         rubric=vf.Rubric(funcs=[correct_answer, has_answer, tool_errors], weights=[1.0, 0.0, 0.0]),
     )
 
@@ -97,15 +96,11 @@ def calculate(expression: str) -> str:
 
 
 def final_answer(completion: Any) -> Fraction | None:
-    """Return the number in the one <answer> of the last message, if that is the model's and calls no tool."""
-    last = completion[-1] if completion else {}
-    if _field(last, "role") != "assistant" or _field(last, "tool_calls"):
-        return None
-    text = _field(last, "content")
-    answers = _ANSWER.findall(text) if isinstance(text, str) and text.count("<answer>") == 1 else []
-    if len(answers) != 1 or not _NUMBER.fullmatch(number := answers[0].strip()):
-        return None
-    return Fraction(number.replace(",", "").replace("\u2212", "-")) if number.strip(",+-\u2212") else None
+    """Return the number in the last <answer> of the last message, if that is the model's and calls no tool.
+
+    A calculation is no number: it would be the question again.
+    """
+    return number_of(last_tagged(final_reply(completion)) or "", evaluate=False)
 
 
 def has_answer(completion: Any) -> float:
@@ -115,26 +110,11 @@ def has_answer(completion: Any) -> float:
 
 def tool_errors(completion: Any) -> float:
     """Count the calls that failed: no expression, no such tool, a value too big."""
-    return float(sum(text.startswith(ERROR) for text in _tool_results(completion)))
+    return float(sum(text.startswith(ERROR) for text in tool_results(completion)))
 
 
 def _successful_calls(completion: Any) -> int:
-    return sum(not text.startswith(ERROR) for text in _tool_results(completion))
-
-
-def _tool_results(completion: Any) -> list[str]:
-    return [str(_field(message, "content")) for message in completion if _field(message, "role") == "tool"]
-
-
-def _field(message: Any, name: str) -> Any:
-    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
-
-
-def _describe(error: Exception) -> str:
-    """Return one short line for the model that states what failed; some messages repeat its own text."""
-    if isinstance(error, KeyError):
-        return f"{ERROR}there is no such tool, only `calculate`"
-    return ERROR + " ".join(str(error).split())[:200]
+    return sum(not text.startswith(ERROR) for text in tool_results(completion))
 
 
 def _others(train: list[tuple[str, int]], seed: int, level: Level, count: int) -> list[tuple[str, int]]:
@@ -148,9 +128,5 @@ def _others(train: list[tuple[str, int]], seed: int, level: Level, count: int) -
     return fresh
 
 
-def _dataset(questions: list[tuple[str, int]], system_prompt: str) -> "Dataset":
-    from datasets import Dataset
-
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    prompts = [[*system, {"role": "user", "content": f"What is {text}?"}] for text, _ in questions]
-    return Dataset.from_dict({"prompt": prompts, "answer": [str(value) for _, value in questions]})
+def _dataset(questions: list[tuple[str, int]], system_prompt: str, first: int = 0) -> Any:
+    return make_dataset(((f"What is {text}?", str(value)) for text, value in questions), system_prompt, first)

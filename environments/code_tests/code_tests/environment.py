@@ -8,13 +8,13 @@ from code_tests.problems import STYLES, Problem, make_problems, read_problem
 from code_tests.scoring import Outcome, grade
 
 from .environment_tools.prompts import make_dataset
-from .environment_tools.rows import Source, pick
-from .environment_tools.sandboxed import require_prime_rl
+from .environment_tools.rows import pick, read_splits
+from .environment_tools.sandboxed import require_sandbox
 
 if TYPE_CHECKING:
     from verifiers import SingleTurnEnv
 
-    from prime_rl.sandbox.shared_sandbox import SharedSandbox
+    from prime_rl_sandbox.shared_sandbox import SharedSandbox
 
 SYSTEM_PROMPT = "Solve the problem in Python. End with the complete code in one block between ```python and ```."
 _OUTCOME = "code_tests_outcome"
@@ -60,8 +60,8 @@ def load_environment(
         system_prompt: the system message; "" for none.
 
     Raises:
-        ValueError: a missing or malformed file, invalid arguments, or prime-rl is not installed.
-        ConfigError: this machine cannot isolate code.
+        ValueError: a missing or malformed file, invalid arguments, or prime-rl-sandbox is not installed.
+        SandboxConfigError: this machine cannot isolate code.
     """
     import verifiers as vf
 
@@ -71,13 +71,13 @@ def load_environment(
         raise ValueError(f"style is {style!r}, not {' or '.join(STYLES)}")
     if timeout_ms <= 0 or max_tests < 1 or num_generated < 1:
         raise ValueError("timeout_ms, max_tests and num_generated must be positive")
-    require_prime_rl("code_tests")
-    from prime_rl.sandbox.shared_sandbox import SharedSandbox
+    require_sandbox("code_tests")
+    from prime_rl_sandbox.shared_sandbox import SharedSandbox
 
     if data_path or dataset_name:
-        train = Source(data_path, dataset_name or "", dataset_subset, train_split).examples(read_problem)
-        other = Source(eval_data_path or data_path, dataset_name or "", dataset_subset, eval_split)
-        evaluation = other.examples(read_problem) if eval_data_path or not data_path else train
+        train, evaluation = read_splits(
+            read_problem, data_path, eval_data_path, dataset_name, dataset_subset, train_split, eval_split
+        )
     else:
         train = list(make_problems(seed, "train", num_generated, style))
         evaluation = list(make_problems(seed, "eval", max(1, num_generated // 8), style))

@@ -7,7 +7,7 @@ import json
 import pickletools
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -34,7 +34,7 @@ class Problem:
     Attributes:
         cases: inputs with expected outputs.
         asserts: blocks of assert statements.
-        functions: names of the functions that `asserts` call.
+        functions: names of the functions that the tests call.
         setup: definitions that the asserts need.
         prefix: goes before the code of a reply.
         suffix: goes behind it.
@@ -49,11 +49,22 @@ class Problem:
     suffix: str = ""
 
 
-# The form of LeetCode: the function is a method of a class.
-_METHOD = """
+# The imports and the recursion limit of LiveCodeBench's own harness: its starter code uses names such as `List`.
+# builtins goes last, because others shadow `open` and `pow`.
+_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+_IMPORTS = "".join(f"from {name} import *\n" for name in _MODULES) + "".join(f"import {name}\n" for name in _MODULES)
+_IMPORTS += "sys.setrecursionlimit(50_000)\n_imported = dict(globals())\n"
+# The form of LeetCode: the function is a method of a class. It keeps its name for itself, because a method `sum` may
+# call `sum`. And an import is no solution: `math` has a `gcd`.
+_TESTED = """
 
-if "Solution" in globals() and "{name}" not in globals():
-    {name} = Solution().{name}
+if hasattr(globals().get("Solution"), "{name}"):
+    _tested_{name} = Solution().{name}
+elif globals().get("{name}") is not _imported.get("{name}"):
+    _tested_{name} = {name}
 """
 # The tests of HumanEval+ import numpy for two types and one function.
 _NUMPY = """
@@ -91,8 +102,12 @@ def read_problem(row: Row) -> Problem:
     functions = {case.function for case in cases if case.function}
     if wrong := [name for name in functions if not name.isidentifier()]:
         raise ValueError(f"{wrong[0]!r:.80} is no name of a function")
-    suffix = "".join(_METHOD.format(name=name) for name in sorted(functions))
-    return Problem(question, tuple(cases), suffix=suffix)
+    if not functions and not row.get("starter_code"):
+        return Problem(question, tuple(cases))
+    names = sorted(functions)
+    suffix = "".join(_TESTED.format(name=name) for name in names)
+    tested = tuple(replace(case, function=f"_tested_{case.function}") if case.function else case for case in cases)
+    return Problem(question, tested, functions=tuple(names), prefix=_IMPORTS, suffix=suffix)
 
 
 def make_problems(seed: int, part: str, count: int, style: str = "sentences") -> Iterator[Problem]:

@@ -1,6 +1,8 @@
-"""Runs the program of a reply against the tests of its problem, in the sandbox of prime-rl."""
+"""Runs the program of a reply against the tests of its problem, in the sandbox."""
 
 import asyncio
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +11,13 @@ from code_tests.problems import Problem
 from .environment_tools.answers import final_part
 
 if TYPE_CHECKING:
-    from prime_rl.sandbox.sandbox import Sandbox
+    from prime_rl_sandbox.sandbox import Sandbox
 
+_FENCE = re.compile(
+    r"(?P<indentation>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*\{?\.?(?P<language>[\w+#.-]*)\}?(?P<text>[ \t]*[^`~]*)"
+)
+_PYTHON = ("python", "python3", "py", "py3")
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _SYNTAX_ERRORS = ("SyntaxError:", "IndentationError:", "TabError:")
 
 
@@ -25,15 +32,49 @@ class Outcome:
     milliseconds: float = 0.0
 
 
-def extract_code(reply: str) -> str | None:
-    """Return the last fenced block after the reasoning; None if there is none."""
-    code, begin, lines = None, None, final_part(reply).split("\n")
-    for number, line in enumerate(lines):  # in one pass: what is searched is untrusted
-        if begin is None and line.lstrip(" \t").startswith("```") and number + 1 < len(lines):
-            begin = number + 1
-        elif begin is not None and line.strip(" \t") == "```":
-            code, begin = "".join(f"{inner}\n" for inner in lines[begin:number]), None
-    return code
+def extract_code(reply: str, functions: Sequence[str] = ()) -> str | None:
+    """Return the program: one of the fenced blocks after the reasoning; None if there is none.
+
+    It is the last block that defines one of `functions`, among those the last one that is marked as Python, otherwise
+    the last one without a language, otherwise the last one: others are examples, such as the program's output.
+    """
+    names = "|".join(map(re.escape, ["Solution", *functions]))
+    defines = re.compile(
+        rf"^[ \t]*(?:(?:async[ ]+)?(?:def|class)[ ]+(?:{names})\b|(?:{names})[ ]?(?::[^=\n]+)?=[^=]"
+        rf"|(?:from[ ][\w.]+[ ])?import[ ][^\n]*\bas[ ](?:{names})\b)",
+        re.MULTILINE,
+    )
+    best: tuple[tuple[bool, int], str] | None = None
+    for language, code in _blocks(final_part(reply)):
+        rank = 2 if language in _PYTHON else 1 if not language else 0
+        key = (bool(functions) and bool(defines.search(code)), rank)
+        if best is None or key >= best[0]:
+            best = key, code
+    return best[1] if best else None
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and code of each fenced block of Markdown. In one pass: what is searched is untrusted."""
+    fence, language, code = "", "", [""]
+    indentation = 0
+    for line in text.replace("\r\n", "\n").split("\n"):
+        match = _FENCE.fullmatch(line)
+        if fence and match and match["fence"].startswith(fence) and len(match["indentation"]) < indentation + 4:
+            # Text may stand behind the last fence; a single word behind it opens the next block.
+            yield language, "".join(code)
+            is_open = bool(match["language"]) and not match["text"]
+        elif not fence and match:
+            is_open = True
+        else:
+            if fence:
+                code.append(_without_indentation(line, indentation) + "\n")
+            continue
+        fence, language, code = match["fence"] if is_open else "", match["language"].lower(), []
+        indentation = len(match["indentation"])
+
+
+def _without_indentation(line: str, indentation: int) -> str:
+    return line[:indentation].lstrip(" \t") + line[indentation:]
 
 
 async def grade(sandbox: "Sandbox", reply: str, problem: Problem, timeout_ms: float, max_tests: int) -> Outcome:
@@ -42,14 +83,16 @@ async def grade(sandbox: "Sandbox", reply: str, problem: Problem, timeout_ms: fl
     Raises:
         SandboxError: the sandbox failed. Nothing is known about the reply.
     """
-    from prime_rl.sandbox.execution import TestCase, Verdict
+    from prime_rl_sandbox.execution import TestCase, Verdict
 
     cases, asserts = problem.cases[:max_tests], problem.asserts[:max_tests]
     num_tests = len(cases) + len(asserts)
-    code = extract_code(reply)
+    code = extract_code(reply, problem.functions)
     if code is None:
         return Outcome(num_tests)
-    code = problem.prefix + code + problem.suffix
+    # Python wants them first, before the prefix.
+    futures = "".join(f"{line}\n" for line in _FUTURE.findall(code)) if problem.prefix else ""
+    code = futures + problem.prefix + (_FUTURE.sub("", code) if futures else code) + problem.suffix
     tests = [TestCase(case.input, case.expected, case.function, case.args, compare="tolerance") for case in cases]
     results: list[Any] = await sandbox.execute_code(code, tests, timeout_ms)
     results += await asyncio.gather(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .environment_tools.letters import LETTERS
+from .environment_tools.prompts import make_prompt
 from .environment_tools.rows import Row, Source, pick, text_of
 from .graders import Grader, make_grader
 
@@ -39,7 +40,7 @@ def load_environment(
         dataset_subset: its configuration.
         train_split: its split for training.
         eval_split: its split for evaluation, read when it is needed. Without one, the training examples are used.
-        question_column: column with the user's message.
+        question_column: column with the user's message, or a list of messages.
         answer_column: column with the right answer.
         choices_column: column with a list of at most five choices, which are added to the question as `A) ...`; the
             answer is then a letter, or the index of the right choice.
@@ -101,15 +102,27 @@ def _rubric(grader: Grader) -> Any:
 def _example(
     row: Row, columns: dict[str, Any], info_columns: Sequence[str], grader: Grader, system_prompt: str
 ) -> dict[str, Any]:
-    question, answer = text_of(row, columns["question"]), text_of(row, columns["answer"])
+    given, answer = row.get(columns["question"]), text_of(row, columns["answer"])
+    question = "" if isinstance(given, list) else text_of(row, columns["question"])
     if columns["choices"]:
         question, answer = _with_choices(question, answer, row.get(columns["choices"]), columns["choices"])
     if missing := [column for column in info_columns if column not in row]:
         raise ValueError(f"no {missing[0]!r}; it has {', '.join(map(repr, row))}")
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    example = {"prompt": [*system, {"role": "user", "content": question}], "answer": grader.gold(answer)}
+    prompt = make_prompt(question, system_prompt)
+    if isinstance(given, list):
+        prompt[-1:] = _messages(given, columns["question"])
+    example = {"prompt": prompt, "answer": grader.gold(answer)}
     info = {"info": {column: row[column] for column in info_columns}} if info_columns else {}
     return {**example, **info}
+
+
+def _messages(value: list[Any], column: str) -> list[dict[str, str]]:
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"{column!r} is a list, but not of messages with `role` and `content`")
+    if not value:
+        raise ValueError(f"{column!r} is empty")
+    return [{"role": message["role"], "content": message["content"]} for message in value]
 
 
 def _with_choices(question: str, answer: str, choices: Any, column: str) -> tuple[str, str]:

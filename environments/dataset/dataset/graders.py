@@ -5,14 +5,14 @@ import inspect
 import re
 import sys
 from abc import ABC, abstractmethod
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from .environment_tools.answers import final_part, last_boxed
 from .environment_tools.letters import LETTERS, stated_letter
 from .environment_tools.math_grading import MathGrader
-from .environment_tools.numbers import final_number, numbers_in
+from .environment_tools.numbers import final_number, number_of, show_number
 
 
 class Grader(ABC):
@@ -54,16 +54,16 @@ class NumberGrader(Grader):
     """The final number of the reply is the answer; see `final_number`."""
 
     def gold(self, answer: str) -> str:
-        """Return the only number of the answer, or the one after `####`."""
-        numbers = numbers_in(answer.rpartition("####")[2])
-        if len(numbers) != 1 or numbers[0].is_nan():
+        """Return the number that the answer is, or the one after `####`."""
+        number = number_of(answer.rpartition("####")[2])
+        if number is None:
             raise ValueError(f"the answer is not one number: {answer[-60:]!r}")
-        return str(numbers[0])
+        return show_number(number)
 
     async def grade(self, text: str, answer: str) -> float:
         """1 if the numbers are equal."""
         number = final_number(text)
-        return float(number is not None and number == Decimal(answer))
+        return float(number is not None and number == Fraction(answer))
 
 
 class LetterGrader(Grader):

@@ -1,10 +1,11 @@
 """The environment: questions from the Hugging Face hub or a local file, with a reward for the correct number."""
 
 from collections.abc import Sequence
-from decimal import Decimal
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from .environment_tools.numbers import final_number, numbers_in
+from .environment_tools.numbers import final_number, number_of, show_number
+from .environment_tools.prompts import make_prompt
 from .environment_tools.rows import Row, Source, pick, text_of
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def load_environment(
 def correct_answer(completion: Any, answer: str, parser: Any) -> float:
     """1 if the reply's final number is the right one, else 0."""
     number = final_number(parser.parse_answer(completion) or "")
-    return float(number is not None and number == Decimal(answer))
+    return float(number is not None and number == Fraction(answer))
 
 
 def has_answer(completion: Any, parser: Any) -> float:
@@ -85,11 +86,10 @@ def has_answer(completion: Any, parser: Any) -> float:
 def _example(row: Row, system_prompt: str) -> dict[str, Any]:
     question = text_of(row, "question")
     # The whole answer may be the number alone.
-    numbers = numbers_in(text_of(row, "answer").rpartition("####")[2])
-    if len(numbers) != 1 or numbers[0].is_nan():
+    number = number_of(text_of(row, "answer").rpartition("####")[2])
+    if number is None:
         raise ValueError(f"'answer' does not end in '#### number': {text_of(row, 'answer')[-60:]!r}")
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return {"prompt": [*system, {"role": "user", "content": question}], "answer": str(numbers[0])}
+    return {"prompt": make_prompt(question, system_prompt), "answer": show_number(number)}
 
 
 def _dataset(examples: Sequence[dict[str, Any]]) -> "Dataset":

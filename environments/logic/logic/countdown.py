@@ -1,6 +1,7 @@
 """Countdown: combine numbers to a target with + - * /."""
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,9 +11,14 @@ from typing import Any, ClassVar, Self
 
 from logic.puzzle import Puzzle, list_of
 
+from .environment_tools.numbers import plain_text
+
 MAX_NUMBERS = 6
 MAX_CHARS = 200
 _NUM_NUMBERS = {"easy": 3, "medium": 4, "hard": 5}
+_EXPRESSION = re.compile(r"[0-9+*/() -]+")
+_TIMES = re.compile(r"(?<=[0-9)])\s*[xX]\s*(?=[0-9(])")
+_PARENTHESES = str.maketrans("[]{}", "()()")
 _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
@@ -60,12 +66,18 @@ class Countdown(Puzzle):
         )
 
     def is_solved_by(self, answer: str) -> bool:
-        """Whether an expression uses only the numbers and has the value."""
+        """Whether an expression uses only the numbers and has the value; `= target` may stand behind or before it."""
         if len(answer) > MAX_CHARS:
+            return False
+        text = _TIMES.sub("*", plain_text(answer.replace("$", "")).strip(" \t\n.^")).translate(_PARENTHESES)
+        sides = [side.strip() for side in text.split("=")]
+        expression = next((side for side in sides if side != str(self.target)), sides[0])
+        sides.remove(expression)
+        if not _EXPRESSION.fullmatch(expression) or any(side != str(self.target) for side in sides):
             return False
         try:
             used: list[int] = []
-            value = _evaluate(ast.parse(answer.strip(), mode="eval").body, used)
+            value = _evaluate(ast.parse(expression, mode="eval").body, used)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return False
         left = list(self.numbers)

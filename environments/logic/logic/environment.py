@@ -11,9 +11,8 @@ from logic.ordering import Ordering
 from logic.puzzle import LEVELS, Puzzle
 from logic.sudoku import Sudoku
 
-from .environment_tools.answers import last_tagged
-from .environment_tools.prompts import final_reply, make_dataset
-from .environment_tools.rows import Row, Source, pick
+from .environment_tools.prompts import final_answer, has_answer, make_dataset
+from .environment_tools.rows import Row, pick, read_splits
 
 if TYPE_CHECKING:
     from verifiers import SingleTurnEnv
@@ -67,9 +66,9 @@ def load_environment(
     if level not in LEVELS or not kinds or num_generated < 1:
         raise ValueError(f"need a level of {', '.join(LEVELS)}, at least one kind, and a positive num_generated")
     if data_path or dataset_name:
-        train = Source(data_path, dataset_name or "", dataset_subset, train_split).examples(read_puzzle)
-        other = Source(eval_data_path or data_path, dataset_name or "", dataset_subset, eval_split)
-        evaluation = other.examples(read_puzzle) if eval_data_path or not data_path else train
+        train, evaluation = read_splits(
+            read_puzzle, data_path, eval_data_path, dataset_name, dataset_subset, train_split, eval_split
+        )
     else:
         train = list(islice(make_puzzles(seed, "train", kinds, level), num_generated))
         evaluation = list(islice(make_puzzles(seed, "eval", kinds, level), max(1, num_generated // 8)))
@@ -105,11 +104,7 @@ def read_puzzle(row: Row) -> Puzzle:
 def _make_scores(puzzles: Sequence[Puzzle]) -> list[Any]:
     def solved(completion: Any, info: Any) -> float:
         """1 if the answer is correct."""
-        answer = last_tagged(final_reply(completion))
+        answer = final_answer(completion)
         return float(answer is not None and puzzles[info["number"]].is_solved_by(answer))
-
-    def has_answer(completion: Any) -> float:
-        """1 if there is an answer, right or wrong."""
-        return float(last_tagged(final_reply(completion)) is not None)
 
     return [solved, has_answer]

@@ -15,7 +15,8 @@ Statement = tuple[str, str, str, str]
 MAX_PEOPLE = 8
 _NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn")
 _NUM_PEOPLE = {"easy": 2, "medium": 3, "hard": 5}
-_ANSWER = re.compile(r"\b([A-Za-z]{1,20})(?:\s+is)?(?:\s+an?)?\s*[:=]?\s*(knight|knave)\b", re.IGNORECASE)
+_ROLE = re.compile(r"\b(?:knight|knave)", re.IGNORECASE)
+_BETWEEN = r"[\s:=*_`\"|,()→>-]{1,8}(?:is[\s*_`]{1,4})?(?:(?:an?|the)[\s*_`]{1,4})?"
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,13 @@ class Knights(Puzzle):
 
     def is_solved_by(self, answer: str) -> bool:
         """Whether the answer gives each person one role, the right one."""
-        found = [(name.lower(), role.lower()) for name, role in _ANSWER.findall(answer)]
+        names = "|".join(map(re.escape, self.names))
+        found = re.findall(
+            rf"(?<!\w)({names}){_BETWEEN}(knight|knave)(?![a-z])", answer.replace("_", " "), re.IGNORECASE
+        )
         right = [(name.lower(), "knight" if name in self.knights else "knave") for name in self.names]
-        return sorted(found) == sorted(right)
+        stated = sorted((name.lower(), role.lower()) for name, role in found)
+        return len(_ROLE.findall(answer)) == len(right) and stated == sorted(right)
 
 
 def _draw(source: Random, speaker: str, others: Sequence[str]) -> Statement:

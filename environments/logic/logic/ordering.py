@@ -70,8 +70,10 @@ class Ordering(Puzzle):
         return ", ".join(self.order)
 
     def is_solved_by(self, answer: str) -> bool:
-        """Whether the words of the answer are the names in the right order."""
-        return [word.lower() for word in re.findall(r"\w+", answer)] == [name.lower() for name in self.order]
+        """Whether the words of the answer are the names in the right order, with or without "and"."""
+        names = [name.lower() for name in self.order]
+        words = [word.lower() for word in re.findall(r"[^\W_]+", answer)]
+        return [word for word in words if word in names or word != "and"] == names
 
 
 def _draw(source: Random, order: Sequence[str]) -> Clue:

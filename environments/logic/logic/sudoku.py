@@ -51,7 +51,7 @@ class Sudoku(Puzzle):
 
     def is_solved_by(self, answer: str) -> bool:
         """Whether the 16 digits of the answer keep those given and are a valid grid."""
-        full = re.sub(r"[\s|,]", "", answer)
+        full = re.sub(r"[\s|,;+\[\]`*-]", "", answer)
         if not re.fullmatch(r"[1-4]{16}", full, re.ASCII):
             return False
         kept = all(given in (".", digit) for given, digit in zip(self.grid, full, strict=True))

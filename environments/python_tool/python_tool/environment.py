@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from python_tool.questions import Question, make_questions, read_number, read_question
+from python_tool.questions import Question, make_questions, read_question
 
-from .environment_tools.answers import last_tagged
-from .environment_tools.prompts import ERROR, describe_error, final_reply, make_dataset, tool_results
-from .environment_tools.rows import Source, pick
-from .environment_tools.sandboxed import require_prime_rl
+from .environment_tools.numbers import number_of, show_number
+from .environment_tools.prompts import ERROR, describe_error, final_answer, make_dataset, tool_results
+from .environment_tools.rows import pick, read_splits
+from .environment_tools.sandboxed import require_sandbox
 
 if TYPE_CHECKING:
-    from prime_rl.sandbox.python_env import PythonEnv
+    from prime_rl_sandbox.python_env import PythonEnv
 
 SYSTEM_PROMPT = (
     "Answer the question. Use the tool `python` to compute. When you know the result, reply with the number between "
@@ -60,20 +60,20 @@ def load_environment(
         system_prompt: the system message; "" for none.
 
     Raises:
-        ValueError: a missing or malformed file, invalid arguments, or prime-rl is not installed.
-        ConfigError: this machine cannot isolate code.
+        ValueError: a missing or malformed file, invalid arguments, or prime-rl-sandbox is not installed.
+        SandboxConfigError: this machine cannot isolate code.
     """
     import verifiers as vf
 
     if tolerance < 0 or max_turns < 1 or timeout_seconds <= 0 or num_generated < 1:
         raise ValueError("max_turns, timeout_seconds and num_generated must be positive, tolerance at least 0")
-    require_prime_rl("python_tool")
-    from prime_rl.sandbox.python_env import PythonEnv
+    require_sandbox("python_tool")
+    from prime_rl_sandbox.python_env import PythonEnv
 
     if data_path or dataset_name:
-        train = Source(data_path, dataset_name or "", dataset_subset, train_split).examples(read_question)
-        other = Source(eval_data_path or data_path, dataset_name or "", dataset_subset, eval_split)
-        evaluation = other.examples(read_question) if eval_data_path or not data_path else train
+        train, evaluation = read_splits(
+            read_question, data_path, eval_data_path, dataset_name, dataset_subset, train_split, eval_split
+        )
     else:
         train = list(islice(make_questions(seed, "train"), num_generated))
         evaluation = list(islice(make_questions(seed, "eval"), max(1, num_generated // 8)))
@@ -83,8 +83,8 @@ def load_environment(
         timeout_seconds=timeout_seconds,
         max_turns=max_turns,
         error_formatter=describe_error,
-        dataset=make_dataset(((q.text, str(q.answer)) for q in train), system_prompt),
-        eval_dataset=make_dataset(((q.text, str(q.answer)) for q in evaluation), system_prompt, len(train)),
+        dataset=make_dataset(((q.text, show_number(q.answer)) for q in train), system_prompt),
+        eval_dataset=make_dataset(((q.text, show_number(q.answer)) for q in evaluation), system_prompt, len(train)),
         rubric=vf.Rubric(funcs=scores, weights=[1.0, 0.0, 0.0]),
     )
 
@@ -97,7 +97,7 @@ def tool_errors(completion: Any) -> float:
 def _make_scores(questions: Sequence[Question], tolerance: float, require_tool: bool) -> list[Any]:
     def right_number(completion: Any, info: Any) -> float:
         """1 if the final answer is right."""
-        found = read_number(last_tagged(final_reply(completion)) or "")
+        found = number_of(final_answer(completion) or "")
         right = questions[info["number"]].answer
         if found is None or (require_tool and all(map(_failed, tool_results(completion)))):
             return 0.0
@@ -105,7 +105,7 @@ def _make_scores(questions: Sequence[Question], tolerance: float, require_tool: 
 
     def has_answer(completion: Any) -> float:
         """1 if there is a final answer, right or wrong."""
-        return float(read_number(last_tagged(final_reply(completion)) or "") is not None)
+        return float(number_of(final_answer(completion) or "") is not None)
 
     return [right_number, has_answer, tool_errors]
 

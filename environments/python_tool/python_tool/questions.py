@@ -7,6 +7,7 @@ from fractions import Fraction
 from math import gcd
 from random import Random
 
+from .environment_tools.numbers import number_of
 from .environment_tools.rows import Row, text_of
 
 Maker = Callable[[Random], tuple[str, int]]
@@ -34,21 +35,10 @@ def read_question(row: Row) -> Question:
     Raises:
         ValueError: the row is malformed.
     """
-    answer = read_number(text_of(row, "answer"))
+    answer = number_of(text_of(row, "answer"))
     if answer is None:
         raise ValueError(f"`answer` is not a number: {row['answer']!r:.40}")
     return Question(text_of(row, "question", "problem", "prompt"), answer)
-
-
-def read_number(text: str) -> Fraction | None:
-    """Return the number of a short text such as "1,234.5", "-3/4" or "2e5"; None if it is something else."""
-    text = text.strip().strip("$").replace(",", "").replace("\u2212", "-")
-    if len(text) > 400 or "e" in text.lower()[:-4]:  # Fraction("1e999999999") takes all memory
-        return None
-    try:
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        return None
 
 
 def _digit_sum(source: Random) -> tuple[str, int]:

@@ -7,9 +7,8 @@ from research.corpus import Corpus, read_corpus
 from research.generated import Question, make_documents
 from research.scoring import SHOWN, citation_scores, cited_documents, is_answer
 
-from .environment_tools.answers import last_tagged
-from .environment_tools.prompts import final_reply, make_dataset
-from .environment_tools.rows import Row, Source, pick, text_of
+from .environment_tools.prompts import final_answer, has_answer, make_dataset
+from .environment_tools.rows import Row, pick, read_splits, text_of
 
 if TYPE_CHECKING:
     from verifiers import ToolEnv
@@ -76,9 +75,9 @@ def load_environment(
         def read(row: Row) -> Question:
             return read_question(row, corpus)
 
-        train = Source(data_path, dataset_name or "", dataset_subset, train_split).examples(read)
-        other = Source(eval_data_path or data_path, dataset_name or "", dataset_subset, eval_split)
-        evaluation = other.examples(read) if eval_data_path or not data_path else train
+        train, evaluation = read_splits(
+            read, data_path, eval_data_path, dataset_name, dataset_subset, train_split, eval_split
+        )
     else:
         documents, questions = make_documents(seed, num_towns)
         corpus = Corpus(documents)
@@ -114,11 +113,11 @@ def read_question(row: Row, corpus: Corpus) -> Question:
 def _make_scores(questions: Sequence[Question], citation_weight: float) -> list[Any]:
     def answer_right(completion: Any, info: Any) -> float:
         """1 if the answer is right, with or without citations."""
-        answer = last_tagged(final_reply(completion))
+        answer = final_answer(completion)
         return float(answer is not None and is_answer(answer, questions[info["number"]].answers))
 
     def precision_and_recall(completion: Any, info: Any, state: Any) -> tuple[float, float]:
-        cited = cited_documents(last_tagged(final_reply(completion)) or "")
+        cited = cited_documents(final_answer(completion) or "")
         return citation_scores(cited, set(state.get(SHOWN, ())), questions[info["number"]])
 
     def citation_precision(completion: Any, info: Any, state: Any) -> float:
@@ -134,9 +133,5 @@ def _make_scores(questions: Sequence[Question], citation_weight: float) -> list[
         precision, recall = precision_and_recall(completion, info, state)
         f1 = 2 * precision * recall / (precision + recall) if precision + recall else 0.0
         return answer_right(completion, info) * (1 - citation_weight + citation_weight * f1)
-
-    def has_answer(completion: Any) -> float:
-        """1 if there is an answer, right or wrong."""
-        return float(last_tagged(final_reply(completion)) is not None)
 
     return [cited_answer, answer_right, citation_precision, citation_recall, has_answer]

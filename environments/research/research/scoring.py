@@ -6,11 +6,16 @@ from collections.abc import Sequence, Set
 from research.corpus import words_of
 from research.generated import Question
 
+from .environment_tools.numbers import number_of
+
 SHOWN = "research_shown_documents"
 """Key of a rollout's state: names of the documents that its tools returned."""
 
 _CITATION = re.compile(r"\[([\w./-]{1,80})\]")
 _ARTICLES = {"a", "an", "the"}
+_GROUPS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+# With sign and decimals, which the words of a text do not have.
+_NUMBERS = re.compile(r"(?:(?<![\w-])[-\u2212])?[0-9]+(?:\.[0-9]+)?")
 
 
 def cited_documents(reply: str) -> frozenset[str]:
@@ -19,9 +24,12 @@ def cited_documents(reply: str) -> frozenset[str]:
 
 
 def is_answer(reply: str, answers: Sequence[str]) -> bool:
-    """Whether an answer without its citations equals an accepted one, but for case, punctuation and articles."""
-    found = _normalise(_CITATION.sub(" ", reply))
-    return any(found == _normalise(answer) for answer in answers)
+    """Whether an answer without its citations equals an accepted one, but for case, punctuation and articles.
+
+    Numbers are compared as numbers: 1,743 is 1743, and -5 is not 5.
+    """
+    found = " ".join(word for word in _CITATION.sub(" ", reply).split() if word.lower() not in _ARTICLES)
+    return any(_is_same(found, answer) for answer in answers)
 
 
 def citation_scores(cited: Set[str], shown: Set[str], question: Question) -> tuple[float, float]:
@@ -32,6 +40,14 @@ def citation_scores(cited: Set[str], shown: Set[str], question: Question) -> tup
     right = cited & shown & question.evidence
     precision = len(right) / len(cited) if cited else 0.0
     return precision, len(right) / len(question.evidence) if question.evidence else 1.0
+
+
+def _is_same(found: str, answer: str) -> bool:
+    right = number_of(answer, evaluate=False)
+    if right is not None and not any(map(str.isalpha, answer)):
+        return number_of(found, evaluate=False) == right
+    found, answer = (_GROUPS.sub("", text) for text in (found, answer))
+    return _NUMBERS.findall(found) == _NUMBERS.findall(answer) and _normalise(found) == _normalise(answer)
 
 
 def _normalise(text: str) -> list[str]:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from science.questions import KINDS, Question, make_questions, read_question
 
-from .environment_tools.answers import last_tagged
-from .environment_tools.prompts import final_reply, make_dataset
-from .environment_tools.rows import Source, pick
+from .environment_tools.prompts import final_answer, has_answer, make_dataset
+from .environment_tools.rows import pick, read_splits
 
 if TYPE_CHECKING:
     from verifiers import SingleTurnEnv
@@ -66,9 +65,9 @@ def load_environment(
         raise ValueError("need 0 <= tolerance < 1 and a positive num_generated")
     if data_path or dataset_name:
         read = partial(read_question, tolerance=tolerance)
-        train = Source(data_path, dataset_name or "", dataset_subset, train_split).examples(read)
-        other = Source(eval_data_path or data_path, dataset_name or "", dataset_subset, eval_split)
-        evaluation = other.examples(read) if eval_data_path or not data_path else train
+        train, evaluation = read_splits(
+            read, data_path, eval_data_path, dataset_name, dataset_subset, train_split, eval_split
+        )
     else:
         train = list(islice(make_questions(seed, "train", kinds, tolerance), num_generated))
         evaluation = list(islice(make_questions(seed, "eval", kinds, tolerance), max(1, num_generated // 8)))
@@ -83,11 +82,7 @@ def load_environment(
 def _make_scores(questions: Sequence[Question]) -> list[Any]:
     def correct_answer(completion: Any, info: Any) -> float:
         """1 if the answer is correct."""
-        answer = last_tagged(final_reply(completion))
+        answer = final_answer(completion)
         return float(answer is not None and questions[info["number"]].is_correct(answer))
-
-    def has_answer(completion: Any) -> float:
-        """1 if there is an answer, right or wrong."""
-        return float(last_tagged(final_reply(completion)) is not None)
 
     return [correct_answer, has_answer]

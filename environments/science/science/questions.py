@@ -3,17 +3,27 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from random import Random
 from typing import Any
 
 from science.facts import FACTS
 from science.formulas import FORMULAS
-from science.units import parse_quantity
+from science.units import UnknownUnitError, parse_quantity
 
+from .environment_tools.answers import unwrap
+from .environment_tools.numbers import number_of
 from .environment_tools.rows import Row, text_of
 
 KINDS = ("numbers", "choices")
 LETTERS = "ABCDEFGHIJ"
+
+_WITH_WORDS = re.compile(r"[^A-Za-z]+(?:\s[A-Za-z]{4,20}){1,3}\.?")
+_DECORATION = re.compile(r"[*`$\"]|\\[()\[\],;:! ]")
+_CHOICE = re.compile(
+    r"(?:(?:the )?(?:correct |right )?(?:option|choice|answer)(?: is)?:? )?[(\[]?([A-J])[)\]]?[.:)]?(?:\s+(.*))?",
+    re.DOTALL | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,11 @@ def ask_number(text: str, answer: str, tolerance: float) -> Question:
     def is_correct(reply: str) -> bool:
         try:
             return parse_quantity(reply).is_close_to(right, tolerance)
+        except UnknownUnitError:  # words may stand behind a mere number: 3200 bacteria
+            number = number_of(reply) if _WITH_WORDS.fullmatch(reply.strip()) and not right.has_unit else None
+            return number is not None and abs(number - Fraction(right.value)) <= Fraction(tolerance) * abs(
+                Fraction(right.value)
+            )
         except ValueError:
             return False
 
@@ -53,7 +68,8 @@ def ask_choice(text: str, choices: Sequence[str], correct: int) -> Question:
     listed = "\n".join(f"{letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
 
     def is_correct(reply: str) -> bool:
-        if match := re.fullmatch(r"\(?([A-Ja-j])\)?[.:)]?(?:\s+(.*))?", reply, re.DOTALL):
+        reply = _DECORATION.sub("", unwrap(reply)).strip()
+        if match := _CHOICE.fullmatch(reply):
             named = match[2] is None or _same(match[2], choices[correct])
             return match[1].upper() == LETTERS[correct] and named
         return _same(reply, choices[correct])

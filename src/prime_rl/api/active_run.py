@@ -9,19 +9,21 @@ from typing import Any
 
 from prime_rl.api.child_command import ChildCommand
 from prime_rl.api.commands import run_evaluation
-from prime_rl.api.page_command import start_page
 from prime_rl.api.policy_client import Messages, PolicyClient
 from prime_rl.api.policy_files import export_policy
-from prime_rl.api.run_settings import Environment
+from prime_rl.api.run_arguments import Environment
 from prime_rl.api.steps import Step, StepReader
+from prime_rl.configs.loading.base_config import write_config
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import RunError, translate_error, unwritable
-from prime_rl.core.loopback import answers
-from prime_rl.loading.dump import write_config
+from prime_rl.core.http_requests import answers
+from prime_rl.core.ports import check_port, find_free_port
 from prime_rl.storage.paths import RunPaths
 
 POLL_SECONDS = 0.2
 """Time between two looks at the run directory."""
+_PAGE_HOST = "127.0.0.1"
+_PAGE_START_SECONDS = 60.0
 
 
 class ActiveRun:
@@ -74,7 +76,7 @@ class ActiveRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step will come."""
+        """Whether all steps were returned and the run has ended."""
         return self._is_read and not self._steps
 
     def poll(self) -> Step | None:
@@ -125,7 +127,7 @@ class ActiveRun:
 
     def page(self, port: int = 0) -> str:
         """Serve the page of this run until the run ends, and return its address; port 0 is any free one."""
-        page, url = start_page(self.paths, port)
+        page, url = _start_page(self.paths, port)
         self._pages.append(page)
         return url
 
@@ -133,8 +135,11 @@ class ActiveRun:
         """Wait until inference answers requests.
 
         Raises:
-            ConfigError, RunError: the run failed before, or the server does not answer in `wait_timeout_seconds`.
+            ConfigError, RunError: the run failed before or has ended, or the server does not answer in
+                `wait_timeout_seconds`.
         """
+        if self._is_stopped:  # a server that is not the run's own may sample from another policy by now
+            raise RunError("the run has ended, and its server with it; ask within the `with` block")
         deadline = time.monotonic() + self.config.orchestrator.wait_timeout_seconds
         while not answers(f"{self.base_url.removesuffix('/v1')}/health"):
             self._rl.check()
@@ -164,3 +169,24 @@ class ActiveRun:
                 folder.mkdir(parents=True)
                 return RunPaths(folder)
         raise AssertionError
+
+
+def _start_page(paths: RunPaths, port: int) -> tuple[ChildCommand, str]:
+    """Start `page` for a run directory, on any free port if `port` is 0; return the process and its address.
+
+    Raises:
+        ConfigError: the port is in use.
+        RunError: it does not start.
+    """
+    port = port or find_free_port()
+    check_port(_PAGE_HOST, port, "page(port)")
+    url = f"http://{_PAGE_HOST}:{port}"
+    page = ChildCommand("page", [str(paths.root), "--port", str(port)], paths)
+    deadline = time.monotonic() + _PAGE_START_SECONDS
+    while time.monotonic() < deadline and page.exit_code is None:
+        if answers(url):
+            return page, url
+        time.sleep(0.1)
+    page.check()
+    page.stop()
+    raise RunError(f"the page did not start; log {page.log}")

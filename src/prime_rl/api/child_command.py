@@ -46,7 +46,7 @@ class ChildCommand:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the command."""
         return self._process.pid
 
     @property

@@ -26,15 +26,17 @@ def main() -> None:
     if command == "rl":
         run_main(_run_rl)
     else:
-        module = command if "." in command else f"prime_rl.entrypoints.{command}"
-        importlib.import_module(module).main()
+        module = "prime_rl_page.__main__" if command == "page" else f"prime_rl.entrypoints.{command}"
+        importlib.import_module(command if "." in command else module).main()
 
 
 def _run_rl() -> None:
     from prime_rl.configs.rl import RLConfig
+    from prime_rl.supervisor.input_check import InputCheck
     from prime_rl.supervisor.launch import run
 
-    sys.exit(run(RLConfig.load(), keep_serving=True))
+    with InputCheck() as check:
+        sys.exit(run(RLConfig.load(), check, keep_serving=True))
 
 
 def _end_with(parent: int, kill: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.api.child_command import ChildCommand
-from prime_rl.api.run_settings import (
+from prime_rl.api.run_arguments import (
     Environment,
     Values,
     code_directory,
@@ -15,15 +15,15 @@ from prime_rl.api.run_settings import (
     merge_arguments,
     plain_values,
 )
+from prime_rl.configs.environment import EvalEnvConfig
 from prime_rl.configs.eval import EvalConfig
+from prime_rl.configs.loading.base_config import write_config
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.evaluation.eval_results import SUMMARY
-from prime_rl.loading.dump import write_config
-from prime_rl.rollouts.environments.environment_id import find_environment
-from prime_rl.rollouts.group_failures import config_errors
+from prime_rl.rollouts.environment_id import find_environment
+from prime_rl.rollouts.group_attempts import check_arguments, config_errors
 from prime_rl.storage.paths import RunPaths, steps_in
 
 _IDENTITY = ("env", "model", "version", "folder", "first_error")
@@ -160,6 +160,7 @@ def load_environment(env_id: str, **args: Any) -> Any:
             "evaluate(...) instead of loading it"
         )
     with config_errors(f"environment {env_id!r} with arguments {args} does not load"):
+        check_arguments(module.load_environment, args, env_id)
         environment = module.load_environment(**args)
     if not getattr(environment, "env_id", True):
         environment.env_id = found.module  # its name in metrics

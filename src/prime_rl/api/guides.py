@@ -9,7 +9,7 @@ from typing import Any
 from prime_rl.api.commands import load_environment, sft
 from prime_rl.api.policy_client import Messages, PolicyClient
 from prime_rl.api.run import Run
-from prime_rl.api.run_settings import Environment
+from prime_rl.api.run_arguments import Environment
 from prime_rl.api.steps import Step
 from prime_rl.core.errors import ConfigError
 
@@ -45,23 +45,15 @@ class vLLMInference:
 
     Args:
         model_weights: the model of the trainer.
-        num_nodes: only 1: a run from Python starts its processes on one node.
-        num_gpus: `inference_gpus`.
+        num_nodes: `inference_nodes`, the first of the `nodes` that `Orchestrator` gets.
+        num_gpus: `inference_gpus`, of each node.
         config: further keys of `rl`.
-
-    Raises:
-        ConfigError: several nodes.
     """
 
     def __init__(
         self, model_weights: str | os.PathLike[str], num_nodes: int = 1, num_gpus: int | None = None, **config: Any
     ) -> None:
-        if num_nodes != 1:
-            raise ConfigError(
-                f"vLLMInference(num_nodes={num_nodes}): a run from Python uses one node; start inference on each node "
-                "(docs/several_nodes.md) and pass **{'orchestrator.client.base_url': [...]} to Orchestrator"
-            )
-        self.model_weights = os.fspath(model_weights)
+        self.model_weights, self.num_nodes = os.fspath(model_weights), num_nodes
         self.config = {"inference_gpus": num_gpus, **config}
 
 
@@ -77,7 +69,7 @@ class Orchestrator:
         config: further keys of `rl`.
 
     Raises:
-        ConfigError: the server has another model than the trainer.
+        ConfigError: the server has another model than the trainer, or several nodes that are not named.
     """
 
     def __init__(
@@ -97,6 +89,13 @@ class Orchestrator:
         self._model, self._environments = trainer.model, [*trainer.environments, *environments]
         own = {"orchestrator.batch_size": batch_size, "async_level": 2 if async_mode else 0}
         given = {**trainer.config, **inference.config, **own, **config}
+        if "nodes" in given:
+            given.setdefault("inference_nodes", inference.num_nodes)
+        elif inference.num_nodes > 1:
+            raise ConfigError(
+                f"vLLMInference(num_nodes={inference.num_nodes}): name the nodes of inference and trainer, as in "
+                "Orchestrator(..., nodes=['node1', 'node2'])"
+            )
         self._config = {key: value for key, value in given.items() if value is not None}
 
     def train(self, total_steps: int, checkpoint_every: int | None = None, log_every: int = 1) -> Step | None:

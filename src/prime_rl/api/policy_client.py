@@ -1,15 +1,13 @@
-"""A client of a served policy, without dependencies: messages in, texts out."""
+"""A client of a served policy: messages in, texts out."""
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prime_rl.configs.shared.blocks import server_root
+from prime_rl.configs.client import server_root
 from prime_rl.core.api_key import API_KEY_VAR, read_api_key
 from prime_rl.core.errors import RunError
-from prime_rl.core.loopback import open_url
+from prime_rl.core.http_requests import send_request
 
 Messages = str | Sequence[Mapping[str, Any]]
 """A conversation in the form of chat templates, or the text of a single message of the user."""
@@ -57,12 +55,11 @@ class PolicyClient:
     def _request(self, route: str, body: Mapping[str, Any] | None) -> Any:
         url, key = self.base_url + route, read_api_key(self._key_var)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        request = urllib.request.Request(url, json.dumps(body).encode() if body is not None else None, headers)
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
-            with open_url(request, self._timeout) as response:
-                return json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            reason = " ".join(error.read().decode(errors="replace").split())[:300]
-            raise RunError(f"{url} answered {error.code}: {reason}") from None
-        except OSError as error:
-            raise RunError(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from None
+            response = send_request(method, url, self._timeout, content=content, headers=headers)
+        except ConnectionError as error:
+            raise RunError(f"{url} cannot be reached: {error}") from None
+        if not response.is_success:
+            raise RunError(f"{url} answered {response.status_code}: {' '.join(response.text.split())[:300]}")
+        return response.json()

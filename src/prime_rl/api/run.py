@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from prime_rl.api.active_run import POLL_SECONDS, ActiveRun
 from prime_rl.api.policy_client import Messages
-from prime_rl.api.run_settings import Environment, Values, load_run_config
+from prime_rl.api.run_arguments import Environment, Values, load_run_config
 from prime_rl.api.steps import Step
 from prime_rl.configs.rl import RLConfig
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.core.errors import RunError
+from prime_rl.core.json_lines import JsonTail
 from prime_rl.liveness.heartbeat_monitor import read_heartbeat
 from prime_rl.storage.paths import RunPaths
-from prime_rl.supervisor.console.run_progress import ROLES, JsonTail, RunProgress
+from prime_rl.supervisor.run_progress import ROLES, RunProgress
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ stronger than files): `--algorithm grpo --trainer.loss.eps-high 0.28` is GRPO wi
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from prime_rl.configs.loading.base_config import BaseConfig
+from prime_rl.configs.loading.provenance import MISSING, ConfigState, Origin, Rank
+from prime_rl.configs.loading.schema import flag, resolve, tag_of
 from prime_rl.core.errors import ConfigError
-from prime_rl.loading.base_config import BaseConfig
-from prime_rl.loading.provenance import MISSING, ConfigState, Origin, Rank
-from prime_rl.loading.schema import flag, resolve, tag_of
 
 Algorithm = Literal[
     "grpo",

@@ -7,18 +7,17 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.rollouts.eval_common import EvaluationConfig
-from prime_rl.configs.shared.blocks import WANDB_ALIASES, IntList, StrList, WandbConfig
-from prime_rl.configs.shared.monitoring import MetricLoggerConfig, TensorBoardConfig, TrackioConfig
-from prime_rl.loading.base_config import common
+from prime_rl.configs.command_bases import EvaluationConfig
+from prime_rl.configs.lists import IntList, StrList
+from prime_rl.configs.loading.base_config import common
+from prime_rl.configs.monitoring import METRIC_LOGGERS, LoggedConfig
 
 
-class EvalConfig(EvaluationConfig):
+class EvalConfig(EvaluationConfig, LoggedConfig):
     """Evaluation of a served model in environments or benchmarks. Writes the results to output_dir/evals.
     `eval --compare A B` compares the results in two directories."""
 
     command: ClassVar[str] = "eval"
-    aliases: ClassVar[dict[str, str]] = WANDB_ALIASES
     deprecated: ClassVar[dict[str, str]] = {"eval_base": "eval_base_model"}
 
     benchmarks: StrList = Field([], json_schema_extra=common("Evaluation"))
@@ -46,20 +45,13 @@ class EvalConfig(EvaluationConfig):
     eval_base_model: bool = True
     """With weights_dir, also evaluate the base model (version 0)."""
 
-    wandb: WandbConfig | None = Field(None, json_schema_extra=common("Logging"))
-    """Weights & Biases; None writes files only."""
-
-    trackio: TrackioConfig | None = None
-    """trackio; None disables it."""
-
-    tensorboard: TensorBoardConfig | None = None
-    """TensorBoard; None disables it."""
-
     @model_validator(mode="after")
     def _check_statistics(self) -> Self:
         most = max([self.rollouts_per_example, *(env.rollouts_per_example or 1 for env in self.env)])
         if wrong := [k for k in self.pass_at if not 1 <= k <= most]:
             raise ValueError(f"pass_at contains {wrong[0]}, but an example has {most} rollouts (rollouts_per_example)")
+        if self.steps is not None and self.weights_dir is None:
+            raise ValueError("steps selects versions of weights_dir; set --weights-dir too")
         try:
             re.compile(self.majority_pattern or "")
         except re.error as error:
@@ -68,16 +60,11 @@ class EvalConfig(EvaluationConfig):
             ) from None
         return self
 
-    @property
-    def metric_loggers(self) -> list[MetricLoggerConfig]:
-        """The metric loggers that are on."""
-        return [logger for logger in (self.wandb, self.trackio, self.tensorboard) if logger is not None]
-
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Report keys that only some evaluations use."""
-        for logger in ("wandb", "trackio", "tensorboard"):
+        for logger in METRIC_LOGGERS:
             yield f"{logger}.log_extras.interval", "has no effect: each evaluation is logged"
         if not self.benchmarks:
             yield "benchmark_data", "has no effect without benchmarks"
         if self.weights_dir is None:
-            yield from ((key, "has no effect without weights_dir") for key in ("steps", "eval_base_model"))
+            yield "eval_base_model", "has no effect without weights_dir"

@@ -5,12 +5,16 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_rl.configs.shared.blocks import DEFAULT_PORT, SERVER_ADDRESS_VAR, LogConfig, NameConfig, StrList
-from prime_rl.configs.shared.heartbeat import HeartbeatConfig
+from prime_rl.configs.base_model import NameConfig
+from prime_rl.configs.client import DEFAULT_PORT, SERVER_ADDRESS_VAR
+from prime_rl.configs.heartbeat import HeartbeatConfig
+from prime_rl.configs.lists import StrList
+from prime_rl.configs.loading.base_config import BaseConfig, common
+from prime_rl.configs.loading.root_config import RootConfig
+from prime_rl.configs.logging import LogConfig
 from prime_rl.configs.training.broadcast import Precision
+from prime_rl.configs.vllm_arguments import PARALLEL, refusal_reason
 from prime_rl.core.api_key import API_KEY_VAR, RELAY_KEY_VAR
-from prime_rl.loading.base_config import BaseConfig, common
-from prime_rl.loading.root_config import RootConfig
 
 
 class ServerConfig(BaseConfig):
@@ -43,7 +47,7 @@ class InferenceModelConfig(NameConfig):
 
 
 class ParallelConfig(BaseConfig):
-    """Distribution of the model over tp * dp GPUs and over nodes (docs/several_nodes.md)."""
+    """Distribution of the model over tp * dp GPUs and over nodes (docs/deployment.md)."""
 
     tp: int = Field(1, ge=1, json_schema_extra=common("Inference"))
     """Tensor parallelism: GPUs of one node that share one copy of the model."""
@@ -103,7 +107,7 @@ class ParallelConfig(BaseConfig):
 
 
 class RelaySourceConfig(BaseConfig):
-    """Relays from which the server copies the policy versions that it is asked to load (docs/several_nodes.md)."""
+    """Relays from which the server copies the policy versions that it is asked to load (docs/deployment.md)."""
 
     urls: StrList = Field([])
     """URLs such as http://node1:8430, separated by commas; all have the same versions."""
@@ -130,17 +134,11 @@ class InferenceConfig(RootConfig):
     command: ClassVar[str] = "inference"
     aliases: ClassVar[dict[str, str]] = {
         "max_model_len": "model.max_model_len",
-        # vLLM's names, which users type on each node of a server over several nodes.
-        "tensor_parallel_size": "parallel.tp",
-        "data_parallel_size": "parallel.dp",
-        "data_parallel_size_local": "parallel.dp_local",
-        "data_parallel_start_rank": "parallel.start_rank",
-        "data_parallel_address": "parallel.address",
-        "data_parallel_rpc_port": "parallel.rpc_port",
-        "headless": "parallel.headless",
+        **PARALLEL,
     }
     deprecated: ClassVar[dict[str, str]] = {
         "engine_timeout": "engine_timeout_seconds",
+        "vllm.revision": "model.revision",
         "kv_on_switch": "kv_cache_on_weight_update",
         "pin_seconds": "pin_timeout_seconds",
     }
@@ -166,11 +164,11 @@ class InferenceConfig(RootConfig):
     """Share of each GPU's memory for the server; lower it if the trainer uses the same GPU."""
 
     enable_lora: bool = False
-    """Accept versions that are adapters (`trainer.model.lora.publish = adapter`), and serve further named adapters.
-    `rl` sets it if its trainer publishes adapters."""
+    """Accept versions that are adapters (`trainer.model.lora.publish = adapter`), of several runs at the same time, and
+    serve further named adapters. `rl` sets it if its trainer publishes adapters."""
 
     max_loras: int = Field(4, ge=1)
-    """Maximum number of loaded adapters, with the policy's."""
+    """Maximum number of loaded adapters: those of runs (slots), and named ones."""
 
     max_lora_rank: int = Field(16, ge=1, le=512)
     """Maximum rank of an adapter."""
@@ -193,7 +191,8 @@ class InferenceConfig(RootConfig):
 
     canary_tolerance: float | None = Field(None, gt=0)
     """Tolerated difference from the trainer's canary log-probabilities; a larger one fails the run. None is 1e-4 for
-    the maximum difference if both compute in float32, else 5e-2 for the mean difference."""
+    the maximum difference if both compute in float32, else 5e-2 for the mean difference, or three times the mean
+    difference of the base model."""
 
     weights_cache: Path | None = None
     """Local directory for the latest full version if versions are published as deltas (docs/design/deltas.md); None is
@@ -216,9 +215,13 @@ class InferenceConfig(RootConfig):
 
     @field_validator("vllm", mode="after")
     @classmethod
-    def _use_underscores(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
         # If both spellings are given, the stronger source's comes last and is used.
-        return {key.replace("-", "_"): argument for key, argument in value.items()}
+        arguments = {key.replace("-", "_"): argument for key, argument in value.items()}
+        for key, argument in arguments.items():
+            if reason := refusal_reason(key, argument):
+                raise ValueError(f"{key}: {reason}")
+        return arguments
 
     @property
     def max_model_len(self) -> int | None:

@@ -1,34 +1,58 @@
 """Keys of `uv run orchestrator`."""
 
+import re
 from collections.abc import Iterator
-from typing import ClassVar, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from prime_rl.configs.rollouts.advantage import (
-    GROUP_BASELINES,
-    AdvantageConfig,
-    GRPOAdvantageConfig,
-    RewardShapingConfig,
-)
-from prime_rl.configs.rollouts.buffer import BufferConfig, SimpleBufferConfig
-from prime_rl.configs.rollouts.online_eval import OnlineEvalConfig, ValConfig
-from prime_rl.configs.rollouts.options import ConcurrencyConfig, RolloutsConfig
-from prime_rl.configs.shared.bench import sample_without_trainer
-from prime_rl.configs.shared.blocks import ClientConfig, EnvConfig, RunConfig, SamplingConfig
-from prime_rl.configs.shared.heartbeat import HeartbeatConfig
-from prime_rl.liveness.run_settings import SAMPLED_LENGTH, RunSettings, describe_model
-from prime_rl.loading.base_config import common
-from prime_rl.loading.provenance import ConfigState
+from prime_rl.configs.advantage import GROUP_BASELINES, AdvantageConfig, GRPOAdvantageConfig, RewardShapingConfig
+from prime_rl.configs.base_model import NameConfig
+from prime_rl.configs.bench import sample_without_trainer
+from prime_rl.configs.buffer import BufferConfig, SimpleBufferConfig
+from prime_rl.configs.client import ClientConfig
+from prime_rl.configs.command_bases import RolloutsConfig, RunConfig
+from prime_rl.configs.concurrency import ConcurrencyConfig
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.configs.heartbeat import HeartbeatConfig
+from prime_rl.configs.loading.base_config import BaseConfig, common
+from prime_rl.configs.loading.provenance import ConfigState
+from prime_rl.configs.online_eval import OnlineEvalConfig, ValConfig
+from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.liveness.run_settings import RUN_KEYS, SAMPLED_LENGTH, RunSettings, describe_model
+from prime_rl.storage.paths import RunPaths
 
 _MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures, except 0, to this value."""
+
+
+class SlotConfig(BaseConfig):
+    """The adapter of this run in a trainer and a server that several runs share (docs/multi_run.md)."""
+
+    name: str | None = None
+    """Name under which inference serves it. None is the name of the run's folder if the trainer publishes adapters;
+    otherwise the run uses the whole server."""
+
+    rank: int | None = Field(None, ge=1)
+    """Rank of the adapter, at most the trainer's; None is the trainer's."""
+
+    alpha: float | None = Field(None, gt=0)
+    """Scale, as the trainer's model.lora.alpha; None is the trainer's."""
+
+
+class OrchestratorModelConfig(NameConfig):
+    """The model, and the run's adapter."""
+
+    lora: SlotConfig = Field(default_factory=SlotConfig)
+    """The run's adapter, with a trainer of several runs."""
 
 
 class OrchestratorConfig(RunConfig, RolloutsConfig):
     """The orchestrator: samples and scores rollouts, writes batch n, updates inference to v_n."""
 
     command: ClassVar[str] = "orchestrator"
+    aliases: ClassVar[dict[str, str]] = {"lora_name": "model.lora.name"}
     deprecated: ClassVar[dict[str, str]] = {
         "on_refused_weights": "on_invalid_weights",
         "visibility_seconds": "fs_consistency_timeout_seconds",
@@ -36,6 +60,21 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
     deprecated_values: ClassVar[dict[str, dict[str, str]]] = {
         "on_invalid_weights": {"end": "fail", "keep": "keep_previous"}
     }
+
+    model: OrchestratorModelConfig = Field(default_factory=OrchestratorModelConfig)
+    """The model."""
+
+    optim: dict[str, Any] = Field(default_factory=dict)
+    """Changes of the trainer's `optim` for this run, with a trainer of several runs."""
+
+    scheduler: dict[str, Any] = Field(default_factory=dict)
+    """Changes of the trainer's `scheduler` for this run, with a trainer of several runs."""
+
+    loss: dict[str, Any] = Field(default_factory=dict)
+    """Changes of the trainer's `loss` for this run, with a trainer of several runs."""
+
+    num_minibatches: int | None = Field(None, ge=1)
+    """Optimizer steps per batch, with a trainer of several runs; None is the trainer's."""
 
     client: ClientConfig = Field(default_factory=ClientConfig)
     """The connection to the inference server."""
@@ -61,7 +100,7 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
     """Changes of the rewards before the advantages are computed."""
 
     clean: bool = False
-    """Remove an earlier run from output_dir first, as `rl` does: also the trainer's weights and metrics."""
+    """Remove an earlier run from output_dir first, also the trainer's weights and metrics; false refuses to start."""
 
     wait_for_final_version: bool = True
     """Run until inference uses the version trained on the last batch; false exits after the last batch, as for a server
@@ -121,8 +160,10 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
     buffer: BufferConfig = Field(default_factory=SimpleBufferConfig)
     """Choice of examples, and the groups that are too easy or too hard."""
 
-    length_aware_admission: bool = True
-    """After each weight update, start the groups with the longest expected completions first (async_level >= 1)."""
+    length_aware_admission: Annotated[bool | int, AfterValidator(int)] = Field(1, ge=0)
+    """After each weight update, start the groups that are expected to take longest first (async_level >= 1). A number
+    W > 1 sorts W batches at once, so that few batches wait for long groups: more throughput if the engine has a slot
+    for almost every rollout of a batch, less otherwise. false or 0 keeps the order of the stream."""
 
     filter_zero_advantage: bool = False
     """Drop groups whose rollouts all have the same reward, and sample others instead."""
@@ -142,8 +183,12 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
     num_samples_per_batch: int | None = Field(None, ge=1)
     """Maximum number of rollouts per batch in samples/ and in W&B's table, as whole groups; None writes all."""
 
-    num_kept_sample_files: int | None = Field(None, ge=1)
-    """Number of latest batches whose file stays in samples/; None keeps all."""
+    num_kept_sample_files: int | None = Field(1000, ge=1)
+    """Number of latest batches whose text stays in samples/, and the tokens of a few of their groups; None keeps all.
+    1,000 batches of 512 rollouts of 2,000 tokens have about 5 GB of text, so long runs would fill the disk."""
+
+    kept_sample_interval: int | None = Field(10, ge=1)
+    """Also keep the files of every Nth older batch, so that the page shows the whole run; None keeps none of them."""
 
     heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig)
     """Detection of unresponsive processes."""
@@ -173,6 +218,9 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
             )
         if self.oversampling_factor > 1 and not self.async_level:
             raise ValueError("oversampling_factor > 1 needs async_level >= 1: at 0 additional groups fit into no batch")
+        labels = [env.label for env in self.env]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"two environments are called {twice[0]!r}; give each a different env.name")
         for env in self.env:
             fewest, most = min(2, self.group_size(env)), self.group_size(env)
             if env.min_rollouts is not None and not fewest <= env.min_rollouts <= most:
@@ -192,6 +240,15 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
             for key in ("adaptive", "min", "max", "interval_seconds"):
                 yield f"concurrency.{key}", "has no effect if max_concurrent is set"
 
+    def doubtful(self, prefix: str = "") -> Iterator[str]:
+        """Report completions that are longer than a sample can be."""
+        longest = self.sampling.max_tokens
+        if longest is not None and longest > self.seq_len:
+            yield (
+                f"{prefix}sampling.max_tokens = {longest} is above {prefix}seq_len = {self.seq_len}, which counts "
+                "the prompt too: completions end there"
+            )
+
     def without_effect_alone(self) -> Iterator[tuple[str, str]]:
         """Report checkpoint keys that only the trainer uses."""
         for key in ("save_async", "timeout_seconds", "keep_last", "keep_interval"):
@@ -206,13 +263,27 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
         """What this process and the trainer must agree on."""
         return {
             "model.name": describe_model(self.model.name),
+            "model.revision": self.model.revision,
             "tokenizer.name": describe_model(self.tokenizer.name or self.model.name),
             SAMPLED_LENGTH: self.seq_len,
             "max_steps": self.max_steps,
             "async_level": self.async_level,
             "ckpt.interval": self.ckpt.interval if self.ckpt is not None else None,
             "ckpt.path": str(self.ckpt.path) if self.ckpt is not None else None,
+            RUN_KEYS: ", ".join(self.training_keys) or None,
         }
+
+    @property
+    def training_keys(self) -> list[str]:
+        """The keys of the trainer that this run sets for itself, with a trainer of several runs."""
+        blocks = {"optim": self.optim, "scheduler": self.scheduler, "loss": self.loss}
+        keys = [f"{block}.{key}" for block, changes in blocks.items() for key in changes]
+        rank, alpha = self.model.lora.rank, self.model.lora.alpha
+        single = {"num_minibatches": self.num_minibatches, "model.lora.rank": rank, "model.lora.alpha": alpha}
+        return keys + [key for key, value in single.items() if value is not None]
+
+    def record(self, paths: RunPaths, name: str | None = None) -> None:
+        """Write nothing: `resume.announce` writes the file once at the start, because each change announces a start."""
 
     @property
     def identities(self) -> dict[str, str | None]:
@@ -223,6 +294,11 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
     def max_staleness(self) -> int:
         """Maximum number of versions between the one that sampled a token and the one trained on it."""
         return self.async_level if self.max_off_policy_steps is None else self.max_off_policy_steps
+
+
+def slot_name(folder: Path) -> str:
+    """Return the name of the slot of the run in `folder`."""
+    return re.sub(r"[^\w.@:/+-]", "_", folder.resolve().name)
 
 
 def _check_sampling(sampling: SamplingConfig, where: str) -> None:

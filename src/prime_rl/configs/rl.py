@@ -1,33 +1,31 @@
 """Keys of `uv run rl`, with the values that trainer, orchestrator and inference share."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from prime_rl.configs.algorithm import Algorithm, apply_algorithm, set_fixed_length
+from prime_rl.configs.base_model import NameConfig
+from prime_rl.configs.bench import limit_to_bench_steps, use_fake_data
+from prime_rl.configs.client import SERVER_ADDRESS_VAR
+from prime_rl.configs.command_bases import RunConfig
+from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.lists import IntList, StrList
+from prime_rl.configs.loading.base_config import BaseConfig, common
+from prime_rl.configs.loading.provenance import ConfigState
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared.bench import limit_to_bench_steps, use_fake_data
-from prime_rl.configs.shared.blocks import (
-    SERVER_ADDRESS_VAR,
-    IntList,
-    NameConfig,
-    RunConfig,
-    StrList,
-)
-from prime_rl.configs.shared.heartbeat import HeartbeatConfig
-from prime_rl.configs.shared_values import share_all
-from prime_rl.configs.slurm import SlurmConfig
+from prime_rl.configs.shared_values import complete_runs, share_all, take_joined_run
+from prime_rl.configs.slurm import SlurmConfig, count_trainer_nodes
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.training.broadcast import check_placement
-from prime_rl.loading.base_config import BaseConfig, common
-from prime_rl.loading.provenance import ConfigState
 
 
 class PageConfig(BaseConfig):
-    """The page that shows the run in a browser (docs/page.md)."""
+    """The page that shows the run in a browser (docs/monitoring.md)."""
 
     port: int = Field(8420, ge=0, le=65535)
     """Port on 127.0.0.1; 0 takes any free port."""
@@ -73,6 +71,14 @@ class RLConfig(RunConfig):
     orchestrator: OrchestratorConfig = Field(default_factory=OrchestratorConfig)
     """The orchestrator; all keys of `uv run orchestrator`."""
 
+    runs: dict[str, OrchestratorConfig] = Field({})
+    """Runs that share the trainer (trainer.max_concurrent_runs above 1): the changes of `orchestrator` for each, as
+    tables [runs.NAME]. Without any there is one run, `default`."""
+
+    join: Path | None = None
+    """output_dir of a running trainer of several runs, to which this adds the run `exp_id`: it starts an orchestrator
+    alone. Keys of `trainer` that a run may choose apply to this run, the others and `inference` to nothing."""
+
     inference: InferenceConfig | None = Field(None, json_schema_extra=common("Inference"))
     """The inference server that `rl` starts; all keys of `uv run inference`. None uses a running server."""
 
@@ -93,11 +99,15 @@ class RLConfig(RunConfig):
 
     nodes: StrList = Field([])
     """Hosts of a run on several nodes, or `slurm` for those of the Slurm job: the first inference_nodes have a server
-    each, all others train together. `rl` itself and the orchestrator stay on this host. GPU ids and trainer_ranks count
-    within a node. Empty runs all on this host."""
+    each, the last trainer_nodes train together. `rl` itself and the orchestrator stay on this host. GPU ids and
+    trainer_ranks count within a node. Empty runs all on this host."""
 
     inference_nodes: int = Field(1, ge=1)
     """Nodes with a server each, or, with inference.parallel.dp_local, with that many copies each of one server."""
+
+    trainer_nodes: int | None = Field(None, ge=1)
+    """Nodes of the trainer; None is all without a server. With more, the nodes in the middle have both roles, on
+    different GPUs: 2 of 2 nodes with inference_gpus = 3 and trainer_gpus = 5 is a ratio of 6:10."""
 
     launcher: Literal["ssh", "srun"] | None = None
     """How processes on `nodes` are started; None is srun with `nodes = slurm`, and ssh otherwise."""
@@ -111,9 +121,8 @@ class RLConfig(RunConfig):
     slurm: SlurmConfig | None = None
     """Submits the run to Slurm instead of starting it here."""
 
-    clean: bool = True
-    """Remove the rollouts, weights, metrics and samples of an earlier run from the run directory, and move its
-    checkpoints to abandoned/; false fails if there is an earlier run. Not applied when resuming."""
+    clean: bool = False
+    """Remove an earlier run from the run directory; false moves it to earlier/. Neither is done when resuming."""
 
     heartbeat: HeartbeatConfig = Field(default_factory=HeartbeatConfig)
     """Detection of unresponsive and dead processes."""
@@ -133,6 +142,7 @@ class RLConfig(RunConfig):
     @classmethod
     def prepare(cls, state: ConfigState) -> None:
         """Copy the shared values to the three processes; see `prime_rl.configs.shared_values`."""
+        take_joined_run(state)
         apply_algorithm(state)
         share_all(state)
         batch = {
@@ -142,11 +152,32 @@ class RLConfig(RunConfig):
         set_fixed_length(state, batch["seq_len"])
         limit_to_bench_steps(state, "", "trainer.", "orchestrator.")
         use_fake_data(state, "trainer.", **batch)
+        complete_runs(state)
 
     @property
     def ranks(self) -> int:
         """Number of trainer processes, on each node of the trainer."""
         return self.trainer_ranks or len(self.trainer_gpu_ids)
+
+    @property
+    def orchestrators(self) -> dict[str, OrchestratorConfig]:
+        """The orchestrators by the name of their process: one, or one for each of `runs`."""
+        return {f"run_{name}": run for name, run in self.runs.items()} or {"orchestrator": self.orchestrator}
+
+    @property
+    def server_hosts(self) -> list[str]:
+        """The `nodes` with a server."""
+        return self.nodes[: self.inference_nodes]
+
+    @property
+    def trainer_hosts(self) -> list[str]:
+        """The `nodes` of the trainer. Raises ValueError if there are too few nodes, or some without a role."""
+        return self.nodes[-count_trainer_nodes(len(self.nodes), self.inference_nodes, self.trainer_nodes) :]
+
+    def change_orchestrators(self, change: Callable[[OrchestratorConfig], OrchestratorConfig]) -> Self:
+        """Return a copy with `change` applied to each orchestrator."""
+        runs = {name: change(run) for name, run in self.runs.items()}
+        return self.model_copy(update={"runs": runs} if runs else {"orchestrator": change(self.orchestrator)})
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """Report the GPUs of a server that `rl` does not start."""
@@ -155,20 +186,40 @@ class RLConfig(RunConfig):
             yield "inference_gpu_ids", "starts no server without an [inference] block"
         if not self.nodes:
             yield from (
-                (key, "has no effect without nodes") for key in ("inference_nodes", "launcher", "rendezvous_port")
+                (key, "has no effect without nodes")
+                for key in ("inference_nodes", "trainer_nodes", "launcher", "rendezvous_port")
             )
+
+    def doubtful(self, prefix: str = "") -> Iterator[str]:
+        """Report doubtful values of the processes, and batches that cannot be divided evenly."""
+        yield from self.trainer.doubtful("trainer.")
+        names = {f"runs.{name}": run for name, run in self.runs.items()} or {"orchestrator": self.orchestrator}
+        for name, one in names.items():
+            yield from one.doubtful(f"{name}.")
+            batch, parts = one.batch_size, one.num_minibatches or self.trainer.num_minibatches
+            if batch % parts:
+                yield (
+                    f"{name}.batch_size = {batch} is not divisible by trainer.num_minibatches = {parts}: the "
+                    "minibatches of a step have different sizes"
+                )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.orchestrator.clean:
-            raise ValueError("orchestrator.clean would remove what the other processes write; `rl` has the key clean")
-        if self.trainer.model.seq_len < self.orchestrator.seq_len:
-            raise ValueError(
-                f"trainer.model.seq_len = {self.trainer.model.seq_len} is shorter than "
-                f"orchestrator.seq_len = {self.orchestrator.seq_len}; the trainer must hold whole rows"
-            )
+        for one in self.orchestrators.values():
+            if one.clean:
+                raise ValueError(
+                    "orchestrator.clean would remove what the other processes write; `rl` has the key clean"
+                )
+            if self.join is None and self.trainer.model.seq_len < one.seq_len:
+                raise ValueError(
+                    f"trainer.model.seq_len = {self.trainer.model.seq_len} is shorter than "
+                    f"orchestrator.seq_len = {one.seq_len}; the trainer must hold whole rows"
+                )
+        self._check_runs()
         if self.nodes:
             self._check_nodes()
+        if self.nodes != ["slurm"]:  # else the job determines the number of nodes, and they are checked in it
+            self.check_shared_nodes()
         try:
             if self.nodes != ["slurm"]:  # else the job determines the number of nodes, and the trainer checks
                 self.trainer.model.sharding_ranks(self.ranks * self._num_trainer_nodes())
@@ -177,7 +228,7 @@ class RLConfig(RunConfig):
             raise ValueError(f"trainer.{error} ({keys} sets their number)") from None
         if not self.nodes and self.inference is not None and self.inference.parallel.spans_nodes:
             raise ValueError(
-                "inference.parallel: a server over several nodes needs their names in `nodes` (docs/several_nodes.md); "
+                "inference.parallel: a server over several nodes needs their names in `nodes` (docs/deployment.md); "
                 "--slurm cannot start it, use --nodes slurm in a job"
             )
         if self.inference is None and self.gpu_memory_utilization is not None:
@@ -194,13 +245,49 @@ class RLConfig(RunConfig):
                 raise ValueError(f"{key}.rank = {lora.rank} is more than inference.max_lora_rank = {limit}")
         served = self.inference_gpu_ids if self.inference else None
         evaluated = self.orchestrator.eval.base_url if self.orchestrator.eval else None
-        check_placement(self.trainer.weight_broadcast.type, self.trainer_gpu_ids, served, evaluated)
+        tensor_parallel = self.inference.parallel.tp if self.inference else 1
+        check_placement(self.trainer.weight_broadcast.type, self.trainer_gpu_ids, served, evaluated, tensor_parallel)
         return self
 
+    def _check_runs(self) -> None:
+        limit = self.trainer.max_concurrent_runs
+        if not self.runs:
+            if keys := self.orchestrator.training_keys:
+                raise ValueError(
+                    f"orchestrator.{keys[0]} is for a trainer of several runs (trainer.max_concurrent_runs above 1); "
+                    f"set trainer.{keys[0]}"
+                )
+            return
+        if self.join is None and limit == 1:
+            raise ValueError("runs share one trainer: set trainer.max_concurrent_runs to 2 or more")
+        if self.bench or self.max_epochs is not None or (self.slurm is not None and self.slurm.nodes > 1):
+            raise ValueError("bench, max_epochs and slurm.nodes above 1 are not supported with several runs")
+        if self.inference is not None and self.inference.relay is not None:
+            raise ValueError("inference.relay is not supported with several runs: its server takes one run at a time")
+        if self.inference is not None and self.inference.max_loras < limit:
+            raise ValueError(
+                f"inference.max_loras = {self.inference.max_loras} is below trainer.max_concurrent_runs = {limit}"
+            )
+
     def _num_trainer_nodes(self) -> int:
-        if self.slurm is not None and self.slurm.nodes > 1:
-            return self.slurm.nodes - self.slurm.inference_nodes
-        return max(1, len(self.nodes) - self.inference_nodes)
+        slurm = self.slurm
+        if slurm is not None and slurm.nodes > 1:
+            return count_trainer_nodes(slurm.nodes, slurm.inference_nodes, slurm.trainer_nodes)
+        return len(self.trainer_hosts) if self.nodes else 1
+
+    def check_shared_nodes(self) -> None:
+        """Raise ValueError if nodes have both roles and a GPU would have two."""
+        slurm = self.slurm
+        if slurm is not None and slurm.nodes > 1:
+            is_shared = slurm.inference_nodes + self._num_trainer_nodes() > slurm.nodes
+        else:
+            is_shared = bool(self.nodes) and bool({*self.server_hosts} & {*self.trainer_hosts})
+        both = {*self.inference_gpu_ids} & {*self.trainer_gpu_ids}
+        if is_shared and both and self.trainer.device != "cpu":
+            raise ValueError(
+                f"inference_gpu_ids and trainer_gpu_ids both name GPU {min(both)}, but nodes have both roles; set "
+                "different ones, such as --inference-gpus 3 --trainer-gpus 5"
+            )
 
     def _check_nodes(self) -> None:
         if wrong := [node for node in self.nodes if not re.fullmatch(r"\w[\w.-]*", node)]:
@@ -211,10 +298,8 @@ class RLConfig(RunConfig):
             raise ValueError("nodes starts a server on each inference node: add --inference")
         if self.inference.parallel.headless or self.inference.parallel.start_rank:
             raise ValueError("inference.parallel: `rl` sets headless and start_rank of each node; remove them")
-        if self.nodes != ["slurm"] and len(self.nodes) <= self.inference_nodes:
-            raise ValueError(
-                f"inference_nodes = {self.inference_nodes} leaves none of the {len(self.nodes)} nodes for the trainer"
-            )
+        if self.nodes != ["slurm"]:
+            count_trainer_nodes(len(self.nodes), self.inference_nodes, self.trainer_nodes)
         if self.trainer.weight_broadcast.type != "filesystem":
             raise ValueError(f"weight_broadcast.type = {self.trainer.weight_broadcast.type!r} does not work with nodes")
         if self.bench or self.slurm is not None:

@@ -5,12 +5,12 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
+from prime_rl.configs.command_bases import TrainingConfig
+from prime_rl.configs.loading.base_config import common
 from prime_rl.configs.training.broadcast import Precision
-from prime_rl.configs.training.common import TrainingConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig, OptimConfig
 from prime_rl.configs.training.sft_data import SFTDataConfig, SFTFakeDataConfig, SFTValConfig
-from prime_rl.loading.base_config import common
 
 
 class SFTConfig(TrainingConfig):

@@ -1,18 +1,19 @@
 """Keys of `uv run trainer`."""
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from prime_rl.configs.shared.bench import use_fake_data
-from prime_rl.configs.shared.blocks import WANDB_ALIASES
-from prime_rl.configs.shared.heartbeat import HeartbeatConfig
+from prime_rl.configs.bench import use_fake_data
+from prime_rl.configs.command_bases import TrainingConfig
+from prime_rl.configs.heartbeat import HeartbeatConfig
+from prime_rl.configs.loading.base_config import BaseConfig, common, unused
+from prime_rl.configs.loading.provenance import ConfigState
+from prime_rl.configs.monitoring import METRIC_LOGGERS, WANDB_ALIASES
 from prime_rl.configs.training.broadcast import BroadcastConfig, FileBroadcastConfig, check_transfer
-from prime_rl.configs.training.common import TrainingConfig
 from prime_rl.configs.training.loss import AIPOLossConfig, LossConfig, ReferenceConfig
 from prime_rl.liveness.run_settings import ADAPTER_RANK, RunSettings, describe_model
-from prime_rl.loading.base_config import BaseConfig, common, unused
-from prime_rl.loading.provenance import ConfigState
 
 
 class FakeDataConfig(BaseConfig):
@@ -115,8 +116,12 @@ class TrainerConfig(TrainingConfig):
     """Detection of unresponsive processes."""
 
     # Documented upstream as a key of the trainer.
-    max_concurrent_runs: int = unused(1, ge=1)
-    """Runs that share this trainer, with one LoRA adapter each (not implemented)."""
+    max_concurrent_runs: int = Field(1, ge=1)
+    """LoRA runs that share this trainer, each in a folder run_* of output_dir with an orchestrator of its own
+    (docs/multi_run.md)."""
+
+    exit_when_idle_seconds: float | None = Field(None, ge=0)
+    """With several runs: end when no run has used the trainer for so long; None waits for further runs."""
 
     @property
     def reference_name(self) -> str | None:
@@ -131,6 +136,8 @@ class TrainerConfig(TrainingConfig):
         """Complete the merged values before construction."""
         super().prepare(state)
         use_fake_data(state)
+        if str(state.get("max_concurrent_runs", 1)) != "1" and state.is_on("model.lora"):
+            state.fill("model.lora.publish", "adapter", state.origin("max_concurrent_runs"))
 
     @property
     def run_settings(self) -> RunSettings:
@@ -138,6 +145,7 @@ class TrainerConfig(TrainingConfig):
         lora = self.model.lora
         return {
             "model.name": describe_model(self.model.name),
+            "model.revision": self.model.revision,
             "tokenizer.name": describe_model(self.tokenizer.name or self.model.name),
             ADAPTER_RANK: lora.rank if lora is not None and lora.publish == "adapter" else None,
             "model.seq_len": self.model.seq_len,
@@ -145,10 +153,13 @@ class TrainerConfig(TrainingConfig):
             "async_level": self.async_level,
             "ckpt.interval": self.ckpt.interval if self.ckpt is not None else None,
             "ckpt.path": str(self.ckpt.path) if self.ckpt is not None else None,
+            "max_concurrent_runs": self.max_concurrent_runs,
         }
 
     @model_validator(mode="after")
     def _check(self) -> "TrainerConfig":
+        if self.max_concurrent_runs > 1 and (problem := self._several_runs_problem()):
+            raise ValueError(f"max_concurrent_runs = {self.max_concurrent_runs} {problem}")
         publishes_adapters = self.model.lora is not None and self.model.lora.publish == "adapter"
         check_transfer(self.weight_broadcast.type, self.device, publishes_adapters)
         if publishes_adapters and getattr(self.weight_broadcast, "delta", None) is not None:
@@ -158,6 +169,34 @@ class TrainerConfig(TrainingConfig):
             )
         if not self.nodes_share_directory and self.ckpt is not None:
             raise ValueError("ckpt needs a directory that all nodes share; remove it, or nodes_share_directory = false")
-        if self.scheduler.type != "constant" and self.max_steps is None:
+        if self.scheduler.type != "constant" and self.max_steps is None and self.max_concurrent_runs == 1:
             raise ValueError(f"scheduler.type {self.scheduler.type!r} needs max_steps, the end of the decay")
         return self
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """Report keys that need several runs."""
+        yield from super().without_effect()
+        if self.max_concurrent_runs == 1:
+            yield "exit_when_idle_seconds", "has no effect unless max_concurrent_runs is above 1"
+
+    def _several_runs_problem(self) -> str | None:
+        """Return what several runs need, or what they do not support."""
+        if (lora := self.model.lora) is None or lora.publish != "adapter":
+            return "needs --model.lora and --model.lora.publish adapter: each run trains and publishes an adapter"
+        model, broadcast = self.model, self.weight_broadcast
+        of_a_run = "belongs to each run: give it to the orchestrators"
+        alone = "is not supported with several runs"
+        refused = {
+            f"max_steps {of_a_run}": self.max_steps is not None,
+            f"ckpt {of_a_run}": self.ckpt is not None,
+            f"{', '.join(METRIC_LOGGERS)} {of_a_run}": bool(self.metric_loggers),
+            f"weight_broadcast.type = {broadcast.type!r} {alone}": broadcast.type != "filesystem",
+            f"model.tp or model.cp {alone}": model.tp > 1 or model.cp is not None,
+            f"model.compile {alone}": model.compile is not None,
+            f"model.lora.dropout {alone}, which would share random numbers": lora.dropout > 0,
+            f"offloading to the CPU {alone}": model.optim_cpu_offload or model.fsdp_cpu_offload,
+            f"data.fake or bench {alone}": self.data.fake is not None or self.bench,
+            f"nodes_share_directory = false {alone}": not self.nodes_share_directory,
+            f"trace_path or memory_profiler_path {alone}": bool(self.trace_path or self.memory_profiler_path),
+        }
+        return next((f"and {reason}" for reason, is_wrong in refused.items() if is_wrong), None)

@@ -2,7 +2,6 @@
 lines. Configurations contain only the name of the variable.
 """
 
-import ipaddress
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,16 +33,6 @@ def has_key(authorization: str, key: str) -> bool:
     """Whether this value of the header `Authorization` contains the key."""
     scheme, _, given = authorization.partition(" ")
     return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), key.encode())
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is this machine only."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def withheld_from_environments(variables: Sequence[str], settings: Mapping[str, Any]) -> frozenset[str]:

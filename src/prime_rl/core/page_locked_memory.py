@@ -18,5 +18,5 @@ def lock_pages(buffer: "Tensor") -> None:
 
     if buffer.nbytes and (code := int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))):
         raise RunError(
-            f"cannot lock {buffer.nbytes / 2**30:.1f} GiB of host memory for a copy of the weights (CUDA error {code})"
+            f"cannot lock {buffer.nbytes / 2**30:.1f} GiB of host memory for copies of the model (CUDA error {code})"
         )

@@ -45,6 +45,8 @@ def claim_port(port: int) -> socket.socket:
 def listen(host: str, port: int, flag: str) -> socket.socket:
     """Return a listening socket. Raises ConfigError, which names `flag`, if a server cannot listen on this port."""
     place = f"{flag}: cannot listen on {join_host_port(host, port)}"
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{flag} must be between 0 and 65535")
     with ExitStack() as on_failure:
         listener = on_failure.enter_context(socket.socket(address_family(host), socket.SOCK_STREAM))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

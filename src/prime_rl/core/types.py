@@ -89,6 +89,10 @@ class Rollout:
         is_truncated: a completion reached its token limit.
         text: the conversation as (role, content) pairs, for display. Model output: untrusted.
         credits: of its parts; empty: all tokens are credited with `reward`.
+        answer: the reference answer of its example, for display; None: it has none.
+        messages: in the normal form of `rendering.messages`, with tool calls and reasoning; empty: `text` is complete.
+        tools: definitions of the tools that the model was offered, in OpenAI's form.
+        weights: of the metrics that are reward functions, for display.
     """
 
     samples: tuple[Sample, ...]
@@ -97,6 +101,15 @@ class Rollout:
     is_truncated: bool
     text: tuple[tuple[str, str], ...]
     credits: tuple[Credit, ...] = field(default=(), kw_only=True)
+    answer: str | None = field(default=None, kw_only=True)
+    messages: tuple[dict[str, Any], ...] = field(default=(), kw_only=True)
+    tools: tuple[dict[str, Any], ...] = field(default=(), kw_only=True)
+    weights: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages in the form that chat templates read. Model output: untrusted."""
+        return list(self.messages) or [{"role": role, "content": content} for role, content in self.text]
 
     def is_sample_truncated(self, sample: Sample) -> bool:
         """Whether a completion of the agent of `sample`, or of the rollout if it has one agent, reached its limit."""
@@ -111,19 +124,15 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Conversation(Rollout):
-    """A rollout with its messages, for evaluation and synthesis. Model output: untrusted.
+    """A rollout that always has its messages, for evaluation and synthesis.
 
     Attributes:
-        messages: in the normal form of `rendering.messages`, with tool calls and reasoning.
-        tools: definitions of the tools that the model was offered, in OpenAI's form.
         completion_tokens: number of sampled tokens, also for a server that returns no tokens.
         versions: oldest and newest policy version that may have sampled it, if it has no samples.
     """
 
-    messages: tuple[dict[str, Any], ...]
-    tools: tuple[dict[str, Any], ...]
-    completion_tokens: int
-    versions: tuple[int, int] | None = None
+    completion_tokens: int = field(kw_only=True)
+    versions: tuple[int, int] | None = field(default=None, kw_only=True)
 
     @property
     def sampled_tokens(self) -> int:

@@ -12,11 +12,11 @@ from pathlib import Path
 from rich.console import Console
 
 from prime_rl.core.entry_point import command, exit_with_reader
-from prime_rl.doctor.collect import contains_run
-from prime_rl.doctor.diagnosis import RunState
-from prime_rl.doctor.examine import examine
-from prime_rl.doctor.rendering import as_json, show
+from prime_rl.storage.file_locks import check_run_format
 from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.doctor.collect import contains_run
+from prime_rl.supervisor.doctor.diagnosis import RunState, examine
+from prime_rl.supervisor.doctor.rendering import as_json, show
 
 _FILE_COLUMNS = 160
 _WATCH_INTERVAL_SECONDS = 5.0
@@ -54,6 +54,7 @@ def _main(argv: Sequence[str]) -> int:
     if not contains_run(paths):
         print(f"error: {paths.root} contains no run; pass the output_dir of a run", file=sys.stderr)
         return 2
+    check_run_format(paths)
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = _FILE_COLUMNS
@@ -70,7 +71,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def _check_installation(*, as_object: bool) -> int:
     """Print one line per check, as soon as it is known; return 1 if one failed."""
-    from prime_rl.doctor.installation_check import CheckLevel, check_installation
+    from prime_rl.supervisor.doctor.installation_check import CheckLevel, check_installation
 
     checks = []
     for check in check_installation(Path(os.environ.get("OUTPUT_DIR") or "outputs")):
@@ -84,7 +85,7 @@ def _check_installation(*, as_object: bool) -> int:
 
 def _check_sandbox(*, as_object: bool) -> int:
     """Print whether this machine can isolate code; return 2 if it cannot."""
-    from prime_rl.doctor.sandbox_check import check_sandbox  # the diagnosis of a run does not need it
+    from prime_rl.supervisor.doctor.installation_check import check_sandbox  # the diagnosis of a run does not need it
 
     report = check_sandbox()
     print(json.dumps(asdict(report)) if as_object else "\n".join(report.lines()))

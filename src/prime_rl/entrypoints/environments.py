@@ -15,8 +15,7 @@ from rich.table import Table
 
 from prime_rl.core.entry_point import command, exit_with_reader
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.rollouts.environments.environment_id import find_environment, installed_environments
-from prime_rl.rollouts.environments.environment_identity import identify
+from prime_rl.rollouts.environment_id import find_environment, identify, installed_environments
 
 _FILE_COLUMNS = 160
 

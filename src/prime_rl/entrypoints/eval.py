@@ -5,22 +5,21 @@ from pathlib import Path
 
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError
-from prime_rl.loading.saved_help import print_saved_help
 
 
 @command
 def main() -> None:
     """Evaluate and print a table of rewards; with `--compare A B`, compare two results."""
-    print_saved_help("eval")
     if "--compare" in sys.argv:
         _compare(sys.argv[1:])
         return
     from prime_rl.configs.eval import EvalConfig
 
     config = EvalConfig.load()
-    from prime_rl.core.logs.logging import set_up_logging
-    from prime_rl.evaluation.offline import evaluate
+    from prime_rl.core.logs import set_up_logging
+    from prime_rl.evaluation.offline import check_input, evaluate
 
+    check_input(config)
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("eval") if config.log.file else None)
     evaluate(config)
 
@@ -28,7 +27,7 @@ def main() -> None:
 def _compare(argv: list[str]) -> None:
     if len(argv) != 3 or argv[0] != "--compare":
         raise ConfigError("usage: eval --compare A B, with two results such as outputs/evals/gsm8k/3f2a9c1b77de")
-    from prime_rl.evaluation.paired_comparison import compare, print_comparisons
+    from prime_rl.evaluation.eval_report import compare, print_comparisons
 
     print_comparisons(compare(Path(argv[1]), Path(argv[2])))
 

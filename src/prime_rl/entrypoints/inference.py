@@ -1,9 +1,8 @@
 """`inference`: start the inference server."""
 
 from prime_rl.core.entry_point import command
-from prime_rl.core.import_utils import require_packages
+from prime_rl.core.import_utils import require_engine_libraries, require_packages
 from prime_rl.liveness.parent_process import die_with_parent, is_supervised
-from prime_rl.loading.saved_help import print_saved_help
 
 
 @command
@@ -11,14 +10,13 @@ def main() -> None:
     """Parse the configuration and serve until stopped."""
     if is_supervised():
         die_with_parent()
-    print_saved_help("inference")
     from prime_rl.configs.inference import InferenceConfig
 
     config = InferenceConfig.load()
     require_packages("torch", "vllm")
-    from prime_rl.core.logs.logging import set_up_logging
-    from prime_rl.inference.server import run
-    from prime_rl.inference.server_heartbeat import server_name
+    require_engine_libraries()
+    from prime_rl.core.logs import set_up_logging
+    from prime_rl.inference.server import run, server_name
 
     has_directory = config.log.file and "output_dir" in config.model_fields_set
     log_file = config.run_paths.log(server_name(config)) if has_directory else None

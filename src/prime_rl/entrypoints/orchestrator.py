@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 from prime_rl.core.entry_point import command
 from prime_rl.liveness.parent_process import die_with_parent, is_supervised
-from prime_rl.loading.saved_help import print_saved_help
 
 
 @command
@@ -12,15 +11,13 @@ def main() -> None:
     """Run the orchestrator; a standalone one outlives its shell."""
     if is_supervised():
         die_with_parent()
-    print_saved_help("orchestrator")
     from prime_rl.configs.orchestrator import OrchestratorConfig
 
     config = OrchestratorConfig.load()
-    from prime_rl.core.logs.log_rotation import rotating_logs
-    from prime_rl.core.logs.logging import set_up_logging
-    from prime_rl.liveness.file_locks import hold_role_lock
+    from prime_rl.core.logs import rotating_logs, set_up_logging
     from prime_rl.monitors.bench_report import report_benchmark
     from prime_rl.orchestrator.orchestrator_setup import orchestrate
+    from prime_rl.storage.file_locks import hold_role_lock
 
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("orchestrator") if config.log.file else None)
     hold_role_lock(config.run_paths, "orchestrator")

@@ -2,20 +2,27 @@
 
 from prime_rl.core.entry_point import command
 from prime_rl.core.import_utils import require_packages
-from prime_rl.loading.saved_help import print_saved_help
 
 
 @command
 def main() -> None:
     """Run supervised fine-tuning as a rank of torchrun, or without torchrun as the only rank."""
-    print_saved_help("sft")
     from prime_rl.configs.sft import SFTConfig
 
     config = SFTConfig.load()
-    require_packages("torch")
-    from prime_rl.trainer.sft.train import run
+    from prime_rl.storage.model_files import check_model
+    from prime_rl.trainer.data.chat_rendering import check_files
 
-    run(config)
+    require_packages("torch")
+    check_model(config.model.name)
+    if config.data.type == "sft":
+        check_files(config.data)
+    from prime_rl.trainer.rank_start import start_rank
+
+    with start_rank(config.log, config.run_paths, "sft") as heartbeat:
+        from prime_rl.trainer.sft.train import run
+
+        run(config, heartbeat)
 
 
 if __name__ == "__main__":

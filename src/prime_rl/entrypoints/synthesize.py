@@ -1,19 +1,18 @@
 """`synthesize`: generate training data with a served model in environments."""
 
 from prime_rl.core.entry_point import command
-from prime_rl.loading.saved_help import print_saved_help
 
 
 @command
 def main() -> None:
     """Run environments and write samples for `sft`."""
-    print_saved_help("synthesize")
     from prime_rl.configs.synthesize import SynthesizeConfig
 
     config = SynthesizeConfig.load()
-    from prime_rl.core.logs.logging import set_up_logging
-    from prime_rl.evaluation.synthesis import synthesize
+    from prime_rl.core.logs import set_up_logging
+    from prime_rl.evaluation.synthesis import plan, synthesize
 
+    plan(config)
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("synthesize") if config.log.file else None)
     synthesize(config)
 

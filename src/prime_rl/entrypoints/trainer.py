@@ -2,20 +2,24 @@
 
 from prime_rl.core.entry_point import command
 from prime_rl.core.import_utils import require_packages
-from prime_rl.loading.saved_help import print_saved_help
 
 
 @command
 def main() -> None:
     """Run the trainer as a rank of torchrun, or without torchrun as the only rank."""
-    print_saved_help("trainer")
     from prime_rl.configs.trainer import TrainerConfig
 
     config = TrainerConfig.load()
-    require_packages("torch")
-    from prime_rl.trainer.rl.train import run
+    from prime_rl.storage.model_files import check_model
 
-    run(config)
+    require_packages("torch")
+    check_model(config.model.name)
+    from prime_rl.trainer.rank_start import start_rank
+
+    with start_rank(config.log, config.run_paths, settings=config.run_settings) as heartbeat:
+        from prime_rl.trainer.rl.train import run
+
+        run(config, heartbeat)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class RolloutRow(msgspec.Struct, frozen=True, omit_defaults=True):
         messages: the conversation in the form that chat templates read. Model output: untrusted.
         tools: definitions of the tools that the model was offered.
         min_version: oldest policy version that sampled a token, if the server reports versions.
+        answer: the reference answer of the example, if it has one.
     """
 
     reward: float
@@ -47,26 +48,25 @@ class RolloutRow(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: list[dict[str, Any]] = []
     min_version: int | None = None
     max_version: int | None = None
+    answer: str | None = None
 
     @classmethod
     def of(cls, rollout: Rollout) -> "RolloutRow":
         """Make a row of a rollout. Its token ids are not kept."""
-        messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in rollout.text]
-        tools: list[dict[str, Any]] = []
         sampled = [sample.versions[sample.versions >= 0] for sample in rollout.samples]
         versions = [int(end) for array in sampled if len(array) for end in (array.min(), array.max())]
         if isinstance(rollout, Conversation):
-            messages, tools = list(rollout.messages), list(rollout.tools)
             versions += rollout.versions or ()
         return cls(
             reward=rollout.reward,
             metrics=rollout.metrics,
             is_truncated=rollout.is_truncated,
             tokens=rollout.sampled_tokens,
-            messages=messages,
-            tools=tools,
+            messages=rollout.conversation,
+            tools=list(rollout.tools),
             min_version=min(versions, default=None),
             max_version=max(versions, default=None),
+            answer=rollout.answer,
         )
 
 
@@ -110,7 +110,7 @@ class ResultFile:
         self._file.close()
 
     def add(self, row: ExampleRow) -> None:
-        """Append the row of an example."""
+        """Append the row of an example to the file, so that an interrupted evaluation keeps it."""
         self._file.write(msgspec.json.encode(row) + b"\n")
         self._file.flush()
         self.rows[row.example] = row

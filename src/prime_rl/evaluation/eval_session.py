@@ -1,44 +1,75 @@
-"""Opens the servers and environments of `eval` and `synthesize`, and runs the examples that are not on disk yet."""
+"""Opens the servers and environments of `eval` and `synthesize`, and runs the examples that are not on disk yet.
+
+Of each environment, a bounded number of rollouts is in flight. Every example ends in exactly one row, with its rollouts
+or with a failure. An exception ends the whole evaluation: no server is left, a server refuses everything, or the
+workers do not start.
+"""
 
 import asyncio
+import shlex
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-import aiohttp
 import msgspec
 from loguru import logger
 
+from prime_rl.configs.client import Api
 from prime_rl.configs.eval import EvalConfig
-from prime_rl.configs.rollouts.eval_common import Api
+from prime_rl.configs.monitoring import METRIC_LOGGERS
 from prime_rl.configs.synthesize import SynthesizeConfig
 from prime_rl.core.api_key import read_api_key, withheld_from_environments
-from prime_rl.core.errors import RunError
+from prime_rl.core.errors import ConfigError, RunError, first_exception
+from prime_rl.core.http_requests import open_client, request, send_request
 from prime_rl.core.types import PolicyVersion
 from prime_rl.evaluation.eval_plan import EvalTask, choose_examples
 from prime_rl.evaluation.eval_report import progress_bar
-from prime_rl.evaluation.eval_results import ExampleRow, first_error, open_results
-from prime_rl.evaluation.runner import run_examples
+from prime_rl.evaluation.eval_results import (
+    EvalFailureKind,
+    ExampleFailure,
+    ExampleRow,
+    RolloutRow,
+    first_error,
+    open_results,
+)
 from prime_rl.liveness.run_settings import SERVED_LENGTH
 from prime_rl.rollouts.clients.inference_client import (
     InferenceClient,
     InferenceError,
     InferenceServerLost,
-    LoadedPolicy,
+    LoadedVersion,
+    sampling_parameters,
 )
-from prime_rl.rollouts.environments.environment_identity import identify_environments
-from prime_rl.rollouts.workers.environment_pool import (
-    EnvironmentPool,
-    start_pools,
-    warn_about_training_examples,
-)
+from prime_rl.rollouts.environment_id import identify_environments
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.workers.environment_pool import EnvironmentPool, start_pools, warn_about_training_examples
 from prime_rl.rollouts.workers.protocol import ModelAccess
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.model_files import find_tokenizer
 from prime_rl.storage.paths import RunPaths
+
+_UNRELATED = {
+    *("env", "benchmarks", "benchmark_data", "sampling", "rollouts_per_example", "split"),  # resolved per task
+    *("num_examples", "seed", "weights_dir", "steps", "eval_base_model"),  # choose examples and versions
+    *("pass_threshold", "pass_at", "majority_pattern", "min_reward", "keep_truncated"),  # applied to the rollouts
+    *("client", "max_concurrent", "workers_per_env", "output_dir", "exp_id", "log", *METRIC_LOGGERS),
+    *("from_runs", "max_per_example"),
+}
+"""Keys of `eval` and `synthesize` that no rollout depends on by itself. Any other key is part of the digest."""
+_OF_PROMPTS = {"tokenizer", "rendering", "seq_len"}
+"""Keys without effect on servers that render the prompts themselves."""
+_UNRELATED_OF_ENV = {
+    *("id", "name", "install", "breakdown", "num_examples", "rollouts_per_example", "sampling"),
+    *("weight", "max_concurrent", "max_rollouts_per_minute", "min_rollouts"),  # of training
+    # Failed examples run again anyway.
+    *("num_retries", "start_timeout_seconds", "silence_timeout_seconds", "cleanup_seconds"),
+    "max_memory_gib",
+}
+_UNRELATED_OF_SANDBOX = {"num_jails", "max_running"}
 
 _RECONNECT_SECONDS = 60.0
 """How long lost servers are retried."""
@@ -46,6 +77,13 @@ _EXCLUDED_SECONDS = 10.0
 """How long a lost server gets no rollouts while others are available."""
 _PROBE_SECONDS = 0.5
 _RENEWAL_SECONDS = 2.0
+_MAX_REFUSALS = 8
+"""After so many refused examples without a finished one, the server is at fault and not the examples."""
+_FAILURE_KINDS: dict[type[Exception], EvalFailureKind] = {
+    EnvironmentFailed: "environment",
+    SampleTooLong: "overlong",
+    InferenceError: "refused",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +96,7 @@ class EvalSession:
     pools: Sequence[tuple[EvalTask, EnvironmentPool]]
     split: Literal["train", "eval"]
 
-    async def loaded_policy(self) -> LoadedPolicy | None:
+    async def loaded_policy(self) -> LoadedVersion | None:
         """Return what the first server samples from; None for a server of another kind.
 
         The server is not leased, so this works while a run uses it.
@@ -71,7 +109,7 @@ class EvalSession:
         return loaded
 
     async def run_or_resume(
-        self, task: EvalTask, pool: EnvironmentPool, loaded: LoadedPolicy | None, parent: Path
+        self, task: EvalTask, pool: EnvironmentPool, loaded: LoadedVersion | None, parent: Path
     ) -> tuple[Path, list[ExampleRow]]:
         """Run the chosen examples of one environment, except those that an earlier call has finished.
 
@@ -80,7 +118,7 @@ class EvalSession:
         """
         config = self.config
         examples = choose_examples(len(pool), task.num_examples, config.seed)
-        with open_results(parent / task.name.replace("/", "_"), self._settings(task, len(pool), loaded)) as results:
+        with open_results(parent / task.name.replace("/", "_"), self._settings(task, pool, loaded)) as results:
             finished = [results.rows[i] for i in examples if i in results.rows and results.rows[i].rollouts]
             done = {row.example for row in finished}
             remaining = [i for i in examples if i not in done]
@@ -103,31 +141,27 @@ class EvalSession:
             logger.warning("{}: {} examples failed; the first: {}", task.name, failed, error)
         return results.path.parent, rows
 
-    def _settings(self, task: EvalTask, available: int, loaded: LoadedPolicy | None) -> Mapping[str, Any]:
+    def _settings(self, task: EvalTask, pool: EnvironmentPool, loaded: LoadedVersion | None) -> Mapping[str, Any]:
         """Return everything that the rollouts of an example depend on; the choice of examples is not part of it."""
-        config = self.config
-        settings: dict[str, Any] = {
-            "model": config.model.name,
+        config, template = self.config, self.config.rendering.chat_template
+        settings = config.model_dump(mode="json", exclude=_UNRELATED | (_OF_PROMPTS if loaded is None else set()))
+        settings["sandbox"] = config.sandbox.model_dump(mode="json", exclude=_UNRELATED_OF_SANDBOX)
+        settings |= task.env.model_dump(mode="json", exclude=_UNRELATED_OF_ENV)
+        settings |= {
             "api": self.api,
             "env": task.env.id,
-            "identity": task.env.identity,
-            "rewards": [reward.model_dump() for reward in task.env.rewards],
-            "args": task.env.args,
             "split": self.split,
-            "timeout": task.env.timeout_seconds,
-            "examples": available,
+            "examples": len(pool),
+            "content": pool.content_hash,
             "rollouts_per_example": task.rollouts,
-            "sampling": task.sampling.model_dump(),
+            "sampling": task.sampling.model_dump(mode="json"),
         }
         if loaded is None:
             return settings | {"servers": config.client.urls}
-        return settings | {
-            "version": str(loaded.version),
-            "weights": loaded.hash,
-            "seq_len": config.seq_len,
-            "tokenizer": config.tokenizer.name or config.model.name,
-            "rendering": config.rendering.model_dump(mode="json"),
-        }
+        settings |= {"version": str(loaded.version), "weights": loaded.hash}
+        settings["tokenizer"]["name"] = config.tokenizer.name or config.model.name
+        settings["rendering"]["chat_template"] = template.read_text() if template is not None else None
+        return settings
 
 
 @asynccontextmanager
@@ -138,19 +172,26 @@ async def open_session(
     identified = identify_environments([task.env for task in tasks], "env", logger.warning)
     tasks = [replace(task, env=env) for task, env in zip(tasks, identified, strict=True)]
     api = await _detect_api(config)
+    await asyncio.to_thread(_check_default_model, config)
     if api == "generate":
         await _compare_lengths(config)
     urls = config.client.urls
     addresses = [config.client.chat_url(index) for index in range(len(urls))] if api == "chat" else urls
-    paths = RunPaths(config.output_dir)
+    paths, tokenizer = RunPaths(config.output_dir), ""
+    if api == "generate":
+        model = config.model
+        found = asyncio.to_thread(
+            find_tokenizer, config.tokenizer.name, model.name, model.revision, model.download_timeout_seconds
+        )
+        tokenizer = str(await found)
     access = ModelAccess(
         model=config.model.name,
-        tokenizer=config.tokenizer.name or config.model.name,
+        tokenizer=tokenizer,
         trust_remote_code=config.tokenizer.trust_remote_code,
         rendering=config.rendering,
         sandbox=config.sandbox,
         api_key=read_api_key(config.client.api_key_var),
-        request_timeout_s=config.client.timeout_seconds,
+        request_timeout_seconds=config.client.timeout_seconds,
         api=api,
         keep_messages=True,
     )
@@ -185,6 +226,23 @@ async def _detect_api(config: EvalConfig | SynthesizeConfig) -> Api:
     return api
 
 
+def _check_default_model(config: EvalConfig | SynthesizeConfig) -> None:
+    """Raise ConfigError if no model is named, and the first server lists others than the default. Blocks."""
+    server, model = config.client, config.model
+    if "name" in model.model_fields_set:
+        return
+    url, key = f"{server.chat_url(0)}/models", read_api_key(server.api_key_var)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with suppress(ConnectionError, ValueError, KeyError, TypeError):  # a server without this route
+        answer = send_request("GET", url, server.probe_timeout_seconds, headers=headers).json()
+        if (names := [one["id"] for one in answer["data"]]) and model.name not in names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ConfigError(
+                f"model.name is not set: its default is {model.name}, and {server.urls[0]} serves {shown}; add "
+                f"--model.name {shlex.quote(names[0]) if len(names) == 1 else 'NAME'}"
+            )
+
+
 async def _compare_lengths(config: EvalConfig | SynthesizeConfig) -> None:
     """Warn about servers whose context is shorter than `seq_len`: they end completions there."""
     for client in clients(config, ""):
@@ -208,19 +266,15 @@ def clients(config: EvalConfig | SynthesizeConfig, run_id: str) -> list[Inferenc
 class FixedServers:
     """Servers by address; the least loaded one is used. A lost server is excluded for a while, unless all are lost."""
 
-    def __init__(
-        self, urls: Sequence[str], reconnect_s: float = _RECONNECT_SECONDS, excluded_s: float = _EXCLUDED_SECONDS
-    ) -> None:
+    def __init__(self, urls: Sequence[str]) -> None:
         self._load = dict.fromkeys(urls, 0)
         self._lost: dict[str, float] = {}
-        self._reconnect_s = reconnect_s
-        self._excluded_s = excluded_s
 
     @asynccontextmanager
     async def acquire(self, rollouts: int) -> AsyncIterator[str]:
         """Reserve the least loaded server; see `runner.Servers`."""
         now = time.monotonic()
-        able = [url for url in self._load if url not in self._lost or now - self._lost[url] >= self._excluded_s]
+        able = [url for url in self._load if url not in self._lost or now - self._lost[url] >= _EXCLUDED_SECONDS]
         url = min(able or [await self._wait_for_any()], key=self._load.__getitem__)
         self._load[url] += rollouts
         try:
@@ -236,14 +290,15 @@ class FixedServers:
             self._load[url] -= rollouts
 
     async def _wait_for_any(self) -> str:
-        deadline = time.monotonic() + self._reconnect_s
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+        deadline = time.monotonic() + _RECONNECT_SECONDS
+        async with open_client() as client:
             while time.monotonic() < deadline:
                 for url in self._load:
-                    with suppress(aiohttp.ClientError, TimeoutError):
-                        async with session.get(url):
-                            self._lost.pop(url, None)
-                            return url
+                    with suppress(ConnectionError, TimeoutError):
+                        async with asyncio.timeout(5):
+                            await request(client, "GET", url)
+                        self._lost.pop(url, None)
+                        return url
                 await asyncio.sleep(_PROBE_SECONDS)
         raise RunError(f"no server responds ({', '.join(self._load)}); run the same command again to resume")
 
@@ -254,11 +309,11 @@ class LeasedServers:
 
     clients: Sequence[InferenceClient]
 
-    async def load_base(self) -> LoadedPolicy:
+    async def load_base(self) -> LoadedVersion:
         """Lease the servers and switch to the base model, version 0."""
         return (await asyncio.gather(*(client.reset() for client in self.clients)))[0]
 
-    async def load(self, directory: Path) -> LoadedPolicy:
+    async def load(self, directory: Path) -> LoadedVersion:
         """Switch to the published weights in `directory`; raise RunError if a server cannot, or loads other weights."""
         manifest = await asyncio.to_thread(read_manifest, directory, WEIGHTS_FORMAT)
         version = PolicyVersion(manifest["branch"], manifest["step"])
@@ -287,7 +342,8 @@ async def lease_servers(clients: Sequence[InferenceClient]) -> AsyncIterator[Lea
 
     async def release(client: InferenceClient) -> None:
         with suppress(InferenceServerLost, InferenceError):  # a lost server cannot be released
-            await client.reset()
+            if not client.has_slot:  # a slot is freed with its weights
+                await client.reset()
             await client.release()
 
     async with AsyncExitStack() as stack:
@@ -299,3 +355,65 @@ async def lease_servers(clients: Sequence[InferenceClient]) -> AsyncIterator[Lea
         renewal = asyncio.create_task(renew())
         stack.callback(renewal.cancel)
         yield servers
+
+
+class Servers(Protocol):
+    """The inference servers of an evaluation."""
+
+    def acquire(self, rollouts: int) -> AbstractAsyncContextManager[str]:
+        """Reserve a server for so many rollouts and return its address; raise RunError if none becomes available.
+
+        InferenceServerLost that leaves the block marks the server as lost.
+        """
+
+
+async def run_examples(
+    task: EvalTask,
+    pool: EnvironmentPool,
+    examples: Sequence[int],
+    seq_len: int,
+    max_concurrent: int | None,
+    servers: Servers,
+    on_row: Callable[[ExampleRow], None],
+) -> None:
+    """Run examples of `pool` and pass each row to `on_row`; raise RunError if the evaluation cannot continue.
+
+    At most `max_concurrent` rollouts are in flight, but at least one example; None is unlimited.
+    """
+    remaining = iter(examples)
+    refusals = 0
+
+    async def run_lane() -> None:
+        nonlocal refusals
+        for example in remaining:
+            row = await _run_example(task, pool, example, seq_len, servers)
+            refused = row.failure is not None and row.failure.kind == "refused"
+            refusals = refusals + 1 if refused else 0 if row.rollouts else refusals
+            on_row(row)
+            if refusals >= _MAX_REFUSALS and row.failure is not None:
+                raise RunError(f"{refusals} requests in a row were refused; the last: {row.failure.message}")
+
+    lanes = len(examples) if max_concurrent is None else max(1, max_concurrent // task.rollouts)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(lanes, len(examples))):
+                tasks.create_task(run_lane())
+    except ExceptionGroup as group:
+        raise first_exception(group) from group
+
+
+async def _run_example(
+    task: EvalTask, pool: EnvironmentPool, example: int, seq_len: int, servers: Servers
+) -> ExampleRow:
+    seed = None if task.sampling.seed is None else (task.sampling.seed, example)
+    sampling = sampling_parameters(task.sampling)
+    while True:
+        try:
+            async with servers.acquire(task.rollouts) as url:
+                rollouts = await pool.run_group(example, task.rollouts, url, sampling, seq_len, seed)
+            columns = pool.columns[example] if pool.columns else {}
+            return ExampleRow(example, [RolloutRow.of(rollout) for rollout in rollouts], columns=columns)
+        except InferenceServerLost:
+            continue  # `acquire` limits how long this repeats
+        except (EnvironmentFailed, SampleTooLong, InferenceError) as error:
+            return ExampleRow(example, failure=ExampleFailure(_FAILURE_KINDS[type(error)], str(error)))

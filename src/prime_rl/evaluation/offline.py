@@ -3,7 +3,7 @@
 Each finished example is written to disk at once. The same command resumes an interrupted evaluation.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from loguru import logger
 
 from prime_rl.configs.eval import EvalConfig
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.evaluation.eval_plan import plan_tasks
+from prime_rl.evaluation.eval_plan import EvalTask, check_installed, plan_tasks
 from prime_rl.evaluation.eval_report import Summary, prefix_metrics, print_table, sample_rows, summarise
 from prime_rl.evaluation.eval_results import SUMMARY, first_error, write_json
 from prime_rl.evaluation.eval_session import EvalSession, clients, lease_servers, open_session
 from prime_rl.monitors import Monitor
-from prime_rl.rollouts.clients.inference_client import LoadedPolicy
+from prime_rl.rollouts.clients.inference_client import LoadedVersion
 from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.weights.weight_retention import hold_version
 
@@ -35,28 +35,17 @@ def evaluate(config: EvalConfig) -> list[Result]:
         ConfigError: no environment is named, one does not load, or the published weights do not exist.
         RunError: a server cannot be reached or refuses everything, or an environment has no finished example.
     """
-    tasks = plan_tasks(
-        config.env,
-        config.benchmarks,
-        config.sampling,
-        config.num_examples,
-        config.rollouts_per_example,
-        benchmark_data=config.benchmark_data,
-    )
-    versions = _published_versions(config)
+    tasks, versions = check_input(config)
     paths = RunPaths(config.output_dir)
-    monitor = Monitor(paths, "eval", config.metric_loggers, config)
 
     async def run() -> list[Result]:
         async with open_session(config, tasks, "eval") as session:
-            if versions:
-                return await _evaluate_versions(session, config, versions, monitor)
-            return await _evaluate_loaded(session, config, await session.loaded_policy(), monitor)
+            with closing(Monitor(paths, "eval", config.metric_loggers, config)) as monitor:
+                if versions:
+                    return await _evaluate_versions(session, config, versions, monitor)
+                return await _evaluate_loaded(session, config, await session.loaded_policy(), monitor)
 
-    try:
-        results = uvloop.run(run())
-    finally:
-        monitor.close()
+    results = uvloop.run(run())
     write_json(paths.evals_dir / SUMMARY, results)
     print_table(results)
     for result in results:
@@ -66,11 +55,23 @@ def evaluate(config: EvalConfig) -> list[Result]:
     return results
 
 
+def check_input(config: EvalConfig) -> tuple[list[EvalTask], list[Path]]:
+    """Return the tasks and the folders of the versions, before anything is written; raises ConfigError."""
+    check_installed(config.env)
+    tasks = plan_tasks(
+        config.env,
+        config.benchmarks,
+        config.sampling,
+        config.num_examples,
+        config.rollouts_per_example,
+        benchmark_data=config.benchmark_data,
+    )
+    return tasks, _published_versions(config)
+
+
 def _published_versions(config: EvalConfig) -> list[Path]:
     """Return the folders of the published versions to evaluate, in ascending order; [] without `weights_dir`."""
     if config.weights_dir is None:
-        if config.steps is not None:
-            raise ConfigError("steps selects versions of weights_dir; set --weights-dir too")
         return []
     if config.client.api == "chat":
         raise ConfigError("weights_dir needs an `inference` server, which loads versions; remove client.api = chat")
@@ -111,7 +112,7 @@ async def _evaluate_versions(
 
 
 async def _evaluate_loaded(
-    session: EvalSession, config: EvalConfig, loaded: LoadedPolicy | None, monitor: Monitor
+    session: EvalSession, config: EvalConfig, loaded: LoadedVersion | None, monitor: Monitor
 ) -> list[Result]:
     """Evaluate what the servers have loaded, in one environment after the other."""
     version = loaded.version.step if loaded is not None else None

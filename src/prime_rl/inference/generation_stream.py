@@ -5,32 +5,43 @@ request layer like all requests: 401 without the key, 426 without the upgrade.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, cast
 
 from loguru import logger
+from msgspec.structs import replace
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from prime_rl.core.framing import FrameReader
 from prime_rl.inference.request_layer import AccessRules
 from prime_rl.rollouts.clients.generation_messages import (
+    MAX_FRAME_BYTES,
+    MAX_SAMPLING_BYTES,
     PATH,
     PROTOCOL,
     ClientFrame,
     Completion,
-    FrameReader,
     Refusal,
     SampleRequest,
     ServerFrame,
     decode_client_frame,
+    detect_lost_peer,
     pack,
     split,
 )
 
-MAX_BYTES_IN_PROGRESS = 256 * 2**20
-"""Of the requests of one stream; no more are read above it."""
-_SAMPLE_BYTES = 1024
-"""Memory of a sample in addition to its prompt, about."""
+MAX_STARTED_BYTES = 256 * 2**20
+"""Of the samples of one stream in the engine; above it the others wait."""
+MAX_WAITING_BYTES = 64 * 2**20
+"""Of the requests that wait; above it no more are read, nor is the loss of the connection seen."""
+_STARTED_SAMPLE_BYTES, _WAITING_SAMPLE_BYTES = 4096, 256
+"""Memory of a sample, about. In the engine each sample has in addition its own prompt and sampling parameters."""
+_SAMPLES_PER_TURN = 64
+"""Samples that start in one turn of the event loop; each takes about 0.1 ms."""
+_MAX_MESSAGE_LENGTH = 1000
+"""Of a refusal; errors of vLLM may repeat the parameters."""
 
 _ACCEPT = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
 
@@ -41,24 +52,25 @@ class StreamedSample:
     Attributes:
         name: the engine's id of the request; empty until the request is registered.
         is_cancelled: the client does not wait for it.
+        is_started: it was handed to the engine.
     """
 
-    __slots__ = ("_stream", "id", "is_cancelled", "name", "num_bytes")
+    __slots__ = ("_stream", "id", "is_cancelled", "is_started", "name", "num_bytes")
 
     def __init__(self, stream: "ServerStream", number: int, num_bytes: int) -> None:
         self.id = number
         self.name = ""
-        self.is_cancelled = False
+        self.is_cancelled = self.is_started = False
         self.num_bytes = num_bytes
         self._stream = stream
 
     def put(self, output: Completion | Exception) -> None:
-        """Send the result."""
+        """Send the completion, or the error in its place, to the client."""
         self._stream.finish(self, output)
 
 
 class Generator(Protocol):
-    """What samples the completions of a stream (`vllm.token_generator`)."""
+    """Samples the completions of a stream (`vllm.token_generator`)."""
 
     async def start(self, request: SampleRequest, samples: Sequence[StreamedSample]) -> None:
         """Start the samples of a request that are not cancelled.
@@ -67,7 +79,7 @@ class Generator(Protocol):
         """
 
     async def abort(self, names: Sequence[str]) -> None:
-        """End samples by their names."""
+        """Abort the unfinished samples with these names in the engine."""
 
     def add_load(self, samples: int) -> None:
         """Count samples that begin; those that end are negative."""
@@ -111,9 +123,12 @@ class ServerStream(asyncio.Protocol):
         self._generator = generator
         self._connections: set[Any] = state.connections  # uvicorn calls their `shutdown` at its end
         self._tasks = state.tasks  # uvicorn waits for them at its end
-        self._reader = FrameReader()
+        self._reader = FrameReader(MAX_FRAME_BYTES)
         self._samples: dict[int, StreamedSample] = {}
-        self._bytes_in_progress = 0
+        self._waiting: deque[tuple[SampleRequest, list[StreamedSample]]] = deque()
+        self._is_starting = False
+        self._bytes_waiting = self._bytes_started = 0
+        self._has_room = asyncio.Event()
         self._completions: list[Completion] = []
         self._refusals: list[Refusal] = []
         self._is_reading = True
@@ -124,45 +139,74 @@ class ServerStream(asyncio.Protocol):
         """Accept the stream."""
         self._transport = cast(asyncio.Transport, transport)
         self._connections.add(self)
+        detect_lost_peer(transport)
         self._transport.write(_ACCEPT)
 
     def data_received(self, data: bytes) -> None:
         """Start the samples that a client sends, and end those that it cancels."""
+        if self._transport.is_closing():
+            return
         try:
             frames = [decode_client_frame(frame) for frame in self._reader.feed(data)]
             for frame in frames:
                 self._accept(frame)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             logger.warning("a token stream is closed: {}", error)
             self._transport.write(pack(ServerFrame(closing=f"the server rejects the stream: {error}")))
-            self._transport.close()
+            self._transport.close()  # at once only if the client reads
+            self._abort(list(self._samples.values()))
 
     def _accept(self, frame: ClientFrame) -> None:
-        groups = [(request, self._add_samples(request)) for request in frame.requests]
-        if groups:
-            self._create_task(self._start(groups))
-        self._abort([self._samples[number] for number in frame.aborts if number in self._samples])
+        self._waiting.extend((request, self._add_samples(request)) for request in frame.requests)
+        if self._waiting and not self._is_starting:
+            self._is_starting = True
+            self._create_task(self._start_waiting())
+        self._abort([self._samples[number] for number in set(frame.aborts) if number in self._samples])
         self._update_reading()
 
     def _add_samples(self, request: SampleRequest) -> list[StreamedSample]:
         ids = set(request.ids)
         if not len(ids) == len(request.ids) == len(request.seeds) or not self._samples.keys().isdisjoint(ids):
             raise ValueError("a request has another number of seeds than of ids, or an id twice")
-        num_bytes = _SAMPLE_BYTES + len(request.token_ids)
+        num_bytes = _STARTED_SAMPLE_BYTES + len(request.token_ids) + len(request.sampling)
         samples = [StreamedSample(self, number, num_bytes) for number in request.ids]
         self._samples.update(zip(request.ids, samples, strict=True))
-        self._bytes_in_progress += num_bytes * len(samples)
+        self._bytes_waiting += _waiting_bytes(request)
         self._generator.add_load(len(samples))
         return samples
 
-    async def _start(self, groups: Sequence[tuple[SampleRequest, list[StreamedSample]]]) -> None:
-        for request, samples in groups:
-            try:
-                await self._generator.start(request, samples)
-            except Exception as error:  # noqa: BLE001  the client gets the reason
-                for sample in samples:
-                    sample.put(error)
-                await self._generator.abort([sample.name for sample in samples if sample.name])
+    async def _start_waiting(self) -> None:
+        """Start the waiting samples in parts: pings, aborts and other clients are served between them."""
+        num_started = 0
+        while self._waiting:
+            request, samples = self._waiting.popleft()
+            for first in range(0, len(samples), _SAMPLES_PER_TURN):
+                part = slice(first, first + _SAMPLES_PER_TURN)
+                while self._bytes_started > MAX_STARTED_BYTES:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+                await self._start(replace(request, ids=request.ids[part], seeds=request.seeds[part]), samples[part])
+                num_started += len(samples[part])
+                if num_started >= _SAMPLES_PER_TURN:
+                    num_started = 0
+                    await asyncio.sleep(0)
+            self._bytes_waiting -= _waiting_bytes(request)
+            self._update_reading()
+        self._is_starting = False
+
+    async def _start(self, request: SampleRequest, samples: Sequence[StreamedSample]) -> None:
+        for sample in samples:
+            if not sample.is_cancelled:
+                sample.is_started = True
+                self._bytes_started += sample.num_bytes
+        try:
+            if len(request.sampling) > MAX_SAMPLING_BYTES:
+                raise ValueError(f"the sampling parameters have more than {MAX_SAMPLING_BYTES} bytes")
+            await self._generator.start(request, samples)
+        except Exception as error:  # noqa: BLE001  the client gets the reason
+            for sample in samples:
+                sample.put(error)
+            await self._generator.abort([sample.name for sample in samples if sample.name])
 
     def finish(self, sample: StreamedSample, output: Completion | Exception) -> None:
         """Send the result of a sample, with all others of this turn of the event loop."""
@@ -173,7 +217,8 @@ class ServerStream(asyncio.Protocol):
         if isinstance(output, Completion):
             self._completions.append(output)
         else:
-            self._refusals.append(Refusal(sample.id, *self._generator.status_of(output)))
+            status, message = self._generator.status_of(output)
+            self._refusals.append(Refusal(sample.id, status, message[:_MAX_MESSAGE_LENGTH]))
         self._remove(sample)
 
     def _send(self) -> None:
@@ -191,7 +236,9 @@ class ServerStream(asyncio.Protocol):
 
     def _remove(self, sample: StreamedSample) -> None:
         del self._samples[sample.id]
-        self._bytes_in_progress -= sample.num_bytes
+        if sample.is_started:
+            self._bytes_started -= sample.num_bytes
+            self._has_room.set()
         self._generator.add_load(-1)
 
     def _abort(self, samples: Sequence[StreamedSample]) -> None:
@@ -207,7 +254,7 @@ class ServerStream(asyncio.Protocol):
         task.add_done_callback(self._tasks.discard)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End the client's samples."""
+        """Abort the unfinished samples of the client that has disconnected."""
         self._connections.discard(self)
         self._abort(list(self._samples.values()))
 
@@ -217,12 +264,12 @@ class ServerStream(asyncio.Protocol):
         self._update_reading()
 
     def resume_writing(self) -> None:
-        """Read requests again."""
+        """Continue to read requests: the client reads its completions again."""
         self._is_congested = False
         self._update_reading()
 
     def _update_reading(self) -> None:
-        is_full = self._bytes_in_progress > MAX_BYTES_IN_PROGRESS
+        is_full = self._bytes_waiting > MAX_WAITING_BYTES
         may_read = not (self._is_congested or self._is_closing or is_full)
         if may_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = may_read
@@ -234,6 +281,10 @@ class ServerStream(asyncio.Protocol):
         self._update_reading()
         if not self._samples:
             self._send()
+
+
+def _waiting_bytes(request: SampleRequest) -> int:
+    return len(request.token_ids) + len(request.sampling) + _WAITING_SAMPLE_BYTES * len(request.ids)
 
 
 def _num_bytes(completion: Completion) -> int:

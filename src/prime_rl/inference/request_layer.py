@@ -1,18 +1,19 @@
 """Every request passes these steps, in this order:
 
 1. Authentication: 401 without the API key.
-2. Version pin: a request that cannot report the version of each token holds back weight updates (`VersionPins`).
-3. Version headers: the response names the policy versions between which it was sampled.
-4. vLLM's application, restricted to known routes (`keep_known_routes`), which creates the engine's request.
+2. Version headers: the response names the policy versions between which it was sampled.
+3. vLLM's application, restricted to known routes (`keep_known_routes`), which creates the engine's request.
    A token stream passes step 1 when it is opened, and its requests go on to step 5 (`generation_stream`).
+4. Version pin: a request that cannot report the version of each token holds back updates of its slot (`VersionPins`).
 5. Hand-over to the engine: adapter and prefix-cache salt (`prepare_requests`).
 6. The scheduler corrects the salt if a weight update has overtaken the request (`vllm.salted_scheduler`).
 """
 
+import asyncio
 import ipaddress
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from prime_rl.core.api_key import has_key, read_api_key
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import PolicyVersion
-from prime_rl.inference.policy.adapter_checks import POLICY_ADAPTER
-from prime_rl.inference.policy.named_adapters import NamedAdapters, lora_request
-from prime_rl.inference.policy.policy_manager import PolicyManager
-from prime_rl.inference.policy.version_pins import VersionPins
-from prime_rl.inference.vllm.cache_salts import CANARY_PREFIX, make_salt
+from prime_rl.inference.policy.engine_group import CANARY_PREFIX, lora_request, make_salt
+from prime_rl.inference.policy.slots import SampledPolicy, Slots
+from prime_rl.inference.policy.weight_checks import POLICY_ADAPTER
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -107,25 +106,38 @@ class AccessRules:
 
 @dataclass
 class _RequestContext:
-    """State of one HTTP request, shared by all tasks that handle it."""
+    """State of one HTTP request, shared by all tasks that handle it.
 
-    unpin: Callable[[], None]
-    adapter_versions: list[PolicyVersion] = field(default_factory=list)
+    Attributes:
+        pin: its pin, or "" if it needs a new one; None if no switch waits for it.
+        stack: holds the pins until the response has ended.
+        sampled: what it samples from, and the version of that at the hand-over to the engine.
+    """
+
+    pin: str | None
+    stack: AsyncExitStack
+    sampled: list[tuple[SampledPolicy, PolicyVersion]] = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 _context: ContextVar[_RequestContext | None] = ContextVar("request", default=None)
 
 
-def sample_from_adapter(version: PolicyVersion) -> None:
-    """Note that the current request samples from a named adapter: no update changes it, and its version is reported."""
-    if (context := _context.get()) is not None:
-        context.adapter_versions.append(version)
-        context.unpin()
+async def hold_version(source: SampledPolicy) -> None:
+    """Note what the current request samples from. If its route cannot report versions, wait for a pin of the source."""
+    if (context := _context.get()) is None:
+        return
+    async with context.lock:
+        if context.pin is not None and all(one is not source for one, _ in context.sampled):
+            await context.stack.enter_async_context(source.pins.request(context.pin))
+            if context.pin is None:  # the response has ended meanwhile, and its stack is closed
+                await context.stack.aclose()
+        context.sampled.append((source, source.policy.version))
 
 
 @dataclass(frozen=True)
 class RequestLayer:
-    """ASGI middleware for steps 1 to 3 around vLLM's application with our routes. Must be the outermost.
+    """ASGI middleware for steps 1 and 2 around vLLM's application with our routes. Must be the outermost.
 
     All tokens of a response were sampled by versions between those of its two headers, both included: a version becomes
     the loaded one before its first token is sampled. A streamed response sends its headers with the first token, so its
@@ -134,7 +146,6 @@ class RequestLayer:
 
     app: ASGIApp
     access: AccessRules
-    pins: VersionPins
     loaded_version: Callable[[], PolicyVersion]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,11 +156,13 @@ class RequestLayer:
         elif scope["type"] != "http":
             await self.app(scope, receive, send)
         else:
-            pin = _header(scope, PIN_HEADER.encode())
-            is_pinned = scope["path"] in PINNED
-            async with self.pins.request(pin) if is_pinned else nullcontext(lambda: None) as unpin:
-                _context.set(context := _RequestContext(unpin))
-                await self._with_version_headers(scope, receive, send, context)
+            pin = _header(scope, PIN_HEADER.encode()) if scope["path"] in PINNED else None
+            async with AsyncExitStack() as stack:
+                _context.set(context := _RequestContext(pin, stack))
+                try:
+                    await self._with_version_headers(scope, receive, send, context)
+                finally:
+                    context.pin = None  # a task that outlives the response takes none
 
     def _is_authorized(self, scope: Scope) -> bool:
         # Every route that is not listed as open needs the key, also a route that a new version of vLLM adds. Browsers
@@ -162,8 +175,9 @@ class RequestLayer:
 
         async def send_with_versions(message: Message) -> None:
             if message["type"] == "http.response.start":
-                sampled = context.adapter_versions
-                versions = (min(sampled), max(sampled)) if sampled else (start, self.loaded_version())
+                versions = start, self.loaded_version()
+                if sampled := context.sampled:
+                    versions = min(at for _, at in sampled), max(source.policy.version for source, _ in sampled)
                 names = START_HEADER.encode(), END_HEADER.encode()
                 added = [(name, str(version).encode()) for name, version in zip(names, versions, strict=True)]
                 message["headers"] = [*message.get("headers", ()), *added]
@@ -189,42 +203,42 @@ def keep_known_routes(app: "FastAPI") -> None:
         logger.warning("removed unknown routes, which may mix policy versions: {}", ", ".join(paths))
 
 
-def prepare_requests(
-    client: "AsyncLLM", policies: PolicyManager, adapters: NamedAdapters | None, canary_prefix: str
-) -> Callable[["EngineCoreRequest"], None]:
-    """Set salt and adapter of every request when vLLM hands it to the engine (step 5).
+def prepare_requests(client: "AsyncLLM", slots: Slots, canary_prefix: str) -> Callable[["EngineCoreRequest"], None]:
+    """Pin the version of every request, and set its salt and adapter, when vLLM hands it to the engine (steps 4 and 5).
 
-    All requests of vLLM pass `add_request_async` last, also each child of n > 1. `canary_prefix` includes the secret; a
-    server that takes no adapters has no `adapters`. Returns the function for requests that do not pass vLLM; it raises
-    ValueError for one that must not be sent.
+    All requests of vLLM pass `add_request_async` last, also each child of n > 1. `canary_prefix` includes the secret.
+    Returns the function of step 5 for requests that do not pass vLLM; it raises ValueError for one that must not be
+    sent, and VLLMNotFoundError for one of a removed adapter.
     """
-    from vllm.exceptions import VLLMValidationError
+    from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 
     core: Any = client.engine_core
     add_request = core.add_request_async
 
     async def add_prepared(request: "EngineCoreRequest") -> None:
         try:
+            if not is_canary(request):
+                await hold_version(slots.find(request.lora_request))
             prepare(request)
-        except ValueError as error:
+        except (ValueError, VLLMNotFoundError, asyncio.CancelledError) as error:
             # vLLM has registered the request already, and answers any other exception with 500.
             await client.abort(request.request_id, internal=True)
-            raise VLLMValidationError(str(error)) from None
+            raise VLLMValidationError(str(error)) if isinstance(error, ValueError) else error from None
         await add_request(request)
 
+    def is_canary(request: "EngineCoreRequest") -> bool:
+        return request.request_id.startswith(canary_prefix)
+
     def prepare(request: "EngineCoreRequest") -> None:
-        salt = policies.policy.salt
-        is_canary = request.request_id.startswith(canary_prefix)
-        if request.request_id.startswith(CANARY_PREFIX) and not is_canary:
+        if request.request_id.startswith(CANARY_PREFIX) and not is_canary(request):
             raise ValueError(f"request_id: the prefix {CANARY_PREFIX!r} is reserved for the server")
-        if adapters is not None and request.lora_request is not None:
-            if not is_canary:
-                adapter = adapters.find(request.lora_request)
-                salt = adapter.policy.salt
-                sample_from_adapter(adapter.policy.version)
-        elif adapters is not None:
+        seed = request.sampling_params.seed if request.sampling_params is not None else None
+        if seed is not None and not -(2**63) <= seed < 2**63:  # the engine would die of it on a GPU
+            raise ValueError(f"seed: {seed} is not a signed number of 64 bits")
+        source = slots.base if is_canary(request) else slots.find(request.lora_request)
+        if slots.capacity and request.lora_request is None:
             request.lora_request = lora_request(POLICY_ADAPTER)
-        request.cache_salt = make_salt(salt, request.cache_salt)
+        request.cache_salt = make_salt(source.policy.salt, request.cache_salt)
 
     core.add_request_async = add_prepared
     return prepare

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from prime_rl.core.errors import summarize_exception
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.named_adapters import NamedAdapters
-from prime_rl.inference.policy.policy_manager import PolicyManager, WrongWeightsError
-from prime_rl.inference.policy.run_lease import LeaseHeldError
+from prime_rl.inference.policy.policy_manager import LeaseHeldError, WrongWeightsError
+from prime_rl.inference.policy.slots import Slots
 from prime_rl.inference.policy.weight_checks import WeightsRefusedError
 from prime_rl.liveness.run_settings import RunSettings
 from prime_rl.rollouts.clients.generation_messages import PATH, PROTOCOL
@@ -45,12 +45,14 @@ class UpdateBody(_VersionBody):
     """Body of POST /update_weights and /stage_weights."""
 
     run_id: str | None = None
+    name: str | None = None
 
 
 class ReloadBody(_Body):
     """Body of POST /reload_weights."""
 
     run_id: str | None = None
+    name: str | None = None
 
 
 class LoadAdapterBody(_VersionBody):
@@ -66,6 +68,12 @@ class UnloadAdapterBody(_Body):
 
 
 class PinBody(_Body):
+    """Body of POST /pin_policy."""
+
+    name: str | None = None
+
+
+class UnpinBody(_Body):
     """Body of POST /unpin_policy."""
 
     pin: str
@@ -75,10 +83,11 @@ class ReleaseBody(_Body):
     """Body of POST /release_policy."""
 
     run_id: str
+    name: str | None = None
 
 
 def make_router(
-    policies: PolicyManager,
+    slots: Slots,
     model_name: str,
     admin_refusal: str | None = None,
     adapters: NamedAdapters | None = None,
@@ -89,8 +98,8 @@ def make_router(
     """Make the routes.
 
     An error answers {"error": reason}: 400 for invalid weights or an invalid body, 403 if admin requests are disabled,
-    409 if another run holds the server, 415 for a body that is not JSON, 422 for loaded weights that are not the
-    trainer's, 500 for any other error. `RequestLayer` checks the key before.
+    409 if other runs hold the slot or all slots, 415 for a body that is not JSON, 422 for loaded weights that are not
+    the trainer's, 500 for any other error. `RequestLayer` checks the key before.
 
     `admin_refusal` is why admin requests are disabled; None if they are enabled. A server that takes no adapters has no
     `adapters`. `base_canary` has the log-probabilities of the base model at the start of the server. `settings` are
@@ -99,11 +108,12 @@ def make_router(
     router = APIRouter(dependencies=[Depends(_admin_check(admin_refusal))])
 
     @router.get("/policy")
-    async def policy(run_id: str | None = None) -> dict[str, Any]:
+    async def policy(run_id: str | None = None, name: str | None = None) -> dict[str, Any]:
         """The loaded version (`branch`, `step`, `hash`), `model`, the lease's holder (`run_id`), `canary_difference`,
-        the `settings` that a run must fit and, with `enable_lora`, `adapters`. The query `?run_id=` renews that run's
+        the `settings` that a run must fit and, with `enable_lora`, `adapters`; of the slot `?name=`, or of the base
+        slot, then also of all `slots`, and their maximum number `max_slots`. The query `?run_id=` renews that run's
         lease."""
-        described = {**policies.describe(run_id), "model": model_name, "settings": dict(settings)}
+        described = {**slots.describe(name, run_id), "model": model_name, "settings": dict(settings)}
         return described if adapters is None else described | {"adapters": adapters.describe()}
 
     @router.get(PATH)
@@ -117,56 +127,61 @@ def make_router(
         @router.get("/base_canary")
         async def get_base_canary() -> dict[str, Any]:
             """The base model's log-probabilities of the canary: `token_ids`, `logprobs`, `dtype`, `tolerance`."""
-            return {**asdict(base_canary), "tolerance": canary_tolerance}
-
-    @router.post("/pin_policy")
-    async def pin_policy() -> dict[str, Any]:
-        """Delay weight updates until the returned `pin` is released, at most `pin_timeout_seconds`; requests send it as
-        header `X-Policy-Pin`."""
-        return {"pin": await policies.pins.acquire(), **policies.describe()}
+            fields = asdict(base_canary)
+            del fields["base_logprobs"]  # of a trainer
+            return {**fields, "tolerance": canary_tolerance}
 
     @router.post("/measure_switch")
     async def measure_switch() -> JSONResponse:
         """Pause sampling and measure the lower limit of a weight update: `bytes`, `copy_s`, `process_s`."""
-        answer = await policies.measure()
+        answer = await slots.base.measure()
         return JSONResponse(answer, 400 if "error" in answer else 200)
 
-    _add_version_routes(router, policies)
+    _add_version_routes(router, slots)
     if adapters is not None:
         _add_adapter_routes(router, adapters)
     return router
 
 
-def _add_version_routes(router: APIRouter, policies: PolicyManager) -> None:
-    """Add the routes with a body: weight updates, the lease and the end of a pin."""
+def _add_version_routes(router: APIRouter, slots: Slots) -> None:
+    """Add the routes with a body: weight updates, the lease and pins of a slot (`name`; by default the base slot)."""
 
-    async def unpin(body: PinBody) -> dict[str, Any]:
+    async def pin(body: PinBody) -> dict[str, Any]:
+        """Delay weight updates until the returned `pin` is released, at most `pin_timeout_seconds`; requests send it as
+        header `X-Policy-Pin`."""
+        return await slots.pin(body.name)
+
+    async def unpin(body: UnpinBody) -> dict[str, Any]:
         """Release a pin. Answers `{}`."""
-        policies.pins.release(body.pin)
+        slots.unpin(body.pin)
         return {}
 
     async def release(body: ReleaseBody) -> dict[str, Any]:
-        """Release the lease. Answers as `GET /policy`."""
-        return policies.release(body.run_id)
+        """Release the lease and free a run's slot. Answers as `GET /policy`."""
+        return await slots.release(body.name, body.run_id)
 
     async def stage(body: UpdateBody) -> dict[str, Any]:
         """Read, check and stage a version without switching to it: `branch`, `step`, `hash`, `stage_s`, `bytes`."""
-        return await policies.stage(body.version, body.weight_dir, body.run_id)
+        slot = await slots.open(body.name, body.run_id)
+        return await slot.stage(body.version, body.weight_dir, body.run_id)
 
     async def update(body: UpdateBody) -> dict[str, Any]:
         """Switch to a version and keep the requests in flight: `branch`, `step`, `hash`, `stage_s`, `pause_s`,
         `load_s`, `bytes`, `canary_difference`."""
-        return await policies.update(body.version, body.weight_dir, body.run_id)
+        slot = await slots.open(body.name, body.run_id)
+        return await slot.update(body.version, body.weight_dir, body.run_id)
 
     async def reload(body: ReloadBody) -> dict[str, Any]:
-        """Return to the base model, version 0.0, and end the requests in flight. Answers as `/update_weights`."""
-        return await policies.reload(body.run_id)
+        """Return to the base model, version 0.0, and end the slot's requests; the first call with a `name` makes its
+        slot. Answers as `/update_weights`."""
+        return await (await slots.open(body.name, body.run_id)).reload(body.run_id)
 
     _add(router, "/stage_weights", UpdateBody, stage)
     _add(router, "/update_weights", UpdateBody, update)
     _add(router, "/reload_weights", ReloadBody, reload)
     _add(router, "/release_policy", ReleaseBody, release)
-    _add(router, "/unpin_policy", PinBody, unpin)
+    _add(router, "/pin_policy", PinBody, pin)
+    _add(router, "/unpin_policy", UnpinBody, unpin)
 
 
 def _add_adapter_routes(router: APIRouter, adapters: NamedAdapters) -> None:
@@ -204,8 +219,8 @@ def _answer_error(error: Exception) -> JSONResponse:
         problem = error.errors()[0]
         return JSONResponse({"error": f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}"}, 400)
     if status := _STATUS.get(type(error)):
-        fields = {"free_in_s": error.free_in_s} if isinstance(error, LeaseHeldError) else {}
-        return JSONResponse({"error": str(error), **fields}, status)
+        seconds = error.free_in_seconds if isinstance(error, LeaseHeldError) else None
+        return JSONResponse({"error": str(error), **({} if seconds is None else {"free_in_s": seconds})}, status)
     logger.opt(exception=error).error("an admin request failed")
     return JSONResponse({"error": summarize_exception(error, full=True)}, 500)
 

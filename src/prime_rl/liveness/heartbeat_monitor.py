@@ -35,6 +35,14 @@ NODE = "node"
 """First part of the names of nodes on which `rl` runs a command over the network, such as `node_host7`."""
 SERVING = "serve"
 """Phase of a server that answers requests. Its engines have allocated all the memory that they need."""
+IMPORT = "import"
+"""First word of the phase of a process that imports its packages."""
+WAIT_FOR_SLOT = "wait for a slot"
+"""First words of the phase of such a trainer for a run that waits until another one leaves."""
+ENGINE = "engine"
+"""Role of an engine of an inference server, which has a heartbeat while it starts."""
+_START_PATIENCE = 10.0
+"""A process may be silent for longer by this factor while it imports or loads: a slow disk blocks its threads."""
 _MIN_STEP_SECONDS, _MAX_STEP_SECONDS = 1.2, 2.0
 _PROGRESS = attrgetter("boot_id", "pid", "started", "phase", "progress")
 
@@ -55,6 +63,7 @@ class HeartbeatRecord:
         log: path of its log; "" for a terminal.
         settings: those that the processes of a run must share (`run_settings`).
         silent_hosts: hosts that send nothing to this process although they should, with the seconds of silence.
+        error: that ended the process, on one line.
         touched: modification time of the file in nanoseconds. It also changes when a full disk prevents the rest from
             being written.
     """
@@ -77,6 +86,7 @@ class HeartbeatRecord:
     format: str = FORMAT
     settings: Mapping[str, Setting] = field(default_factory=dict)
     silent_hosts: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
 
     def __str__(self) -> str:
         """Return e.g. `trainer_0 (pid 12 on node7)`."""
@@ -134,6 +144,12 @@ class LivenessReport:
         """Whether the process has written its final heartbeat."""
         return self.heartbeat.phase in (ENDED, FAILED)
 
+    def is_lost(self, dead_after_seconds: float) -> bool:
+        """Whether the process has ended or is dead, or has been stopped for so long."""
+        if self.state is ProcessState.STOPPED:
+            return self.duration_seconds > dead_after_seconds
+        return self.state in (ProcessState.DEAD, ProcessState.ENDED)
+
     def __str__(self) -> str:
         """Return one line: process, state and duration, phase, log."""
         log = f", log {self.heartbeat.log}" if self.heartbeat.log else ""
@@ -187,9 +203,10 @@ class LivenessTracker:
             return ProcessState.DEAD, silent, "is gone: its process no longer exists"
         if silent > limits.warn_after_seconds and kernel_state is KernelState.STOPPED:
             return ProcessState.STOPPED, silent, f"is stopped (SIGSTOP?) and {no_heartbeat}"
-        if silent > limits.dead_after_seconds:
+        patience = _START_PATIENCE if beat.phase.startswith(IMPORT) or beat.role == ENGINE else 1.0
+        if silent > patience * limits.dead_after_seconds:
             return ProcessState.DEAD, silent, no_heartbeat
-        if silent > limits.warn_after_seconds:
+        if silent > patience * limits.warn_after_seconds:
             return ProcessState.SILENT, silent, no_heartbeat
         if deadline is not None and idle > deadline + limits.warn_after_seconds:
             return ProcessState.STUCK, idle, f"is stuck: no progress for {idle:.0f} s (limit {deadline:g} s)"

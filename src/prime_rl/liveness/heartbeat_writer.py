@@ -13,12 +13,14 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
-from prime_rl.core.logs.log_file import log_path
+from prime_rl.core.errors import ConfigError, RunError, summarize_exception
+from prime_rl.core.logs import log_path
 from prime_rl.core.terminal_escape import replace_surrogates
 from prime_rl.liveness.heartbeat_monitor import (
     ENDED,
     FAILED,
     FORMAT,
+    IMPORT,
     NODE,
     HeartbeatRecord,
     boot_id,
@@ -58,7 +60,7 @@ class HeartbeatWriter:
     ) -> None:
         self._path = paths.heartbeat(name)
         self._interval_seconds = interval_seconds
-        self._identity = {
+        self._identity: dict[str, Any] = {
             "name": name, "role": role, "pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id(),
             "started": read_process_stat(os.getpid())[1], "log": log_path(), "settings": dict(settings),
         }  # fmt: skip
@@ -82,6 +84,8 @@ class HeartbeatWriter:
 
         The last phase of an earlier process of this name that was killed is added to the timeline.
         """
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         if (earlier := read_heartbeat(self._path)) is not None:
             _add_interrupted_phase(self.timeline, earlier)
         self._write()
@@ -91,7 +95,7 @@ class HeartbeatWriter:
     def enter(
         self,
         phase: str,
-        deadline_s: float | None = None,
+        deadline_seconds: float | None = None,
         waiting_for: str | None = None,
         *,
         step: int | None = None,
@@ -101,20 +105,32 @@ class HeartbeatWriter:
 
         Args:
             phase: description such as "wait for batch 12"; the timeline omits the number at its end.
-            deadline_s: time without progress after which the process counts as stuck.
+            deadline_seconds: time without progress after which the process counts as stuck.
             waiting_for: role that the process waits for.
             step: of the phase, for the timeline.
             version: policy version of the phase, for the timeline.
         """
         with self._lock:
-            if self._phase[:3] == (phase, deadline_s, waiting_for):
+            if self._phase[:3] == (phase, deadline_seconds, waiting_for):
                 return
             ended, place, now = self._phase, self._place, time.time()
-            self._phase, self._place = (phase, deadline_s, waiting_for, now), (step, version)
+            self._phase, self._place = (phase, deadline_seconds, waiting_for, now), (step, version)
             self._progress += 1
         if self.is_started:
             name, ended_waiting_for, since = _NUMBER.sub("", ended[0]), ended[2], ended[3]
             self.timeline.add(name, since, now, waiting_for=ended_waiting_for, step=place[0], version=place[1])
+
+    def enter_imports(self, packages: str) -> None:
+        """Set the first phase, "import <packages>", which lasts since the start of the process."""
+        ticks = self._identity["started"]
+        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+        now = time.time()
+        with self._lock:
+            self._phase = (f"{IMPORT} {packages}", None, None, now - seconds)
+
+    def add_settings(self, settings: RunSettings) -> None:
+        """Add settings that were unknown at the start."""
+        self._identity["settings"] = {**self._identity["settings"], **settings}
 
     def interrupt(self, phase: str, start: float, version: int) -> None:
         """Record a phase that has interrupted the present one since `start` (Unix seconds) and ends now.
@@ -122,8 +138,8 @@ class HeartbeatWriter:
         The present phase continues, from now on with this version.
         """
         with self._lock:
-            (present, deadline_s, waiting_for, since), place, now = self._phase, self._place, time.time()
-            self._phase, self._place = (present, deadline_s, waiting_for, now), (place[0], version)
+            (present, deadline_seconds, waiting_for, since), place, now = self._phase, self._place, time.time()
+            self._phase, self._place = (present, deadline_seconds, waiting_for, now), (place[0], version)
         if self.is_started:
             name = _NUMBER.sub("", present)
             self.timeline.add(name, since, start, waiting_for=waiting_for, step=place[0], version=place[1])
@@ -137,7 +153,7 @@ class HeartbeatWriter:
         return self._parts[name]
 
     def advance(self, units: int = 1) -> None:
-        """Count completed work."""
+        """Increase `progress` in the heartbeat by the completed units of work."""
         with self._lock:
             self._progress += units
 
@@ -171,6 +187,10 @@ class HeartbeatWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Write `failed` after an Exception; KeyboardInterrupt, SystemExit and cancellation count as `ended`."""
+        if isinstance(error, Exception):
+            is_expected = isinstance(error, ConfigError | RunError)
+            line = str(error) if is_expected else summarize_exception(error, full=True)
+            self._identity["error"] = " ".join(line.split())
         self.close(FAILED if isinstance(error, Exception) else ENDED)
 
     def _run(self) -> None:
@@ -191,11 +211,11 @@ class HeartbeatWriter:
     def _write(self) -> None:
         with self._lock:
             self._num_beats += 1
-            phase, deadline_s, waiting_for, since = self._phase
+            phase, deadline_seconds, waiting_for, since = self._phase
             state = {
-                "beat": self._num_beats, "phase": phase, "progress": self._progress, "phase_deadline_s": deadline_s,
-                "phase_since": since, "waiting_for": waiting_for, "written": time.time(),
-                "silent_hosts": dict(self.silent_hosts),
+                "beat": self._num_beats, "phase": phase, "progress": self._progress,
+                "phase_deadline_s": deadline_seconds, "phase_since": since, "waiting_for": waiting_for,
+                "written": time.time(), "silent_hosts": dict(self.silent_hosts),
             }  # fmt: skip
         _write_record(self._path, {**self._identity, **state})
 
@@ -205,9 +225,10 @@ class NodeHeartbeat:
 
     def __init__(self, paths: RunPaths, node: str, role: str) -> None:
         """Remove the file of an earlier start. `role` is that of the child process of `rl` that uses the node."""
-        self._path = paths.heartbeat(f"{NODE}_{node}")
+        name = f"{NODE}_{node}" if role == "trainer" else f"{NODE}_{node}_server"  # a node may have both roles
+        self._path = paths.heartbeat(name)
         self._identity = {
-            "name": f"{NODE}_{node}", "role": role, "host": node, "boot_id": "", "started": 0, "log": "",
+            "name": name, "role": role, "host": node, "boot_id": "", "started": 0, "log": "",
             "phase": "answer to rl", "phase_deadline_s": None, "phase_since": time.time(), "waiting_for": None,
         }  # fmt: skip
         self._num_beats = 0
@@ -220,7 +241,7 @@ class NodeHeartbeat:
         _write_record(self._path, {**self._identity, **number, "pid": pid, "written": time.time()})
 
     def remove(self) -> None:
-        """Remove the file."""
+        """Remove the heartbeat file; errors are ignored."""
         with suppress(OSError):  # it is only misleading
             self._path.unlink(missing_ok=True)
 
@@ -228,7 +249,7 @@ class NodeHeartbeat:
 def _write_record(path: Path, fields: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # without parents: nothing recreates a run that the user has removed
         temporary.write_text(json.dumps(replace_surrogates({"format": FORMAT, **fields})))
         temporary.replace(path)
     except OSError:  # on a full disk, touching the file still works and shows that this process is alive

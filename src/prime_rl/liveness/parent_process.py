@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from prime_rl.core.errors import RunError
 
+ENGINE_DIRECTORY, ENGINE_SERVER = "PRIME_RL_ENGINE_DIRECTORY", "PRIME_RL_ENGINE_SERVER"
+"""Environment variables of an engine: the run's directory, if its server writes to it, and the name of the server."""
 NODE_VARIABLE = "PRIME_RL_NODE"
 """Environment variable of a process that `rl` started on one of several nodes: the name of the node."""
 SUPERVISED = "PRIME_RL_SUPERVISED"

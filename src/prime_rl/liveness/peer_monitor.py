@@ -8,7 +8,13 @@ from loguru import logger
 
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
-from prime_rl.liveness.heartbeat_monitor import HeartbeatMonitor, KernelState, LivenessReport, ProcessState
+from prime_rl.liveness.heartbeat_monitor import (
+    WAIT_FOR_SLOT,
+    HeartbeatMonitor,
+    KernelState,
+    LivenessReport,
+    ProcessState,
+)
 from prime_rl.liveness.run_settings import ProcessSettings, RunSettings, find_difference
 from prime_rl.storage.paths import RunPaths
 
@@ -50,7 +56,7 @@ class PeerMonitor:
         self._paths, self._role, self._limits, self._raises, self._clock = paths, role, limits, raises, clock
         self._answers_requests, self._settings = answers_requests, ProcessSettings("here", settings)
         self._has_agreed = self._may_end = False
-        self._refused = ""
+        self._refused = self._logged_queue = ""
         self._monitor = HeartbeatMonitor(paths, limits, (role,), clock)
         self._last_poll = float("-inf")
         self._reports: list[LivenessReport] = []
@@ -60,8 +66,15 @@ class PeerMonitor:
         """Neither log nor raise a regular end from now on: the role has no work left, but files may arrive later."""
         self._may_end = True
 
-    def check(self) -> None:
-        """Poll, at most twice a second. Call it repeatedly during a wait.
+    @property
+    def queue(self) -> str:
+        """Which place this run has among those that wait for a slot of the trainer; empty if it does not wait."""
+        alive = (r.heartbeat.phase for r in self._reports if r.seen_alive and r.state is ProcessState.ALIVE)
+        start = f"{WAIT_FOR_SLOT}: "  # an orchestrator waits in the phase without a colon
+        return next((phase.removeprefix(start) for phase in alive if phase.startswith(start)), "")
+
+    def check(self) -> bool:
+        """Poll, at most twice a second; return whether the run waits for a slot. Call it repeatedly during a wait.
 
         Raises:
             ConfigError: a living process of the role has other settings.
@@ -69,11 +82,15 @@ class PeerMonitor:
                 is ignored, because it may belong to an earlier run.
         """
         if self._clock() - self._last_poll < _POLL_SECONDS:
-            return
+            return bool(self.queue)
         seen = self.compare()
         lost = [report for report in seen if self._is_lost(report)]
         if lost and (len(lost) == len(seen) or not self._answers_requests):
             raise PeerLost(f"{lost[0]}; this process was waiting for it")
+        if self.queue not in ("", self._logged_queue):
+            logger.info("this run waits for a slot of the trainer: {}", self.queue)
+        self._logged_queue = self.queue
+        return bool(self.queue)
 
     def compare(self) -> list[LivenessReport]:
         """Poll, log changes and compare the settings of the living processes, unless this process runs under `rl`.

@@ -15,6 +15,10 @@ PUBLISHED_DTYPE, SERVED_DTYPE = "weight_broadcast.dtype", "model.dtype"
 ADAPTER_RANK, MAX_ADAPTER_RANK = "model.lora.rank", "max_lora_rank"
 """None if the trainer publishes no adapters, or the server accepts none."""
 SAMPLED_LENGTH, SERVED_LENGTH = "seq_len", "model.max_model_len"
+MAX_RUNS = "max_concurrent_runs"
+"""1 for a trainer without this setting."""
+RUN_KEYS = "keys of the run's training"
+"""Keys of the trainer that an orchestrator sets for its run, separated by commas; None if it sets none."""
 
 _LIMITS = (("model.seq_len", SAMPLED_LENGTH), (SERVED_LENGTH, SAMPLED_LENGTH), (MAX_ADAPTER_RANK, ADAPTER_RANK))
 """Pairs of a limit in one process and the value in the other one that must not exceed it."""
@@ -59,6 +63,12 @@ def _find_excess(limiting: ProcessSettings, limited: ProcessSettings) -> str | N
         return (
             f"model.lora.publish = adapter {limited.place} needs a server with enable_lora = true, and it is false "
             f"{limiting.place}; add --enable-lora there, or set model.lora.publish to merged"
+        )
+    is_single = ADAPTER_RANK in limiting.values and limiting.values.get(MAX_RUNS, 1) == 1
+    if is_single and (keys := limited.values.get(RUN_KEYS)):
+        return (
+            f"{keys} {limited.place}: keys of one of several runs, which needs a trainer with {MAX_RUNS} above 1, "
+            f"and the one {limiting.place} has one run; set them there"
         )
     published, served = limited.values.get(PUBLISHED_DTYPE), limiting.values.get(SERVED_DTYPE)
     if served and isinstance(published, str) and served not in _EXACT_IN.get(published, (served,)):

@@ -10,10 +10,9 @@ the directory (`hold_role_lock`).
 import os
 import sys
 import time
-from typing import NoReturn
 
 from prime_rl.core.entry_point import write_error_file
-from prime_rl.core.logs.log_file import append_to_log_file
+from prime_rl.core.logs import append_to_log_file
 from prime_rl.storage.artifact import replace_file
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import START_VARIABLE
@@ -33,7 +32,7 @@ def take_over(paths: RunPaths) -> None:
 
 
 class RunTakeover:
-    """Notices that another start has taken over the run since this object was created."""
+    """Detects that another start has taken over the run since this object was created."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths, self._start = paths, os.environ.get(START_VARIABLE)
@@ -46,11 +45,9 @@ class RunTakeover:
 
     def exit_if_taken(self) -> None:
         """End this process at once if another start has taken over: its next write could already do damage."""
-        if (owner := self.new_owner()) is not None:
-            self._exit(owner)
-
-    def _exit(self, owner: str) -> NoReturn:
-        message = f"start {owner} has taken over {self._paths.root}: this process of start {self._start} ends"
+        if (owner := self.new_owner()) is None:
+            return
+        message = f"{self._paths.root} was taken over by start {owner}; this process (start {self._start}) exits"
         print(f"error: {message}", file=sys.stderr, flush=True)
         append_to_log_file(f"error: {message}")
         write_error_file(message, 2)

@@ -108,12 +108,12 @@ class TimelineWriter:
         finally:
             self.add(name, start, time.time(), step=step, version=version)
 
-    def close(self, timeout_s: float = _CLOSE_SECONDS) -> None:
-        """Write the queued phases, for at most `timeout_s` seconds; later phases are ignored."""
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+        """Write the queued phases, for at most `timeout_seconds` seconds; later phases are ignored."""
         with self._lock:
             self._closed.set()
         if self._thread is not None and os.getpid() == self._pid:
-            self._thread.join(timeout_s)
+            self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_seconds):
@@ -152,7 +152,7 @@ class TimelineWriter:
 
 def _append(path: Path, data: bytes, max_bytes: int) -> None:
     """Append complete lines, or nothing; a line that a killed process left incomplete is removed first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # without parents, as a heartbeat
     with suppress(FileNotFoundError):
         if path.stat().st_size + len(data) > max_bytes:
             path.replace(path.with_name(f"{path.name}.1"))

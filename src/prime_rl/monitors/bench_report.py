@@ -6,13 +6,21 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from prime_rl.configs.bench import WARMUP_STEPS
 from prime_rl.liveness.parent_process import is_supervised
-from prime_rl.monitors.bench_figures import benchmark_figures
-from prime_rl.monitors.monitor import METRIC_TABLES
+from prime_rl.monitors.metric_table import METRIC_TABLES
 from prime_rl.storage.paths import RunPaths
+
+_METRICS = {
+    "trainer": "time/step time/wait_for_batch time/load_data time/train time/publish tokens perf/tokens_per_second "
+    "perf/mfu perf/mfu_simple perf/peak_memory_gib",
+    "orchestrator": "time/step perf/rollouts_per_second perf/tokens_per_second completion_len/mean seq_len/mean "
+    "event_loop_lag/p99",
+}
 
 
 @contextmanager
@@ -48,6 +56,18 @@ def print_bench_report(paths: RunPaths, roles: Sequence[str], console: Console |
     target = paths.root / "bench.json"
     target.write_text(json.dumps(figures, indent=1) + "\n")
     console.print(f"figures in {target}", soft_wrap=True)
+
+
+def benchmark_figures(paths: RunPaths, role: str) -> dict[str, dict[str, float]]:
+    """Return the `mean`, `min` and `max` of each metric of `role` over the measured steps of a benchmark."""
+    lines = [json.loads(line) for line in paths.metrics(role).read_text().splitlines()]
+    steps = [line for line in lines if line["step"] >= WARMUP_STEPS]
+    figures = {}
+    for name in _METRICS[role].split():
+        values = [step[name] for step in steps if step.get(name) is not None]
+        if values:
+            figures[name] = {"mean": float(np.mean(values)), "min": min(values), "max": max(values)}
+    return figures
 
 
 def _table(role: str, metrics: Mapping[str, Mapping[str, float]]) -> Table:

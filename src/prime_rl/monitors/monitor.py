@@ -1,4 +1,4 @@
-"""Logs the metrics of a process: JSON lines, and W&B, trackio and TensorBoard if configured."""
+"""Logs the metrics of a process: JSON lines, and W&B, trackio, TensorBoard and MLflow if configured."""
 
 import json
 import math
@@ -6,23 +6,21 @@ import numbers
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from loguru import logger as log
 from numpy.typing import ArrayLike
 
-from prime_rl.configs.shared.monitoring import MetricLoggerConfig
+from prime_rl.configs.loading.root_config import RootConfig
+from prime_rl.configs.monitoring import MetricLoggerConfig
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.os_errors import wrap_os_errors
-from prime_rl.loading.root_config import RootConfig
-from prime_rl.monitors.bench_figures import benchmark_figures
-from prime_rl.monitors.evaluation_metric_table import EVALUATION
-from prime_rl.monitors.loggers.background_logger import BackgroundLogger
-from prime_rl.monitors.loggers.metric_logger import start_logger
-from prime_rl.monitors.orchestrator_metric_table import ORCHESTRATOR
-from prime_rl.monitors.trainer_metric_table import TRAINER
+from prime_rl.monitors.bench_report import benchmark_figures
+from prime_rl.monitors.loggers.logger_base import LoggerUnreachable
+from prime_rl.monitors.loggers.metric_logger import BackgroundLogger, start_logger
+from prime_rl.monitors.metric_table import METRIC_TABLES
 from prime_rl.storage.paths import RunPaths
-
-METRIC_TABLES = {table.process: table for table in (TRAINER, ORCHESTRATOR, EVALUATION)}
 
 
 class Monitor:
@@ -30,8 +28,8 @@ class Monitor:
 
     Args:
         role: `trainer`, `orchestrator` or `eval`.
-        loggers: configurations of W&B, trackio and TensorBoard, if on.
-        config: shown with the runs of the loggers.
+        loggers: configurations of those that are on.
+        config: shown with the runs of the loggers, and recorded in the run directory.
 
     Raises:
         ConfigError: the file cannot be written, or a logger has no key or is not installed.
@@ -51,16 +49,25 @@ class Monitor:
             self._file = path.open("ab", buffering=0)
             if not (data := path.read_bytes()).endswith(b"\n"):  # the last line of a killed process is incomplete
                 self._file.truncate(data.rfind(b"\n") + 1)
+        if config is not None:
+            config.record(paths)
         self._table = METRIC_TABLES[role]
         self._lock = threading.Lock()
         self._paths, self._is_benchmark = paths, getattr(config, "bench", False)
-        threshold = getattr(config, "pass_threshold", 1.0)
-        self._loggers = [
-            BackgroundLogger(
-                start_logger(logger, role, paths.root, config), logger, _table_interval(logger, role), threshold
-            )
-            for logger in loggers or ()
-        ]
+        threshold, self._loggers = getattr(config, "pass_threshold", 1.0), list[BackgroundLogger]()
+        for logger in loggers or ():
+            # `eval` logs each evaluation.
+            interval = 1 if role == "eval" or logger.log_extras is None else logger.log_extras.interval
+            try:
+                target = start_logger(logger, role, paths.root, config)
+            except LoggerUnreachable as error:  # a service that is down stops no training
+                text = f"{error}; this {role} logs nothing there, {path} has all values"
+                log.warning("{}", text)
+                line = {"time": time.time(), "kind": "logger", "env": role, "count": 1, "text": text}
+                with suppress(OSError), paths.warnings.open("a") as warnings:  # for the console, `doctor` and the page
+                    warnings.write(json.dumps(line) + "\n")
+                continue
+            self._loggers.append(BackgroundLogger(target, logger, interval, threshold))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Log the metrics of a step; None for a metric without a value.
@@ -98,11 +105,6 @@ class Monitor:
                 logger.summarize(figures)
         for logger in self._loggers:
             logger.close()
-
-
-def _table_interval(config: MetricLoggerConfig, role: str) -> int:
-    """Return the steps between two tables; `eval` logs each evaluation."""
-    return 1 if role == "eval" or config.log_extras is None else config.log_extras.interval
 
 
 def _plain(value: float | None) -> float | None:

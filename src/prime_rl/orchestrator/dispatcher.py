@@ -1,11 +1,12 @@
 """Samples groups: chooses server and position, retries after a failure, and keeps or drops what was sampled."""
 
 import asyncio
-import itertools
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from loguru import logger
@@ -13,20 +14,25 @@ from loguru import logger
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.errors import RunError
 from prime_rl.core.types import Group, Rollout
-from prime_rl.orchestrator.asyncio_utils import deadline_scope
-from prime_rl.orchestrator.batch_metrics import RunCounters
-from prime_rl.orchestrator.data.example_stream import DrawnExample
-from prime_rl.orchestrator.group_filter import OVERLONG, DropAction, DropPolicy, DropReason, GroupFilter, is_overlong
-from prime_rl.orchestrator.health.environment_health import LONGEST_PAUSE_S
-from prime_rl.orchestrator.health.failure_warnings import FailureWarnings
-from prime_rl.orchestrator.health.start_limits import StartLimits
+from prime_rl.orchestrator.example_stream import DrawnExample
+from prime_rl.orchestrator.group_filter import (
+    LONGEST_PAUSE_SECONDS,
+    OVERLONG,
+    DropAction,
+    DropPolicy,
+    DropReason,
+    GroupFilter,
+    StartLimits,
+    is_overlong,
+)
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
-from prime_rl.orchestrator.inference.inference_server import SERVER_ERRORS, InferenceServer
+from prime_rl.orchestrator.inference.inference_server import InferenceServer
 from prime_rl.orchestrator.ledger.ledger import Ledger
-from prime_rl.orchestrator.length_aware_admission import LengthHistory, Lookahead
-from prime_rl.orchestrator.scheduler import DeadlineScheduler
+from prime_rl.orchestrator.run_reports import RunCounters, RunWarnings
+from prime_rl.orchestrator.scheduler import DeadlineScheduler, DurationHistory, Lookahead
+from prime_rl.orchestrator.waits import deadline_scope
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost, sampling_parameters
-from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 
 RESAMPLED = "resampled"
@@ -42,6 +48,58 @@ _MAX_SERVER_FAULTS = 2
 
 _MISCONFIGURED = (401, 403, 404)
 """Status of an error that every request gets: a wrong key, a wrong model name."""
+
+_REPORTED_WAIT_SECONDS = 60.0
+"""A batch that waits for so long for a group is reported."""
+_LATE = 5
+"""A group is late if it takes so many times as long as expected."""
+_UNKNOWN_DURATION_SECONDS = 300.0
+"""The same for a group of an environment of which no group has ended yet."""
+
+_REMEDY = (
+    'env.min_rollouts trains on groups of which some rollouts failed, env.reward_errors = "zero" counts a failed '
+    "reward as 0"
+)
+
+
+@dataclass(slots=True)
+class _RunningGroup:
+    """A group that an environment runs; `started` and `scoring_since` are of `time.monotonic`."""
+
+    draw: DrawnExample
+    started: float
+    scope: asyncio.Timeout
+    scoring_since: float | None = None
+
+    def starts_scoring(self) -> None:
+        self.scoring_since = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """The group is not trained on; it is None if it was not sampled completely."""
+
+    reason: DropReason
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """The group ended with an error, which is counted as `reason`."""
+
+    reason: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Retry:
+    """The group starts again on another server."""
+
+    why: str
+
+
+_Outcome = Group | _Dropped | _Failed | _Retry
+"""What becomes of a group: a `Group` is trained on."""
 
 
 class Dispatcher:
@@ -59,13 +117,14 @@ class Dispatcher:
         ledger: Ledger,
         counters: RunCounters,
         on_end: Callable[[], None],
+        warnings: RunWarnings,
     ) -> None:
         """Connect the parts; `on_end` is called when a group ends and when a pause after an error ends."""
         self.complete: dict[int, Group] = {}
         """Finished groups by group_id that wait to be shipped."""
         self.filled: set[int] = set()
         """Those of them with zero advantages, which fill the batch."""
-        self.warnings = FailureWarnings(config.run_paths.warnings)
+        self._warnings = warnings
         self._config = config
         self._pools = pools
         self._samplings = [env.sampling_with(config.sampling) for env in config.env]
@@ -78,33 +137,36 @@ class Dispatcher:
         self._filter = GroupFilter(config)
         self._drops = DropPolicy(
             scheduler.batch_groups, config.oversampling_factor, len(pools), config.failing_env_seconds,
-            min(LONGEST_PAUSE_S, config.wait_timeout_seconds / 2), config.failing_at_start_seconds,
+            min(LONGEST_PAUSE_SECONDS, config.wait_timeout_seconds / 2), config.failing_at_start_seconds,
         )  # fmt: skip
         for health in self._drops.health:
             health.has_succeeded = scheduler.next_step > 0
         self._limits = StartLimits(config)
-        self.lengths = LengthHistory()
+        self.history = DurationHistory()
         self._lookahead = Lookahead(
             lambda: ledger.draw(self._may_start),
-            lambda draw: self.lengths.expected(pools[draw.env].name, draw.example),
-            scheduler.batch_groups,
-            length_aware=config.length_aware_admission and config.async_level > 0,
+            lambda draw: self.history.expected(pools[draw.env].name, draw.example),
+            config.length_aware_admission * scheduler.batch_groups if config.async_level else 0,
+            (config.max_steps or math.inf) * scheduler.batch_groups,
         )
         self._redispatched: deque[DrawnExample] = deque()
-        self._running: dict[int, tuple[float, asyncio.Timeout]] = {}
+        self._running: dict[int, _RunningGroup] = {}
+        self._ended = [0] * len(pools)
+        self._num_failed = [0] * len(pools)
+        self._reported_wait: int | None = None
         self._failed = False
 
-    def restore(self, finished: Iterable[Group], lengths: Mapping[str, Any]) -> None:
+    def restore(self, finished: Iterable[Group], history: Mapping[str, Any]) -> None:
         """Restore the state of an earlier process, whose positions are those of the ledger.
 
         Its `finished` groups that fit the current settings become `complete`; the positions of the others are
-        dispatched again. `lengths` is a `LengthHistory.state`.
+        dispatched again. `history` is a `DurationHistory.state`.
         """
-        self.lengths.restore(lengths)
+        self.history.restore(history)
         positions, misfits = self._ledger.positions, Counter[str]()
         started = [(positions.open[group.group_id].version or 0, group) for group in finished]
         for version, group in sorted(started, key=lambda entry: (entry[0], entry[1].group_id)):
-            self._counters.arrived(group)
+            self._counters.restored(group)
             if misfit := self._find_misfit(group, version):
                 misfits[misfit] += 1
                 self._counters.discarded(RESAMPLED, group)
@@ -140,8 +202,8 @@ class Dispatcher:
         while not self._failed and any(map(self._may_start, environments)) and (server := self._find_server()):
             draw = self._next_position()
             self._drops.health[draw.env].started(draw.group_id)
-            if pause_s := self._limits.started(draw.env):
-                asyncio.get_running_loop().call_later(pause_s, self._on_end)
+            if pause_seconds := self._limits.started(draw.env):
+                asyncio.get_running_loop().call_later(pause_seconds, self._on_end)
             deadline = self._scheduler.admit(draw.group_id, server.version.step)
             self._assign(draw, server, deadline)
             tasks.create_task(self._run_group(draw, server, time.monotonic()))
@@ -151,26 +213,61 @@ class Dispatcher:
         self._drops.start_batch()
         self.filled.difference_update(group_ids)
 
-    def end_stuck(self, timeout_s: float) -> bool:
-        """End the groups that have been running for `timeout_s` seconds; return whether there were any (I7)."""
+    def end_stuck(self, timeout_seconds: float) -> bool:
+        """End the groups that have been running for `timeout_seconds` seconds; return whether there were any (I7)."""
         now, soon = time.monotonic(), asyncio.get_running_loop().time()
-        stuck = [scope for started, scope in self._running.values() if now - started >= timeout_s]
+        stuck = [group.scope for group in self._running.values() if now - group.started >= timeout_seconds]
         for scope in stuck:
             scope.reschedule(soon)
         return bool(stuck)
+
+    def report_wait(self, waited_seconds: float) -> None:
+        """Warn about the group that holds up the next batch, if no group has ended for a minute."""
+        late = (
+            [] if waited_seconds < _REPORTED_WAIT_SECONDS else [g for g in self._running.values() if self._is_late(g)]
+        )
+        if not late:
+            return
+        group = min(late, key=lambda group: (self._scheduler.deadline(group.draw.group_id), group.started))
+        draw, now = group.draw, time.monotonic()
+        if draw.group_id == self._reported_wait:
+            return
+        self._reported_wait = draw.group_id
+        config, env = self._config.env[draw.env], self._pools[draw.env].name
+        activity, key = f"running for {now - group.started:.0f} s", "timeout_seconds"
+        if group.scoring_since is not None:
+            activity, key = f"scoring for {now - group.scoring_since:.0f} s", config.scoring_limit[1]
+        limit = getattr(config, key)
+        text = (
+            f"batch {self._scheduler.next_step} waits for group {draw.group_id} (example {draw.example} of {env}): "
+            f"{activity}; env.{key} = {'unlimited' if limit is None else format(limit, 'g')}"
+        )
+        logger.warning("{}", text)
+        self._warnings.add("wait", env, lambda count: text if count == 1 else f"{text} (wait number {count})")
+
+    def _is_late(self, group: "_RunningGroup") -> bool:
+        """Return whether a group scores for a minute, or runs for longer than the model is likely to sample."""
+        now, usual = time.monotonic(), self.history.expected(self._pools[group.draw.env].name, group.draw.example)
+        if group.scoring_since is not None:
+            return now - group.scoring_since >= _REPORTED_WAIT_SECONDS
+        least = _UNKNOWN_DURATION_SECONDS if usual is None else _LATE * usual
+        return now - group.started >= max(_REPORTED_WAIT_SECONDS, least)
 
     @property
     def pausing(self) -> list[str]:
         """The failing environments, if no group may start anywhere at the moment; else empty."""
         healths = zip(self._pools, self._drops.health, strict=True)
-        return [] if self._drops.any_may_start else [pool.name for pool, health in healths if health.errors]
+        may_start = any(map(self._drops.may_start, range(len(self._pools))))
+        return [] if may_start else [pool.name for pool, health in healths if health.errors]
 
     def metrics(self) -> dict[str, float | None]:
         """Return for how many seconds each environment has been failing, and the limit of the rollouts in flight."""
         healths = zip(self._pools, self._drops.health, strict=True)
         limit = self._config.max_concurrent or self._inference.concurrency_limit
         return {
-            **{f"failing_seconds/{pool.name}": health.failing_s for pool, health in healths},
+            **{f"failing_seconds/{pool.name}": health.failing_seconds for pool, health in healths},
+            "groups/ended": sum(self._ended),
+            "groups/failed": sum(self._num_failed),
             "inference/concurrency_limit": limit,
         }
 
@@ -200,36 +297,22 @@ class Dispatcher:
 
     async def _run_group(self, draw: DrawnExample, server: InferenceServer, started: float) -> None:
         """Sample one group until it ends. If its server is lost or fails, it starts again on another server."""
-        faults = 0
+        failures: list[InferenceError | InferenceServerLost] = []
         try:
-            for attempt in itertools.count():
-                try:
-                    async with server.cancel_scope():
-                        await self._sample(draw, server, started)
-                    server.succeeded()
-                    return
-                except SERVER_ERRORS as error:
-                    failure = str(error)
-                    if isinstance(error, InferenceServerLost):
-                        if attempt == _MAX_LOST_SERVERS:
-                            raise
-                        self._inference.take_out(server)
-                    elif error.status in _MISCONFIGURED:
-                        raise
-                    else:
-                        if error.is_server_fault:  # it gets no groups for a while; then look for work again
-                            asyncio.get_running_loop().call_later(server.failed(), self._on_end)
-                            faults += 1
-                        if not error.is_server_fault or faults > _MAX_SERVER_FAULTS:
-                            self._fail(draw, ENGINE, failure)
-                            return
-                finally:
-                    server.in_flight -= self._limits.counts[draw.env]
+            while isinstance(outcome := await self._attempt(draw, server, started, failures), _Retry):
                 self._counters.retried += 1
-                logger.warning("group {} is sampled again: {}", draw.group_id, failure)
+                logger.warning("group {} is sampled again: {}", draw.group_id, outcome.why)
                 server = await self._inference.wait_for_server(self._scheduler.version(draw.group_id))
                 started = time.monotonic()
                 self._assign(draw, server, self._scheduler.repin(draw.group_id, server.version.step))
+            match outcome:
+                case Group():
+                    self._drops.record_kept(draw.env)
+                    self._keep(outcome)
+                case _Dropped(reason, group):
+                    self._drop(draw.group_id, draw.env, reason, group)
+                case _Failed(name, why):
+                    self._fail(draw, name, why)
         except BaseException:
             self._failed = True  # the loop may run once more before the task group ends; it must not start groups
             raise
@@ -237,8 +320,46 @@ class Dispatcher:
             self._limits.ended(draw.env)
             self._on_end()
 
-    async def _sample(self, draw: DrawnExample, server: InferenceServer, started: float) -> None:
-        """Sample one group, and keep or drop it."""
+    async def _attempt(
+        self,
+        draw: DrawnExample,
+        server: InferenceServer,
+        started: float,
+        failures: list[InferenceError | InferenceServerLost],
+    ) -> _Outcome:
+        """Sample one group on one server; `failures` are those of servers at this group, to which it adds its own."""
+        try:
+            async with server.cancel_scope():
+                outcome = await self._sample(draw, server, started)
+            server.succeeded()
+            return outcome
+        except (InferenceError, InferenceServerLost) as error:
+            failures.append(error)
+            return self._server_failed(server, failures)
+        finally:
+            server.in_flight -= self._limits.counts[draw.env]
+
+    def _server_failed(
+        self, server: InferenceServer, failures: Sequence[InferenceError | InferenceServerLost]
+    ) -> _Failed | _Retry:
+        """Return what the last failure means for its group; raise it if every group would meet it."""
+        error = failures[-1]
+        has_lost_slot = isinstance(error, InferenceError) and error.status == 404 and self._config.model.lora.name
+        if isinstance(error, InferenceServerLost) or has_lost_slot:
+            if len(failures) > _MAX_LOST_SERVERS:
+                raise error
+            self._inference.take_out(server, str(error))
+            return _Retry(str(error))
+        if error.status in _MISCONFIGURED:
+            raise error
+        if error.is_server_fault:  # it gets no groups for a while; then look for work again
+            asyncio.get_running_loop().call_later(server.failed(), self._on_end)
+            if sum(isinstance(failure, InferenceError) for failure in failures) <= _MAX_SERVER_FAULTS:
+                return _Retry(str(error))
+        return _Failed(ENGINE, str(error))
+
+    async def _sample(self, draw: DrawnExample, server: InferenceServer, started: float) -> _Outcome:
+        """Sample one group, and decide whether it is kept. Raises InferenceError, InferenceServerLost."""
         pool, sampling = self._pools[draw.env], self._samplings[draw.env]
         seed = None if sampling.seed is None else (sampling.seed, draw.env, draw.group_id)
 
@@ -251,19 +372,18 @@ class Dispatcher:
 
         try:
             async with deadline_scope(stuck) as scope:
-                self._running[draw.group_id] = started, scope
+                self._running[draw.group_id] = running = _RunningGroup(draw, started, scope)
                 rollouts = await pool.run_group(
                     draw.example, self._limits.counts[draw.env], server.client.url, sampling_parameters(sampling),
-                    self._config.seq_len, seed,
+                    self._config.seq_len, seed, running.starts_scoring,
                 )  # fmt: skip
-        except (EnvironmentFailed, SampleTooLong) as error:
-            if isinstance(error, EnvironmentFailed):
-                self._fail(draw, f"error/{pool.name}", str(error))
-            else:
-                self._drop(draw.group_id, draw.env, DropReason(OVERLONG, str(error)))
-            return
+        except EnvironmentFailed as error:
+            return _Failed(f"error/{pool.name}", str(error))
+        except SampleTooLong as error:
+            return _Dropped(DropReason(OVERLONG, str(error)))
         finally:
             del self._running[draw.group_id]
+        seconds = time.monotonic() - started
         with ExitStack() as on_error:
             tokens = sum(rollout.sampled_tokens for rollout in rollouts)
             on_error.callback(pool.discarded.add, "replayed", len(rollouts), tokens)
@@ -275,12 +395,9 @@ class Dispatcher:
             top_k=max(0, sampling.top_k), top_p=sampling.top_p, min_p=sampling.min_p,
         )  # fmt: skip
         self._counters.arrived(group)
-        self.lengths.add(group.env, group.example, float(group.lengths.max()))
-        if (reason := self._filter.reason_to_drop(group)) is not None:
-            self._drop(group.group_id, draw.env, reason, group)
-        else:
-            self._drops.record_kept(draw.env)
-            self._keep(group)
+        self.history.add(group.env, group.example, seconds)
+        reason = self._filter.reason_to_drop(group)
+        return group if reason is None else _Dropped(reason, group)
 
     def _check_versions(self, rollouts: Sequence[Rollout], version: int, server: InferenceServer) -> None:
         """Check the versions that the server reports for a group which started at `version`.
@@ -295,6 +412,7 @@ class Dispatcher:
             raise InferenceServerLost(f"inference at {server.client.url} sampled from version {oldest}, not {version}")
 
     def _keep(self, group: Group) -> None:
+        self._ended[self._index[group.env]] += 1
         self.complete[group.group_id] = group
         self._scheduler.complete(group.group_id)
         self._ledger.done(group)
@@ -308,7 +426,7 @@ class Dispatcher:
             return
         level = "WARNING" if group is None else "DEBUG"
         logger.log(level, "group {} is dropped as {}: {}", group_id, reason.name, reason.explanation)
-        self._end(group_id, reason.name, group)
+        self._end(group_id, reason.name, group, env=env)
         if action is DropAction.FAIL:
             raise self._exhausted(reason.name, reason.explanation)
 
@@ -318,26 +436,35 @@ class Dispatcher:
         health, env = self._drops.health[draw.env], self._pools[draw.env].name
         logger.warning(
             "group {} (example {} of {}) is dropped as {}: {}; {} errors in a row, the next group starts in {:.2g} s",
-            draw.group_id, draw.example, env, reason, failure, health.errors, health.pause_s,
+            draw.group_id, draw.example, env, reason, failure, health.errors, health.pause_seconds,
         )  # fmt: skip
-        timeout_s, key = self._drops.failure_timeout(draw.env)
-        self.warnings.add(
-            env, f"group {draw.group_id} (example {draw.example})", failure,
-            f"if only errors occur, the run ends after {timeout_s:.0f} s ({key})",
-        )  # fmt: skip
-        self._end(draw.group_id, reason)
+        timeout_seconds, key = self._drops.failure_timeout(draw.env)
+        self._num_failed[draw.env] += 1
+        self._end(draw.group_id, reason, env=draw.env)
+        ended, group = self._ended[draw.env], f"group {draw.group_id} (example {draw.example})"
+
+        def text(count: int) -> str:
+            which = f"{group} failed" if count == 1 else f"{count} of {ended} groups failed, the last is {group}"
+            remedy = "" if reason == ENGINE else f"{_REMEDY}; "
+            outlook = f"if only errors occur, the run ends after {timeout_seconds:.0f} s ({key})"
+            return f"environment {env}: {which}: {failure}; {remedy}{outlook}"
+
+        self._warnings.add("group", env, text)
         if action is DropAction.FAIL:
             raise self._exhausted(reason, failure)
-        asyncio.get_running_loop().call_later(health.pause_s, self._on_end)
+        asyncio.get_running_loop().call_later(health.pause_seconds, self._on_end)
 
-    def _end(self, group_id: int, reason: str, group: Group | None = None) -> None:
+    def _end(self, group_id: int, reason: str, group: Group | None = None, *, env: int) -> None:
+        self._ended[env] += 1
         self._scheduler.drop(group_id)
         self._ledger.dropped(group_id, reason, None if group is None else group.rewards)
         self._counters.discarded(reason, group)
 
     def _exhausted(self, reason: str, failure: str) -> RunError:
-        env, longest_s = max(enumerate(health.failing_s for health in self._drops.health), key=lambda entry: entry[1])
-        since = f" ({longest_s:.0f} s; {self._drops.failure_timeout(env)[1]})" if longest_s else ""
+        env, longest_seconds = max(
+            enumerate(health.failing_seconds for health in self._drops.health), key=lambda entry: entry[1]
+        )
+        since = f" ({longest_seconds:.0f} s; {self._drops.failure_timeout(env)[1]})" if longest_seconds else ""
         count = self._drops.num_consecutive_drops
         return RunError(f"{count} groups in a row were dropped as {reason}; the last: {failure}{since}")
 

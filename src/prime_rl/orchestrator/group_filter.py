@@ -1,24 +1,26 @@
-"""Which finished groups are trained on, and what happens when too many in a row are dropped."""
+"""Which groups an environment may start, which finished ones are trained on, and what too many drops in a row do."""
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from time import monotonic
 
 import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
+from prime_rl.configs.buffer import BufferConfig, OnlineDifficultyBufferConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rollouts.buffer import BufferConfig, OnlineDifficultyBufferConfig
+from prime_rl.core.pass_at_k import REWARD_TOLERANCE
 from prime_rl.core.types import Group, Rollout
-from prime_rl.orchestrator.algorithms.credit_assignment import has_only_zero_advantages
-from prime_rl.orchestrator.health.environment_health import LONGEST_PAUSE_S, EnvironmentHealth
+from prime_rl.orchestrator.algorithms.advantages import has_only_zero_advantages
 
 OVERLONG = "overlong"
 _LIMIT_BATCHES = 10
 """An environment is exhausted after this many batches' worth of consecutive drops."""
+_SHORTEST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,112 @@ def is_off_difficulty(group: Group, buffer: BufferConfig) -> bool:
     credits = [credit for rollout in group.rollouts for credit in rollout.credits]
     rewards = {*group.rewards.tolist(), *(credit.reward for credit in credits)}
     has_given = any(credit.advantage for credit in credits)
-    return buffer.online_difficulty_filtering and rewards in ({0.0}, {1.0}) and not has_given
+    are_equal = any(all(abs(reward - value) <= REWARD_TOLERANCE for reward in rewards) for value in (0, 1))
+    return buffer.online_difficulty_filtering and are_equal and not has_given
+
+
+class EnvironmentHealth:
+    """Pauses an environment that fails, so that an outage costs seconds and a few groups instead of the run.
+
+    After an error no group starts for a pause. Then a trial starts a few groups: B / 2 after the first pause, half as
+    many after each further one, at least one. If one fails, the next pause is twice as long, up to
+    `longest_pause_seconds`. Errors of groups that started before the pause are only counted. The first group that ends
+    without an error makes the environment healthy again.
+    """
+
+    def __init__(self, batch_groups: int, longest_pause_seconds: float = LONGEST_PAUSE_SECONDS) -> None:
+        self.errors = 0
+        """Consecutive groups that failed."""
+        self.has_succeeded = False
+        """Whether a group has ever ended without an error."""
+        self._batch_groups = batch_groups
+        self._longest_pause_seconds = longest_pause_seconds
+        self._pauses = 0
+        self._paused_until = 0.0
+        self._failing_since: float | None = None
+        self._trial = set[int]()
+
+    @property
+    def failing_seconds(self) -> float:
+        """Seconds since the first of the consecutive errors; 0 while it is healthy."""
+        return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
+
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds until the next group may start."""
+        return max(0.0, self._paused_until - time.monotonic()) if self._pauses else 0.0
+
+    @property
+    def may_start(self) -> bool:
+        """Whether a group may start now."""
+        if not self._pauses:
+            return True
+        return not self.pause_seconds and len(self._trial) < max(1, self._batch_groups >> self._pauses)
+
+    def started(self, group_id: int) -> None:
+        """Record that a group starts; after a pause it belongs to the trial."""
+        if self._pauses:
+            self._trial.add(group_id)
+
+    def failed(self, group_id: int) -> None:
+        """Count a group that ended with an error, and pause unless it started before the last pause."""
+        self.errors += 1
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+        if not self._pauses or group_id in self._trial:
+            pause_seconds = min(_SHORTEST_PAUSE_SECONDS * 2.0 ** min(self._pauses, 16), self._longest_pause_seconds)
+            self._pauses += 1
+            self._paused_until = time.monotonic() + pause_seconds
+            self._trial.clear()
+
+    def succeeded(self) -> None:
+        """Record a group that ended without an error, and reset the errors."""
+        self.has_succeeded = True
+        self.errors = self._pauses = 0
+        self._failing_since = None
+        self._trial.clear()
+
+
+class StartLimits:
+    """Limits of each environment for its own rollouts: group size, rollouts in flight, and starts per minute.
+
+    A rate limit spaces the groups evenly: after a group of n rollouts the next may start n / rate minutes later. So no
+    burst reaches the service that the limit protects.
+
+    Attributes:
+        counts: rollouts of a group, by the index of the environment.
+        in_flight: rollouts in flight, by the index of the environment.
+    """
+
+    def __init__(self, config: OrchestratorConfig) -> None:
+        """Start without rollouts."""
+        self.counts: Sequence[int] = [config.group_size(env) for env in config.env]
+        self.in_flight = [0] * len(config.env)
+        self._limits = [env.max_concurrent for env in config.env]
+        self._seconds = [
+            60 * count / env.max_rollouts_per_minute if env.max_rollouts_per_minute else 0.0
+            for env, count in zip(config.env, self.counts, strict=True)
+        ]
+        self._next_start = [0.0] * len(config.env)
+
+    def may_start(self, env: int) -> bool:
+        """Return whether a group of environment `env` may start now; one group may always be in flight."""
+        limit = self._limits[env]
+        if limit is not None and self.in_flight[env] + self.counts[env] > max(limit, self.counts[env]):
+            return False
+        return time.monotonic() >= self._next_start[env]
+
+    def started(self, env: int) -> float:
+        """Count a group that starts; return the seconds until the next may start, by the rate alone."""
+        self.in_flight[env] += self.counts[env]
+        if not self._seconds[env]:
+            return 0.0
+        self._next_start[env] = time.monotonic() + self._seconds[env]
+        return self._seconds[env]
+
+    def ended(self, env: int) -> None:
+        """Count a group that is not in flight any more."""
+        self.in_flight[env] -= self.counts[env]
 
 
 class DropAction(Enum):
@@ -109,8 +216,8 @@ class DropPolicy:
     B is the number of groups in a batch. An environment is exhausted in one of two ways:
 
         filtered   10 * B groups in a row were filtered out since the last ship, and none was kept
-        failing    at least B groups in a row ended with an error, for `failing_s` seconds or longer
-                   (`failing_at_start_s` until the first group succeeds)
+        failing    at least B groups in a row ended with an error, for `failing_seconds` seconds or longer
+                   (`failing_at_start_seconds` until the first group succeeds)
 
     A filtered environment gets no positions until the next ship; a failing one is retried after pauses
     (`EnvironmentHealth`). The other environments take their turns. When all environments are exhausted:
@@ -129,17 +236,16 @@ class DropPolicy:
         batch_groups: int,
         oversampling: float = 1.0,
         environments: int = 1,
-        failing_s: float = 0.0,
-        longest_pause_s: float = LONGEST_PAUSE_S,
-        failing_at_start_s: float = math.inf,
-        clock: Callable[[], float] = monotonic,
+        failing_seconds: float = 0.0,
+        longest_pause_seconds: float = LONGEST_PAUSE_SECONDS,
+        failing_at_start_seconds: float = math.inf,
     ) -> None:
         """Start with all environments healthy; `oversampling` is (B + largest credit) / B, >= 1."""
-        self.health = [EnvironmentHealth(batch_groups, longest_pause_s, clock) for _ in range(environments)]
+        self.health = [EnvironmentHealth(batch_groups, longest_pause_seconds) for _ in range(environments)]
         """By the index of the environment."""
         self._batch_groups = batch_groups
-        self._failing_s = failing_s
-        self._failing_at_start_s = failing_at_start_s
+        self._failing_seconds = failing_seconds
+        self._failing_at_start_seconds = failing_at_start_seconds
         self._limit = _LIMIT_BATCHES * batch_groups
         self._max_credit = int((oversampling - 1) * batch_groups)
         self._num_filtered = [0] * environments
@@ -156,16 +262,11 @@ class DropPolicy:
         """Return whether a group of environment `env` may start now."""
         return self.health[env].may_start and (self._filling or self._num_filtered[env] < self._limit)
 
-    @property
-    def any_may_start(self) -> bool:
-        """Whether a group of any environment may start now."""
-        return any(self.may_start(env) for env in range(len(self.health)))
-
     def failure_timeout(self, env: int) -> tuple[float, str]:
         """Return after how many seconds of errors environment `env` is exhausted, and the configuration key."""
-        if self.health[env].has_succeeded or self._failing_s <= self._failing_at_start_s:
-            return self._failing_s, "orchestrator.failing_env_seconds"
-        return self._failing_at_start_s, "orchestrator.failing_at_start_seconds"
+        if self.health[env].has_succeeded or self._failing_seconds <= self._failing_at_start_seconds:
+            return self._failing_seconds, "orchestrator.failing_env_seconds"
+        return self._failing_at_start_seconds, "orchestrator.failing_at_start_seconds"
 
     def record_filtered(self, zero_advantage: bool = False, env: int = 0) -> DropAction:
         """Count a finished group that the filter drops. With FILL it counts as kept."""
@@ -200,7 +301,7 @@ class DropPolicy:
     def _drop(self) -> DropAction:
         self._update_drop_rate(1.0)
         for env, health in enumerate(self.health):
-            is_failing = health.errors >= self._batch_groups and health.failing_s >= self.failure_timeout(env)[0]
+            is_failing = health.errors >= self._batch_groups and health.failing_seconds >= self.failure_timeout(env)[0]
             if not is_failing and self._num_filtered[env] < self._limit:
                 return DropAction.DROP
         if not any(self._has_zero_advantage):

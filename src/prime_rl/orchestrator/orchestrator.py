@@ -29,42 +29,45 @@ import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
+from prime_rl.configs.advantage import GROUP_BASELINES
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.daemon_futures import run_in_daemon_thread
-from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.errors import ConfigError, RunError, first_exception
 from prime_rl.core.types import Group
-from prime_rl.evaluation.runner import first_exception
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import is_supervised
 from prime_rl.liveness.peer_monitor import PeerMonitor
 from prime_rl.monitors import Monitor
 from prime_rl.monitors.learning_signal import LearningSignalMonitor
-from prime_rl.orchestrator.algorithms.advantages import advantage_function
-from prime_rl.orchestrator.algorithms.credit_assignment import part_advantages
-from prime_rl.orchestrator.batch_metrics import RunCounters, batch_metrics, rollout_times
-from prime_rl.orchestrator.batching.packing import pack
-from prime_rl.orchestrator.batching.row_flops import TOKENS, RowCost
-from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
+from prime_rl.orchestrator.algorithms.advantages import advantage_function, part_advantages, uncompared_share
 from prime_rl.orchestrator.dispatcher import Dispatcher
-from prime_rl.orchestrator.health.event_loop_lag import EventLoopLag
-from prime_rl.orchestrator.health.progress_watchdog import INFERENCE, TRAINER, ProgressWatchdog
+from prime_rl.orchestrator.example_stream import ExampleStream, StreamEnvironment
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
 from prime_rl.orchestrator.inference.inference_server import InferenceServer
 from prime_rl.orchestrator.ledger.ledger import Ledger, LedgerState, read_ledger
-from prime_rl.orchestrator.online_eval.online_evaluation import EvalSchedule, OnlineEvaluator
-from prime_rl.orchestrator.orchestrator_checkpoint import OrchestratorState, write_checkpoint_part
-from prime_rl.orchestrator.resume import START, StartPoint, TrainerRolledBack, find_rollback, resume_directory
-from prime_rl.orchestrator.sample_files import SampleFiles
+from prime_rl.orchestrator.online_evaluation import EvalSchedule, OnlineEvaluator
+from prime_rl.orchestrator.packing import TOKENS, RowCost, pack
+from prime_rl.orchestrator.resume import (
+    START,
+    OrchestratorState,
+    StartPoint,
+    StopCheckpoints,
+    TrainerRolledBack,
+    find_rollback,
+    resume_directory,
+    write_checkpoint_part,
+)
+from prime_rl.orchestrator.run_reports import RunCounters, RunWarnings, SampleFiles, batch_metrics, rollout_times
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
-from prime_rl.orchestrator.stop_checkpoints import StopCheckpoints
-from prime_rl.rollouts.token_accounting import DiscardedWork
+from prime_rl.orchestrator.waits import INFERENCE, TRAINER, ProgressWatchdog
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
+from prime_rl.rollouts.workers.protocol import DiscardedWork
 from prime_rl.storage.artifact import MANIFEST
-from prime_rl.storage.batch import Batch, write_batch
-from prime_rl.storage.progress import Progress, read_progress
+from prime_rl.storage.batch import Batch, Progress, read_progress, write_batch
 from prime_rl.storage.wait_for import watch_directory
 
 Written = TypeVar("Written")
+_TICK_SECONDS = 0.05
 
 
 class OrchestratorLoop:
@@ -80,11 +83,13 @@ class OrchestratorLoop:
         schedules: Sequence[EvalSchedule] = (),
         start_point: StartPoint = START,
         heartbeat: HeartbeatWriter | None = None,
+        warnings: RunWarnings | None = None,
     ) -> None:
         """Connect the parts; `run` starts them. `pools` are the started environments of `config.env`."""
         self._config = config
         self._pools = pools
         self._monitor = monitor
+        self._warnings = warnings or RunWarnings(config.run_paths.warnings)
         self._row_cost = row_cost
         self._start_point = start_point
         self._paths = config.run_paths
@@ -95,8 +100,8 @@ class OrchestratorLoop:
         self._signal = LearningSignalMonitor()
         self._advantage = advantage_function(config.advantage)
         self._inference = InferencePool(
-            servers, self._paths, self._on_change, lambda: self._evaluator.before_switch(), config.on_invalid_weights,
-            config.client.reconnect_seconds, config.min_servers,
+            servers, self._paths, self._on_change, config.on_invalid_weights, config.client.reconnect_seconds,
+            config.min_servers,
         )  # fmt: skip
         self._heartbeat = heartbeat or HeartbeatWriter(self._paths, "orchestrator", "orchestrator")
         limits, standalone = config.heartbeat.limits, not is_supervised()
@@ -107,11 +112,20 @@ class OrchestratorLoop:
         self._watchdog = ProgressWatchdog(self._heartbeat, peers, config.wait_timeout_seconds)
         self._num_ended = 0
         self._progress = Progress()
-        self._evaluator = OnlineEvaluator(schedules, self._inference, monitor, self._paths)
+        self._evaluator = OnlineEvaluator(schedules, self._inference, monitor, self._paths, self._warn)
+        self._inference.before_switch = self._evaluator.before_switch
         self._writing: asyncio.Future[Any] | None = None
         self._samples = SampleFiles(
-            self._paths, config.num_samples_per_batch, config.num_kept_sample_files, config.identities
+            self._paths,
+            config.num_samples_per_batch,
+            config.num_kept_sample_files,
+            config.kept_sample_interval,
+            config.identities,
         )
+        state = start_point.state
+        self._start_warnings = list[tuple[str, str, str]]()
+        if state is not None and state.changes:
+            self._start_warnings.append(("resume", "", state.describe_changes()))
         self._stop_checkpoints = StopCheckpoints(config, start_point.branch)
         self._ledger: Ledger
         self._scheduler: DeadlineScheduler
@@ -128,18 +142,25 @@ class OrchestratorLoop:
         config, version = self._config, self._start_point.version
         self._heartbeat.enter("read the ledger", config.wait_timeout_seconds)
         self._restore(*await asyncio.to_thread(self._open_ledger))
+        for warning in self._start_warnings:
+            self._warn(*warning)
         try:
             await self._evaluator.read_history()
+            await self._watchdog.wait_for_slot()
             start = self._inference.start(config.wait_timeout_seconds, version, config.restart)
             await self._watchdog.start(start, INFERENCE)
             await self._run_tasks()
         finally:
             await self._finish_writing()
-            await self._dispatcher.warnings.close()
+            await self._warnings.close()
             try:
                 await asyncio.to_thread(self._ledger.close)
             except RunError as error:  # must not hide the error that the run ended with
                 logger.error("ledger: the last records were not written: {}", error)
+
+    def _warn(self, kind: str, env: str, text: str) -> None:
+        logger.warning("{}", text)
+        self._warnings.add(kind, env, lambda count: text)
 
     async def _finish_writing(self) -> None:
         """Wait for a batch that is being written: it must not appear after its branch ended."""
@@ -159,13 +180,16 @@ class OrchestratorLoop:
             )
         self._progress = read_progress(self._paths, next_step)
         sources = [
-            StreamEnvironment(pool.name, len(pool), env.weight, config.buffer)
+            StreamEnvironment(pool.name, len(pool), env.weight, config.buffer, pool.content_hash)
             for pool, env in zip(self._pools, config.env, strict=True)
         ]
         stream = ExampleStream(sources, config.seed)
         if state is None:
-            return Ledger.start(self._paths, branch, stream, checkpoint.base if checkpoint else None), None
-        return Ledger.resume(self._paths, stream, state), state
+            ledger = Ledger.start(self._paths, branch, stream, checkpoint.base if checkpoint else None)
+        else:
+            ledger = Ledger.resume(self._paths, stream, state)
+        self._start_warnings += [("data", env, text) for env, text in stream.warnings.items()]
+        return ledger, state
 
     def _restore(self, ledger: Ledger, state: LedgerState | None) -> None:
         """Build the scheduler and the dispatcher, and restore the groups of the ledger or of the checkpoint."""
@@ -178,14 +202,15 @@ class OrchestratorLoop:
             max_off_policy_steps=config.max_off_policy_steps,
         )
         self._dispatcher = Dispatcher(
-            config, self._pools, self._inference, self._scheduler, ledger, self._counters, self._group_ended
-        )
+            config, self._pools, self._inference, self._scheduler, ledger, self._counters, self._group_ended,
+            self._warnings,
+        )  # fmt: skip
         if state is not None:
             for group_id, why in state.damaged.items():
                 logger.warning("finished group {} cannot be read and is sampled again: {}", group_id, why)
             self._dispatcher.restore(state.finished.values(), {})
         elif checkpoint is not None:
-            self._dispatcher.restore(checkpoint.finished, checkpoint.lengths)
+            self._dispatcher.restore(checkpoint.finished, checkpoint.history)
         else:
             return
         logger.info(
@@ -211,6 +236,7 @@ class OrchestratorLoop:
                 wait = config.wait_for_final_version and not config.bench  # a benchmark has no trainer
                 while wait and self._inference.version < self._scheduler.next_step:
                     self._wake.clear()
+                    self._evaluator.on_switch(self._inference.version, tasks)
                     await self._wait_for_progress()
                 self._heartbeat.enter("finish the evaluations", waiting_for=INFERENCE)
                 await self._evaluator.finish(self._inference.version)
@@ -294,9 +320,9 @@ class OrchestratorLoop:
         """Return a function that builds the state after batch `step`; None without checkpoints. Call it once."""
         if self._config.ckpt is None or self._config.bench:
             return None
-        snapshot, lengths = self._ledger.snapshot(), self._dispatcher.lengths.copy()
+        snapshot, history = self._ledger.snapshot(), self._dispatcher.history.copy()
         finished = list(self._dispatcher.complete.values())
-        return lambda: OrchestratorState(step + 1, snapshot.state_after(step, group_ids), finished, lengths.state())
+        return lambda: OrchestratorState(step + 1, snapshot.state_after(step, group_ids), finished, history.state())
 
     def _is_checkpoint_due(self, step: int) -> bool:
         ckpt = self._config.ckpt
@@ -339,9 +365,11 @@ class OrchestratorLoop:
         batch: Batch,
         num_filled: int,
     ) -> None:
+        compares = self._config.advantage.type in GROUP_BASELINES
         losses = DiscardedWork.total(pool.discarded for pool in self._pools)
         metrics = {
             "batch/zero_advantage_filler": num_filled,
+            "batch/uncompared_tokens": uncompared_share(groups) if compares else 0.0,
             **{f"dropped/error/{pool.name}": 0 for pool in self._pools},
             **batch_metrics(step, groups, advantages, batch, self._config.seq_len),
             **self._counters.next_batch(self._dispatcher.complete.values(), losses, self._config.pass_threshold),
@@ -352,6 +380,7 @@ class OrchestratorLoop:
             **self._dispatcher.metrics(),
             **self._inference.metrics(),
             "env_workers/restarts": sum(pool.deaths for pool in self._pools),
+            "env_workers/memory_gib": sum(pool.memory_bytes() for pool in self._pools) / 2**30,
         }
 
         def write() -> None:
@@ -365,8 +394,8 @@ class OrchestratorLoop:
             }
             self._monitor.log_distributions(step, distributions)
 
-        if (warning := self._signal.add({"step": step, **metrics})) is not None:
-            logger.warning("{}", warning)
+        for warning in self._signal.add({"step": step, **metrics}):
+            self._warn(*warning)
         await self._in_thread(write)
         logger.info(
             "batch {}: reward {:.3f}, staleness max {:.0f}, {:.2f} s",
@@ -385,8 +414,9 @@ class OrchestratorLoop:
             waiting_for = f"environment {names}, which fails" if pausing else f"{in_flight} groups in flight at {names}"
             phase, unblock = f"sample batch {step}", self._dispatcher.end_stuck
             await self._watchdog.wait(
-                self._wake, progress_token, phase, INFERENCE, waiting_for, unblock, step=step, version=version
-            )
+                self._wake, progress_token, phase, INFERENCE, waiting_for, unblock, step=step, version=version,
+                on_wait=self._dispatcher.report_wait,
+            )  # fmt: skip
         else:
             version += 1
             waiting_for = f"the trainer to publish version {version}{self._paths.log_hint(TRAINER)}"
@@ -394,3 +424,29 @@ class OrchestratorLoop:
             await self._watchdog.wait(
                 self._wake, progress_token, phase, TRAINER, waiting_for, step=step, version=version
             )
+
+
+class EventLoopLag:
+    """Measures by how much a timer of 50 ms fires late."""
+
+    def __init__(self) -> None:
+        self._late: list[float] = []
+
+    async def measure(self, stop: asyncio.Event) -> None:
+        """Measure until `stop` is set."""
+        loop = asyncio.get_running_loop()
+        while not stop.is_set():
+            due = loop.time() + _TICK_SECONDS
+            await asyncio.sleep(_TICK_SECONDS)
+            self._late.append(max(0.0, loop.time() - due))
+
+    def metrics(self) -> dict[str, float]:
+        """Return median, 99th percentile and maximum since the last call, seconds; empty without a measurement."""
+        late, self._late = np.array(self._late), []
+        if not len(late):
+            return {}
+        return {
+            "event_loop_lag/median": float(np.median(late)),
+            "event_loop_lag/p99": float(np.percentile(late, 99)),
+            "event_loop_lag/max": float(late.max()),
+        }

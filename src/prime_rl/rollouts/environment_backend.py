@@ -1,21 +1,55 @@
-"""What the environments of both verifiers APIs have in common."""
+"""What the environments of both verifiers APIs have in common, with the rewards that the configuration adds to them.
 
+Reward functions, also those of an environment, are called with the objects that their parameters name
+(`call_parameters`). A function of `env.rewards` can name `text` (the last reply), `completion`, `prompt`, `answer`,
+`info`, `state`, and what only one API has: the columns of the example (classic), `task` and `trace` (v1).
+"""
+
+import dis
+import functools
+import inspect
+import json
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import date
+from decimal import Decimal
+from pathlib import Path, PurePath
 from typing import Any
+from uuid import UUID
+from weakref import WeakKeyDictionary
 
-from prime_rl.configs.shared.blocks import EnvConfig
+import numpy as np
+from pydantic import BaseModel
+from xxhash import xxh3_128
+
+from prime_rl.configs.environment import EnvConfig, RewardConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.core.import_utils import load_function
 from prime_rl.core.types import EvalSplit, Rollout, Split
-from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
-from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
+from prime_rl.rollouts.group_attempts import (
+    ZERO_HINT,
+    Attempt,
+    EnvironmentFailed,
+    GroupAccount,
+    GroupAttempts,
+    as_number,
+    contain_failures,
+    reward_failure,
+)
 from prime_rl.rollouts.recorder import Recorder
+from prime_rl.rollouts.rendering.messages import Sampler, last_reply, normalise
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.token_accounting import GroupAccount
 
 LAST_CLASSIC = "0.3.2.dev22"
 """The last verifiers release with the classic API; pyproject.toml pins it."""
+
+_MAX_ANSWER_CHARACTERS = 2_000
+_MAX_HASHED_ROWS = 10_000
+_MAX_HASHED_BYTES = 64 << 20
+"""Limits of `EnvironmentBackend.content_hash`: a second, or less, at each load."""
 
 
 class EnvironmentBackend(ABC):
@@ -30,6 +64,7 @@ class EnvironmentBackend(ABC):
     """
 
     eval_split: EvalSplit = "none"
+    _added_rewards: Sequence[tuple[Callable[..., Any], float]] = ()
 
     def __init__(
         self,
@@ -40,7 +75,7 @@ class EnvironmentBackend(ABC):
         keep_messages: bool = False,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """Load the environment; see `environment_loader.load`."""
+        """Load the environment; see `worker_main.load`."""
         self.config = config
         self.module = module
         self.split = split
@@ -81,11 +116,37 @@ class EnvironmentBackend(ABC):
             values[path] = str(value)
         return values
 
+    def content_hash(self) -> str:
+        """Return a hash of the examples and of the files of added reward functions.
+
+        Of more than 10,000 examples, or 64 MiB, a random choice is hashed, always the same. A value that is neither
+        plain data nor an array or image counts by its type.
+        """
+        digest, size = xxh3_128(f"{len(self)} ".encode()), 0
+        for example in np.random.default_rng(0).permutation(len(self))[:_MAX_HASHED_ROWS].tolist():
+            row = json.dumps(self._row(example), default=_plain, skipkeys=True) + "\n"
+            digest.update(row.encode())
+            if (size := size + len(row)) > _MAX_HASHED_BYTES:
+                break
+        for function, _ in self._added_rewards:
+            file = getattr(inspect.getmodule(getattr(function, "func", function)), "__file__", None)
+            digest.update(Path(file).read_bytes() if file else b"")
+        return digest.hexdigest()[:12]
+
+    def answer(self, example: int) -> str | None:
+        """Return the column `answer` of an example, shortened, for display; None if it has none."""
+        row = self._row(example)
+        value = row.get("answer") if isinstance(row, Mapping) else getattr(row, "answer", None)
+        text = "" if value is None or callable(value) else str(value)
+        if len(text) > _MAX_ANSWER_CHARACTERS:
+            return f"{text[:_MAX_ANSWER_CHARACTERS]}… ({len(text):,} characters)"
+        return text or None
+
     async def run_group(
         self,
         example: int,
         count: int,
-        server: InferenceClient | ChatServer,
+        server: Sampler | ChatServer,
         sampling: Mapping[str, Any],
         seq_len: int,
         seed: Sequence[int] | None = None,
@@ -104,7 +165,9 @@ class EnvironmentBackend(ABC):
         """
         account, is_train = account or GroupAccount(), self.split == "train"
         group = GroupAttempts(self.config, example, count, server, seed, account, is_train)
-        return await self._run(group, example, sampling, seq_len)
+        rollouts = await self._run(group, example, sampling, seq_len)
+        answer = self.answer(example)
+        return [replace(rollout, answer=answer) for rollout in rollouts]
 
     @abstractmethod
     async def _run(
@@ -124,3 +187,159 @@ class EnvironmentBackend(ABC):
         """Return the recorder of one attempt; `seed` extends the attempt's."""
         seeds = None if attempt.seed is None else [*attempt.seed, *seed]
         return Recorder(attempt.server, self._renderer, seq_len, seeds, self._keep_messages)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of an example as JSON can represent it, the same in every process."""
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, date | Decimal | PurePath | UUID):
+        return str(value)
+    if callable(content := getattr(value, "tobytes", None)):  # arrays and images
+        value = content()
+    return xxh3_128(value).hexdigest() if isinstance(value, bytes) else type(value).__qualname__
+
+
+def load_rewards(configs: Sequence[RewardConfig], env_id: str) -> list[tuple[Callable[..., Any], float]]:
+    """Import the functions, with their weights. Each is named after its metric.
+
+    Raises:
+        ConfigError: a function cannot be imported, or two have the same name.
+    """
+    rewards: list[tuple[Callable[..., Any], float]] = []
+    for index, config in enumerate(configs):
+        function = load_function(config.import_path, f"env.rewards.{index}.import_path of environment {env_id!r}")
+        named: Any = functools.partial(function, **config.kwargs)
+        named.__name__ = config.label
+        rewards.append((named, config.weight))
+    check_names([config.label for config in configs], env_id)
+    return rewards
+
+
+def check_names(names: Sequence[str], env_id: str) -> None:
+    """Raise ConfigError if two reward functions of an environment have the same name: their metric would be a sum."""
+    if duplicates := [name for index, name in enumerate(names) if name in names[:index]]:
+        raise ConfigError(
+            f"environment {env_id!r} has two reward functions called {duplicates[0]!r}; set env.rewards.name of one"
+        )
+
+
+async def score_trace(
+    rewards: Sequence[tuple[Callable[..., Any], float]],
+    trace: Any,
+    zero: bool,
+    warn: Callable[[str, str], None],
+) -> tuple[float, dict[str, float]]:
+    """Return the sum of the weighted rewards of a v1 trace, and the value of each function.
+
+    With `zero`, a function that raises, or returns no finite number, counts as 0. `warn` gets a topic and a warning for
+    each failed function that has weight 0 or counts as 0.
+
+    Raises:
+        EnvironmentFailed: a function failed.
+    """
+    if not rewards:
+        return 0.0, {}
+    task = trace.task.data
+    messages = normalise(trace.messages)
+    first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    objects = {
+        "text": last_reply(messages),
+        "prompt": messages[:first],
+        "completion": messages[first:],
+        "answer": getattr(task, "answer", ""),
+        "info": getattr(task, "info", {}),
+        "state": trace.state,
+        "task": task,
+        "trace": trace,
+    }
+    total, values = 0.0, dict[str, float]()
+    for function, weight in rewards:
+        name = function.__name__
+        try:
+            values[name] = await _call(function, objects)
+        except EnvironmentFailed as failure:
+            if weight != 0 and failure.is_infrastructure:
+                raise
+            if weight != 0 and not zero:
+                raise EnvironmentFailed(f"{failure} {ZERO_HINT}") from failure
+            if weight:
+                values[name] = 0.0
+            consequence = "it counts as 0 (env.reward_errors)" if weight else "only its metric is missing"
+            warn(f"reward {name}", f"{failure}; {consequence}")
+        total += weight * values.get(name, 0.0)
+    return total, values
+
+
+async def _call(function: Callable[..., Any], objects: Mapping[str, Any]) -> float:
+    name = f"reward function {function.__name__}"
+    try:
+        with contain_failures():
+            value = function(**call_parameters(function).select(objects))
+            return as_number(name, await value if inspect.isawaitable(value) else value)
+    except EnvironmentFailed as error:
+        raise reward_failure(name, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class CallParameters:
+    """How a function is called with objects by name.
+
+    Attributes:
+        signature: of the function.
+        names: of its parameters.
+        takes_all: it has `**kwargs`.
+        never_waits: it is a coroutine function without an `await`.
+    """
+
+    signature: inspect.Signature
+    names: frozenset[str]
+    takes_all: bool
+    never_waits: bool
+
+    def select(self, objects: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the objects that the function takes."""
+        if self.takes_all:
+            return objects
+        return {name: objects[name] for name in self.names if name in objects}
+
+
+# Weak: an environment may define functions for each rollout. The methods of an object are made at each access, so they
+# are stored by their function, apart from plain functions because their signature has one parameter less.
+_of_functions: WeakKeyDictionary[Any, CallParameters] = WeakKeyDictionary()
+_of_methods: WeakKeyDictionary[Any, CallParameters] = WeakKeyDictionary()
+
+
+def call_parameters(func: Callable[..., Any]) -> CallParameters:
+    """Return the parameters of `func`, from a cache for functions, methods and partial functions."""
+    cache, key = _of_functions, func
+    if isinstance(func, types.MethodType):
+        cache, key = _of_methods, func.__func__
+    if not isinstance(key, types.FunctionType | functools.partial):
+        return _read(func)
+    if (known := cache.get(key)) is None:
+        known = cache[key] = _read(func)
+    return known
+
+
+def signature(func: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of `func`, as `inspect.signature` does."""
+    return call_parameters(func).signature
+
+
+def _read(func: Callable[..., Any]) -> CallParameters:
+    found = inspect.signature(func)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.parameters.values())
+    code = getattr(getattr(func, "__func__", func), "__code__", None)
+    never_waits = (
+        inspect.iscoroutinefunction(func)
+        and isinstance(code, types.CodeType)
+        and all(instruction.opname != "YIELD_VALUE" for instruction in dis.get_instructions(code))
+    )
+    return CallParameters(found, frozenset(found.parameters), takes_all, never_waits)

@@ -1,24 +1,36 @@
 """Records the model calls of one rollout and makes the rollout from them.
 
 Each prompt starts with the token ids of an earlier turn if the chat template allows it, so training uses exactly the
-sampled tokens in their own context.
+sampled tokens in their own context. Turns that extend each other exactly are merged into one sample.
+
+`policy_call` is one call with a request in OpenAI's form, for each client that an environment can use. Rollouts are
+sampled with the run's parameters, because the trainer computes with them. A parameter of the environment is used if it
+ends a completion or selects tools, ignored with a warning if it only changes how likely tokens are, and refused
+otherwise.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from prime_rl.core.types import Conversation, Credit, Rollout
-from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
+from prime_rl.core.types import Conversation, Credit, Rollout, Sample
+from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer, PromptTooLong
-from prime_rl.rollouts.rendering.messages import Message, normalise, readable
+from prime_rl.rollouts.rendering.messages import (
+    Generation,
+    GrowingSequence,
+    Message,
+    Reply,
+    Sampler,
+    Turn,
+    normalise,
+    readable,
+)
 from prime_rl.rollouts.rendering.renderer import Exchange, Prompt, Renderer
-from prime_rl.rollouts.replies import Reply
-from prime_rl.rollouts.trajectory_merging import Mask, SampleBuilder
 
 _MAX_EXTENSION_TRIES = 2
 """Number of earlier turns that a prompt is compared with; each comparison renders the messages once or twice."""
@@ -26,11 +38,14 @@ _MAX_EXTENSION_TRIES = 2
 _MAX_CONVERSATIONS = 4
 """Number of recent conversations of one rollout that can be continued; the last two turns of each are kept."""
 
+Mask = bool | NDArray[np.bool_]
+"""Which sampled tokens of a turn are trained on: all, none, or one entry per token."""
+
 
 class Recorder:
     """Sends the model calls of one rollout to its server and records the replies.
 
-    An `InferenceClient` takes and returns token ids. A `ChatServer` takes and returns messages; its rollouts have no
+    A `Sampler` takes and returns token ids. A `ChatServer` takes and returns messages; its rollouts have no
     samples and cannot be trained on.
 
     Attributes:
@@ -41,7 +56,7 @@ class Recorder:
 
     def __init__(
         self,
-        server: InferenceClient | ChatServer,
+        server: Sampler | ChatServer,
         renderer: Renderer | None = None,
         seq_len: int = 0,
         seed: Sequence[int] | None = None,
@@ -85,9 +100,11 @@ class Recorder:
         number, self._num_calls = self._num_calls, self._num_calls + 1
         if self._seed is not None:
             sampling = {**sampling, "seed": _derive_seed([*self._seed, number])}
-        ask = self._server.complete if isinstance(self._server, ChatServer) else self._generate
         try:
-            reply = await ask(normalise(messages), tools or [], sampling)
+            if isinstance(self._server, ChatServer):
+                reply = await self._server.complete(normalise(messages), tools or [], sampling)
+            else:
+                reply = await self._generate(self._server, normalise(messages), tools or [], sampling)
         except (PromptTooLong, InferenceError, InferenceServerLost) as error:
             if isinstance(error, PromptTooLong):
                 self.prompt_too_long = True
@@ -105,6 +122,7 @@ class Recorder:
         metrics: dict[str, float],
         is_truncated: bool,
         credits: Mapping[Reply, Credit] | None = None,
+        weights: dict[str, float] | None = None,
     ) -> Rollout:
         """Make the rollout; without samples if the server returns no tokens.
 
@@ -115,6 +133,7 @@ class Recorder:
             metrics: its named scores.
             is_truncated: cut by a limit other than that of a completion.
             credits: of each turn, if turns are credited separately; turns with equal credits are one part.
+            weights: of the metrics that are reward functions.
         """
         text = tuple((message["role"], readable(message)) for message in messages)
         masks = {reply.turn: mask for reply, mask in trained.items()}
@@ -124,23 +143,30 @@ class Recorder:
         }
         samples = self._builder.samples(lambda turn: masks.get(turn, False), owners if len(parts) > 1 else None)
         is_truncated = is_truncated or any(reply.is_truncated for reply in trained)
+        tools = tuple([*trained][-1].tools) if trained else ()
         if not self._keep_messages and self._renderer is not None:
-            return Rollout(samples, reward, metrics, is_truncated, text, credits=parts)
+            is_plain = not tools and all(message.keys() <= {"role", "content"} for message in messages)
+            kept = () if is_plain else tuple(messages)
+            return Rollout(
+                samples, reward, metrics, is_truncated, text,
+                credits=parts, messages=kept, tools=tools, weights=weights or {},
+            )  # fmt: skip
         spans = [reply.versions for reply in trained]
         known = [span for span in spans if span is not None]
         has_versions = bool(known) and len(known) == len(spans)
         return Conversation(
             samples, reward, metrics, is_truncated, text,
             messages=tuple(messages),
-            tools=tuple([*trained][-1].tools) if trained else (),
+            tools=tools,
+            weights=weights or {},
             completion_tokens=sum(reply.completion_tokens for reply in trained),
             versions=(min(old for old, _ in known), max(new for _, new in known)) if has_versions else None,
         )  # fmt: skip
 
     async def _generate(
-        self, messages: list[Message], tools: list[dict[str, Any]], sampling: Mapping[str, Any]
+        self, sampler: Sampler, messages: list[Message], tools: list[dict[str, Any]], sampling: Mapping[str, Any]
     ) -> Reply:
-        assert self._renderer is not None and not isinstance(self._server, ChatServer)
+        assert self._renderer is not None, "a sampler needs token ids"
         prompt, base = self._prompt(self._renderer, messages, tools)
         available = self._seq_len - len(prompt.ids)
         if available <= 0:
@@ -148,12 +174,13 @@ class Recorder:
         limits = {"max_tokens": min(available, sampling.get("max_tokens") or available)}
         if minimum := sampling.get("min_tokens"):
             limits["min_tokens"] = min(minimum, limits["max_tokens"])
-        generation = await self._server.generate(prompt.ids.tolist(), {**sampling, **limits})
+        generation = await sampler.generate(prompt.ids.tolist(), {**sampling, **limits})
         self._remember(Exchange(messages, prompt, generation), base)
         parsed = self._renderer.parse(prompt, generation, tools)
         if stops := sampling.get("stop"):  # vLLM keeps the stop string in the tokens, other servers return no such text
-            first_stop = "|".join(map(re.escape, stops))
-            parsed = replace(parsed, content=re.split(first_stop, parsed.content, maxsplit=1)[0])
+            text_length, ids = self._renderer.text_length, generation.token_ids.tolist()
+            searched = text_length(ids) - text_length(ids[: limits.get("min_tokens", 0)])
+            parsed = replace(parsed, content=_before_stop(parsed.content, stops, searched))
         first, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + len(parsed.calls)
         # Nine letters and digits, the format that the strictest templates require.
         call_ids = tuple(f"call{number:05d}" for number in range(first, self._num_tool_calls))
@@ -182,7 +209,251 @@ class Recorder:
         del self._conversations[:-_MAX_CONVERSATIONS]
 
 
+def _before_stop(text: str, stops: Sequence[str], searched: int) -> str:
+    """Return the text before the first stop string to end in its last `searched` characters.
+
+    As vLLM does, which does not look for stop strings before `min_tokens`.
+    """
+    starts = {stop: text.find(stop, max(0, len(text) - searched - len(stop) + 1)) for stop in stops}
+    ends = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
+    return text[: min(ends)[1]] if ends else text
+
+
 def _derive_seed(numbers: Sequence[int]) -> int:
     """Return the seed that `SeedSequence(numbers)` generates; from an array of 32-bit words it takes half the time."""
     words = np.array(numbers, np.uint32) if all(0 <= number < 2**32 for number in numbers) else numbers
     return int(np.random.SeedSequence(words).generate_state(1)[0])
+
+
+class SampleBuilder:
+    """Makes samples from the turns of one rollout. The ids of a conversation are stored once.
+
+    A turn extends an earlier one if its prompt starts with all ids of that turn. The ids between them come from the
+    environment and are masked. Any other prompt starts a new sample, so every trained token keeps the context in which
+    it was sampled. If two turns extend the same turn, the first one's sample contains it. With `branching`, every turn
+    becomes a separate sample.
+    """
+
+    def __init__(self, branching: bool = False) -> None:
+        self._sequences: dict[GrowingSequence, list[Turn]] = {}
+        self._turns: list[Turn] = []
+        self._branching = branching
+
+    def add(self, prompt_ids: NDArray[np.int32], generation: Generation) -> Turn:
+        """Add the completion of `prompt_ids` (int32)."""
+        ids = np.concatenate([prompt_ids, generation.token_ids])
+        parent = None if self._branching else self._find_parent(prompt_ids)
+        if parent is not None and parent.end == len(parent.sequence.ids):
+            sequence = parent.sequence
+            sequence.ids = ids
+        else:
+            sequence = GrowingSequence(ids)
+        turn = Turn(sequence, len(prompt_ids), generation, parent)
+        self._sequences.setdefault(sequence, []).append(turn)
+        self._turns.append(turn)
+        return turn
+
+    def samples(
+        self, trained: Callable[[Turn], Mask] = lambda _: True, credits: Mapping[Turn, int] | None = None
+    ) -> tuple[Sample, ...]:
+        """Return the samples. Each trained token is in exactly one of them.
+
+        Other tokens are masked if trained tokens follow, and removed otherwise. `credits` has the index of each turn's
+        credit, if turns are credited separately.
+        """
+        masks = {turn: mask for turn in self._turns if (mask := trained(turn)) is True or np.any(mask)}
+        inner = {ancestor for turn in masks for ancestor in _ancestors(turn)}
+        remaining = dict(masks)
+        paths = []
+        for last in masks:
+            if last not in inner:
+                path = [turn for turn in [last, *_ancestors(last)] if turn in remaining]
+                paths.append([(turn, remaining.pop(turn)) for turn in reversed(path)])
+        order = {turn: number for number, turn in enumerate(masks)}
+        return tuple(_sample(path, credits) for path in sorted(paths, key=lambda path: order[path[0][0]]))
+
+    def _find_parent(self, prompt_ids: NDArray[np.int32]) -> Turn | None:
+        """Return the longest turn whose ids the prompt starts with."""
+        best = None
+        for sequence, turns in self._sequences.items():
+            length = min(len(prompt_ids), len(sequence.ids))
+            differs = prompt_ids[:length] != sequence.ids[:length]
+            common = int(differs.argmax()) if differs.any() else length
+            found = next((turn for turn in reversed(turns) if turn.end <= common), None)
+            if found is not None and (best is None or found.end >= best.end):
+                best = found
+        return best
+
+
+def _ancestors(turn: Turn) -> Iterator[Turn]:
+    while turn.parent is not None:
+        turn = turn.parent
+        yield turn
+
+
+def _sample(turns: list[tuple[Turn, Mask]], credits: Mapping[Turn, int] | None) -> Sample:
+    """Return the sample that ends with the last of `turns` and trains on all of them."""
+    last, _ = turns[-1]
+    loss_mask, logprobs = np.zeros(last.end, np.bool_), np.zeros(last.end, np.float32)
+    versions = np.full(last.end, -1, np.int32)
+    owners = None if credits is None else np.zeros(last.end, np.int32)
+    for turn, mask in turns:
+        span = slice(turn.start, turn.end)
+        loss_mask[span] = mask
+        if credits is not None and owners is not None:
+            owners[span] = credits[turn]
+        logprobs[span], versions[span] = turn.generation.logprobs, turn.generation.versions
+        if mask is not True:
+            logprobs[span][~loss_mask[span]], versions[span][~loss_mask[span]] = 0, -1
+    return Sample(last.sequence.ids[: last.end], loss_mask, logprobs, versions, owners)
+
+
+_LENGTHS = ("max_tokens", "max_completion_tokens")
+_USED = frozenset({"messages", "tools", "tool_choice", "stop", "extra_body", *_LENGTHS})
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "model",
+        "timeout",
+        "extra_headers",
+        "extra_query",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+        "stream_options",
+    }
+)
+"""Parameters that change neither the sampled tokens nor the response."""
+
+_OF_THE_RUN = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "min_tokens",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "reasoning_effort",
+        "verbosity",
+    }
+)
+"""Parameters that change how likely tokens are, or nothing with the models that the run can train."""
+
+_DETAILS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids"})
+"""Parameters that ask for details in the response."""
+
+_DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "stream": False,
+    "response_format": {"type": "text"},
+    "logit_bias": {},
+    "modalities": ["text"],
+    "functions": [],
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "return_token_ids": False,
+}
+"""Values that change nothing."""
+
+_REASONS = {
+    "n": "n > 1 is not supported; call the client several times",
+    "parallel_tool_calls": "parallel_tool_calls = false is not supported: a reply may contain several calls",
+    "chat_template_kwargs": "chat_template_kwargs is not supported; set rendering.chat_template_args of the run",
+}
+
+
+async def policy_call(
+    recorder: Recorder,
+    request: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    warn: Callable[[str, str], None],
+    returned: Iterable[str] = (),
+) -> Reply:
+    """Sample the reply to a request.
+
+    Args:
+        recorder: records the call.
+        request: the body of a chat completion.
+        sampling: the run's vLLM sampling parameters.
+        warn: gets a topic and a warning about ignored parameters.
+        returned: details that the response of the caller contains.
+
+    Raises:
+        PromptTooLong, InferenceServerLost, InferenceError: see `Recorder.ask`.
+        ValueError: the request has a parameter or a message that is not supported.
+    """
+    extra = request.get("extra_body") or {}
+    if not isinstance(extra, Mapping):
+        raise ValueError(f"extra_body is {extra!r:.80}, not a dictionary")
+    asked = {**request, **extra} if extra else request  # as the OpenAI client sends it
+    tools = _tools(asked)
+    other = {
+        name: value
+        for name, value in asked.items()
+        if name not in _USED and name not in _WITHOUT_EFFECT and name not in returned
+        if value is not None and value != sampling.get(name, _DEFAULTS.get(name))
+    }
+    if not tools:
+        other.pop("parallel_tool_calls", None)
+    if refused := sorted(other.keys() - _OF_THE_RUN - _DETAILS):
+        raise ValueError(_REASONS.get(refused[0], f"{refused[0]} is not supported"))
+    applies = "`sampling` of the environment's configuration applies to sampling and training"
+    _warn_about(other.keys() & _OF_THE_RUN, other, warn, applies)
+    _warn_about(other.keys() & _DETAILS, other, warn, "the response does not contain these details")
+    return await recorder.ask(asked["messages"], tools, {**sampling, **_ends(asked, sampling)})
+
+
+def _warn_about(names: Iterable[str], asked: Mapping[str, Any], warn: Callable[[str, str], None], reason: str) -> None:
+    if names := sorted(names):
+        given = ", ".join(f"{name} = {asked[name]!r:.40}" for name in names)
+        warn(f"sampling {names}", f"its sampling parameters are ignored ({given}), because {reason}")
+
+
+def _tools(asked: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the offered tools; None if the policy must not call one."""
+    tools, choice = asked.get("tools"), asked.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise ValueError("only tool_choice auto and none are supported")
+    if not tools or choice == "none":
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"tools is {tools!r:.80}, not a list of tool definitions")
+    for tool in tools:
+        if tool.get("type", "function") != "function" or not isinstance(tool.get("function"), Mapping):
+            raise ValueError(f"only tools of the type function are supported, not {tool!r:.80}")
+    return tools
+
+
+def _ends(asked: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters that end a completion: the smallest length, and the stop strings."""
+    ends: dict[str, Any] = {}
+    if limits := [_length(name, asked[name]) for name in _LENGTHS if asked.get(name) is not None]:
+        ends["max_tokens"] = min([*limits, sampling.get("max_tokens") or limits[0]])
+    if (stop := asked.get("stop")) is not None and stop != []:
+        ends["stop"] = _stops(stop)
+    return ends
+
+
+def _length(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+        raise ValueError(f"{name} is {value!r:.80}, not a whole number of at least 1")
+    return int(value)
+
+
+def _stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError(f"stop is {value!r:.80}, not a text or a list of texts")
+    return list(stops)

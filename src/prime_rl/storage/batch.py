@@ -1,21 +1,24 @@
 """Training batches, which the orchestrator writes and the trainer reads, as flat arrays over packed rows.
 
 The format is independent of the trainer's world size: every rank reads the whole batch and selects its rows with
-`prime_rl.trainer.data.row_assignment.assign_rows`.
+`prime_rl.trainer.micro_batch.assign_rows`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save
 
 from prime_rl.core.os_errors import wrap_os_errors
-from prime_rl.storage.artifact import ArtifactError, IncompleteArtifact, publish_artifact, read_manifest
+from prime_rl.storage.artifact import MANIFEST, ArtifactError, IncompleteArtifact, publish_artifact, read_manifest
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.tensor_hashes import content_hash, hash_tensors
 
@@ -23,6 +26,13 @@ FORMAT = "prime_rl.batch/1"
 ROWS_FILE = "rows.safetensors"
 TRAIN_FILE = "train.safetensors"
 """File that the trainer adds to a batch with `token_export`; it is not part of the artifact."""
+SHOWN_FILE = "shown.safetensors"
+"""What stays of a batch when its rows are deleted, for the page: see `keep_shown_tokens`."""
+MAX_SHOWN_TOKENS = 32_768
+"""About 1 MB per batch, with the trainer's values."""
+_MAX_GAP = 4096
+"""Tokens between two samples that are read with them."""
+_SHOWN_ARRAYS = ("tokens", "loss_mask", "logprobs", "advantages", "versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +121,10 @@ class Batch:
         if self.seq_lens.sum() != tokens or not np.isin(self.row_offsets[1:], np.cumsum(self.seq_lens)).all():
             raise ValueError("seq_lens do not divide the rows into samples")
         starts = np.cumsum(self.seq_lens) - self.seq_lens
+        first = np.searchsorted(starts, self.row_offsets[:-1])  # sample of each row
+        number = np.arange(samples) - np.repeat(first, np.diff(np.append(first, samples)))
+        if not np.array_equal(self.segment_ids, np.repeat(number, self.seq_lens)):
+            raise ValueError("segment_ids are not the indices 0, 1, ... of the samples within each row, by seq_lens")
         if self.loss_mask[starts].any():
             raise ValueError("loss_mask is set on the first token of a segment, which has no log-probability")
         if not (np.isfinite(self.temperature).all() and (self.temperature > 0).all()):
@@ -127,10 +141,7 @@ OPTIONAL_ARRAYS = tuple(name for name, field in _FIELDS.items() if field.default
 
 
 def write_batch(
-    path: Path,
-    batch: Batch,
-    fields: Mapping[str, Any],
-    before_rename: Callable[[Path], None] = lambda temporary: None,
+    path: Path, batch: Batch, fields: Mapping[str, Any], before_rename: Callable[[Path], None] = lambda temporary: None
 ) -> dict[str, Any]:
     """Validate `batch`, publish it as the artifact `path`, and return the manifest, with additional `fields`.
 
@@ -182,7 +193,81 @@ def read_batch(path: Path, step: int | None = None) -> tuple[Batch, dict[str, An
 def delete_rows(paths: RunPaths, below: int, first: int = 0, keeps: Callable[[int], bool] = lambda step: False) -> None:
     """Delete the rows of batches `first` to `below` - 1, except those that something else `keeps`.
 
-    The manifests remain as the record of shipped batches.
+    The manifests remain as the record of shipped batches, and the tokens of a few groups for the page.
     """
     for step in (step for step in range(first, below) if not keeps(step)):
+        keep_shown_tokens(paths.rollouts(step))
         (paths.rollouts(step) / ROWS_FILE).unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of a run: steps done, and tokens (prompts included), sequences and groups of all batches."""
+
+    step: int = 0
+    tokens: int = 0
+    samples: int = 0
+    problems: int = 0
+
+    def count(self, tokens: int, samples: int, problems: int = 0) -> None:
+        """Add a step with its numbers of tokens, samples and problems to the totals."""
+        self.step += 1
+        self.tokens += tokens
+        self.samples += samples
+        self.problems += problems
+
+    def count_batch(self, batch: Batch) -> None:
+        """Add the step of a batch."""
+        self.count(len(batch.tokens), len(batch.seq_lens), len(np.unique(batch.sample_group)))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the totals as metrics `progress/<name>`."""
+        return {f"progress/{name}": value for name, value in asdict(self).items()}
+
+
+def read_progress(paths: RunPaths, step: int) -> Progress:
+    """Return the progress before batch `step`; without totals if an earlier version wrote the batch before it."""
+    if step > 0:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return Progress(**json.loads((paths.rollouts(step - 1) / MANIFEST).read_bytes())["progress"])
+    return Progress(step)
+
+
+def keep_shown_tokens(folder: Path) -> None:
+    """Write the tokens of the first groups of a batch, at most 32,768, to a small file, unless it exists.
+
+    The file has the arrays that the page shows and, with the prefix `train.`, those of the trainer. Nothing depends on
+    it, so a full disk or a damaged file leaves it out.
+    """
+    rows, target = folder / ROWS_FILE, folder / SHOWN_FILE
+    samples = folder.parents[1] / "samples"
+    is_shown = not samples.is_dir() or (samples / f"{folder.name}.jsonl").exists()  # a relay copies no samples
+    if target.exists() or not rows.exists() or not is_shown:
+        return
+    temporary = target.with_name(f".tmp-{SHOWN_FILE}")
+    try:
+        with safe_open(rows, framework="numpy") as batch:
+            arrays = {name: batch.get_tensor(name) for name in ("seq_lens", "sample_group", "sample_rollout")}
+            ends = np.cumsum(arrays["seq_lens"], dtype=np.int64)
+            order = np.lexsort((arrays["sample_rollout"], arrays["sample_group"]))
+            order = order[arrays["seq_lens"][order] <= MAX_SHOWN_TOKENS]
+            fitting = np.cumsum(arrays["seq_lens"][order], dtype=np.int64) <= MAX_SHOWN_TOKENS
+            chosen = np.sort(order[fitting])
+            begins = ends - arrays["seq_lens"]
+            places = np.concatenate([ends[:0], *(np.arange(begins[i], ends[i]) for i in chosen)])
+            parts = np.split(places, np.flatnonzero(np.diff(places) > _MAX_GAP) + 1) if len(places) else []
+            shown = {name: values[chosen] for name, values in arrays.items()}
+            shown |= {name: _cut(batch, name, parts) for name in _SHOWN_ARRAYS} if parts else {}
+        if parts and (folder / TRAIN_FILE).exists():
+            with safe_open(folder / TRAIN_FILE, framework="numpy") as train:
+                shown |= {f"train.{name}": _cut(train, name, parts) for name in train.keys()}  # noqa: SIM118
+        temporary.write_bytes(save(shown))
+        temporary.replace(target)
+    except (OSError, SafetensorError):
+        temporary.unlink(missing_ok=True)
+
+
+def _cut(file: Any, name: str, parts: Sequence[NDArray[np.int64]]) -> NDArray[np.generic]:
+    """Return the entries at ascending positions; each part is one read, which costs as much as thousands of entries."""
+    values = file.get_slice(name)
+    return np.concatenate([values[int(part[0]) : int(part[-1]) + 1][part - part[0]] for part in parts])

@@ -15,8 +15,16 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from prime_rl.core.errors import translate_error
-from prime_rl.storage.artifact import MANIFEST, ArtifactError, commit_artifact, fsync, read_manifest, replace_file
+from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.storage.artifact import (
+    MANIFEST,
+    ArtifactError,
+    NewerFormat,
+    commit_artifact,
+    fsync,
+    read_manifest,
+    replace_file,
+)
 from prime_rl.storage.paths import step_of
 
 PART_FORMAT = "prime_rl.checkpoint/1"
@@ -97,7 +105,10 @@ class CheckpointListing:
 
 
 def find_checkpoints(directory: Path) -> CheckpointListing:
-    """List the checkpoints in `directory`, and check the size of every file."""
+    """List the checkpoints in `directory`, and check the size of every file.
+
+    Raises ConfigError if one is of a newer release: to leave it out would resume at an earlier step.
+    """
     complete, broken = list[CheckpointCommit](), dict[str, str]()
     for entry in sorted(directory.iterdir()) if directory.is_dir() else ():
         if entry.name in (RESUME, STOP) or entry.name.startswith("."):
@@ -107,6 +118,8 @@ def find_checkpoints(directory: Path) -> CheckpointListing:
             continue
         try:
             complete.append(read_commit(entry))
+        except NewerFormat as error:
+            raise ConfigError(f"ckpt.path: {error}") from None
         except (ArtifactError, OSError) as error:
             broken[entry.name] = str(error)
     return CheckpointListing(tuple(sorted(complete, key=lambda commit: commit.step)), broken)
@@ -230,7 +243,7 @@ def read_stop(directory: Path) -> StopRecord | None:
 
 
 def write_stop(directory: Path, stop: StopRecord) -> None:
-    """Write `STOP.json`."""
+    """Write `STOP.json`, which asks for a checkpoint before the run stops."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / STOP, asdict(stop))
 

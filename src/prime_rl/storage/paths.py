@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STEP = re.compile(r"step_(\d+)")
+RUN_FOLDER = re.compile(r"run_[A-Za-z0-9._-]+")
+"""Name of the folder of a run that shares a trainer, and of its orchestrator in events."""
 
 
 class _Fixed:
@@ -24,7 +26,7 @@ class RunPaths:
     Attributes:
         root: the directory.
         fs_consistency_timeout_seconds: how long a new artifact may appear incomplete; None chooses by file system
-            (`storage.fs_consistency`).
+            (`storage.artifact`).
     """
 
     root: Path
@@ -40,12 +42,16 @@ class RunPaths:
     synthesis_dir = _Fixed("synthesis")  # Synthetic training data, one folder per environment
     ledger_dir = _Fixed("ledger")  # State of the stream positions, one file per branch
     spool_dir = _Fixed("spool")  # Finished groups that have not been shipped
-    abandoned_dir = _Fixed("abandoned")  # Files that a rollback or a new run has archived
+    abandoned_dir = _Fixed("abandoned")  # Files that a rollback has archived
+    earlier_dir = _Fixed("earlier")  # Runs that a later one in the same directory has moved, one folder per run
     timeline_dir = _Fixed("timeline")  # Finished phases, one file per process
     heartbeats_dir = _Fixed("heartbeats")  # Heartbeats, one file per process
+    format = _Fixed("format.json")  # The number of the layout, which a release compares with its own
     run_toml = _Fixed("run.toml")  # The resolved configuration of this run
     lock = _Fixed("lock")  # Held (flock) by the run that owns the directory
     owner = _Fixed("owner")  # The start that has resumed the run last; processes of an earlier start end
+    refused = _Fixed("configs/refused.txt")  # Why a trainer of several runs refuses this one
+    evicted = _Fixed("configs/evicted.txt")  # Why a trainer of several runs has evicted this one
     warnings = _Fixed("metrics/warnings.jsonl")  # Warnings that `rl` prints, written by the orchestrator
     events = _Fixed("events.jsonl")  # Starts, failures and restarts of processes, written by `rl`
     kv_cache = _Fixed("kv_cache.json")  # Size of the server's KV cache, for its restart on a GPU that it shares
@@ -53,15 +59,15 @@ class RunPaths:
     torchrun_logs = _Fixed("logs/torchrun")  # torchrun's log folder, with stdout and stderr of each rank
 
     def rollouts(self, step: int) -> Path:
-        """Batch `step`."""
+        """Directory of batch `step`."""
         return self.rollouts_dir / f"step_{step}"
 
     def weights(self, step: int) -> Path:
-        """Policy version `step`."""
+        """Directory of policy version `step`."""
         return self.weights_dir / f"step_{step}"
 
     def checkpoint(self, step: int) -> Path:
-        """Checkpoint after `step` steps."""
+        """Directory of the checkpoint after `step` steps."""
         return self.checkpoints_dir / f"step_{step}"
 
     def abandoned(self, branch: int) -> Path:

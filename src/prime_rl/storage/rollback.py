@@ -1,20 +1,27 @@
-"""Rolls a run back to a checkpoint by archiving all later artifacts, and decides when a restart does so.
+"""What a start does with the files of a run that is there: rolls it back to a checkpoint, moves or removes it.
 
-Artifacts are moved by renames to `abandoned/branch_b`, where b is the branch that ends. `RESUME.json`, written last,
-starts the new branch, so the next rollback completes an interrupted one. An orchestrator that keeps running while the
-trainer restarts follows when it reads `RESUME.json`, and archives its own late files (`archive_late_artifacts`).
+A rollback moves all later artifacts by renames to `abandoned/branch_b`, where b is the branch that ends. `RESUME.json`,
+written last, starts the new branch, so the next rollback completes an interrupted one. An orchestrator that keeps
+running while the trainer restarts follows when it reads `RESUME.json`, and archives its own late files
+(`archive_late_artifacts`).
+
+Moving an earlier run away renames its entries into `earlier/.tmp-START`, and that folder, once it has them all, to
+`earlier/START`, so a folder in `earlier/` is a whole run (I4). The next start puts back what a killed one has moved.
 """
 
 import json
 import os
 import shutil
 import socket
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 
 import psutil
 
+from prime_rl.core.errors import ConfigError
 from prime_rl.storage.artifact import MANIFEST, fsync, remove_artifact, replace_file
 from prime_rl.storage.checkpoint_artifacts import (
     COMMITTED,
@@ -30,6 +37,19 @@ START_VARIABLE = "PRIME_RL_START"
 """Environment variable with the name that `rl` gives to each start of trainer and orchestrator."""
 RESTART_VARIABLE = "PRIME_RL_RESTART"
 """Environment variable of a trainer that is restarted after a failure; "1" in a restart."""
+_DATA = ("rollouts", "weights", "checkpoints", "ledger", "spool", "metrics", "samples")
+_ARTIFACTS = ("step_*", "branch_*", "group_*", "*.jsonl")
+"""What a run writes into these folders. Others may have a folder `weights` too."""
+_ENTRIES = (
+    *_DATA, "evals", "evaluations", "abandoned", "timeline", "heartbeats", "logs/*",
+    *(f"configs/{name}.toml" for name in ("trainer", "orchestrator", "run_*", "inference*", "sft", "eval")),
+    "tensorboard", "wandb", "mlflow", "format.json", "run.toml",
+    "events.jsonl", "kv_cache.json", "loss_surface.json", "bench.json",
+)  # fmt: skip
+"""What moves with a run. Other files are the user's, or locks."""
+_OF_NEW_START = ("logs/rl.*", "logs/page.*", "logs/slurm-*", "logs/relay_*")
+"""Written before `rl` starts, by Slurm, the Python API or a relay."""
+_TEMPORARY = ".tmp-"
 
 
 def is_restart() -> bool:
@@ -190,3 +210,101 @@ def _cut_metrics(paths: RunPaths, role: str, archive: Path, step: int) -> None:
     with target.open("a") as abandoned:
         abandoned.writelines(cut)
     replace_file(file, "".join(kept))
+
+
+def has_earlier_run(paths: RunPaths) -> bool:
+    """Return whether a run has written artifacts, or `rl` has started one."""
+    written = chain.from_iterable(paths.root.glob(f"{folder}/{name}") for folder in _DATA for name in _ARTIFACTS)
+    return paths.events.exists() or next(written, None) is not None
+
+
+def find_earlier_run(paths: RunPaths, checkpoints: Path | None = None) -> list[Path]:
+    """Return the files and folders of an earlier run, with its `checkpoints`; [] if there is none.
+
+    Raises:
+        ConfigError: there is one in the root of a Git repository, which may have folders of these names itself.
+    """
+    if not has_earlier_run(paths):
+        return []
+    if (paths.root / ".git").exists():
+        raise ConfigError(
+            f"output_dir: {paths.root} is a Git repository with an earlier run, whose folders may be yours; choose "
+            "another directory with --exp-id or --output-dir, or remove that run's files yourself"
+        )
+    found = {path for name in _ENTRIES for path in paths.root.glob(name)}
+    if checkpoints is not None and checkpoints.exists() and checkpoints.is_relative_to(paths.root):
+        found.add(checkpoints)
+    return sorted(found - {path for name in _OF_NEW_START for path in paths.root.glob(name)})
+
+
+def move_earlier_run(paths: RunPaths, entries: Iterable[Path]) -> Path:
+    """Move the entries of a run to `earlier/START`, named after its first event or oldest entry; return the folder.
+
+    Raises:
+        ConfigError: an entry cannot be renamed, because it is a link or a mount point; all are where they were.
+    """
+    entries = list(entries)
+    begin = time.localtime(min(entry.lstat().st_mtime for entry in entries))
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError), paths.events.open() as events:
+        begin = time.localtime(float(json.loads(events.readline())["time"]))
+    started = time.strftime("%Y%m%d_%H%M%S", begin)
+    names = chain([started], (f"{started}.{number}" for number in count(1)))
+    target = next(path for path in (paths.earlier_dir / name for name in names) if not path.exists())
+    temporary = target.with_name(f"{_TEMPORARY}{target.name}")
+    advice = "remove the run with --clean, or choose another directory with --exp-id or --output-dir"
+    if linked := [entry for entry in entries if entry.is_symlink()]:
+        raise ConfigError(
+            f"output_dir: {linked[0]} of an earlier run is a symbolic link, so the run cannot be moved to "
+            f"{paths.earlier_dir}; {advice}"
+        )
+    try:
+        for entry in entries:
+            moved = temporary / entry.relative_to(paths.root)
+            moved.parent.mkdir(parents=True, exist_ok=True)
+            entry.rename(moved)
+        fsync(temporary)
+        temporary.rename(target)
+    except OSError as error:
+        undo_interrupted_move(paths)
+        raise ConfigError(
+            f"output_dir: {error.filename} of an earlier run cannot be moved to {paths.earlier_dir}: "
+            f"{error.strerror}; {advice}"
+        ) from None
+    fsync(paths.earlier_dir)
+    fsync(paths.root)
+    return target
+
+
+def undo_interrupted_move(paths: RunPaths) -> None:
+    """Put back what a start that was killed had moved. What is in its place by now stays, and so does the other."""
+    for temporary in sorted(paths.earlier_dir.glob(f"{_TEMPORARY}*")):
+        if paths.format.exists():  # a start has written its own meanwhile
+            (temporary / paths.format.name).unlink(missing_ok=True)
+        _put_back(temporary, paths.root)
+        if temporary.exists():
+            temporary.rename(temporary.with_name(temporary.name.removeprefix(_TEMPORARY)))
+
+
+def _put_back(entry: Path, place: Path) -> None:
+    """Rename a file or folder to its place, or if there is a folder, what is inside and has a place there."""
+    if not os.path.lexists(place):
+        entry.rename(place)
+    elif entry.is_dir() and not entry.is_symlink() and place.is_dir():
+        for inner in list(entry.iterdir()):
+            _put_back(inner, place / inner.name)
+        if not any(entry.iterdir()):
+            entry.rmdir()
+
+
+def remove_earlier_run(entries: Iterable[Path]) -> None:
+    """Remove the entries of a run. A folder that is a link, as to another disk, is emptied and stays a link."""
+    for entry in entries:
+        inside: Iterator[Path] = entry.iterdir() if entry.is_symlink() and entry.is_dir() else iter([entry])
+        for path in inside:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def size_bytes(entries: Iterable[Path]) -> int:
+    """Return the size of files and of the files in folders."""
+    files = chain.from_iterable([entry] if entry.is_file() else entry.rglob("*") for entry in entries)
+    return sum(file.lstat().st_size for file in files if not file.is_dir())

@@ -25,47 +25,44 @@ class DeadlineError(RunError):
     """A wait timed out; the message names the file and the process that should have written it."""
 
 
-def wait_for(
-    path: Path,
-    timeout_s: float,
-    owner: str,
-    check: Callable[[], None] = lambda: None,
-    is_valid: Callable[[], bool] = lambda: True,
-) -> None:
+def wait_for(path: Path, timeout_seconds: float, owner: str, check: Callable[[], None] = lambda: None) -> None:
     """Block until `path` exists.
 
     Args:
         path: its parent is created if missing, so that it can be watched.
-        timeout_s: longest wait.
+        timeout_seconds: longest wait.
         owner: the process that writes the path, and its log, for the error.
         check: called repeatedly; raises to abort the wait.
-        is_valid: whether an existing path is the expected one. It may be replaced later.
 
     Raises:
         DeadlineError: the wait timed out.
     """
     what = f"{path}, which {owner} should have written"
-    wait_until(path.parent, lambda: path.exists() and is_valid(), timeout_s, what, check)
+    wait_until(path.parent, path.exists, timeout_seconds, what, check)
 
 
 def wait_until(
     directory: Path,
     condition: Callable[[], bool],
-    timeout_s: float,
+    timeout_seconds: float,
     what: str,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], object] = lambda: None,
 ) -> None:
-    """Block until a condition on the contents of `directory` is true; otherwise like `wait_for`."""
-    deadline = time.monotonic() + timeout_s
+    """Block until a condition on the contents of `directory` is true; otherwise like `wait_for`.
+
+    If `check` returns a true value, the time so far does not count.
+    """
+    deadline = time.monotonic() + timeout_seconds
     directory.mkdir(parents=True, exist_ok=True)
     if condition():
         return
     for _ in _ticks(directory, threading.Event()):
         if condition():
             return
-        check()
-        if time.monotonic() > deadline:
-            raise DeadlineError(f"waited {timeout_s:.0f} s for {what}")
+        if check():
+            deadline = time.monotonic() + timeout_seconds
+        elif time.monotonic() > deadline:
+            raise DeadlineError(f"waited {timeout_seconds:.0f} s for {what}")
 
 
 async def watch_directory(directory: Path, stop: asyncio.Event) -> AsyncIterator[None]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import psutil
 
@@ -37,6 +37,9 @@ class ProcessSpec:
         must_finish: the run ends when all such processes have exited with code 0. The others serve until they are
             stopped.
         is_last: this process does the last work of the run. Once it has exited, the others must exit soon.
+        fails_alone: the failure of this process ends its own run; the other runs of the trainer continue.
+        is_over: whether its own run is over, so that it is not restarted after a failure.
+        in_use: whether processes that `rl` did not start need this one.
         start_after: name of the process that must be ready before this one starts; None starts it immediately.
         is_ready: whether the process with this pid, started from this spec, can serve the others.
         restart_spec: the spec of a restart, given the number of restarts that remain after it; None keeps this one.
@@ -52,6 +55,9 @@ class ProcessSpec:
     error: Path
     must_finish: bool = True
     is_last: bool = False
+    fails_alone: bool = False
+    is_over: Callable[[], bool] = lambda: False
+    in_use: Callable[[], bool] = lambda: False
     start_after: str | None = None
     is_ready: Callable[[int], bool] = lambda pid: True
     max_restarts: int = 0
@@ -88,7 +94,8 @@ class ChildProcess:
         try:
             spec.log.parent.mkdir(parents=True, exist_ok=True)
             spec.error.unlink(missing_ok=True)
-            with _open_log(spec.log, is_new=reason is None) as log:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if reason is None else 0)
+            with os.fdopen(os.open(spec.log, flags, 0o666), "ab") as log:  # appends: `rotating_logs` may empty it
                 if reason is not None:
                     log.write(f"\n--- {reason} ---\n".encode())
                     log.flush()
@@ -115,7 +122,7 @@ class ChildProcess:
         return self.exited.result() < 0 or not self.spec.must_finish or self.exited.result() == BAD_INPUT
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
+        """Send SIGTERM unless the process has exited."""
         if not self.exited.done():
             os.kill(self.pid, signal.SIGTERM)  # safe: the child is not reaped yet, so its pid is not reused
 
@@ -124,14 +131,8 @@ class ChildProcess:
         return process.wait()
 
 
-def _open_log(path: Path, is_new: bool) -> IO[bytes]:
-    """Open a log to append to it, since `rotating_logs` may empty it; a new one is empty."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_new else 0)
-    return os.fdopen(os.open(path, flags, 0o666), "ab")
-
-
 def describe_exit(code: int | None) -> str:
-    """How a process exited, in words; None: it did not."""
+    """Describe how the process exited; `code` is None if it did not exit after the last step."""
     if code is None:
         return "did not exit after the last step"
     if code < 0:
@@ -139,15 +140,15 @@ def describe_exit(code: int | None) -> str:
     return f"exited with code {code}" + ("" if code else " before the run was over")
 
 
-async def find_culprit(children: Sequence[ChildProcess], timeout_s: float) -> ChildProcess:
+async def find_culprit(children: Sequence[ChildProcess], timeout_seconds: float) -> ChildProcess:
     """Find the process that caused a failure: a killed one, else a server, else the first that exited.
 
-    Waits up to `timeout_s` seconds, because the effect can precede its cause: clients of a server fail as soon as its
+    Waits up to `timeout_seconds`, because the effect can precede its cause: clients of a server fail as soon as its
     engine dies, seconds before the server itself exits.
     """
     failed = [child for child in children if child.has_failed]
     with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_seconds):
             while not any(child.is_root_cause for child in failed):
                 if not (running := [child.exited for child in children if not child.exited.done()]):
                     break
@@ -158,8 +159,8 @@ async def find_culprit(children: Sequence[ChildProcess], timeout_s: float) -> Ch
     return (killed or servers or failed)[0]
 
 
-async def wait_for_exit(pids: Sequence[int], timeout_s: float | None) -> list[int]:
-    """Wait until all processes have exited, at most `timeout_s` seconds. Returns those that have not.
+async def wait_for_exit(pids: Sequence[int], timeout_seconds: float | None) -> list[int]:
+    """Wait until all processes have exited, at most `timeout_seconds` seconds. Returns those that have not.
 
     A pidfd becomes readable when its process exits: this needs neither polling nor a thread.
     """
@@ -173,7 +174,7 @@ async def wait_for_exit(pids: Sequence[int], timeout_s: float | None) -> list[in
                 exits[pid] = asyncio.Event()
                 loop.add_reader(fds[-1], exits[pid].set)
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_seconds):
                 for has_exited in exits.values():
                     await has_exited.wait()
         return [pid for pid, has_exited in exits.items() if not has_exited.is_set()]
@@ -183,7 +184,7 @@ async def wait_for_exit(pids: Sequence[int], timeout_s: float | None) -> list[in
             os.close(fd)
 
 
-async def save_checkpoints(children: Sequence[ChildProcess], timeout_s: float, hurry: asyncio.Event) -> None:
+async def save_checkpoints(children: Sequence[ChildProcess], timeout_seconds: float, hurry: asyncio.Event) -> None:
     """Have the children that can save a checkpoint do so and exit; wait for them until `hurry` is set, or the timeout.
 
     Raises RunError if the request cannot be written.
@@ -193,20 +194,24 @@ async def save_checkpoints(children: Sequence[ChildProcess], timeout_s: float, h
         assert child.spec.request_stop is not None
         child.spec.request_stop()
     if asked:
-        await _unless(hurry, asyncio.wait([child.exited for child in asked]), timeout_s)
+        await _unless(hurry, asyncio.wait([child.exited for child in asked]), timeout_seconds)
         hurry.clear()
 
 
 async def stop_all(
-    children: Sequence[ChildProcess], stop_s: float, kill_s: float, hurry: asyncio.Event, ignored: Collection[int] = ()
+    children: Sequence[ChildProcess],
+    stop_seconds: float,
+    kill_seconds: float,
+    hurry: asyncio.Event,
+    ignored: Collection[int] = (),
 ) -> list[int]:
     """Stop the children and every descendant of this process.
 
-    The children get SIGTERM and `stop_s` seconds to exit; then every process that still descends from this one, orphans
-    included, gets SIGKILL, and the kernel `kill_s` seconds to end it.
+    The children get SIGTERM and have `stop_seconds` to exit; then every process that still descends from this one,
+    orphans included, gets SIGKILL, and the kernel has `kill_seconds` to end it.
 
     Args:
-        hurry: set once to skip the rest of `stop_s`, and again to give up on processes that SIGKILL does not end.
+        hurry: set once to skip the rest of `stop_seconds`, and again to give up on processes that SIGKILL does not end.
         ignored: descendants that are no part of the run, and stay.
 
     Returns:
@@ -215,37 +220,37 @@ async def stop_all(
     for child in children:
         child.terminate()
     exits = [child.exited for child in children]
-    await _unless(hurry, asyncio.wait(exits), stop_s)
+    await _unless(hurry, asyncio.wait(exits), stop_seconds)
     hurry.clear()
     own = {child.pid for child in children}
 
     async def kill() -> None:
-        await kill_all(lambda: descendants(ignored), kill_s, own)
+        await kill_all(lambda: descendants(ignored), kill_seconds, own)
         await asyncio.wait(exits)  # the task of each child reaps it
 
-    await _unless(hurry, kill(), kill_s)
+    await _unless(hurry, kill(), kill_seconds)
     return descendants(ignored)
 
 
-async def _unless(hurry: asyncio.Event, work: Coroutine[Any, Any, object], timeout_s: float) -> None:
-    """Do `work` until `hurry` is set, at most `timeout_s` seconds."""
+async def _unless(hurry: asyncio.Event, work: Coroutine[Any, Any, object], timeout_seconds: float) -> None:
+    """Do `work` until `hurry` is set, at most `timeout_seconds` seconds."""
     task, hurried = asyncio.ensure_future(work), asyncio.ensure_future(hurry.wait())
-    await asyncio.wait({task, hurried}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({task, hurried}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
     if task.done():
         task.result()  # raises its exception
     task.cancel()
 
 
-async def kill_all(find: Callable[[], Sequence[int]], kill_s: float, own: Collection[int] = ()) -> list[int]:
+async def kill_all(find: Callable[[], Sequence[int]], kill_seconds: float, own: Collection[int] = ()) -> list[int]:
     """Kill and reap processes until none is left; return the process ids that still exist.
 
     Args:
         find: returns the process ids that are alive; called again after each round of kills.
-        kill_s: seconds for the kernel to end them. A process with much GPU memory needs several.
+        kill_seconds: seconds for the kernel to end them. A process with much GPU memory needs several.
         own: children of this process, which their own tasks reap.
     """
-    deadline = time.monotonic() + kill_s
+    deadline = time.monotonic() + kill_seconds
     while (left := list(find())) and time.monotonic() < deadline:
         for pid in left:
             with suppress(ProcessLookupError, PermissionError):  # it has exited, or belongs to another user

@@ -4,7 +4,8 @@ import math
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import psutil
 
@@ -58,7 +59,8 @@ class HealthMonitor:
     whether a process makes progress. A process that is traced by a debugger is reported but not killed.
 
     Findings are added to `events`. `clock` returns monotonic seconds. With `spans_nodes`, the child processes of `rl`
-    started those of other nodes: instead of a lost process there, its child process is killed.
+    started those of other nodes: instead of a lost process there, its child process is killed. `runs` are the folders
+    of several runs, each with the name of its orchestrator.
     """
 
     def __init__(
@@ -68,11 +70,15 @@ class HealthMonitor:
         events: EventLog,
         clock: Callable[[], float] = time.monotonic,
         spans_nodes: bool = False,
+        runs: Mapping[str, RunPaths] = MappingProxyType({}),
     ) -> None:
         self._spans_nodes = spans_nodes
         self.process_tree = ProcessTree()
         self._limits, self._events, self._clock = limits, events, clock
-        self._heartbeats = HeartbeatMonitor(paths, limits)
+        joins = any(run.root == paths.root for run in runs.values())
+        self._heartbeats = HeartbeatMonitor(paths, limits, ("rl", "trainer") if joins else None)
+        # The trainer's heartbeats there are of runs: they end before their process does.
+        self._of_runs = {name: HeartbeatMonitor(run, limits, ("orchestrator",), clock) for name, run in runs.items()}
         self._stops = StopTracker()
         self._members: dict[tuple[int, float], Descendant] = {}
         self._seen_twice: set[tuple[int, float]] = set()
@@ -88,6 +94,11 @@ class HealthMonitor:
         started = {role for pid, role in roles.items() if pid not in self._children}
         self._children |= roles
         reports = self._heartbeats.poll()
+        for name, heartbeats in self._of_runs.items():
+            reports += [
+                replace(report, name=name, heartbeat=replace(report.heartbeat, name=name, role=name))
+                for report in heartbeats.poll()
+            ]
         if self._spans_nodes:
             stale = {v.name for v in reports if not v.is_local and _child_of(v, roles.values()) in started}
             self._heartbeats.forget(stale)
@@ -102,7 +113,7 @@ class HealthMonitor:
         return fresh
 
     def name_of(self, member: Descendant) -> str:
-        """The name of a descendant in events."""
+        """Return the name under which events report a descendant."""
         known = self._names.get(member.pid) or self._children.get(member.pid)
         return known or f"{member.role or 'orphan'}/{member.pid}"
 

@@ -4,16 +4,24 @@ import json
 import os
 import sys
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
+from prime_rl.configs.loading.base_config import write_config
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.entry_point import ERROR_FILE
 from prime_rl.core.os_errors import wrap_os_errors
-from prime_rl.liveness.heartbeat_monitor import SERVING, KernelState, read_heartbeat, read_kernel_state
+from prime_rl.liveness.heartbeat_monitor import (
+    SERVING,
+    HeartbeatMonitor,
+    KernelState,
+    LivenessReport,
+    read_heartbeat,
+    read_kernel_state,
+)
 from prime_rl.liveness.parent_process import SUPERVISED
-from prime_rl.loading.dump import write_config
 from prime_rl.storage.checkpoint_artifacts import StopRecord, read_resume, write_stop
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
@@ -41,22 +49,27 @@ def make_process_specs(config: RLConfig, paths: RunPaths) -> list[ProcessSpec]:
         ConfigError: the run directory cannot be written.
     """
     write_config(config, paths.run_toml)
-    write_config(config.trainer, paths.config("trainer"))
-    write_config(config.orchestrator, paths.config("orchestrator"))
     start = {START_VARIABLE: uuid.uuid4().hex}
+    orchestrators = []
+    for name, orchestrator in config.orchestrators.items():
+        write_config(orchestrator, paths.config(name))
+        orchestrators.append(_orchestrator(config, paths, name, orchestrator, start))
+    if config.join is not None:
+        return orchestrators
+    write_config(config.trainer, paths.config("trainer"))
     if config.inference is not None:
         write_config(config.inference, paths.config("inference"))
     if config.nodes:
         servers = _inference_on_nodes(config, paths)
-        return [*servers, _orchestrator(config, paths, start), _trainer_on_nodes(config, paths, start)]
-    specs = [_orchestrator(config, paths, start), _trainer(config, paths, start)]
-    return [*([_inference(config, paths)] if config.inference is not None else []), *specs]
+        return [*servers, *orchestrators, _trainer_on_nodes(config, paths, start)]
+    servers = [_inference(config, paths)] if config.inference is not None else []
+    return [*servers, *orchestrators, _trainer(config, paths, start)]
 
 
 def _inference_on_nodes(config: RLConfig, paths: RunPaths) -> list[ProcessSpec]:
     """A server on each inference node, or one over all of them, which `rl` starts and restarts on all together."""
     assert config.inference is not None
-    nodes, parallel = config.nodes[: config.inference_nodes], config.inference.parallel
+    nodes, parallel = config.server_hosts, config.inference.parallel
     groups = {f"inference_{node}": [node] for node in nodes}
     file = paths.config("inference")
     if parallel.spans_nodes:
@@ -81,7 +94,7 @@ def _on_nodes(config: RLConfig, paths: RunPaths, role: str, nodes: list[str], ar
 
 def _trainer_on_nodes(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> ProcessSpec:
     """torchrun on all nodes of the trainer. `rl` restarts all of them together."""
-    nodes = config.nodes[config.inference_nodes :]
+    nodes = config.trainer_hosts
     argv = [sys.executable, "-m", "prime_rl.trainer.torchrun", f"--nnodes={len(nodes)}", "--node-rank={node_rank}"]
     argv += [f"--nproc-per-node={config.ranks}", f"--master-addr={nodes[0]}"]
     argv += [f"--master-port={config.rendezvous_port}", f"--log-dir={paths.torchrun_logs.absolute()}"]
@@ -93,8 +106,13 @@ def _trainer_on_nodes(config: RLConfig, paths: RunPaths, start: dict[str, str]) 
     def make(restarted: bool) -> ProcessSpec:
         restart = {RESTART_VARIABLE: "1" if restarted else "0"} if config.max_restarts else {}
         spec = _spec(config, paths, "trainer", _on_nodes(config, paths, "trainer", nodes, argv), env | restart)
-        stop = partial(_request_stop, config, paths, start) if config.ckpt is not None else None
-        return replace(spec, is_last=True, request_stop=stop, restart_spec=lambda left: make(restarted=True))
+        return replace(
+            spec,
+            is_last=True,
+            request_stop=_stop_request(config, paths, start),
+            in_use=_find_runs_of_others(config, paths),
+            restart_spec=lambda left: make(restarted=True),
+        )
 
     return make(restarted=False)
 
@@ -111,14 +129,51 @@ def _inference(config: RLConfig, paths: RunPaths) -> ProcessSpec:
     if not shares_gpu(config):
         return spec
     paths.kv_cache.unlink(missing_ok=True)  # of an earlier run
-    return replace(spec, restart_spec=lambda left: replace(spec, argv=[*argv, *_same_memory(paths)]))
+
+    def with_same_memory(left: int) -> ProcessSpec:
+        """Give a restarted server its previous KV cache size, which it cannot measure while a trainer uses the GPU.
+
+        vLLM then uses `gpu_memory_utilization` only to reject a GPU with less free memory. The trainer may occupy that
+        memory by now, so the value is too low to reject any GPU.
+        """
+        with suppress(OSError, ValueError, KeyError, TypeError):  # else it exited before measuring: no trainer started
+            size = int(json.loads(paths.kv_cache.read_text())["bytes"])
+            options = ["--vllm.kv-cache-memory-bytes", str(size), "--gpu-memory-utilization", "0.01"]
+            return replace(spec, argv=[*argv, *options])
+        return spec
+
+    return replace(spec, restart_spec=with_same_memory)
 
 
-def _orchestrator(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> ProcessSpec:
-    """A restarted orchestrator resumes from its ledger. It runs again if the trainer rolls back after its exit."""
-    argv = [sys.executable, "-m", "prime_rl.entrypoints.orchestrator", "@", str(paths.config("orchestrator"))]
-    spec = _spec(config, paths, "orchestrator", argv, start | {"CUDA_VISIBLE_DEVICES": ""})
-    spec = replace(spec, needs_rerun=lambda: _has_rolled_back(config, paths))
+def _orchestrator(
+    config: RLConfig, paths: RunPaths, name: str, orchestrator: OrchestratorConfig, start: dict[str, str]
+) -> ProcessSpec:
+    """A restarted orchestrator resumes from its ledger. It runs again if the trainer rolls back after its exit.
+
+    One of several runs starts and resumes like one without `rl`: other orchestrators of the trainer may start later.
+    """
+    argv = [sys.executable, "-m", "prime_rl.entrypoints.orchestrator", "@", str(paths.config(name))]
+    run, ckpt = orchestrator.run_paths, orchestrator.ckpt
+    spec = _spec(config, run, "orchestrator", argv, {"CUDA_VISIBLE_DEVICES": ""} | ({} if config.runs else start))
+    if config.join is not None:  # the trainer is another user's: the orchestrator watches it
+        spec = replace(spec, env={key: value for key, value in spec.env.items() if key != SUPERVISED})
+
+    def has_rolled_back() -> bool:
+        """Whether the trainer has rolled back to a checkpoint since the orchestrator started."""
+        resume = read_resume(run.root / ckpt.path if ckpt else run.checkpoints_dir)
+        branches = [int(file.stem.removeprefix("branch_")) for file in run.ledger_dir.glob("branch_*.jsonl")]
+        return resume is not None and resume.branch > max(branches, default=0)
+
+    def has_left() -> bool:
+        """Whether the trainer has evicted the run, or somebody has removed it since the orchestrator started."""
+        is_removed = not spec.log.exists() or (
+            run.heartbeat("orchestrator").exists() and not run.config("orchestrator").exists()
+        )
+        return run.evicted.exists() or is_removed
+
+    spec = replace(spec, name=name, needs_rerun=has_rolled_back)
+    if config.runs:
+        spec = replace(spec, fails_alone=True, is_over=has_left)
     restarted = replace(spec, argv=[*argv, "--restart"])
     return replace(spec, restart_spec=lambda left: restarted)
 
@@ -138,7 +193,8 @@ def _trainer(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> Proces
             is_last=True,
             start_after="inference" if shares_gpu(config) else None,
             restart_spec=lambda left: make(left, restarted=True),
-            request_stop=partial(_request_stop, config, paths, start) if config.ckpt is not None else None,
+            request_stop=_stop_request(config, paths, start),
+            in_use=_find_runs_of_others(config, paths),
             # Each attempt of a torchrun has its own log folder.
             num_launcher_restarts=lambda: sum(log.name != "attempt_0" for log in logs.glob("*/attempt_*")),
         )
@@ -151,12 +207,38 @@ def _kill_hanging_ranks(grace_seconds: float) -> dict[str, str]:
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, int(grace_seconds) - _TORCHRUN_MARGIN_SECONDS))}
 
 
-def _request_stop(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> None:
-    """Ask the trainer of this start to stop with a checkpoint. Raises RunError if the file cannot be written."""
-    assert config.ckpt is not None
-    directory = paths.root / config.ckpt.path
-    with wrap_os_errors("ask the trainer for a checkpoint", directory):
-        write_stop(directory, StopRecord(start=start[START_VARIABLE]))
+def _stop_request(config: RLConfig, paths: RunPaths, start: dict[str, str]) -> Callable[[], None] | None:
+    """Return what asks the trainer of this start to stop with a checkpoint; None for a single run without checkpoints.
+
+    A trainer of several runs stops each with a checkpoint, also those that joined, which may have other settings. It
+    raises RunError if the file cannot be written.
+    """
+    ckpt = config.orchestrator.ckpt
+    if not config.runs and ckpt is None:
+        return None
+    directory = paths.checkpoints_dir if config.runs or ckpt is None else paths.root / ckpt.path
+
+    def request_stop() -> None:
+        with wrap_os_errors("ask the trainer for a checkpoint", directory):
+            write_stop(directory, StopRecord(start=start[START_VARIABLE]))
+
+    return request_stop
+
+
+def _find_runs_of_others(config: RLConfig, paths: RunPaths) -> Callable[[], bool]:
+    """Return a check, for repeated calls, whether an orchestrator that this `rl` has not started uses the trainer."""
+    limits, monitors = config.heartbeat.limits, dict[str, HeartbeatMonitor]()
+
+    def has_runs() -> bool:
+        files = paths.root.glob("run_*/heartbeats/orchestrator.json")
+        reports: list[LivenessReport] = []
+        for folder in (file.parents[1] for file in files):
+            if folder.name not in config.orchestrators:
+                monitor = HeartbeatMonitor(RunPaths(folder), limits, ("orchestrator",))
+                reports += monitors.setdefault(folder.name, monitor).poll()
+        return not all(report.is_lost(limits.dead_after_seconds) for report in reports)
+
+    return has_runs
 
 
 def _spec(config: RLConfig, paths: RunPaths, name: str, argv: list[str], env: dict[str, str]) -> ProcessSpec:
@@ -169,13 +251,6 @@ def _spec(config: RLConfig, paths: RunPaths, name: str, argv: list[str], env: di
         "PYTHONUNBUFFERED": "1",
     }
     return ProcessSpec(name, argv, env, paths.log(name), paths.error(name), max_restarts=config.max_restarts)
-
-
-def _has_rolled_back(config: RLConfig, paths: RunPaths) -> bool:
-    """Whether the trainer has rolled back to a checkpoint since the orchestrator started."""
-    resume = read_resume(paths.root / config.ckpt.path if config.ckpt else paths.checkpoints_dir)
-    branches = [int(file.stem.removeprefix("branch_")) for file in paths.ledger_dir.glob("branch_*.jsonl")]
-    return resume is not None and resume.branch > max(branches, default=0)
 
 
 def shares_gpu(config: RLConfig) -> bool:
@@ -194,18 +269,6 @@ def is_serving(paths: RunPaths, pid: int) -> bool:
     if beat is None or beat.pid != pid or beat.phase != SERVING:
         return False
     return read_kernel_state(beat) is KernelState.RUNNING
-
-
-def _same_memory(paths: RunPaths) -> list[str]:
-    """Arguments that give a restarted server its previous KV cache size.
-
-    It cannot measure the size while a trainer uses the GPU. vLLM then uses `gpu_memory_utilization` only to reject a
-    GPU with less free memory. The trainer may occupy that memory by now, so the value is too low to reject any GPU.
-    """
-    with suppress(OSError, ValueError, KeyError, TypeError):  # else it exited before measuring: no trainer has started
-        size = int(json.loads(paths.kv_cache.read_text())["bytes"])
-        return ["--vllm.kv-cache-memory-bytes", str(size), "--gpu-memory-utilization", "0.01"]
-    return []
 
 
 def _gpus(ids: list[int]) -> dict[str, str]:

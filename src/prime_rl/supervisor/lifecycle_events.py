@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Literal
 
 EventName = Literal[
-    "started", "ended", "restarted", "silent", "stuck", "stopped", "traced", "resumed", "killed", "finished", "failed"
+    "started",
+    "ended",
+    "restarted",
+    "silent",
+    "stuck",
+    "stopped",
+    "traced",
+    "resumed",
+    "killed",
+    "finished",
+    "failed",
+    "error",
 ]
 
 

@@ -77,7 +77,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def _ancestor(process: psutil.Process, processes: Mapping[int, psutil.Process], roles: Mapping[int, str]) -> str | None:
-    """The role of the child that the process is or descends from."""
+    """Role of the child process that `process` is, or descends from."""
     pid = process.pid
     with suppress(psutil.Error):  # it has just exited
         for _ in range(len(processes) + 1):

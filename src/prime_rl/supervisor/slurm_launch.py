@@ -5,16 +5,18 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import prime_rl
+from prime_rl.configs.loading.base_config import write_config
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.slurm import SlurmConfig
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.liveness.file_locks import check_no_writer, hold_run_lock
-from prime_rl.loading.dump import write_config
+from prime_rl.storage.file_locks import check_no_writer, hold_run_lock
+from prime_rl.storage.model_files import check_model
 from prime_rl.storage.paths import RunPaths
-from prime_rl.supervisor.preflight import check_model, check_resume, clear_run_directory
+from prime_rl.storage.rollback import find_earlier_run, undo_interrupted_move
+from prime_rl.supervisor.input_check import InputCheck
+from prime_rl.supervisor.preflight import check_resume, clear_run_directory
 
-TEMPLATES = Path(prime_rl.__file__).parents[2] / "deploy" / "slurm"
+TEMPLATES = Path(__file__).parents[3] / "deploy" / "slurm"
 _SUBMIT_TIMEOUT_SECONDS = 60
 
 
@@ -29,50 +31,63 @@ def submit_to_slurm(config: RLConfig) -> str:
     paths = config.run_paths
     if config.slurm.submit and shutil.which("sbatch") is None:
         raise ConfigError("slurm: sbatch is not installed here; submit from a login node, or set slurm.submit = false")
-    check_resume(config)
+    if config.slurm.nodes > 1 and config.inference is None:
+        raise ConfigError("slurm.nodes > 1 starts a server on each inference node: add --inference")
+    if not TEMPLATES.is_dir():
+        raise ConfigError(f"slurm: {TEMPLATES} does not exist; `rl --slurm` needs a checkout of prime-rl")
+    for run in config.orchestrators.values():
+        check_resume(run)
     check_model(config.trainer.model.name)
     with hold_run_lock(paths):
+        undo_interrupted_move(paths)
         if config.slurm.nodes > 1:  # on one node, `rl` does it in the job
             if config.ckpt is None or config.ckpt.resume_step is None:  # else the job takes the run over
                 check_no_writer(paths)
-            clear_run_directory(config, paths)
+            if find_earlier_run(paths):
+                with InputCheck() as check:
+                    check.run(config)
+            if (line := clear_run_directory(config, paths)) is not None:
+                print(line)
         script = write_script(config, paths)
     if not config.slurm.submit:
         return f"wrote {script}"
-    done = subprocess.run(["sbatch", script], capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_SECONDS)
+    command = ["sbatch", "--parsable", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_SECONDS)
     if done.returncode:
-        raise RunError(f"sbatch {script} failed: {' '.join(done.stderr.split())}")
-    return f"{done.stdout.strip()}; script {script}, log {paths.logs_dir}/slurm-JOB.log"
+        gpus = _gpus_per_node(config, config.slurm)
+        raise RunError(
+            f"sbatch {script} failed: {' '.join(done.stderr.split())}; the job asks for {config.slurm.nodes} node(s) "
+            f"with {gpus} GPU(s) each (slurm.nodes, slurm.gpus_per_node)"
+        )
+    job = done.stdout.strip().partition(";")[0]  # the cluster's name may follow
+    return f"submitted job {job}; script {script}, log {paths.logs_dir}/slurm-{job}.log"
 
 
 def write_script(config: RLConfig, paths: RunPaths) -> Path:
-    """Write configurations and script; return the script. Raises ConfigError if the run cannot be started by Slurm."""
+    """Write configurations and script; return the script."""
     assert config.slurm is not None
     root = paths.root.absolute()
     own = config.model_copy(update={"slurm": None})
     exports = {"OUTPUT_DIR": str(root)}
-    if config.slurm.nodes == 1:
+    if config.slurm.nodes == 1 or config.inference is None:
         write_config(own, paths.config("rl"))
         template, arguments = "one_node.sbatch", [str(root / paths.config("rl").relative_to(paths.root))]
     else:
-        if config.inference is None:
-            raise ConfigError("slurm.nodes > 1 starts a server on each inference node: add --inference")
         write_config(own, paths.run_toml)
         for role in ("inference", "orchestrator", "trainer"):
             write_config(getattr(config, role), paths.config(role))
             exports[role.upper()] = str(root / "configs" / f"{role}.toml")
         exports["INFERENCE_NODES"] = str(config.slurm.inference_nodes)
+        if config.slurm.trainer_nodes is not None:
+            exports["TRAINER_NODES"] = str(config.slurm.trainer_nodes)
+            for role in ("inference", "trainer"):
+                exports[f"{role.upper()}_GPU_IDS"] = ",".join(map(str, getattr(config, f"{role}_gpu_ids")))
         exports["GPUS"] = str(config.ranks)
         exports["PORT"] = str(config.inference.server.port)
         template, arguments = "rl.sbatch", []
         if config.ckpt is not None and config.ckpt.resume_step is not None:
             exports["RESUME"] = "1"
-    try:
-        body = (TEMPLATES / template).read_text()
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"slurm: {error.filename} does not exist; `rl --slurm` needs a checkout of prime-rl"
-        ) from None
+    body = (TEMPLATES / template).read_text()
     kept = [line for line in body.splitlines() if not line.startswith(("#!", "#SBATCH"))]
     lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(config, config.slurm, root)), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
@@ -84,17 +99,22 @@ def write_script(config: RLConfig, paths: RunPaths) -> Path:
     return script
 
 
-def _options(config: RLConfig, slurm: SlurmConfig, root: Path) -> list[str]:
-    """Options of sbatch: those of the template, then the configured ones."""
+def _gpus_per_node(config: RLConfig, slurm: SlurmConfig) -> int:
+    if slurm.gpus_per_node is not None:
+        return slurm.gpus_per_node
     used = {*config.trainer_gpu_ids} if config.trainer.device != "cpu" else set()
     inference = {*config.inference_gpu_ids} if config.inference is not None else set()
-    shared = len(used | inference) if slurm.nodes == 1 else max(len(used), len(inference))
-    gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else shared
+    is_shared = slurm.nodes == 1 or slurm.trainer_nodes is not None
+    return len(used | inference) if is_shared else max(len(used), len(inference))
+
+
+def _options(config: RLConfig, slurm: SlurmConfig, root: Path) -> list[str]:
+    """Options of sbatch: those of the template, then the configured ones."""
     given = {
         "job-name": config.exp_id or "prime-rl",
         "nodes": slurm.nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": gpus or None,
+        "gpus-per-node": _gpus_per_node(config, slurm) or None,
         "partition": slurm.partition,
         "account": slurm.account,
         "time": slurm.time,

@@ -67,7 +67,7 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        culprit: the process whose failure ended the run; None after success or a signal.
+        culprit: the process whose failure ended the run, or of several runs one; None after success or a signal.
         code: exit code of the culprit, minus the signal's number if one killed it; None if it did not exit in time.
         reason: why the supervisor killed the culprit, if it did.
         left: process ids that could not be ended.
@@ -81,7 +81,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the work was done."""
+        """Whether the run ended without a failed process and without a signal."""
         return self.culprit is None and self.stopped_by is None
 
 
@@ -163,6 +163,8 @@ class _Supervision:
         self._kill_reasons: dict[str, tuple[float, str]] = {}
         self._reported_exits: set[int] = set()
         self._restarted: set[int] = set()
+        self._lost: dict[str, ChildProcess] = {}
+        """Processes of failed runs, whose failure does not end the other runs."""
         self._next_check = time.monotonic() + CHECK_INTERVAL_SECONDS
 
     @property
@@ -192,11 +194,16 @@ class _Supervision:
             for child in self.children:
                 if child.exited.done() and not child.has_failed:
                     self._report_exit(child)
-            if self._all_done() and not self._has_finished:
+            is_waiting = any(start.spec.must_finish for start in self._pending.values())
+            required = [c.exited for c in self.children if c.spec.must_finish and c.spec.name not in self._lost]
+            if self._lost and not required and not is_waiting:
+                return self._finish()  # the trainer was started by another `rl`, and continues
+            has_ended = bool(required) and all(one.done() and one.result() == 0 for one in required)
+            if has_ended and not (is_waiting or self._has_finished):
                 self._has_finished = True
                 self.events.add("finished", "rl")
                 if not self._keep_serving:
-                    return Outcome()
+                    return self._finish()
             if (outcome := await self._handle_exits()) is not None:
                 return outcome
             if time.monotonic() >= self._next_check:
@@ -206,6 +213,8 @@ class _Supervision:
             if (late := self._find_late()) is None:
                 late_since = None
                 continue
+            if self._lost and all(c.spec.name in self._lost for c in self.children if c.spec.fails_alone):
+                return self._finish()  # the trainer may not have had a run, after which it ends
             late_since = late_since or time.monotonic()
             extra = self._timeouts.startup_seconds if late.pid in self._restarted else 0.0
             if time.monotonic() - late_since > self._timeouts.exit_seconds + extra:
@@ -221,16 +230,13 @@ class _Supervision:
         timeout = max(0.0, self._next_check - time.monotonic())
         await asyncio.wait(watched, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
-    def _all_done(self) -> bool:
-        """Whether all required processes have finished, and none of them waits for a start."""
-        if any(start.spec.must_finish for start in self._pending.values()):
-            return False
-        return all(c.exited.done() and c.exited.result() == 0 for c in self.children if c.spec.must_finish)
-
     def _find_late(self) -> ChildProcess | None:
         """A process that should have exited, because the last work of the run is done."""
         if any(c.spec.is_last and c.exited.done() and c.spec.name not in self._pending for c in self.children):
             return next((child for child in self.children if child.spec.must_finish and not child.exited.done()), None)
+        runs = [child for child in self.children if child.spec.fails_alone]
+        if runs and all(child.exited.done() and child.spec.name not in self._pending for child in runs):
+            return next((c for c in self.children if c.spec.is_last and not c.spec.in_use()), None)
         return None
 
     def _start_due(self) -> ChildProcess | None:
@@ -240,9 +246,9 @@ class _Supervision:
                 if not start.orphans.done():
                     continue
                 if left := start.orphans.result():
-                    child, kill_s = self._children[name], self._timeouts.kill_seconds
+                    child, kill_seconds = self._children[name], self._timeouts.kill_seconds
                     cause = f"{cause}; " if (cause := self._cause(child.spec)) else ""
-                    survivors = f"process {', '.join(map(str, left))} still exists {kill_s:g} s after SIGKILL"
+                    survivors = f"process {', '.join(map(str, left))} still exists {kill_seconds:g} s after SIGKILL"
                     self._kill_reasons[name] = time.monotonic(), f"{cause}it is not restarted, because {survivors}"
                     return child
                 start.orphans = None
@@ -258,7 +264,7 @@ class _Supervision:
         return None
 
     def _must_wait(self, start: _PendingStart) -> bool:
-        """Whether the process it starts after is not ready; informs the user once."""
+        """Return whether the start must wait for `start_after`; prints the reason once."""
         other = start.spec.start_after
         if other is None:
             return False
@@ -267,19 +273,22 @@ class _Supervision:
             return False
         if not start.announced:
             start.announced = True
-            self.events.print(f"{start.spec.name} starts when {other} is ready, because they share a GPU")
+            self.events.print(f"{start.spec.name} starts when {other} is ready")
         return True
 
     async def _handle_exits(self) -> Outcome | None:
         """Prepare restarts; a failure without a restart ends the run."""
         for child in self.children:
-            if not child.has_failed or child.spec.name in self._pending:
+            if not child.has_failed or child.spec.name in self._pending.keys() | self._lost.keys():
                 continue
             error = child.spec.read_error()
             bad_input = BAD_INPUT in (child.exited.result(), error.code if error else None)
-            if bad_input or self._restarts_left(child.spec) <= 0:
+            if bad_input or self._restarts_left(child.spec) <= 0 or child.spec.is_over():
                 self._report_exit(child)
-                others = [one for one in self.children if one.spec.name not in self._pending]
+                if child.spec.fails_alone:
+                    self._lose(child)
+                    continue
+                others = [one for one in self.children if one.spec.name not in self._pending.keys() | self._lost.keys()]
                 culprit = await find_culprit(others, self._timeouts.culprit_seconds)
                 return self._give_up(culprit, culprit.exited.result())
             self._restart(child)
@@ -292,8 +301,23 @@ class _Supervision:
                 self._pending[child.spec.name] = self._next_start(child.spec, reason, self._restarts_left(child.spec))
         return None
 
+    def _lose(self, child: ChildProcess) -> None:
+        """End one of several runs; the others continue."""
+        spec, how = child.spec, describe_exit(child.exited.result())
+        self._lost[spec.name] = child
+        cause = f": {cause}" if (cause := self._cause(spec)) else ""
+        message = f"{spec.name} {how}{cause}; log {spec.log}"
+        self._report("failed", child, code=child.exited.result(), detail=how, message=message)
+
+    def _finish(self) -> Outcome:
+        """Return the outcome of a run that is over: success, or of several runs the failure with the largest code."""
+        if not self._lost:
+            return Outcome()
+        worst = max(self._lost.values(), key=lambda child: child.exited.result())
+        return Outcome(worst.spec, worst.exited.result(), self._kill_reason(worst.spec))
+
     def _restarts_left(self, spec: ProcessSpec) -> int:
-        """Remaining restarts; those by the launcher count."""
+        """Return the remaining restarts; restarts by the launcher (torchrun) count as used."""
         by_launcher = spec.num_launcher_restarts() - self._earlier_launcher_restarts[spec.name]
         return spec.max_restarts - self._num_restarts[spec.name] - by_launcher
 

@@ -1,5 +1,6 @@
-"""Packed samples as the model's input: one row of tensors, with the boundaries of its segments."""
+"""Packed samples as the model's input: rows of tensors with the boundaries of segments, and the rows of each rank."""
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -42,6 +43,23 @@ class MicroBatch:
         """Copy to `device`; return the same object if it is already there."""
         if self.tokens.device == device:
             return self
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return type(self)(**{k: _move(v, device) if isinstance(v, Tensor) else v for k, v in values.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRow:
+    """Packed samples of T tokens in one row, and any M (position, token) pairs to score."""
+
+    tokens: Tensor  # int64 [T]
+    position_ids: Tensor  # int64 [T], from 0 in every segment
+    boundaries: Tensor  # int32 [segments + 1], 0 first and T last
+    longest: int  # length of the longest segment
+    positions: Tensor  # int64 [M], tokens whose states predict the targets; may repeat
+    targets: Tensor  # int64 [M], token ids
+
+    def to(self, device: torch.device) -> Self:
+        """Copy to `device`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return type(self)(**{k: _move(v, device) if isinstance(v, Tensor) else v for k, v in values.items()})
 
@@ -111,3 +129,44 @@ def _move(values: Tensor, device: torch.device) -> Tensor:
 
 def _floats(values: NDArray[np.floating]) -> Tensor:
     return torch.from_numpy(np.array(values, np.float32))
+
+
+PADDING_ROW = -1
+"""Row index of a fully masked row that `assign_rows` adds to give all ranks the same count."""
+
+
+def assign_rows(costs: Sequence[float] | NDArray[np.floating[Any]], world: int, turn: int = 0) -> list[list[int]]:
+    """Assign each row to one rank, with equal counts and balanced cost.
+
+    Ranks that shard a model wait for each other in every forward pass, so the i-th rows of all ranks should have
+    similar costs, in addition to the sums. This is the balanced differencing method (Michiels, Korst, Aarts and van
+    Leeuwen 2003, "Performance ratios for the differencing method applied to the balanced number partitioning problem"):
+    sorted by cost, every `world` rows form a round with one row per rank. Then the two rounds with the largest spread
+    are merged, the largest of one with the smallest of the other, until one is left.
+
+    The largest sum is at most 2 - 1 / world times the optimum with equal counts, and exceeds the smallest sum by at
+    most the largest spread of a round.
+
+    Rank `turn` modulo `world` gets the largest sum, the next rank the second largest, and so on: with the number of the
+    step as `turn`, uneven rows do not make one rank slow in every step.
+
+    `costs` [R] are not negative. Returns ascending row indices by rank; shorter lists are padded with `PADDING_ROW`. If
+    the rows are sorted by descending cost, the i-th rows of all ranks belong to one round.
+    """
+    order = sorted(range(len(costs)), key=lambda row: (-float(costs[row]), row))
+    rounds = []
+    for start in range(0, len(order), world):
+        shares = [(float(costs[row]), [row]) for row in order[start : start + world]]
+        shares += [(0.0, [])] * (world - len(shares))
+        rounds.append((shares[-1][0] - shares[0][0], start, shares))  # minus the spread, since a heap pops the smallest
+    heapq.heapify(rounds)
+    while len(rounds) > 1:
+        _, start, one = heapq.heappop(rounds)
+        _, _, other = heapq.heappop(rounds)
+        sums = [(a + b, rows + more) for (a, rows), (b, more) in zip(one, reversed(other), strict=True)]
+        shares = sorted(sums, key=lambda share: (-share[0], share[1]))
+        heapq.heappush(rounds, (shares[-1][0] - shares[0][0], start, shares))
+    assigned = [rows for _, rows in rounds[0][2]] if rounds else [[] for _ in range(world)]
+    count = -(-len(costs) // world)
+    padded = [sorted(rows) + [PADDING_ROW] * (count - len(rows)) for rows in assigned]
+    return [padded[(rank - turn) % world] for rank in range(world)]

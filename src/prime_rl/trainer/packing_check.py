@@ -23,7 +23,7 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.fsdp import compute_dtype, reshard_policy
 from prime_rl.trainer.micro_batch import make_micro_batch
 from prime_rl.trainer.model.policy_model import PolicyModel
-from prime_rl.trainer.model.rope import rope_parameters
+from prime_rl.trainer.model.varlen_attention import rope_parameters
 from prime_rl.trainer.parallel.process_group import World
 
 _FIRST, _SECOND = 24, 64

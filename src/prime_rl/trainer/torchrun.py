@@ -5,22 +5,32 @@ A killed rank logs nothing, and the other ranks only report that they lost a ran
 It handles one signal to end, and ignores later ones (a monkey patch of torch 2.11 to 2.13): Slurm sends SIGTERM to all
 processes of a step, and `uv run` forwards its own to torchrun as well. The second one would interrupt torchrun while it
 waits for its ranks, which are saving a checkpoint.
+
+On one machine it is restricted to the loopback interface, by another patch. torch's rendezvous opens TCP stores on
+every interface, without authentication, and unpickles their contents, so anyone who can connect could run code. The
+stores get listening sockets on 127.0.0.1.
 """
 
 import gc
 import os
 import signal
+import socket
 import sys
 from types import FrameType
+from typing import Any
 
+from torch import distributed
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.run import main as torchrun
 
 from prime_rl.core.entry_point import write_error_file
 from prime_rl.core.os_errors import count_oom_kills, describe_signal
 from prime_rl.liveness.parent_process import LAUNCHER, NODE_VARIABLE, die_with_parent, is_supervised
-from prime_rl.trainer.rendezvous_loopback import restrict_to_loopback
+
+_LOOPBACK = "127.0.0.1"
+_STORE = distributed.TCPStore
 
 
 def main() -> None:
@@ -72,6 +82,22 @@ def describe_first_failure(error: ChildFailedError, kills: int) -> str | None:
     rank, number = min(killed.items(), key=lambda one: (one[1] == signal.SIGABRT, one[0]))
     node = f" on {node}" if (node := os.environ.get(NODE_VARIABLE)) else ""
     return f"rank {rank} (pid {error.failures[rank].pid}{node}) {describe_signal(number, kills)}"
+
+
+def restrict_to_loopback() -> list[str]:
+    """Make the stores of this process, and gloo in its ranks, listen on 127.0.0.1; return arguments for torchrun."""
+    distributed.TCPStore = c10d_rendezvous_backend.TCPStore = loopback_store
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return [f"--local-addr={_LOOPBACK}"]
+
+
+def loopback_store(host_name: str, port: int, *args: Any, is_master: bool = False, **kwargs: Any) -> Any:
+    """Create a `torch.distributed.TCPStore`; a server listens on 127.0.0.1 only, on a free port if `port` is 0."""
+    if not is_master:
+        return _STORE(host_name, port, *args, is_master=False, **kwargs)
+    listener = socket.create_server((_LOOPBACK, port))
+    port = listener.getsockname()[1]
+    return _STORE(_LOOPBACK, port, *args, is_master=True, master_listen_fd=listener.detach(), **kwargs)
 
 
 if __name__ == "__main__":

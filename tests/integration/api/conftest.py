@@ -1,6 +1,5 @@
 """Programs that use the Python API, in an empty folder, with the real processes on a CPU."""
 
-import ctypes
 import json
 import subprocess
 import sys
@@ -11,13 +10,13 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from prime_rl.liveness.parent_process import become_subreaper
-from tests.support.command import END_TIMEOUT_S, alive, clean_environment, offspring, until
+from tests.integration.rl.conftest import orphans_are_ours
+from tests.support.command import END_TIMEOUT_SECONDS, alive, clean_environment, offspring, until
 from tests.support.server import free_port
 
 ROOT = Path(__file__).parents[3]
-PROGRAM_TIMEOUT_S = 800  # on a heavily loaded machine; up to 110 s on an idle one
-PR_SET_CHILD_SUBREAPER = 36
+PROGRAM_TIMEOUT_SECONDS = 800  # on a heavily loaded machine; up to 110 s on an idle one
+__all__ = ["orphans_are_ours"]  # a fixture: `Program.others` finds the orphans
 
 
 class Program:
@@ -49,7 +48,7 @@ class Program:
 
     def wait(self) -> str:
         """Wait for the end; return the output. Raises AssertionError if it failed."""
-        code = self.process.wait(timeout=PROGRAM_TIMEOUT_S)
+        code = self.process.wait(timeout=PROGRAM_TIMEOUT_SECONDS)
         assert code == 0, self.output[-3000:]
         return self.output
 
@@ -65,7 +64,7 @@ class Program:
 
     def assert_nothing_left(self) -> None:
         """Check that all processes end."""
-        until(lambda: not self.others(), f"the end of {self.others()}", END_TIMEOUT_S)
+        until(lambda: not self.others(), f"the end of {self.others()}", END_TIMEOUT_SECONDS)
 
     def clean_up(self) -> None:
         """Kill what a failed test has left."""
@@ -75,14 +74,6 @@ class Program:
         for process in self.others():
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 process.kill()
-
-
-@pytest.fixture(scope="package", autouse=True)
-def orphans_are_ours() -> Iterator[None]:
-    """Orphans become children of this process, where `Program.others` finds them."""
-    become_subreaper()
-    yield
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ def test_program_prints_what_it_should(start, mark):
     program.assert_nothing_left()
 
 
+@pytest.mark.release
 @pytest.mark.extended
 def test_first_program_learns(start):
     program = start(block_with(next(iter(EXPECTED))))

@@ -1,20 +1,19 @@
-"""Runs in a real Jupyter kernel, which has a running event loop. Needs `pip install ipykernel`."""
+"""Runs in a real Jupyter kernel, which has a running event loop."""
 
 from contextlib import suppress
 from pathlib import Path
 
+import jupyter_client
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from tests.support.command import END_TIMEOUT_S, alive, clean_environment, offspring, until
+from tests.support.command import END_TIMEOUT_SECONDS, alive, clean_environment, offspring, until
 from tests.support.server import free_port
 
-pytest.importorskip("ipykernel")
-jupyter_client = pytest.importorskip("jupyter_client")
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
-CELL_TIMEOUT_S = 240
+CELL_TIMEOUT_SECONDS = 240
 
 RUN = """
 import prime_rl as rl
@@ -41,7 +40,7 @@ class Kernel:
         self.manager.start_kernel(cwd=str(folder), env={**clean_environment(), **ports})
         self._client = self.manager.blocking_client()
         self._client.start_channels()
-        self._client.wait_for_ready(timeout=CELL_TIMEOUT_S)
+        self._client.wait_for_ready(timeout=CELL_TIMEOUT_SECONDS)
         self.pids = {self.manager.provisioner.pid}
 
     def start(self, cell: str) -> str:
@@ -52,7 +51,7 @@ class Kernel:
         """Return what a cell prints up to its end, or up to `until_text`; AssertionError if it raises."""
         text = ""
         while until_text is None or until_text not in text:
-            message = self._client.get_iopub_msg(timeout=CELL_TIMEOUT_S)
+            message = self._client.get_iopub_msg(timeout=CELL_TIMEOUT_SECONDS)
             if message["parent_header"].get("msg_id") != request:
                 continue
             kind, content = message["msg_type"], message["content"]
@@ -87,7 +86,7 @@ def kernel(tmp_path):
 def test_async_run_in_a_cell_ends_with_its_block(kernel):
     kernel.read(kernel.start(RUN))
     assert kernel.read(kernel.start(LOOP.replace("LAST", "1"))).splitlines() == ["step 0", "step 1"]
-    until(lambda: not kernel.others(), f"the end of {kernel.others()}", END_TIMEOUT_S)
+    until(lambda: not kernel.others(), f"the end of {kernel.others()}", END_TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("now", [True, False], ids=["killed", "asked"])
@@ -96,4 +95,4 @@ def test_kernel_restart_leaves_no_process(kernel, now):
     assert "step 1" in kernel.read(kernel.start(LOOP.replace("LAST", "None")), "step 1")
     assert kernel.others()
     kernel.manager.restart_kernel(now=now)
-    until(lambda: not kernel.others(), f"the end of {kernel.others()}", END_TIMEOUT_S)
+    until(lambda: not kernel.others(), f"the end of {kernel.others()}", END_TIMEOUT_SECONDS)

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from tests.integration.api.conftest import PROGRAM_TIMEOUT_S
-from tests.support.command import END_TIMEOUT_S, until
+from tests.integration.api.conftest import PROGRAM_TIMEOUT_SECONDS
+from tests.support.command import END_TIMEOUT_SECONDS, until
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
@@ -45,7 +45,7 @@ asyncio.run(cell())
 
 def test_exception_in_the_loop(start):
     program = start(ASYNCHRONOUS.replace("LAST", "raise ZeroDivisionError('mine')"))
-    assert program.process.wait(timeout=PROGRAM_TIMEOUT_S) == 1
+    assert program.process.wait(timeout=PROGRAM_TIMEOUT_SECONDS) == 1
     assert program.output.rstrip().endswith("ZeroDivisionError: mine")
     program.assert_nothing_left()
 
@@ -59,5 +59,5 @@ def test_signal(start, text, number):
     program = start(text)
     program.wait_for("step 1")
     os.kill(program.process.pid, number)
-    until(lambda: program.process.poll() is not None, "the end of the program", END_TIMEOUT_S)
+    until(lambda: program.process.poll() is not None, "the end of the program", END_TIMEOUT_SECONDS)
     program.assert_nothing_left()

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +13,14 @@ import httpx
 import pytest
 
 from prime_rl.rollouts.clients.inference_client import InferenceClient
-from tests.support.server import REQUEST_TIMEOUT_S, Server, inference_server
+from tests.support.server import REQUEST_TIMEOUT_SECONDS, Server, inference_server
 from tests.support.tiny_model import make_tiny_model, publish_weights
 
 SEATS = 16
 # Small on purpose: 16 concurrent requests, prefix blocks of 32 tokens, prefill in chunks of 256 tokens.
 ARGUMENTS = ["--vllm.max_num_seqs", str(SEATS), "--vllm.block_size", "32", "--vllm.max_num_batched_tokens", "256"]
 ARGUMENTS += ["--vllm.enable_chunked_prefill", "true", "--vllm.enable_server_load_tracking", "true"]
-METRIC_TIMEOUT_S = 240  # on a heavily loaded machine; seconds on an idle one
+METRIC_TIMEOUT_SECONDS = 240  # on a heavily loaded machine; seconds on an idle one
 LONG = 1900
 """Tokens that a completion takes seconds for, so that it is in flight while a test switches. The models have 2048."""
 SAMPLED = "vllm:generation_tokens_total"
@@ -36,7 +36,7 @@ class Models:
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("tied")
     base = make_tiny_model(root / "base", seed=0)
     published = {
@@ -46,14 +46,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="session")
-def shared_server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def shared_server(models, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
     with inference_server(models.base, log, ARGUMENTS) as server:
         yield server
 
 
 @pytest.fixture
-def server(shared_server: Server) -> Server:
+def server(shared_server):
     shared_server.reload(run_id="tests")
     assert shared_server.post("/release_policy", run_id="tests").status_code == 200
     return shared_server
@@ -81,7 +81,7 @@ class Reference:
 
 
 @pytest.fixture(scope="session")
-def reference() -> Reference:
+def reference():
     return Reference()
 
 
@@ -138,7 +138,7 @@ async def generate_all(
     limits = httpx.Limits(max_connections=None)
     headers = server.client.headers
     async with httpx.AsyncClient(
-        base_url=server.url, timeout=REQUEST_TIMEOUT_S, limits=limits, headers=headers
+        base_url=server.url, timeout=REQUEST_TIMEOUT_SECONDS, limits=limits, headers=headers
     ) as client:
         sent = [asyncio.create_task(client.post("/inference/v1/generate", json=body)) for body in requests]
         await asyncio.to_thread(meanwhile)
@@ -149,21 +149,28 @@ async def generate_all(
 
 
 async def generate_until_reload(
-    server: Server, requests: list[dict[str, Any]], meanwhile: Callable[[float], None]
+    server: Server,
+    requests: list[dict[str, Any]],
+    meanwhile: Callable[[float], None],
+    slots: Sequence[dict[str, str]] = ({},),
 ) -> list[dict[str, Any]]:
     """Send requests of `LONG` tokens, run `meanwhile` in a thread, and end them by `/reload_weights` 500 tokens later.
+
+    Those of a named adapter are not ended.
 
     Args:
         server: has a seat for each request.
         requests: `max_tokens` is replaced.
         meanwhile: its argument is the metric `SAMPLED` before the requests.
+        slots: body of `/reload_weights` for each; the base slot by default.
     """
     before = metric(server, SAMPLED)
 
     def act() -> None:
         meanwhile(before)
         wait_for_metric(server, SAMPLED, above=metric(server, SAMPLED) + 500)
-        server.reload()
+        for slot in slots:
+            server.reload(**slot)
 
     long = [{**body, "sampling_params": {**body["sampling_params"], "max_tokens": LONG}} for body in requests]
     return await generate_all(server, long, act)
@@ -187,9 +194,11 @@ def wait_for_metric(server: Server, name: str, above: float) -> None:
     """Poll until the metric is above a value.
 
     Raises:
-        AssertionError: it is not within `METRIC_TIMEOUT_S`.
+        AssertionError: it is not within `METRIC_TIMEOUT_SECONDS`.
     """
-    deadline = time.monotonic() + METRIC_TIMEOUT_S
+    deadline = time.monotonic() + METRIC_TIMEOUT_SECONDS
     while (value := metric(server, name)) <= above:
-        assert time.monotonic() < deadline, f"{name} = {value:g} is not above {above:g} after {METRIC_TIMEOUT_S} s"
+        assert time.monotonic() < deadline, (
+            f"{name} = {value:g} is not above {above:g} after {METRIC_TIMEOUT_SECONDS} s"
+        )
         time.sleep(0.01)

@@ -3,19 +3,18 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError
 from prime_rl.trainer.weights.adapter_files import merge_adapter
 from tests.integration.inference.conftest import (
     ARGUMENTS,
     SAMPLED,
-    Models,
     Reference,
     assert_greedy_outputs_equal,
     gap,
@@ -32,7 +31,7 @@ from tests.support.tiny_model import make_tiny_model
 # Unit tests of the policy manager, the adapter checks and the workers' slots cover the parts.
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
-LORA = [*ARGUMENTS, "--enable-lora", "--max-loras", "3", "--max-lora-rank", "4", "--vllm.kv_cache_memory_bytes", "64M"]
+LORA = [*ARGUMENTS, "--enable-lora", "--max-loras", "2", "--max-lora-rank", "4", "--vllm.kv_cache_memory_bytes", "64M"]
 AGREEMENT = 1e-4
 DIFFERENT = 0.5
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
@@ -61,18 +60,18 @@ def _make(root: Path, base: Path) -> Adapters:
 
 
 @pytest.fixture(scope="module")
-def adapters(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+def adapters(models, tmp_path_factory):
     return _make(tmp_path_factory.mktemp("adapters"), models.base)
 
 
 @pytest.fixture(scope="module")
-def running(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def running(models, tmp_path_factory):
     with inference_server(models.base, tmp_path_factory.mktemp("lora") / "server.log", LORA) as server:
         yield server
 
 
 @pytest.fixture
-def lora(running: Server) -> Server:
+def lora(running):
     for served in running.policy()["adapters"]:
         assert running.post("/unload_adapter", name=served["name"]).status_code == 200
     running.reload()
@@ -109,7 +108,7 @@ def _sample(server: Server, reference: Reference, model: Path, name: str | None 
     return choice["token_ids"]
 
 
-def test_switch_between_adapters_changes_the_policy(lora: Server, adapters: Adapters, reference: Reference) -> None:
+def test_switch_between_adapters_changes_the_policy(lora, adapters, reference):
     """Every version, with one prompt that stays in the prefix cache; then the base model again."""
     sampled = [_sample(lora, reference, adapters.base)]
     for step, directory in adapters.published.items():
@@ -124,9 +123,21 @@ def test_switch_between_adapters_changes_the_policy(lora: Server, adapters: Adap
     assert len({tuple(tokens) for tokens in sampled}) == 4
 
 
-async def test_tied_model_after_ten_adapters_equals_a_fresh_server(
-    lora: Server, adapters: Adapters, tmp_path: Path
-) -> None:
+def test_head_of_a_tied_model_is_adapted(lora, adapters, reference, tmp_path):
+    """Factors of the head leave the embedding, whose weight it shares, as it is."""
+    untied = tmp_path / "untied"
+    shutil.copytree(adapters.base, untied)
+    weights = load_file(untied / "model.safetensors")
+    save_file({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, untied / "model.safetensors")
+    config = json.loads((untied / "config.json").read_text())
+    (untied / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    adapter = make_adapter(tmp_path / "adapter", untied, seed=5, targets=("lm_head", "q_proj"))
+    merge_adapter(adapter, untied, tmp_path / "merged")
+    lora.update(publish_adapter(tmp_path / "run", adapter, 2), 2)
+    _sample(lora, reference, tmp_path / "merged")
+
+
+async def test_tied_model_after_ten_adapters_equals_a_fresh_server(lora, adapters, tmp_path):
     sources = [adapters.published[2], adapters.published[3], adapters.published[1]]
     switch_ten_times(lora, sources, tmp_path, publish_adapter)
     log = tmp_path / "server.log"
@@ -134,7 +145,7 @@ async def test_tied_model_after_ten_adapters_equals_a_fresh_server(
         await assert_greedy_outputs_equal(lora, fresh)
 
 
-async def test_untied_model_after_ten_adapters_equals_a_fresh_server(tmp_path: Path) -> None:
+async def test_untied_model_after_ten_adapters_equals_a_fresh_server(tmp_path):
     base = make_tiny_model(tmp_path / "base", tie_word_embeddings=False, seed=4)
     adapters = _make(tmp_path, base)
     sources = [adapters.published[2], adapters.published[3], adapters.published[1]]
@@ -144,9 +155,7 @@ async def test_untied_model_after_ten_adapters_equals_a_fresh_server(tmp_path: P
             await assert_greedy_outputs_equal(server, fresh)
 
 
-async def test_requests_in_flight_continue_with_the_new_adapter(
-    lora: Server, adapters: Adapters, reference: Reference, tmp_path: Path
-) -> None:
+async def test_requests_in_flight_continue_with_the_new_adapter(lora, adapters, reference, tmp_path):
     """The canaries run in the same steps."""
     canaried = [
         publish_adapter(
@@ -176,9 +185,7 @@ async def test_requests_in_flight_continue_with_the_new_adapter(
         assert gap(logprobs_of(choice)[switch : switch + 50], expected[switch : switch + 50]) > DIFFERENT
 
 
-def test_altered_adapters_are_refused(
-    lora: Server, adapters: Adapters, models: Models, reference: Reference, tmp_path: Path
-) -> None:
+def test_altered_adapters_are_refused(lora, adapters, models, reference, tmp_path):
     lora.update(adapters.published[1], 1)
 
     def altered(name: str, content: bytes, file: str) -> Path:
@@ -194,15 +201,16 @@ def test_altered_adapters_are_refused(
     scaled = altered("scaled", config.replace(b'"lora_alpha": 8', b'"lora_alpha": 9'), "adapter_config.json")
     cut = altered("cut", bytes(weights[:-64]), "adapter_model.safetensors")
     large = publish_adapter(tmp_path / "large", make_adapter(tmp_path / "a", models.base, seed=0, rank=8), 2)
-    other = make_tiny_model(tmp_path / "other", tie_word_embeddings=False, seed=0)
-    shutil.copy(make_adapter(tmp_path / "b", other, 0, targets=("lm_head",)) / "adapter_config.json", tmp_path)
+    factors = load_file(make_adapter(tmp_path / "b", models.base, 0) / "adapter_model.safetensors")
+    deeper = {name.replace("layers.1.", "layers.2."): factor for name, factor in factors.items()}
+    save_file(deeper, tmp_path / "b" / "adapter_model.safetensors")
     alien = publish_adapter(tmp_path / "alien", tmp_path / "b", 2)
     for directory, message in [
         (flipped, "adapter_model.safetensors differs from its manifest: tensor base_model.model"),
         (scaled, "adapter_config.json differs from its manifest"),
         (cut, "adapter_model.safetensors has"),
         (large, "adapter of rank 8; this server has max_lora_rank = 4"),
-        (alien, "adapts layer lm_head, which the served model does not have"),
+        (alien, "adapts layer model.layers.2."),
     ]:
         error = _refusal(lora, "/update_weights", weight_dir=directory, step=2)
         assert message in error and str(directory) in error
@@ -212,9 +220,7 @@ def test_altered_adapters_are_refused(
     _sample(lora, reference, adapters.merged[1])
 
 
-def test_adapter_with_a_wrong_canary_is_rejected(
-    lora: Server, adapters: Adapters, reference: Reference, tmp_path: Path
-) -> None:
+def test_adapter_with_a_wrong_canary_is_rejected(lora, adapters, reference, tmp_path):
     def published(name: str, model: Path) -> Path:
         return publish_adapter(
             tmp_path / name, adapters.published[1], 1, overrides={"canary": _canary(reference, model)}
@@ -229,9 +235,7 @@ def test_adapter_with_a_wrong_canary_is_rejected(
     assert "is not the trainer's" in _refusal(lora, "/update_weights", 422, weight_dir=wrong, step=1)
 
 
-async def test_named_adapters_are_served_together_with_the_policy(
-    lora: Server, adapters: Adapters, reference: Reference
-) -> None:
+async def test_named_adapters_are_served_together_with_the_policy(lora, adapters, reference):
     """Three adapters in one batch with one prefix; the policy switches, and the named adapters do not change."""
     _load(lora, "second", adapters.published[2], 2)
     _load(lora, "third", adapters.published[3], 3)
@@ -263,17 +267,12 @@ def _headers(server: Server, model: str) -> str:
     return f"X-Policy-Version: {start}"
 
 
-async def test_token_streams_sample_from_the_policy_and_from_named_adapters(
-    lora: Server, adapters: Adapters, reference: Reference
-) -> None:
+async def test_token_streams_sample_from_the_policy_and_from_named_adapters(lora, adapters, reference):
     """A named adapter keeps its version over a switch of the policy's adapter."""
     lora.update(adapters.published[1], 1)
     _load(lora, "named", adapters.published[2], 2)
     sampling = {"temperature": 1.0, "max_tokens": 64, "seed": 0, "ignore_eos": True}
-    async with (
-        InferenceClient(lora.url, lora.model, "") as policy,
-        InferenceClient(lora.url, "named", "") as named,
-    ):
+    async with InferenceClient(lora.url, lora.model, "") as policy, InferenceClient(lora.url, "named", "") as named:
         for step in (1, 3):
             lora.update(adapters.published[step], step)
             both = await asyncio.gather(policy.generate(PROMPT, sampling), named.generate(PROMPT, sampling))
@@ -288,16 +287,16 @@ async def test_token_streams_sample_from_the_policy_and_from_named_adapters(
         assert caught.value.status == 404
 
 
-async def test_names_are_loaded_and_unloaded(
-    lora: Server, adapters: Adapters, reference: Reference, models: Models, server: Server
-) -> None:
+async def test_names_are_loaded_and_unloaded(lora, adapters, reference, models, server):
     _load(lora, "one", adapters.published[1], 1)
     assert _sample(lora, reference, adapters.merged[1], "one")
     message = "'one' is version 0.1 of"
     assert message in _refusal(lora, "/load_adapter", name="one", weight_dir=adapters.published[2], step=2)
     _load(lora, "two", adapters.published[2], 2)
-    message = "2 adapters are served in addition to the policy's (one, two); unload one, or set max_loras above 3"
-    assert message in _refusal(lora, "/load_adapter", name="three", weight_dir=adapters.published[3], step=3)
+    message = (
+        "all 2 adapters of this server are in use (one, two); end a run, unload an adapter, or set max_loras above 2"
+    )
+    assert message in _refusal(lora, "/load_adapter", 409, name="three", weight_dir=adapters.published[3], step=3)
     message = "these adapters depend on the base model: one, two"
     assert message in _refusal(lora, "/update_weights", weight_dir=models.published[1], step=1)
 
@@ -319,9 +318,7 @@ async def test_names_are_loaded_and_unloaded(
     assert message in _refusal(server, "/update_weights", weight_dir=adapters.published[1], step=1)
 
 
-async def test_full_weights_with_lora_enabled_use_vllms_reload(
-    lora: Server, adapters: Adapters, models: Models, reference: Reference, tmp_path: Path
-) -> None:
+async def test_full_weights_with_lora_enabled_use_vllms_reload(lora, adapters, models, reference, tmp_path):
     """A server that accepts adapters also accepts full weights, with a longer pause."""
     lora.update(adapters.published[1], 1)
     lora.update(models.published[2], 2)

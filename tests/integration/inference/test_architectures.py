@@ -5,15 +5,14 @@ NanoChat, which vLLM runs through transformers' own code.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
-from tests.integration.inference.conftest import Reference, gap, logprobs_of
+from tests.integration.inference.conftest import gap, logprobs_of
 from tests.support.server import inference_server
-from tests.support.tiny_model import make_tokenizer, publish_weights
+from tests.support.tiny_model import publish_weights, save_random_model
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -38,22 +37,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _make_model(name: str, path: Path, seed: int) -> Path:
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    return path
-
-
 @pytest.mark.parametrize("name", CONFIGS)
-def test_switch_updates_the_model(name: str, tmp_path: Path, reference: Reference) -> None:
-    base = _make_model(name, tmp_path / "base", 0)
+def test_switch_updates_the_model(name, tmp_path, reference):
+    base = save_random_model(CONFIGS[name](), tmp_path / "base", 0)
     with inference_server(base, tmp_path / "server.log", ["--vllm.kv_cache_memory_bytes", "64M"]) as server:
         for step in (1, 2):
-            directory = publish_weights(tmp_path, _make_model(name, tmp_path / f"model_{step}", step), step)
+            directory = publish_weights(
+                tmp_path, save_random_model(CONFIGS[name](), tmp_path / f"model_{step}", step), step
+            )
             server.update(directory, step)
             choice = server.generate(PROMPT, temperature=1.0, seed=step, max_tokens=64)
             assert gap(logprobs_of(choice), reference.logprobs(directory, PROMPT, choice["token_ids"])) <= 1e-4

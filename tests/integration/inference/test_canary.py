@@ -8,7 +8,6 @@ import pytest
 
 from tests.integration.inference.conftest import (
     SEATS,
-    Models,
     Reference,
     all_seats_taken,
     generate_all,
@@ -16,7 +15,6 @@ from tests.integration.inference.conftest import (
     versions_of,
     wait_for_metric,
 )
-from tests.support.server import Server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,9 +28,7 @@ def _canary(reference: Reference, model: Path) -> dict[str, Any]:
     return {"token_ids": IDS, "logprobs": reference.logprobs(model, IDS[:1], IDS[1:]), "dtype": "float32"}
 
 
-async def test_canary_has_priority_over_rollouts(
-    server: Server, models: Models, reference: Reference, tmp_path: Path
-) -> None:
+async def test_canary_has_priority_over_rollouts(server, models, reference, tmp_path):
     """All seats are taken and twice as many requests wait; the canary runs in the step after the switch."""
     canary = _canary(reference, models.published[1])
     directory = publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary})
@@ -49,9 +45,7 @@ async def test_canary_has_priority_over_rollouts(
     assert [versions_of(choice) for choice in await sent] == [[("0.1", 0, 8)]] * len(waiting)
 
 
-def test_weights_of_another_model_fail_the_canary(
-    server: Server, models: Models, reference: Reference, tmp_path: Path
-) -> None:
+def test_weights_of_another_model_fail_the_canary(server, models, reference, tmp_path):
     """The manifest and every hash are right, but the trainer's model was another one."""
     canary = _canary(reference, models.published[2])
     directory = publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary})
@@ -66,7 +60,7 @@ def test_weights_of_another_model_fail_the_canary(
     assert server.policy()["canary_difference"] is None
 
 
-def test_canary_creates_no_cache_entry(server: Server, models: Models, reference: Reference, tmp_path: Path) -> None:
+def test_canary_creates_no_cache_entry(server, models, reference, tmp_path):
     canary = _canary(reference, models.published[1])
     server.update(publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary}), 1)
     hits = metric(server, "vllm:prefix_cache_hits_total")
@@ -74,7 +68,7 @@ def test_canary_creates_no_cache_entry(server: Server, models: Models, reference
     assert metric(server, "vllm:prefix_cache_hits_total") == hits
 
 
-def test_chat_response_headers_contain_the_version(server: Server, models: Models) -> None:
+def test_chat_response_headers_contain_the_version(server, models):
     server.update(models.published[1], 1)
     body = {"model": server.model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
     for path, more in [("/v1/chat/completions", body), ("/v1/completions", {"model": server.model, "prompt": [5, 6]})]:

@@ -27,15 +27,14 @@ from tests.integration.inference.conftest import (
     wait_for_metric,
 )
 from tests.support.command import alive, until
-from tests.support.server import STOP_TIMEOUT_S, Server, inference_server
+from tests.support.server import STOP_TIMEOUT_SECONDS, Server, inference_server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-async def test_data_parallel_engines_switch_and_die_together(
-    models: Models, reference: Reference, tmp_path: Path
-) -> None:
+@pytest.mark.extended
+async def test_data_parallel_engines_switch_and_die_together(models, reference, tmp_path):
     directory = publish_with_canary(models, reference, tmp_path)
     arguments = ["--parallel.dp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
     with inference_server(models.base, tmp_path / "server.log", arguments) as server:
@@ -53,9 +52,7 @@ async def test_data_parallel_engines_switch_and_die_together(
 
 
 @pytest.mark.extended
-async def test_tensor_parallel_workers_switch_and_die_together(
-    models: Models, reference: Reference, tmp_path: Path
-) -> None:
+async def test_tensor_parallel_workers_switch_and_die_together(models, reference, tmp_path):
     directory = publish_with_canary(models, reference, tmp_path)
     arguments = ["--parallel.tp", "2", "--vllm.kv_cache_memory_bytes", "64M", "--output-dir", str(tmp_path / "run")]
     with inference_server(models.base, tmp_path / "server.log", arguments) as server:
@@ -96,4 +93,4 @@ def kill_and_look_for_orphans(server: Server) -> None:
     offspring = psutil.Process(server.process.pid).children(recursive=True)
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait()
-    until(lambda: not any(map(alive, offspring)), f"the end of {offspring}", STOP_TIMEOUT_S)
+    until(lambda: not any(map(alive, offspring)), f"the end of {offspring}", STOP_TIMEOUT_SECONDS)

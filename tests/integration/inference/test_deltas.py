@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ from tests.integration.inference.conftest import (
     ARGUMENTS,
     LONG,
     SAMPLED,
-    Models,
-    Reference,
     assert_greedy_outputs_equal,
     gap,
     generate_all,
@@ -30,7 +27,7 @@ from tests.integration.inference.conftest import (
     versions_of,
     wait_for_metric,
 )
-from tests.support.server import STOP_TIMEOUT_S, Server, free_port, inference_server
+from tests.support.server import STOP_TIMEOUT_SECONDS, Server, free_port, inference_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,7 +38,7 @@ class Trainer:
     """Publishes versions of a tiny policy as deltas; each step changes a twentieth of the weights."""
 
     def __init__(self, model: Path, weights: Path) -> None:
-        from prime_rl.configs.shared.blocks import TokenizerConfig
+        from prime_rl.configs.base_model import TokenizerConfig
         from prime_rl.configs.training.model import TrainerModelConfig
         from prime_rl.trainer.fsdp import shard_policy
         from prime_rl.trainer.model.policy_model import load_tokenizer
@@ -79,7 +76,7 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, models: Models) -> Iterator[Trainer]:
+def trainer(tmp_path, models):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield Trainer(models.base, tmp_path / "weights")
     dist.destroy_process_group()
@@ -111,9 +108,8 @@ async def _switch_while_sampling(server: Server, directories: dict[int, Path]) -
         assert [version for version, _, _ in versions_of(choice)] == [f"0.{before}", f"0.{step}"]
 
 
-async def test_server_follows_a_chain_of_deltas(
-    server: Server, reference: Reference, tmp_path: Path, trainer: Trainer
-) -> None:
+@pytest.mark.extended  # the unit tests of `DeltaChain` and of the worker show the parts
+async def test_server_follows_a_chain_of_deltas(server, reference, tmp_path, trainer):
     """The shared server: two switches during completions, a damaged delta, and the outputs of the last version."""
     published = {step: trainer.step(step) for step in range(1, 5)}
     assert [len(chain_of(directory)) for directory in published.values()] == [1, 2, 3, 4]
@@ -127,9 +123,7 @@ async def test_server_follows_a_chain_of_deltas(
 
 
 @pytest.mark.extended
-async def test_restarted_server_rebuilds_a_chain_of_deltas(
-    server: Server, models: Models, tmp_path: Path, trainer: Trainer
-) -> None:
+async def test_restarted_server_rebuilds_a_chain_of_deltas(server, models, tmp_path, trainer):
     """The shared server loads the same versions as full weights."""
     port = free_port()
     arguments = [*ARGUMENTS, "--weights_cache", str(tmp_path / "cache")]
@@ -161,7 +155,7 @@ async def test_restarted_server_rebuilds_a_chain_of_deltas(
         await assert_greedy_outputs_equal(second, server)
         assert [len(list(entry.glob("*.safetensors"))) for entry in here.iterdir() if entry.is_dir()] == [3]
         second.process.send_signal(signal.SIGTERM)
-        second.process.wait(STOP_TIMEOUT_S)
+        second.process.wait(STOP_TIMEOUT_SECONDS)
         assert not here.exists()
 
 

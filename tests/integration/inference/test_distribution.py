@@ -14,17 +14,17 @@ import httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from prime_rl.configs.rollouts.options import ConcurrencyConfig
-from prime_rl.orchestrator.inference.concurrency_control import ConcurrencyController
+from prime_rl.configs.concurrency import ConcurrencyConfig
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
+from prime_rl.orchestrator.inference.inference_server import ConcurrencyController
 from prime_rl.orchestrator.inference.inference_server import InferenceServer as Steered
-from prime_rl.orchestrator.inference.inference_server import InvalidWeights
+from prime_rl.orchestrator.inference.weight_versions import InvalidWeights
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.storage.paths import RunPaths, steps_in
-from tests.integration.inference.conftest import METRIC_TIMEOUT_S, Models, Reference, metric, versions_of
-from tests.support.server import REQUEST_TIMEOUT_S, Server
+from tests.integration.inference.conftest import METRIC_TIMEOUT_SECONDS, Models, Reference, metric, versions_of
+from tests.support.server import REQUEST_TIMEOUT_SECONDS, Server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -78,10 +78,7 @@ BAD = {
     "a cut file": (_cut, r"{dir}/model-00002\.safetensors has 1000 bytes, its manifest says \d+"),
     "a missing shard": (_lose, r"{dir}/model-00002\.safetensors is missing; its manifest says it has \d+ bytes"),
     "a wrong step": (_declare(step=99), r"{dir}/manifest\.json declares step 99"),
-    "a smaller version": (
-        _declare(branch=0),
-        r"version 0\.\d+ .* of {dir} is older than the loaded version 1\.\d+",
-    ),
+    "a smaller version": (_declare(branch=0), r"version 0\.\d+ .* of {dir} is older than the loaded version 1\.\d+"),
     "another shape": (_widen, r"tensor \S+ of {dir}/model-00001\.safetensors has shape"),
     "a wrong canary": (None, r"version 1\.\d+ of {dir} is loaded, but is not the trainer's"),
 }
@@ -94,7 +91,7 @@ async def steering(server: Server, run_dir: Path, **options: Any) -> AsyncIterat
     async with InferenceClient(server.url, server.model, f"run {run_dir}") as engine:
         steered = Steered(engine, ConcurrencyController(ConcurrencyConfig(), seq_len=64))
         policy = InferencePool([steered], RunPaths(run_dir), changed.set, **options)
-        await policy.start(METRIC_TIMEOUT_S)
+        await policy.start(METRIC_TIMEOUT_SECONDS)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(policy.follow_weights(stop))
@@ -108,14 +105,14 @@ async def steering(server: Server, run_dir: Path, **options: Any) -> AsyncIterat
 
 
 async def until(changed: asyncio.Event, condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(METRIC_TIMEOUT_S):
+    async with asyncio.timeout(METRIC_TIMEOUT_SECONDS):
         while not condition():
             changed.clear()
             await changed.wait()
 
 
 @pytest.fixture(scope="module")
-def shards(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards(models, tmp_path_factory):
     """The model of version 1 in three files; good versions are of the other one, so that every bad one is read."""
     directory = tmp_path_factory.mktemp("shards")
     tensors = load_file(models.published[1] / "model.safetensors")
@@ -151,14 +148,12 @@ def publish_bad(kind: str, run_dir: Path, shards: Path, models: Models, referenc
     return message.format(dir=place)
 
 
-async def test_invalid_versions_are_skipped_and_sampling_continues(
-    server: Server, models: Models, shards: Path, reference: Reference, tmp_path: Path
-) -> None:
+async def test_invalid_versions_are_skipped_and_sampling_continues(server, models, shards, reference, tmp_path):
     """Each invalid version is followed by a valid one; completions in flight are not affected."""
     run_dir = tmp_path / "run"
     async with (
         steering(server, run_dir, on_refused="keep") as (policy, changed),
-        httpx.AsyncClient(base_url=server.url, timeout=REQUEST_TIMEOUT_S) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=REQUEST_TIMEOUT_SECONDS) as client,
     ):
         publish_weights(run_dir, models.published[2], 1, branch=1)
         await until(changed, lambda: policy.version == 1)
@@ -188,9 +183,7 @@ async def test_invalid_versions_are_skipped_and_sampling_continues(
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "a wrong canary" else pytest.mark.extended) for kind in BAD]
 )
-async def test_invalid_version_ends_the_run(
-    server: Server, models: Models, shards: Path, reference: Reference, tmp_path: Path, kind: str
-) -> None:
+async def test_invalid_version_ends_the_run(server, models, shards, reference, tmp_path, kind):
     run_dir = tmp_path / "run"
     with pytest.raises(ExceptionGroup) as caught:
         async with steering(server, run_dir) as (policy, changed):
@@ -203,11 +196,11 @@ async def test_invalid_version_ends_the_run(
         raise error
 
 
-async def test_chat_completion_is_sampled_by_one_version(server: Server, models: Models, tmp_path: Path) -> None:
+async def test_chat_completion_is_sampled_by_one_version(server, models, tmp_path):
     """A switch waits for the response, streamed or not."""
     body = {"model": server.model, "messages": [{"role": "user", "content": "say it"}], "ignore_eos": True}
     body |= {"max_tokens": 400, "temperature": 0, "logprobs": True}
-    async with httpx.AsyncClient(base_url=server.url, timeout=REQUEST_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=REQUEST_TIMEOUT_SECONDS) as client:
         alone = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]["content"]
         for step, streamed in ((1, False), (2, True)):
             before = server.policy()["step"]
@@ -216,7 +209,7 @@ async def test_chat_completion_is_sampled_by_one_version(server: Server, models:
             while metric(server, "vllm:generation_tokens_total") <= start + 5:
                 await asyncio.sleep(0)
             switched = await asyncio.to_thread(server.update, models.published[step], step)
-            assert asked.done() or (await asyncio.wait({asked}, timeout=METRIC_TIMEOUT_S))[0], (
+            assert asked.done() or (await asyncio.wait({asked}, timeout=METRIC_TIMEOUT_SECONDS))[0], (
                 "the response was complete before the switch"
             )
             answer = await asked
@@ -228,7 +221,7 @@ async def test_chat_completion_is_sampled_by_one_version(server: Server, models:
             assert switched["pause_s"] < 5, "the wait is not part of the pause"
 
 
-async def test_pinned_rollout_is_sampled_by_one_version(server: Server, models: Models) -> None:
+async def test_pinned_rollout_is_sampled_by_one_version(server, models):
     """A switch waits while the rollout continues with the old version; it runs afterwards."""
     ask = [{"role": "user", "content": "say it"}]
     async with ChatServer(f"{server.url}/v1", server.model) as chat:

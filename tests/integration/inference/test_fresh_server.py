@@ -1,31 +1,26 @@
 """A server that has switched gives the outputs of a server started on the published directory (I5)."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.integration.inference.conftest import ARGUMENTS, Models, assert_greedy_outputs_equal, switch_ten_times
+from tests.integration.inference.conftest import ARGUMENTS, assert_greedy_outputs_equal, switch_ten_times
 from tests.integration.inference.test_data_parallel import kill_and_look_for_orphans
-from tests.support.server import Server, inference_server
+from tests.support.server import inference_server
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def fresh(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def fresh(models, tmp_path_factory):
     with inference_server(models.published[1], tmp_path_factory.mktemp("fresh") / "server.log", ARGUMENTS) as server:
         yield server
 
 
-async def test_server_after_ten_switches_equals_a_fresh_server(
-    server: Server, fresh: Server, models: Models, tmp_path: Path
-) -> None:
+async def test_server_after_ten_switches_equals_a_fresh_server(server, fresh, models, tmp_path):
     switch_ten_times(server, [models.published[2], models.base, models.published[1]], tmp_path)
     assert server.policy()["hash"] == fresh.policy()["hash"]
     await assert_greedy_outputs_equal(server, fresh)
 
 
-def test_engine_of_a_killed_server_ends(fresh: Server) -> None:
+def test_engine_of_a_killed_server_ends(fresh):
     """Must be the last test of this file: the server is gone afterwards."""
     kill_and_look_for_orphans(fresh)

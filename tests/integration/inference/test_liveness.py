@@ -10,14 +10,14 @@ import pytest
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
 from prime_rl.liveness.heartbeat_monitor import HeartbeatMonitor, ProcessState
 from prime_rl.storage.paths import RunPaths
-from tests.integration.inference.conftest import METRIC_TIMEOUT_S
+from tests.integration.inference.conftest import METRIC_TIMEOUT_SECONDS
 from tests.support.server import inference_server
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 
-def wait_for_state(watch, state, phase="serve", timeout_s=METRIC_TIMEOUT_S):
-    tick, end = threading.Event(), time.monotonic() + timeout_s
+def wait_for_state(watch, state, phase="serve", timeout_seconds=METRIC_TIMEOUT_SECONDS):
+    tick, end = threading.Event(), time.monotonic() + timeout_seconds
     while time.monotonic() < end:
         verdicts = watch.poll()
         if verdicts and verdicts[0].state is state and verdicts[0].heartbeat.phase == phase:

@@ -11,17 +11,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.integration.inference.conftest import (
-    Models,
-    Reference,
-    gap,
-    logprobs_of,
-    metric,
-    versions_of,
-    wait_for_metric,
-)
+from tests.integration.inference.conftest import gap, logprobs_of, metric, versions_of, wait_for_metric
 from tests.support.nursery import Forked, start_forked
-from tests.support.server import STOP_TIMEOUT_S, Server, free_port, inference_server
+from tests.support.server import STOP_TIMEOUT_SECONDS, Server, free_port, inference_server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -43,9 +35,7 @@ def headless_node(model: Path, log: Path, arguments: list[str]) -> Iterator[Fork
             process.wait()
 
 
-async def test_two_nodes_switch_together_and_end_after_the_loss_of_an_engine(
-    models: Models, reference: Reference, tmp_path: Path
-) -> None:
+async def test_two_nodes_switch_together_and_end_after_the_loss_of_an_engine(models, reference, tmp_path):
     ids = [6 + (7 * i) % 94 for i in range(64)]
     logprobs = reference.logprobs(models.published[1], ids[:1], ids[1:])
     canary = {"token_ids": ids, "logprobs": logprobs, "dtype": "float32"}
@@ -79,8 +69,8 @@ async def test_two_nodes_switch_together_and_end_after_the_loss_of_an_engine(
 
         [engine] = [p for p in psutil.Process(node.pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
         await lose(server, engine)
-        assert server.process.wait(STOP_TIMEOUT_S) == 1
-        assert node.wait(STOP_TIMEOUT_S) == 1
+        assert server.process.wait(STOP_TIMEOUT_SECONDS) == 1
+        assert node.wait(STOP_TIMEOUT_SECONDS) == 1
     assert "error: node" in server.log.read_text()
     assert f"EngineCore_DP1 (pid {engine.pid}) died" in server.log.read_text()
     assert f"error: EngineCore_DP1 (pid {engine.pid}) died" in log.read_text()
@@ -101,7 +91,7 @@ def sample_of_each(server: Server) -> list[tuple[list[int], list[float], str]]:
 
 async def lose(server: Server, engine: psutil.Process) -> None:
     """Kill the engine while both copies sample; the server must end every request."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=STOP_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=STOP_TIMEOUT_SECONDS) as client:
         requests = [
             asyncio.create_task(
                 client.post(

@@ -1,12 +1,11 @@
 """The pause of a switch, compared with the time to copy and process the same tensors."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.inference.conftest import Reference, gap, generate_all, logprobs_of, metric, wait_for_metric
-from tests.support.server import Server, inference_server
+from tests.integration.inference.conftest import gap, generate_all, logprobs_of, metric, wait_for_metric
+from tests.support.server import inference_server
 from tests.support.tiny_model import make_tokenizer, publish_weights
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,7 +31,7 @@ def _make_model(path: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def published(tmp_path_factory):
     """The base model, and versions 1 and 2."""
     root = tmp_path_factory.mktemp("larger")
     return [
@@ -42,16 +41,14 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def larger(published: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def larger(published, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "server.log"
     arguments = ["--vllm.max_num_seqs", "8", "--vllm.kv_cache_memory_bytes", "64M", "--max-model-len", "1024"]
     with inference_server(published[0], log, arguments) as server:
         yield server
 
 
-async def test_pause_is_shorter_than_copying_and_processing(
-    larger: Server, published: list[Path], reference: Reference
-) -> None:
+async def test_pause_is_shorter_than_copying_and_processing(larger, published, reference):
     """On a CPU weights are processed before the pause and pointers exchanged."""
     switches = []
 
@@ -74,7 +71,7 @@ async def test_pause_is_shorter_than_copying_and_processing(
     assert gap(logprobs_of(choice), reference.logprobs(published[2], PROMPT, choice["token_ids"])) <= 1e-4
 
 
-async def test_sampling_continues_while_a_version_is_staged(larger: Server, published: list[Path]) -> None:
+async def test_sampling_continues_while_a_version_is_staged(larger, published):
     larger.reload()
     sampled = []
 
@@ -91,9 +88,7 @@ async def test_sampling_continues_while_a_version_is_staged(larger: Server, publ
     assert sampled[0] > 0
 
 
-def test_update_to_an_overtaken_staged_version_loads_it(
-    larger: Server, published: list[Path], reference: Reference
-) -> None:
+def test_update_to_an_overtaken_staged_version_loads_it(larger, published, reference):
     larger.reload()
     for step in (1, 2):
         larger.post("/stage_weights", weight_dir=str(published[step]), step=step).raise_for_status()

@@ -5,7 +5,7 @@ with a forward pass of its version. Under `keep` that holds for completions of o
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from prime_rl.core.types import Group, PolicyVersion, Rollout, Sample
-from prime_rl.orchestrator.batching.packing import pack
+from prime_rl.orchestrator.packing import pack
 from prime_rl.rollouts.clients.inference_client import InferenceClient, decode_generation
-from prime_rl.rollouts.replies import Generation
+from prime_rl.rollouts.rendering.messages import Generation
 from tests.integration.inference.conftest import (
-    Models,
     Reference,
     gap,
     logprobs_of,
@@ -40,7 +39,7 @@ PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
 @pytest.fixture
-def recomputing(models: Models, tmp_path: Path) -> Iterator[Server]:
+def recomputing(models, tmp_path):
     log = tmp_path / "server.log"
     arguments = [
         "--kv_cache_on_weight_update",
@@ -55,7 +54,7 @@ def recomputing(models: Models, tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def policies(models: Models, tmp_path: Path) -> dict[str, Path]:
+def policies(models, tmp_path):
     """Directory by version: the base, and three that are published here."""
     sources = {1: models.published[1], 2: models.published[2], 3: models.published[1]}
     published = {f"0.{step}": publish_weights(tmp_path, source, step) for step, source in sources.items()}
@@ -85,7 +84,7 @@ async def _sample_by_http(server: Server, prompts: list[list[int]]) -> Completio
 
 
 async def _sample_by_stream(server: Server, prompts: list[list[int]]) -> Completions:
-    async with InferenceClient(server.url, server.model, "run", timeout_s=500) as client:
+    async with InferenceClient(server.url, server.model, "run", timeout_seconds=500) as client:
         answers = [client.generate(prompt, {**SAMPLING, "seed": i}) for i, prompt in enumerate(prompts)]
         generations = await asyncio.gather(*answers)
         assert client._stream.is_offered, "the requests were sent by HTTP"
@@ -168,11 +167,11 @@ def _agree(choice: dict[str, Any], prompt: list[int], policies: dict[str, Path],
 
 @pytest.mark.parametrize("sample", [_sample_by_http, _sample_by_stream])
 async def test_recomputed_spans_agree_with_their_version(
-    recomputing: Server,
-    policies: dict[str, Path],
-    reference: Reference,
-    sample: Callable[[Server, list[list[int]]], Awaitable[Completions]],
-) -> None:
+    recomputing,
+    policies,
+    reference,
+    sample,
+):
     prompts = [[*PROMPT, 6 + i % 90, 6 + i // 90] for i in range(REQUESTS)]
     preempted = metric(recomputing, "vllm:num_preemptions_total")
     sampled_choices = await _sample_across_switches(recomputing, policies, prompts, sample)
@@ -184,9 +183,7 @@ async def test_recomputed_spans_agree_with_their_version(
     _assert_trained_versions(sampled_choices, prompts)
 
 
-async def test_kept_completions_of_one_version_agree_with_that_version(
-    server: Server, policies: dict[str, Path], reference: Reference
-) -> None:
+async def test_kept_completions_of_one_version_agree_with_that_version(server, policies, reference):
     prompts = [[*PROMPT, 6 + i] for i in range(80)]
     sampled_choices = await _sample_across_switches(server, policies, prompts)
     pure = [(choice, prompt) for (choice, _), prompt in zip(sampled_choices, cycle(prompts)) if _is_pure(choice)]

@@ -1,13 +1,13 @@
 """The server as a process: start, access, and end."""
 
 import asyncio
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,16 +15,17 @@ import httpx
 import psutil
 import pytest
 
+from prime_rl.liveness.heartbeat_monitor import read_heartbeats
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
+from prime_rl.storage.paths import RunPaths
 from tests.integration.inference.conftest import (
-    Reference,
     assert_greedy_outputs_equal,
     gap,
     logprobs_of,
     switch_ten_times,
     wait_for_metric,
 )
-from tests.support.server import START_TIMEOUT_S, STOP_TIMEOUT_S, Server, free_port, inference_server
+from tests.support.server import START_TIMEOUT_SECONDS, STOP_TIMEOUT_SECONDS, Server, free_port, inference_server
 from tests.support.tiny_model import make_tiny_model, publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -35,7 +36,7 @@ STREAMED = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("untied")
     base = make_tiny_model(root / "base", tie_word_embeddings=False, seed=0)
     other = make_tiny_model(root / "other", tie_word_embeddings=False, seed=1)
@@ -43,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def locked(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def locked(models, tmp_path_factory):
     """A server of an untied model with an API key, on a machine without a C++ compiler."""
     root = tmp_path_factory.mktemp("locked")
     environment = {"INFERENCE_SERVER_API_KEY": SECRET, "CXX": "none", "TORCHINDUCTOR_CACHE_DIR": str(root / "cache")}
@@ -58,7 +59,7 @@ def log_file(server: Server) -> Path:
     return path
 
 
-def test_log_file_has_the_lines_of_engines(locked: Server) -> None:
+def test_log_file_has_the_lines_of_engines(locked):
     path = log_file(locked)
     assert path.name == f"inference_{socket.gethostname()}_{httpx.URL(locked.url).port}.log"
     lines = path.read_text().splitlines()
@@ -68,7 +69,7 @@ def test_log_file_has_the_lines_of_engines(locked: Server) -> None:
     assert locked.log.read_text().count("init engine") == 1
 
 
-def test_engine_is_forked_from_the_server_on_a_cpu(locked: Server) -> None:
+def test_engine_is_forked_from_the_server_on_a_cpu(locked):
     """Each process that imports torch and vLLM again takes another eleven seconds of CPU."""
     [engine] = locked.engine_pids()
     server = psutil.Process(locked.process.pid)
@@ -78,12 +79,21 @@ def test_engine_is_forked_from_the_server_on_a_cpu(locked: Server) -> None:
     assert ended.children_user + ended.children_system < 4, "a process that has ended inspected the model's class"
 
 
+def test_engine_reports_the_phases_of_its_start(locked):
+    run = RunPaths(locked.log.parent / "run")
+    [server] = read_heartbeats(run)
+    lanes = {path.stem: path.read_text() for path in run.timeline_dir.iterdir()}
+    phases = [json.loads(line)["name"] for line in lanes[f"engine_{server}_0"].splitlines()]
+    assert phases == ["import vLLM", "load the model", "compile and measure the KV cache"]
+    assert [json.loads(line)["name"] for line in lanes[server].splitlines()][:2] == ["import vLLM", "start engines"]
+
+
 def first_address(pid: int) -> str:
     """Return where the first mapping of a process begins; random for each program, kept by a fork."""
     return Path(f"/proc/{pid}/maps").read_text().split("-", 1)[0]
 
 
-def test_admin_routes_require_the_key(locked: Server) -> None:
+def test_admin_routes_require_the_key(locked):
     assert locked.client.get("/policy").status_code == 401
     assert locked.post("/inference/v1/generate").status_code == 401
     for path in (
@@ -104,7 +114,7 @@ def test_admin_routes_require_the_key(locked: Server) -> None:
     assert locked.client.post("/tokenize", json=prompt, headers=KEY).status_code == 200
 
 
-async def test_token_stream_requires_the_key(locked: Server) -> None:
+async def test_token_stream_requires_the_key(locked):
     for key in (None, "other"):
         async with InferenceClient(locked.url, locked.model, "", key) as client:
             with pytest.raises(InferenceError, match="needs its API key as a bearer token") as caught:
@@ -115,13 +125,13 @@ async def test_token_stream_requires_the_key(locked: Server) -> None:
         assert client._stream.is_offered
 
 
-def test_server_does_not_log_the_key(locked: Server) -> None:
+def test_server_does_not_log_the_key(locked):
     assert SECRET not in locked.log.read_text()
     engine = locked.engine_pids()
     assert not any(SECRET in " ".join(psutil.Process(pid).cmdline()) for pid in (locked.process.pid, *engine))
 
 
-def test_seeded_requests_with_long_prompts_are_reproducible(locked: Server) -> None:
+def test_seeded_requests_with_long_prompts_are_reproducible(locked):
     """More prompt tokens than one step of the engine: its CPU generator does not support chunked prompts."""
     locked.client.headers.update(KEY)
     prompts = [[3 + (i * j) % 90 for j in range(400)] for i in range(24)]
@@ -134,7 +144,7 @@ def test_seeded_requests_with_long_prompts_are_reproducible(locked: Server) -> N
         assert list(threads.map(ask, range(len(prompts)))) == first
 
 
-def test_switch_updates_an_untied_head(locked: Server, models: tuple[Path, Path], reference: Reference) -> None:
+def test_switch_updates_an_untied_head(locked, models, reference):
     locked.client.headers.update(KEY)
     locked.update(models[1], 1)
     prompt = [1, 4, 6, *range(70, 90)]
@@ -144,9 +154,7 @@ def test_switch_updates_an_untied_head(locked: Server, models: tuple[Path, Path]
 
 
 @pytest.mark.extended
-async def test_untied_model_after_ten_switches_equals_a_fresh_server(
-    locked: Server, models: tuple[Path, Path], tmp_path: Path
-) -> None:
+async def test_untied_model_after_ten_switches_equals_a_fresh_server(locked, models, tmp_path):
     locked.client.headers.update(KEY)
     locked.reload()
     switch_ten_times(locked, models, tmp_path)
@@ -154,7 +162,7 @@ async def test_untied_model_after_ten_switches_equals_a_fresh_server(
         await assert_greedy_outputs_equal(locked, fresh)
 
 
-async def test_death_of_the_engine_ends_the_server(locked: Server) -> None:
+async def test_death_of_the_engine_ends_the_server(locked):
     """Requests in flight fail and the process exits with an error within seconds (I7).
 
     Must be the last test with this server.
@@ -167,7 +175,7 @@ async def test_death_of_the_engine_ends_the_server(locked: Server) -> None:
         await asyncio.to_thread(wait_for_metric, locked, "vllm:num_requests_running", 1)
         [engine] = locked.engine_pids()
         os.kill(engine, signal.SIGKILL)
-        assert await asyncio.to_thread(locked.process.wait, STOP_TIMEOUT_S) == 1
+        assert await asyncio.to_thread(locked.process.wait, STOP_TIMEOUT_SECONDS) == 1
         assert "error: EngineCore (pid" in locked.log.read_text()
         assert "EngineDeadError" in log_file(locked).read_text()
         [result, error] = await asyncio.gather(sent, streamed, return_exceptions=True)
@@ -179,7 +187,7 @@ def _fails(*arguments: str, imports_vllm: bool) -> str:
     """Run the command, which must exit with code 2 and one line of error; returns the line."""
     command = [sys.executable, "-X", "importtime", "-m", "prime_rl.entrypoints.inference", *arguments]
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=START_TIMEOUT_S)
+    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=START_TIMEOUT_SECONDS)
     imported = {
         line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines() if line.startswith("import time:")
     }
@@ -191,7 +199,7 @@ def _fails(*arguments: str, imports_vllm: bool) -> str:
     return errors[-1]
 
 
-def test_port_in_use_is_an_error_at_once(models: tuple[Path, Path]) -> None:
+def test_port_in_use_is_an_error_at_once(models):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -201,14 +209,17 @@ def test_port_in_use_is_an_error_at_once(models: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["/no/such/model", "nobody/no-such-model"])
-def test_missing_model_is_an_error(name: str) -> None:
-    assert f"model.name: {name} is not a local directory" in _fails(
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("/no/such/model", "does not exist"), ("nobody/no-such-model", "is not a directory and cannot be downloaded")],
+)
+def test_missing_model_is_an_error(name, problem):
+    assert f"model.name = {name} {problem}" in _fails(
         "--model.name", name, "--server.port", str(free_port()), imports_vllm=False
     )
 
 
 @pytest.mark.extended
-def test_invalid_vllm_argument_is_an_error(models: tuple[Path, Path]) -> None:
+def test_invalid_vllm_argument_is_an_error(models):
     arguments = ["--model.name", str(models[0]), "--server.port", str(free_port()), "--vllm.max_num_seqs", "many"]
     assert "vllm: argument --max-num-seqs: invalid" in _fails(*arguments, imports_vllm=True)

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from prime_rl.storage.wait_for import watch_directory
 from tests.integration.inference.conftest import ARGUMENTS, Models, logprobs_of, versions_of
 from tests.support.nursery import forked_worker_launchers
 from tests.support.recording_proxy import RecordingProxy, recording_proxy
-from tests.support.server import Server, inference_server
+from tests.support.server import inference_server
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -42,7 +41,7 @@ LEAST, MOST = 500, 900  # different lengths: a switch interrupts some completion
 
 
 @pytest.fixture(scope="module")
-def second_server(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def second_server(models, tmp_path_factory):
     with inference_server(models.base, tmp_path_factory.mktemp("second") / "server.log", ARGUMENTS) as server:
         yield server
 
@@ -82,7 +81,7 @@ async def run_orchestrator(config: OrchestratorConfig, models: Models) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(forked_worker_launchers())
         host = await stack.enter_async_context(WorkerLauncher())
-        environments = await start_environments(config, host, model_access(config), config.run_paths, stack)
+        environments = await start_environments(config, host, model_access(config), stack)
         servers = [await connect(config, url, stack) for url in config.client.urls]
         monitor = Monitor(config.run_paths, "orchestrator", None)
         stack.callback(monitor.close)
@@ -109,17 +108,14 @@ def assert_batch_equals_responses(paths: RunPaths, step: int, reported: dict[tup
     return len(batch.seq_lens)
 
 
+@pytest.mark.extended  # without trained batches: test_switch.py
 @pytest.mark.parametrize(
     ("num_servers", "by_stream"),
-    [
-        (1, True),
-        pytest.param(1, False, marks=pytest.mark.extended),
-        pytest.param(2, True, marks=pytest.mark.extended),
-    ],
+    [(1, True), (1, False), (2, True)],
 )
 async def test_versions_of_the_batches_equal_the_reported_spans(
-    request: pytest.FixtureRequest, server: Server, models: Models, tmp_path: Path, num_servers: int, by_stream: bool
-) -> None:
+    request, server, models, tmp_path, num_servers, by_stream
+):
     servers = [server, *([request.getfixturevalue("second_server")] if num_servers == 2 else [])]
     async with AsyncExitStack() as stack:
         proxies = [await stack.enter_async_context(recording_proxy(each.url, by_stream)) for each in servers]
@@ -142,7 +138,7 @@ async def test_versions_of_the_batches_equal_the_reported_spans(
         assert min(len(proxy.choices) for proxy in proxies) >= used // 4
         assert_switched_together(*proxies)
     rows = [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
-    assert rows[-1]["tokens/wasted"] == 0
+    assert rows[-1]["tokens/unaccounted"] == 0
 
 
 def assert_switched_together(one: RecordingProxy, two: RecordingProxy) -> None:

@@ -10,8 +10,6 @@ import pytest
 from tests.integration.inference.conftest import (
     SAMPLED,
     SEATS,
-    Models,
-    Reference,
     all_seats_taken,
     gap,
     generate_all,
@@ -21,7 +19,7 @@ from tests.integration.inference.conftest import (
     versions_of,
     wait_for_metric,
 )
-from tests.support.server import REQUEST_TIMEOUT_S, Server
+from tests.support.server import REQUEST_TIMEOUT_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,7 +29,7 @@ DIFFERENT = 0.5
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
-def test_switch_updates_a_tied_head(server: Server, models: Models, reference: Reference) -> None:
+def test_switch_updates_a_tied_head(server, models, reference):
     for step, directory in models.published.items():
         server.update(directory, step)
         choice = server.generate(PROMPT, temperature=1.0, seed=step, max_tokens=64)
@@ -40,7 +38,7 @@ def test_switch_updates_a_tied_head(server: Server, models: Models, reference: R
         assert gap(measured, reference.logprobs(models.base, PROMPT, choice["token_ids"])) > DIFFERENT
 
 
-def test_reload_returns_to_the_base_model(server: Server, models: Models) -> None:
+def test_reload_returns_to_the_base_model(server, models):
     before = server.generate(PROMPT)
     loaded = server.policy()
     server.update(models.published[1], 1)
@@ -53,7 +51,7 @@ def test_reload_returns_to_the_base_model(server: Server, models: Models) -> Non
     assert versions_of(after) == [("0.0", 0, 8)]
 
 
-def test_logprobs_include_the_temperature(server: Server, models: Models) -> None:
+def test_logprobs_include_the_temperature(server, models):
     choice = server.generate(PROMPT, temperature=0.5, seed=1, max_tokens=64)
     cold = server.generate(PROMPT, temperature=1.0, seed=1, max_tokens=1)
     warm = server.generate(PROMPT, temperature=0.5, seed=1, max_tokens=1)
@@ -62,7 +60,7 @@ def test_logprobs_include_the_temperature(server: Server, models: Models) -> Non
         assert gap(logprobs_of(cold), logprobs_of(warm)) > 1e-3
 
 
-def test_trainer_and_sampler_truncate_the_distribution_equally(server: Server, models: Models) -> None:
+def test_trainer_and_sampler_truncate_the_distribution_equally(server, models):
     """Top-k, top-p and min-p, alone and combined, at several temperatures, in one packed row (I6)."""
     import numpy as np
     import torch
@@ -100,9 +98,7 @@ def test_trainer_and_sampler_truncate_the_distribution_equally(server: Server, m
     )
 
 
-async def test_version_spans_of_running_requests_match_the_switch(
-    server: Server, models: Models, reference: Reference
-) -> None:
+async def test_version_spans_of_running_requests_match_the_switch(server, models, reference):
     def switch_twice(start: float) -> None:
         for step in (1, 2):
             wait_for_metric(server, SAMPLED, above=start + step * 600)
@@ -123,9 +119,7 @@ async def test_version_spans_of_running_requests_match_the_switch(
         assert gap(logprobs_of(choice)[switch : switch + 50], expected[switch : switch + 50]) > DIFFERENT
 
 
-async def test_switch_during_prefill_prefills_the_prompt_again(
-    server: Server, models: Models, reference: Reference
-) -> None:
+async def test_switch_during_prefill_prefills_the_prompt_again(server, models, reference):
     """One policy prefills a prompt, even if a switch occurs between its four prefill steps."""
 
     rng = random.Random(0)
@@ -147,7 +141,7 @@ async def test_switch_during_prefill_prefills_the_prompt_again(
 
     limits = httpx.Limits(max_connections=None)
     async with (
-        httpx.AsyncClient(base_url=server.url, timeout=REQUEST_TIMEOUT_S, limits=limits) as client,
+        httpx.AsyncClient(base_url=server.url, timeout=REQUEST_TIMEOUT_SECONDS, limits=limits) as client,
         asyncio.TaskGroup() as tasks,
     ):
         for _ in range(40):  # so many that the engine always has a prompt
@@ -162,9 +156,7 @@ async def test_switch_during_prefill_prefills_the_prompt_again(
         assert gap(logprobs_of(choice)[:1], reference.logprobs(policy, prompt, choice["token_ids"][:1])) <= AGREEMENT
 
 
-async def test_blocks_of_a_request_across_a_switch_are_not_shared(
-    server: Server, models: Models, reference: Reference
-) -> None:
+async def test_blocks_of_a_request_across_a_switch_are_not_shared(server, models, reference):
     """KV that a request caches after a switch depends on two policies; no other request may read it."""
 
     def switch(start: float) -> None:
@@ -179,9 +171,7 @@ async def test_blocks_of_a_request_across_a_switch_are_not_shared(
 
 
 @pytest.mark.parametrize("salt", [None, "tenant-7"])
-def test_cache_entries_are_not_used_after_a_switch(
-    server: Server, models: Models, reference: Reference, salt: str | None
-) -> None:
+def test_cache_entries_are_not_used_after_a_switch(server, models, reference, salt):
     """A client's salt is combined with the hash of the weights, on every route."""
     prompt = [*PROMPT, *range(6, 100)] * 2
     generate = {**server.request(prompt), **({"cache_salt": salt} if salt else {})}
@@ -194,10 +184,7 @@ def test_cache_entries_are_not_used_after_a_switch(
     def ask() -> list[tuple[list[int], list[float]]]:
         native = server.post("/inference/v1/generate", **generate).raise_for_status().json()["choices"][0]
         openai = server.post("/v1/completions", **complete).raise_for_status().json()["choices"][0]
-        return [
-            (native["token_ids"], logprobs_of(native)),
-            (openai["token_ids"], openai["logprobs"]["token_logprobs"]),
-        ]
+        return [(native["token_ids"], logprobs_of(native)), (openai["token_ids"], openai["logprobs"]["token_logprobs"])]
 
     start = hits()
     ask()
@@ -207,9 +194,7 @@ def test_cache_entries_are_not_used_after_a_switch(
         assert gap(measured, reference.logprobs(models.published[1], prompt, token_ids)) <= AGREEMENT
 
 
-async def test_waiting_requests_with_a_shared_prefix_use_the_new_weights(
-    server: Server, models: Models, reference: Reference
-) -> None:
+async def test_waiting_requests_with_a_shared_prefix_use_the_new_weights(server, models, reference):
     """64 requests, 16 concurrent, one prefix: those that wait across the switch read no KV of the old weights.
 
     Their prefix is in the cache, computed by the old weights, and their salt is that of the old weights.

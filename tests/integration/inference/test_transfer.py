@@ -5,15 +5,13 @@ Both sides run vLLM's transfer with a double for the device (tests/support/cpu_t
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig, TransferConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.types import PolicyVersion
@@ -24,9 +22,9 @@ from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.weight_sync import memory_sender as sending
 from prime_rl.trainer.weight_sync.publisher import Publisher
 from prime_rl.trainer.weights.policy_loading import load_policy
-from tests.integration.inference.conftest import ARGUMENTS, Models, assert_greedy_outputs_equal
+from tests.integration.inference.conftest import ARGUMENTS, assert_greedy_outputs_equal
 from tests.support import cpu_transfer
-from tests.support.server import Server, inference_server
+from tests.support.server import inference_server
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,7 +54,7 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def transferring(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def transferring(models, tmp_path_factory):
     """A server with two copies of the model."""
     root = tmp_path_factory.mktemp("transferring")
     arguments = [*ARGUMENTS, "--parallel.dp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
@@ -67,9 +65,7 @@ def transferring(models: Models, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.fixture
-def start(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transferring: Server
-) -> Iterator[Callable[[TransferConfig], Trainer]]:
+def start(models, tmp_path, monkeypatch, transferring):
     cpu_transfer.install(monkeypatch.setattr, tmp_path)
     monkeypatch.setattr(sending, "_BUFFER_BYTES", 2**16)  # several buffers a version
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -87,9 +83,7 @@ def start(
 
 
 @pytest.mark.parametrize("kind", [NCCLBroadcastConfig, IPCBroadcastConfig])
-async def test_ten_transferred_switches_equal_one_switch_by_files(
-    start: Callable[[TransferConfig], Trainer], transferring: Server, server: Server, models: Models, kind: Any
-) -> None:
+async def test_ten_transferred_switches_equal_one_switch_by_files(start, transferring, server, models, kind):
     trainer = start(kind(port=0, timeout_seconds=60))
     for step in range(1, 11):
         trainer.become([models.published[2], models.base, models.published[1]][(step - 10) % 3 - 1])
@@ -106,15 +100,13 @@ async def test_ten_transferred_switches_equal_one_switch_by_files(
     assert transferring.update(trainer.weights / "step_11", 11)["hash"] == manifest["hash"]
 
 
-def test_altered_tensor_is_refused_and_sampling_continues(
-    start: Callable[[TransferConfig], Trainer], transferring: Server, models: Models
-) -> None:
+def test_altered_tensor_is_refused_and_sampling_continues(start, transferring, models):
     trainer = start(NCCLBroadcastConfig(port=0, timeout_seconds=60))
     trainer.become(models.published[1])
     loaded = transferring.update(trainer.publish(1), 1)
     trainer.become(models.published[2])
     directory = trainer.publish(2)
-    sender = trainer.publisher._memory._sender  # type: ignore[union-attr]
+    sender = trainer.publisher._transport._sender
     assert sender is not None
     tensors = sender._versions[json.loads((directory / "manifest.json").read_text())["hash"]][1]
     name = next(iter(tensors))
@@ -131,9 +123,7 @@ def test_altered_tensor_is_refused_and_sampling_continues(
     assert transferring.update(directory, 2)["step"] == 2
 
 
-def test_update_after_the_end_of_the_trainer_is_refused(
-    start: Callable[[TransferConfig], Trainer], transferring: Server, models: Models
-) -> None:
+def test_update_after_the_end_of_the_trainer_is_refused(start, transferring, models):
     trainer = start(NCCLBroadcastConfig(port=0, timeout_seconds=60))
     trainer.become(models.published[1])
     directory = trainer.publish(1)

@@ -16,7 +16,7 @@ import tomli_w
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from tests.support import ssh_hosts
-from tests.support.command import RUN_TIMEOUT_S, clean_environment, json_lines, metrics_of, until
+from tests.support.command import RUN_TIMEOUT_SECONDS, clean_environment, json_lines, metrics_of, until
 from tests.support.network_hosts import NetworkHost
 from tests.support.ssh_hosts import processes_on, start_sshd
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[3]
 NAMES = ["head", "inference1", "inference2", "trainer1", "trainer2", "locked", "bare", "elsewhere"]
 RANK, ENGINE = "prime_rl.trainer.rl.train", "VLLM::EngineCore"
-DEAD_S = 30
+DEAD_SECONDS = 30
 """Above the time in which TCP sends again what a cut of a few seconds has lost: it doubles, from 6 to 13 and 25 s."""
 AGENT, TORCHRUN = "prime_rl.supervisor.nodes.node_agent", "prime_rl.trainer.torchrun"
 
@@ -43,7 +43,7 @@ class Hosts:
         output = self.folder / "runs" / name
         values = {
             "output_dir": str(output), "trainer_ranks": 1, "ckpt": {"interval": 5},
-            "heartbeat": {"warn_after_seconds": 2, "dead_after_seconds": DEAD_S},
+            "heartbeat": {"warn_after_seconds": 2, "dead_after_seconds": DEAD_SECONDS},
             "orchestrator": {"batch_size": 128}, **values,
         }  # fmt: skip
         file = self.folder / f"{name}.toml"
@@ -96,9 +96,9 @@ class Run:
         until(lambda: condition() or self.process.poll() is not None, f"{what}\n{self.output}")
         assert condition(), f"rl ended with {self.process.poll()} before {what}:\n{self.output}"
 
-    def end(self, timeout_s: float = RUN_TIMEOUT_S) -> int:
+    def end(self, timeout_seconds: float = RUN_TIMEOUT_SECONDS) -> int:
         """Wait for the end, after which no process is left on any host; return the exit code."""
-        code = self.process.wait(timeout_s)
+        code = self.process.wait(timeout_seconds)
         until(lambda: not self.hosts.left(), f"the end of {self.hosts.left()}")
         return code
 
@@ -157,7 +157,7 @@ def test_lost_host_is_named_and_ends_its_processes(hosts: Hosts) -> None:
     try:
         started = time.monotonic()
         assert run.end() == 1, run.output
-        assert time.monotonic() - started > DEAD_S / 2
+        assert time.monotonic() - started > DEAD_SECONDS / 2
     finally:
         cut.reconnect()
     assert ("killed", "node_trainer2") in run.events

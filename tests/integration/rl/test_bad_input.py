@@ -12,7 +12,7 @@ from _pytest.mark import ParameterSet
 
 from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import MODEL
-from tests.support.command import PROGRESS_TIMEOUT_S, clean_environment, executable
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS, clean_environment, executable
 
 pytestmark = [pytest.mark.slow]
 
@@ -45,7 +45,7 @@ def refusal(command: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         env=clean_environment(),
-        timeout=PROGRESS_TIMEOUT_S,
+        timeout=PROGRESS_TIMEOUT_SECONDS,
     )
     assert done.returncode == 2, done.stderr[-2000:]
     [line] = [line for line in done.stderr.splitlines() if " INFO " not in line and " WARNING " not in line]
@@ -94,6 +94,32 @@ def taken_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
+LOSS = ["--trainer.loss.type", "custom", "--trainer.loss.import-path"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([*LOSS, "mine.py:los"], ["trainer.loss.import_path", "mine.py has no function 'los'; did you mean loss?"]),
+        (["--orchestrator.env.args.word", "1"], ["env.args.word", "did you mean words?"]),
+        also(["--orchestrator.env.id", "broken.py"], ["broken.py", "cannot be imported: SyntaxError"]),
+        also(["--orchestrator.env.id", "mine.py"], ["mine.py", "defines no load_environment()"]),
+        also(["--model.name", "outputs/weights/step_4"], ["is not a model"]),
+    ],
+)
+def test_rl_loads_the_input_before_it_moves_the_earlier_run(
+    paths: RunPaths, arguments: list[str], parts: list[str]
+) -> None:
+    (paths.root.parent / "mine.py").write_text("def loss(inputs):\n    return -inputs.logprobs\n")
+    (paths.root.parent / "broken.py").write_text("def load_environment(:\n")
+    before = contents(paths.root.parent)
+    line = refusal("rl", "--model.name", str(MODEL), *FEW_WORDS, *arguments)
+    for part in parts:
+        assert part in line
+    compiled = paths.root.parent.rglob("*.pyc")
+    assert contents(paths.root.parent, but=(paths.lock, *compiled)) == before
+
+
 def test_rl_refuses_a_port_in_use(paths: RunPaths, taken_port: int) -> None:
     before = contents(paths.root.parent)
     arguments = ["--model.name", str(MODEL), *FEW_WORDS, "--inference.server.port", str(taken_port)]
@@ -101,12 +127,24 @@ def test_rl_refuses_a_port_in_use(paths: RunPaths, taken_port: int) -> None:
     assert contents(paths.root.parent, but=(paths.lock,)) == before
 
 
+@pytest.mark.parametrize("command", ["rl", "inference"])
+def test_missing_system_library_is_one_line_before_any_process_starts(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "libnuma.so.1").touch()  # the loader takes it and finds no library in it
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    arguments = ["@", "configs/reverse_text/cpu.toml"] if command == "rl" else ["--model.name", str(MODEL)]
+    line = refusal(command, *arguments, "--output-dir", str(tmp_path / "run"))
+    assert "libnuma.so.1" in line and "run: apt-get install libnuma1" in line
+    assert not list(tmp_path.rglob("*.log"))
+
+
 @pytest.mark.extended
 def test_rl_reports_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
-    """The orchestrator raises it after rendering the prompts; `rl` reports it with its exit code."""
+    """The prompts are rendered before anything starts."""
     arguments = ["--model.name", str(MODEL), *FEW_WORDS, "--seq-len", "8", "--output-dir", str(tmp_path / "run")]
     line = refusal("rl", *arguments)
-    assert line.startswith("error: orchestrator: the prompt of example 0 of environment 'reverse_text' has ")
+    assert line.startswith("error: the prompt of example 0 of environment 'reverse_text' has ")
     assert "seq_len = 8" in line
 
 
@@ -122,9 +160,7 @@ def test_rl_on_a_machine_that_cannot_isolate_code_names_the_fix(
             path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         line = refusal("rl", "--model.name", str(MODEL), *environment, "--output-dir", str(tmp_path / "run"))
-    assert line.startswith(
-        "error: orchestrator: environment 'code_tests' with env.args = {} does not load: the sandbox "
-    )
+    assert line.startswith("error: environment 'code_tests' with env.args = {} does not load: the sandbox ")
     assert "No permissions to create new namespace; " in line
 
 

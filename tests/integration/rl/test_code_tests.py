@@ -30,6 +30,7 @@ def jails(run: Command) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.release
 def test_code_tests_recipe_raises_its_reward_although_a_jail_is_killed(start: StartCommand, tmp_path: Path) -> None:
     """The bound holds (I1), and no rollout of a killed jail is dropped or scored 0 for it."""
     values = tomllib.loads((ROOT / "configs/code_tests/cpu.toml").read_text())

@@ -11,14 +11,16 @@ import psutil
 import pytest
 
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
-from tests.support.command import PROGRESS_TIMEOUT_S, Command, clean_environment, executable, metrics_of
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS, Command, clean_environment, executable, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(600)]
 
 
 def doctor(run: Command) -> tuple[int, dict[str, Any]]:
     command = [executable("doctor"), str(run.paths.root), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), timeout=PROGRESS_TIMEOUT_S)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=clean_environment(), timeout=PROGRESS_TIMEOUT_SECONDS
+    )
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
 

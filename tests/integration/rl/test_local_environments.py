@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from prime_rl.configs.rl import RLConfig
-from prime_rl.rollouts.environments.environment_id import FoundEnvironment
-from prime_rl.rollouts.environments.environment_identity import identify
+from prime_rl.rollouts.environment_id import FoundEnvironment, identify
 from prime_rl.storage.artifact import MANIFEST
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.support.command import metrics_of
@@ -51,7 +50,7 @@ def test_file_of_the_working_directory_learns(
     samples = [json.loads(line) for line in run.paths.samples(14).read_text().splitlines()]
     assert {sample["identity"] for sample in samples} == {identity}
     part = json.loads((run.paths.checkpoints_dir / "step_10/orchestrator" / MANIFEST).read_text())
-    assert part["settings"]["environments"] == {"my_env": identity}
+    assert part["settings"]["environment my_env.identity"] == identity
 
 
 SELF_PLAY = """
@@ -105,6 +104,7 @@ def test_two_agents_that_play_each_other_learn(
         assert np.mean(shares[-3:]) > np.mean(shares[:3]) + 0.2, (agent, shares)
 
 
+@pytest.mark.release
 def test_csv_file_of_fifty_questions_learns(
     start: StartCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

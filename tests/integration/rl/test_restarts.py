@@ -64,12 +64,7 @@ def test_run_completes_although_every_process_is_killed(start: StartCommand, tmp
     """Inference, the orchestrator, one rank of two, an environment worker, torchrun."""
     steps = 40
     values = rl_values(
-        tmp_path / "run",
-        inference=own_server(),
-        trainer_ranks=2,
-        max_steps=steps,
-        max_restarts=3,
-        ckpt={"interval": 4},
+        tmp_path / "run", inference=own_server(), trainer_ranks=2, max_steps=steps, max_restarts=3, ckpt={"interval": 4}
     )
     run = start("rl", values, tmp_path / "run")
     run.until_step("trainer", 1)

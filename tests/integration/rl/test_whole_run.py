@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,14 @@ from prime_rl.storage.artifact import MANIFEST
 from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths, steps_in
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
-from tests.support.command import END_TIMEOUT_S, Command, metrics_of
+from tests.support.command import END_TIMEOUT_SECONDS, Command, metrics_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 5
 SECRET = "k-51c0ffee"
 ORCHESTRATOR_METRICS = {
-    "step", "reward/mean", "reward/std", "staleness/max", "staleness/mean", "tokens/wasted", "time/step",
+    "step", "reward/mean", "reward/std", "staleness/max", "staleness/mean", "tokens/unaccounted", "time/step",
     "time/wait_for_policy", "seq_len/mean", "is_truncated/mean", "perf/rollouts_per_second",
 }  # fmt: skip
 TRAINER_METRICS = {
@@ -55,12 +57,7 @@ def test_synchronous_run_completes_although_a_rank_is_killed(
     """
     monkeypatch.setenv("INFERENCE_SERVER_API_KEY", SECRET)
     values = rl_values(
-        tmp_path / "run",
-        inference=own_server(),
-        max_steps=STEPS,
-        async_level=0,
-        max_restarts=1,
-        ckpt={"interval": 2},
+        tmp_path / "run", inference=own_server(), max_steps=STEPS, async_level=0, max_restarts=1, ckpt={"interval": 2}
     )
     run = start("rl", values, tmp_path / "run")
     run.until_step("orchestrator", 0)
@@ -73,7 +70,7 @@ def test_synchronous_run_completes_although_a_rank_is_killed(
     assert [line["step"] for line in shipped] == [line["step"] for line in trained] == list(range(STEPS))
     for line in shipped:
         assert line.keys() >= ORCHESTRATOR_METRICS
-        assert (line["staleness/max"], line["staleness/mean"], line["tokens/wasted"]) == (0, 0, 0)
+        assert (line["staleness/max"], line["staleness/mean"], line["tokens/unaccounted"]) == (0, 0, 0)
     differences = [line["canary/max_logprob_difference"] for line in shipped if "canary/max_logprob_difference" in line]
     assert len(differences) >= 2 and max(differences) <= 1e-4, "inference and trainer agree on the canary"
     for line in trained:
@@ -102,6 +99,37 @@ def test_synchronous_run_completes_although_a_rank_is_killed(
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next",
+        "falcon_h1",
+        *[
+            pytest.param(name, marks=pytest.mark.release)
+            for name in ("granitemoehybrid", "nemotron_h", "lfm2", "qwen3_moe")
+        ],
+    ],
+)
+def test_model_of_a_family_agrees_with_its_server_although_a_rank_is_killed(
+    start: StartCommand, tmp_path: Path, family: str
+) -> None:
+    """Recurrent layers and experts: packed rows, publications, caches after a switch, and a resume (I6)."""
+    script = Path(__file__).parents[3] / "scripts/make_tiny_model.py"
+    subprocess.run([sys.executable, str(script), family, str(tmp_path / "model")], check=True)
+    values = rl_values(
+        tmp_path / "run", inference=own_server(), max_steps=STEPS, async_level=0, max_restarts=1, ckpt={"interval": 2}
+    )
+    run = start("rl", {**values, "model": {"name": str(tmp_path / "model")}}, tmp_path / "run")
+    run.until(lambda: 2 in find_checkpoints(run.paths.checkpoints_dir).steps, "the checkpoint of step 2")
+    os.kill(run.ranks()[0].pid, signal.SIGKILL)
+    assert run.end() == 0, run.story()
+    shipped, trained = metrics_of(run.paths, "orchestrator"), metrics_of(run.paths, "trainer")
+    assert [line["step"] for line in trained] == list(range(STEPS))
+    assert max(line["mismatch_kl/on_policy"] for line in trained) < 1e-6
+    assert max(line.get("canary/max_logprob_difference", 0) for line in shipped) <= 1e-4
+
+
+@pytest.mark.extended
 def test_concurrent_runs_end_independently(start: StartCommand, tmp_path: Path) -> None:
     """Ctrl-C ends one run only; the other one ends with an error after its engine was killed."""
     left, right = (
@@ -111,14 +139,14 @@ def test_concurrent_runs_end_independently(start: StartCommand, tmp_path: Path) 
         run.until_step("trainer", 0)
 
     left.process.send_signal(signal.SIGINT)
-    assert left.end(END_TIMEOUT_S, beside=right) == 128 + signal.SIGINT, left.story()
+    assert left.end(END_TIMEOUT_SECONDS, beside=right) == 128 + signal.SIGINT, left.story()
     assert "stopped by SIGINT; all processes have ended" in left.output
     assert left.errors == ""
 
     right.until_step("trainer", len(metrics_of(right.paths, "trainer")) + 1)
     [engine] = right.engines()
     os.kill(engine.pid, signal.SIGKILL)
-    assert right.end(END_TIMEOUT_S) == 1, right.story()
+    assert right.end(END_TIMEOUT_SECONDS) == 1, right.story()
     [error] = right.errors.splitlines()
     assert error.startswith("error: inference exited with code 1: EngineCore (pid")
     assert str(right.paths.log("inference")) in error

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from prime_rl.doctor.examine import examine
 from prime_rl.storage.paths import RunPaths
+from prime_rl.supervisor.doctor.diagnosis import examine
 from tests.support import network_hosts
-from tests.support.command import PROGRESS_TIMEOUT_S, clean_environment, metrics_of, until
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS, clean_environment, metrics_of, until
 from tests.support.network_hosts import NetworkHost
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(500)]
 
 MODEL = Path(__file__).parents[3] / "configs/reverse_text/model"
-DIST_TIMEOUT_S = 20
+DIST_TIMEOUT_SECONDS = 20
 
 
 class Trainer:
@@ -36,7 +36,7 @@ class Trainer:
         """Start a rank on each host, with these run directories."""
         values = {
             "model": {"name": str(MODEL), "seq_len": 64}, "data": {"fake": {"batch_size": 2, "seq_len": 32}},
-            "dist_timeout_seconds": DIST_TIMEOUT_S, "heartbeat": {"warn_after_seconds": 2},
+            "dist_timeout_seconds": DIST_TIMEOUT_SECONDS, "heartbeat": {"warn_after_seconds": 2},
         }  # fmt: skip
         (self.root / "trainer.toml").write_text(tomli_w.dumps(values))
         for rank, (host, directory) in enumerate(zip(self.hosts, directories, strict=True)):
@@ -74,7 +74,7 @@ class Trainer:
     def wait_for_end(self) -> list[str]:
         """Wait until all ranks have ended with an error, and return the errors."""
         for process in self.processes:
-            assert process.wait(PROGRESS_TIMEOUT_S) == 1
+            assert process.wait(PROGRESS_TIMEOUT_SECONDS) == 1
         logs = [self.log(rank).read_text().splitlines() for rank in range(len(self.processes))]
         return [next(line for line in log if line.startswith("error: ")) for log in logs]
 

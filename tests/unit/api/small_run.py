@@ -4,6 +4,7 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.entry_point import ERROR_FILE, run_main
@@ -47,6 +48,7 @@ def make_specs(config, paths):
 def main():
     """Run what `rl` runs, with these specs."""
     launch.make_process_specs = make_specs
-    launch.check_before_start = lambda config: None
+    launch.check_before_start = launch.check_on_hub = lambda *_: None
     launch.SupervisorTimeouts = partial(SupervisorTimeouts, culprit_seconds=0.5)
-    run_main(lambda: sys.exit(launch.run(RLConfig.load(), keep_serving=True)))
+    accept_all = SimpleNamespace(run=lambda config: 0)
+    run_main(lambda: sys.exit(launch.run(RLConfig.load(), accept_all, keep_serving=True)))

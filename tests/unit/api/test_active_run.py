@@ -14,8 +14,8 @@ import pytest
 import prime_rl
 from prime_rl.api import active_run
 from prime_rl.api.child_command import ChildCommand
-from prime_rl.core.errors import ConfigError
-from tests.support.command import END_TIMEOUT_S, until
+from prime_rl.core.errors import ConfigError, RunError
+from tests.support.command import END_TIMEOUT_SECONDS, until
 
 FEW = {"max_steps": 3, "grace_timeout_seconds": 1}
 
@@ -40,7 +40,7 @@ def processes_of(pid):
 
 
 def assert_ended(processes):
-    _, left = psutil.wait_procs(processes, timeout=END_TIMEOUT_S)
+    _, left = psutil.wait_procs(processes, timeout=END_TIMEOUT_SECONDS)
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -131,7 +131,7 @@ SCRIPT = """
 import os, sys, prime_rl
 from prime_rl.api import active_run
 from prime_rl.api.child_command import ChildCommand
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, RunError
 active_run.ChildCommand = lambda command, *rest: ChildCommand("tests.unit.api.small_run", *rest)
 os.environ["SMALL_RUN"] = "endless"
 with prime_rl.Run(output_dir=sys.argv[1], config={"grace_timeout_seconds": 1}) as run:
@@ -150,10 +150,20 @@ def test_run_ends_with_the_program_that_started_it(tmp_path, number):
     processes = processes_of(pid)
     os.kill(program.pid, number)
     program.stdout.close()
-    assert program.wait(END_TIMEOUT_S) == -number
+    assert program.wait(END_TIMEOUT_SECONDS) == -number
     assert_ended(processes)
 
 
 def test_run_methods_before_the_block_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match="with Run"):
         prime_rl.Run(output_dir=tmp_path).page()
+
+
+def test_run_over_does_not_ask_a_server_that_lives_on(small_run, monkeypatch):
+    """A server of `client.base_url` may sample from the policy of another run by then."""
+    monkeypatch.setattr(active_run, "answers", lambda url: True)
+    with small_run("three") as run:
+        pass
+    for ask in (lambda: run.chat("abc"), run.evaluate):
+        with pytest.raises(RunError, match=r"the run has ended, .* ask within the `with` block"):
+            ask()

@@ -50,7 +50,7 @@ def test_sft_unknown_key_and_missing_data_are_config_errors(tmp_path):
             r"has no load_environment\(\); if it is a v1 taskset, pass its id to Run",
         ),
         ("raise KeyError('data')", {}, "cannot be imported: KeyError: 'data'"),
-        ("def load_environment(size): return size", {}, "does not load: TypeError: .*'size'"),
+        ("def load_environment(size): return size", {}, "env.args.size is not set"),
         ("def load_environment(size): return 1 / size", {"size": 0}, "{'size': 0} does not load: ZeroDivisionError"),
     ],
 )

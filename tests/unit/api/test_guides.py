@@ -9,7 +9,9 @@ from prime_rl import FSDP2Trainer, Orchestrator, SimpleSFTTrainer, vLLMInference
 from prime_rl.api import guides
 
 
-def test_orchestrator_arguments_become_keys_of_rl(monkeypatch, tmp_path):
+@pytest.fixture
+def runs(monkeypatch, tmp_path):
+    """The configurations of the runs that were asked for; none is started."""
     runs = []
 
     class Recorded(prime_rl.Run):
@@ -24,6 +26,10 @@ def test_orchestrator_arguments_become_keys_of_rl(monkeypatch, tmp_path):
             """Nothing was started."""
 
     monkeypatch.setattr(guides, "Run", Recorded)
+    return runs
+
+
+def test_orchestrator_arguments_become_keys_of_rl(runs):
     trainer = FSDP2Trainer(model="some/model", optimizer="muon", num_gpus=3)
     trainer.add_environments(["reverse_text"])
     inference = vLLMInference(model_weights=trainer.get_weights(), num_gpus=2)
@@ -41,9 +47,18 @@ def test_orchestrator_arguments_become_keys_of_rl(monkeypatch, tmp_path):
     )
 
 
+def test_several_nodes_of_inference_are_the_first_of_the_named_ones(runs):
+    trainer = FSDP2Trainer("some/model", num_gpus=8)
+    inference = vLLMInference("some/model", num_nodes=2, num_gpus=8)
+    Orchestrator(trainer, inference, ["gsm8k"], nodes=["a", "b", "c"]).train(total_steps=1)
+    (config,) = runs
+    assert (config.inference_nodes, config.nodes) == (2, ["a", "b", "c"])
+    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == (list(range(8)), list(range(8)))
+
+
 def test_bad_input_is_a_config_error():
-    with pytest.raises(prime_rl.ConfigError, match=r"num_nodes=32.*one node"):
-        vLLMInference("some/model", num_nodes=32)
+    with pytest.raises(prime_rl.ConfigError, match=r"num_nodes=32.*name the nodes"):
+        Orchestrator(FSDP2Trainer("some/model"), vLLMInference("some/model", num_nodes=32))
     with pytest.raises(prime_rl.ConfigError, match=r"get_weights\(\)"):
         Orchestrator(FSDP2Trainer("some/model"), vLLMInference("another/model"))
 

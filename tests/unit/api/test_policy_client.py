@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.api.policy_client import PolicyClient
 from prime_rl.core.errors import RunError
-from prime_rl.core.loopback import answers
+from prime_rl.core.http_requests import answers
 
 
 class Server(BaseHTTPRequestHandler):

@@ -26,13 +26,6 @@ def test_export_policy_takes_the_newest_or_the_asked_version(tmp_path):
     assert (export_policy(RunPaths(tmp_path), tmp_path / "two", 2) / "chat_template.jinja").read_text() == "older"
 
 
-def test_export_policy_skips_deltas(tmp_path):
-    publish_weights(tmp_path, MODEL, 1)
-    publish_weights(tmp_path, MODEL, 2, overrides={"delta": {"base": 1}})
-    with pytest.raises(ConfigError, match=r"no weights of step 2: .*available steps: 1$"):
-        export_policy(RunPaths(tmp_path), tmp_path / "model", 2)
-
-
 def test_export_policy_bad_input_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"no trained weights.*available steps: none"):
         export_policy(RunPaths(tmp_path), tmp_path / "model")

@@ -34,7 +34,7 @@ def test_bench_off_changes_nothing(long_run):
 
 def test_bench_files_written_by_rl_load_to_the_same_values(long_run, tmp_path):
     """`rl` writes resolved files, which each process reads with `--bench` in them once more."""
-    from prime_rl.loading.dump import write_config
+    from prime_rl.configs.loading.base_config import write_config
 
     config = RLConfig.load(["@", long_run, "--bench", "--bench-steps", "7"])
     for name, root in (("trainer", TrainerConfig), ("orchestrator", OrchestratorConfig)):

@@ -2,11 +2,11 @@
 
 import pytest
 
+from prime_rl.configs.environment import EvalEnvConfig
 from prime_rl.configs.eval import EvalConfig
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.synthesize import SynthesizeConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -28,11 +28,11 @@ def _in_workdir(workdir):
         (EvalConfig, "--env.id a --wandb.log-extras.interval 5", "wandb.log_extras.interval has no effect: each"),
         (EvalConfig, "--env.id a --client.reconnect-seconds 9", "client.reconnect_seconds has no effect here"),
         (SynthesizeConfig, "--client.reconnect-seconds 9", "client.reconnect_seconds has no effect here"),
-        (EvalConfig, "--env.id a --steps 3", "steps has no effect without weights_dir"),
         (OrchestratorConfig, "--oversampling-factor 2", "oversampling_factor has no effect unless max_off_policy"),
         (OrchestratorConfig, "--ckpt.save-async", "ckpt.save_async has no effect on the orchestrator"),
         (OrchestratorConfig, "--ckpt.keep-last 3", "ckpt.keep_last has no effect on the orchestrator"),
-        (OrchestratorConfig, "--client.base-url a --client.port 9", "client.port has no effect if client.base_url"),
+        (OrchestratorConfig, "--client.base-url http://a/v1 --client.port 9",
+         "client.port has no effect if client.base_url"),
         (OrchestratorConfig, "--max-concurrent 9 --concurrency.max 9", "concurrency.max has no effect if max_con"),
         (OrchestratorConfig, "--no-concurrency.adaptive --concurrency.min 9", "concurrency.min has no effect without"),
         (TrainerConfig, "--ckpt.keep-interval 3", "ckpt.keep_interval has no effect without ckpt.keep_last"),
@@ -41,7 +41,7 @@ def _in_workdir(workdir):
         (RLConfig, "--orchestrator.oversampling-factor 2", "orchestrator.oversampling_factor has no effect unless"),
         (RLConfig, "--inference-gpu-ids 3", "inference_gpu_ids starts no server without an [inference] block"),
     ],
-)
+)  # fmt: skip
 def test_key_without_effect_is_one_warning(root, argv, warning, capsys):
     root.load(argv.split())
     (line,) = capsys.readouterr().err.splitlines()
@@ -90,16 +90,13 @@ def test_warnings_are_printed_once_per_run(variable, value, capsys, monkeypatch)
         (RLConfig, ["--algorithm=rloo", "--orchestrator.rollouts-per-example=1"], ["every advantage", "'rloo'"]),
         (InferenceConfig, ["--parallel.start-rank", "2", "--parallel.dp", "4"], ["start_rank = 2", "--headless"]),
         (OrchestratorConfig, ["--sampling.repetition-penalty", "1.2"], ["repetition_penalty is not supported"]),
-        (
-            OrchestratorConfig,
-            ["--env.sampling", "{'repetition_penalty': 1.2}"],
-            ["env.sampling of environment 'reverse_text'", "repetition_penalty is not supported"],
-        ),
+        (OrchestratorConfig, ["--env.sampling", "{'repetition_penalty': 1.2}"],
+         ["env.sampling of environment 'reverse_text'", "repetition_penalty is not supported"]),
         (EvalConfig, [*EVAL, "--env.sampling", "{'repetition_penalty': 1.2}"], ["environment 'a'", "not supported"]),
         (SynthesizeConfig, ["--env.sampling", "{'temprature': 1}"], ["env.sampling", "temprature"]),
         (OrchestratorConfig, ["--eval.env.id", "a", "--eval.env.sampling", "{'x': 1}"], ["env.sampling", "x"]),
     ],
-)
+)  # fmt: skip
 def test_misleading_key_raises_in_one_line(root, argv, parts):
     with pytest.raises(ConfigError) as caught:
         root.load(argv)

@@ -2,21 +2,25 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from operator import attrgetter
 
 import pytest
 
+from prime_rl.configs.eval import EvalConfig
+from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.loading.base_config import to_toml
+from prime_rl.configs.loading.schema import _OUR_NAMES, find, hint, walk
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.shared.heartbeat import HeartbeatConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.loading.dump import to_toml
-from prime_rl.loading.schema import _OUR_NAMES, find, hint, walk
+from tests.unit.configs.conftest import REPOSITORY
 
 ROOTS = (InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig)
 
@@ -58,13 +62,6 @@ def test_precedence_of_the_documented_example(monkeypatch):
     assert InferenceConfig.load([*files, "--model.name", "Qwen/Qwen3-32B"]).model.name == "Qwen/Qwen3-32B"
 
 
-def test_files_merge_deeply():
-    write("a.toml", "max_steps = 3\n[optim]\nlr = 1.0\nweight_decay = 0.5\n")
-    write("b.toml", "[optim]\nlr = 2.0\n")
-    config = TrainerConfig.load(["@", "a.toml", "@", "b.toml"])
-    assert (config.max_steps, config.optim.lr, config.optim.weight_decay) == (3, 2.0, 0.5)
-
-
 def test_environment_reaches_every_kind_of_key(monkeypatch):
     for name, value in {
         "PRIME_TRAINER__OPTIM__LR": "1e-3",
@@ -92,42 +89,94 @@ def test_variables_of_other_programs_are_never_configuration(monkeypatch):
 # --- flags ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spelling", ["--ckpt.resume-step", "--ckpt.resume_step"])
-def test_kebab_and_snake(spelling):
-    assert TrainerConfig.load([spelling, "7"]).ckpt.resume_step == 7
-    assert TrainerConfig.load([f"{spelling}=7"]).ckpt.resume_step == 7
+FILES = {
+    "a.toml": "max_steps = 3\n[optim]\nlr = 1.0\nweight_decay = 0.5\n[ckpt]\ninterval = 7\n[model.ac]\nfreq = 2\n",
+    "b.toml": "[optim]\nlr = 2.0\n",
+    "none.toml": 'ckpt = "None"\n',
+    "i.toml": "gpu_memory_utilization = 0.4\n",
+    "true.toml": "length_aware_admission = true\n",
+    "false.toml": "length_aware_admission = false\n",
+    "eight.toml": "length_aware_admission = 8\n",
+}
+ADAPTER = "--trainer.model.lora.publish adapter --trainer.model.lora.rank 24"
+LOADED = [
+    (TrainerConfig, "@ a.toml @ b.toml", {"max_steps": 3, "optim.lr": 2.0, "optim.weight_decay": 0.5}),
+    (TrainerConfig, "--ckpt.resume-step 7", {"ckpt.resume_step": 7}),
+    (TrainerConfig, "--ckpt.resume-step=7", {"ckpt.resume_step": 7}),
+    (TrainerConfig, "--ckpt.resume_step 7", {"ckpt.resume_step": 7}),
+    # switches and optional blocks
+    (TrainerConfig, "--ckpt.save-async", {"ckpt.save_async": True}),
+    (TrainerConfig, "--no-model.reshard-after-forward", {"model.reshard_after_forward": False}),
+    (TrainerConfig, "--model.reshard-after-forward false", {"model.reshard_after_forward": False}),
+    (TrainerConfig, "--wandb --no-wandb.log-extras.distributions",
+     {"wandb.log_extras.samples": True, "wandb.log_extras.distributions": False}),
+    (TrainerConfig, "--ckpt", {"ckpt.interval": 50}),
+    (TrainerConfig, "@ a.toml --ckpt", {"ckpt.interval": 7}),
+    (TrainerConfig, "@ a.toml --no-ckpt", {"ckpt": None}),
+    (TrainerConfig, "@ a.toml --ckpt None", {"ckpt": None}),
+    (TrainerConfig, "@ a.toml --no-ckpt --ckpt.interval 9", {"ckpt.interval": 9}),
+    (TrainerConfig, "@ a.toml --no-model.ac", {"model.ac": None}),
+    (TrainerConfig, "--model.cp 4", {"model.cp.degree": 4}),
+    (TrainerConfig, "@ none.toml", {"ckpt": None}),
+    (TrainerConfig, "@ a.toml --max-steps None", {"max_steps": None}),
+    (OrchestratorConfig, "@ true.toml", {"length_aware_admission": 1}),
+    (OrchestratorConfig, "@ false.toml", {"length_aware_admission": 0}),
+    (OrchestratorConfig, "@ eight.toml", {"length_aware_admission": 8}),
+    # dictionaries and lists
+    (TrainerConfig, "--data.fake \"{'batch_size': 128}\"", {"data.fake.batch_size": 128}),
+    (TrainerConfig, "--data.fake '{\"batch_size\": 128}'", {"data.fake.batch_size": 128}),
+    (RLConfig, "--inference-gpu-ids 0,1", {"inference_gpu_ids": [0, 1]}),
+    (RLConfig, "--inference-gpu-ids '[0, 1]'", {"inference_gpu_ids": [0, 1]}),
+    (RLConfig, "--inference-gpu-ids 0 1", {"inference_gpu_ids": [0, 1]}),
+    # values that the processes of `rl` share
+    (RLConfig, "--inference --orchestrator.max-steps 3 --trainer.model.name m",
+     {"max_steps": 3, "trainer.max_steps": 3, "model.name": "m", "orchestrator.model.name": "m",
+      "inference.model.name": "m"}),
+    (RLConfig, "--orchestrator.log.level debug", {"trainer.log.level": "info"}),
+    (RLConfig, "--inference @ i.toml", {"inference.gpu_memory_utilization": 0.4}),
+    (RLConfig, "--inference @ i.toml --gpu-memory-utilization None", {"inference.gpu_memory_utilization": 0.9}),
+    (RLConfig, "--inference --max-model-len 99",
+     {"inference.model.max_model_len": 99, "orchestrator.seq_len": 2048, "trainer.model.seq_len": 2048}),
+    (RLConfig, "--inference --orchestrator.seq-len 99",
+     {"inference.model.max_model_len": 99, "trainer.model.seq_len": 99}),
+    (RLConfig, "--inference --inference.model.max-model-len 99", {"trainer.model.max_model_len": 99}),
+    (RLConfig, "--inference --seq-len 98", {"trainer.model.max_model_len": 98}),
+    (RLConfig, "--max-model-len 97", {"trainer.model.max_model_len": 97}),
+    (RLConfig, "--inference", {"trainer.model.max_model_len": None}),
+    (RLConfig, "--inference --trainer-gpus 2 --inference-gpus 6",
+     {"inference_gpu_ids": [0, 1, 2, 3, 4, 5], "trainer_gpu_ids": [6, 7], "inference.parallel.dp": 6, "ranks": 2}),
+    (RLConfig, "--inference-gpu-ids 0,1,2,3 --inference.parallel.tp 2", {"inference.parallel.dp": 2}),
+    (RLConfig, "--inference.parallel.dp 3", {"inference_gpu_ids": [0, 1, 2], "trainer_gpu_ids": [3]}),
+    (RLConfig, "--trainer-ranks 2", {"ranks": 2}),
+    (RLConfig, "--trainer.max-concurrent-runs 1", {"trainer.max_concurrent_runs": 1}),
+    # the server gets the adapters that the trainer publishes; a larger rank is kept
+    (RLConfig, f"--inference {ADAPTER}", {"inference.enable_lora": True, "inference.max_lora_rank": 24}),
+    (RLConfig, f"--inference {ADAPTER} --inference.max-lora-rank 64",
+     {"inference.enable_lora": True, "inference.max_lora_rank": 64}),
+    (RLConfig, f"--inference {ADAPTER} --trainer.model.lora.publish merged",
+     {"inference.enable_lora": False, "inference.max_lora_rank": 16}),
+    (RLConfig, ADAPTER, {"inference": None}),
+    # the run has its own slot
+    (RLConfig, f"{ADAPTER} --output-dir 'runs/my run'", {"orchestrator.model.lora.name": "my_run"}),
+    (RLConfig, f"{ADAPTER} --orchestrator.model.lora.name mine", {"orchestrator.model.lora.name": "mine"}),
+    (RLConfig, "--trainer.model.lora.rank 8", {"orchestrator.model.lora.name": None}),
+    # the orchestrator waits as long as at the start for its own server that `rl` restarts
+    (RLConfig, "--inference --max-restarts 3", {"orchestrator.client.reconnect_seconds": 1800}),
+    (RLConfig, "--inference --max-restarts 3 --orchestrator.wait-timeout-seconds 90",
+     {"orchestrator.client.reconnect_seconds": 90}),
+    (RLConfig, "--inference --max-restarts 3 --orchestrator.client.reconnect-seconds 7",
+     {"orchestrator.client.reconnect_seconds": 7}),
+    (RLConfig, "--inference", {"orchestrator.client.reconnect_seconds": 4}),
+    (RLConfig, "--max-restarts 3", {"orchestrator.client.reconnect_seconds": 4}),
+]  # fmt: skip
 
 
-def test_switches():
-    assert TrainerConfig.load(["--ckpt.save-async"]).ckpt.save_async is True
-    assert TrainerConfig.load(["--no-model.reshard-after-forward"]).model.reshard_after_forward is False
-    assert TrainerConfig.load(["--model.reshard-after-forward", "false"]).model.reshard_after_forward is False
-    extras = TrainerConfig.load(["--wandb", "--no-wandb.log-extras.distributions"]).wandb.log_extras
-    assert (extras.samples, extras.distributions) == (True, False)
-
-
-def test_optional_blocks_switch_on_and_off():
-    file = write("t.toml", "[ckpt]\ninterval = 7\n[model.ac]\nfreq = 2\n")
-    assert TrainerConfig.load(["--ckpt"]).ckpt.interval == 50
-    assert TrainerConfig.load(["@", file, "--ckpt"]).ckpt.interval == 7
-    assert TrainerConfig.load(["@", file, "--no-ckpt"]).ckpt is None
-    assert TrainerConfig.load(["@", file, "--ckpt", "None"]).ckpt is None
-    assert TrainerConfig.load(["@", file, "--no-ckpt", "--ckpt.interval", "9"]).ckpt.interval == 9
-    assert TrainerConfig.load(["@", file, "--no-model.ac"]).model.ac is None
-    assert TrainerConfig.load(["--model.cp", "4"]).model.cp.degree == 4
-    assert TrainerConfig.load(["@", write("n.toml", 'ckpt = "None"\n')]).ckpt is None
-
-
-def test_none_and_dicts():
-    file = write("t.toml", "max_steps = 5\n")
-    assert TrainerConfig.load(["@", file, "--max-steps", "None"]).max_steps is None
-    for text in ("{'batch_size': 128}", '{"batch_size": 128}'):
-        assert TrainerConfig.load(["--data.fake", text]).data.fake.batch_size == 128
-
-
-def test_lists_in_every_form():
-    for argv in (["--inference-gpu-ids", "0,1"], ["--inference-gpu-ids", "[0, 1]"], ["--inference-gpu-ids", "0", "1"]):
-        assert RLConfig.load(argv).inference_gpu_ids == [0, 1]
+@pytest.mark.parametrize(("root", "line", "values"), LOADED)
+def test_command_line_sets_values(root, line, values):
+    for name, text in FILES.items():
+        write(name, text)
+    config = root.load(shlex.split(line))
+    assert {path: attrgetter(path)(config) for path in values} == values
 
 
 def test_union_keeps_its_variant_and_drops_the_keys_of_another():
@@ -187,42 +236,6 @@ def test_shared_values_reach_all_processes():
     assert (config.trainer.wandb.name, config.orchestrator.wandb.name) == ("e-trainer", "e-orchestrator")
 
 
-def test_max_model_len_applies_to_inference_only():
-    config = RLConfig.load(["--inference", "--max-model-len", "99"])
-    assert config.inference.model.max_model_len == 99
-    assert config.orchestrator.seq_len == config.trainer.model.seq_len == 2048
-    config = RLConfig.load(["--inference", "--orchestrator.seq-len", "99"])
-    assert config.inference.model.max_model_len == config.trainer.model.seq_len == 99
-
-
-@pytest.mark.parametrize(
-    ("arguments", "length"),
-    [
-        (["--inference", "--inference.model.max-model-len", "99"], 99),
-        (["--inference", "--seq-len", "98"], 98),
-        (["--max-model-len", "97"], 97),
-        (["--inference"], None),
-    ],
-)
-def test_trainer_knows_the_max_model_len_of_inference(arguments, length):
-    assert RLConfig.load(arguments).trainer.model.max_model_len == length
-
-
-def test_max_model_len_of_trainer_and_inference_must_agree():
-    with pytest.raises(ConfigError, match="differ"):
-        RLConfig.load(["--inference.model.max-model-len", "99", "--trainer.model.max-model-len", "98"])
-
-
-def test_log_level_of_one_process_does_not_change_the_others():
-    assert RLConfig.load(["--orchestrator.log.level", "debug"]).trainer.log.level == "info"
-
-
-def test_shared_value_of_one_process_reaches_the_others():
-    config = RLConfig.load(["--inference", "--orchestrator.max-steps", "3", "--trainer.model.name", "m"])
-    assert config.max_steps == config.trainer.max_steps == 3
-    assert config.model.name == config.orchestrator.model.name == config.inference.model.name == "m"
-
-
 def test_shared_value_of_a_stronger_source_overrides_the_file_of_a_process(monkeypatch):
     file = write("t.toml", "max_steps = 30\n")
     assert RLConfig.load(["--trainer", "@", file, "--max-steps", "10"]).trainer.max_steps == 10
@@ -230,13 +243,6 @@ def test_shared_value_of_a_stronger_source_overrides_the_file_of_a_process(monke
     monkeypatch.setenv("PRIME_MAX_STEPS", "5")
     assert RLConfig.load(["--trainer", "@", file]).orchestrator.max_steps == 30
     assert RLConfig.load([]).trainer.max_steps == 5
-
-
-def test_shared_value_none_removes_weaker_values():
-    file = write("i.toml", "gpu_memory_utilization = 0.4\n")
-    argv = ["--inference", "@", file]
-    assert RLConfig.load(argv).inference.gpu_memory_utilization == 0.4
-    assert RLConfig.load([*argv, "--gpu-memory-utilization", "None"]).inference.gpu_memory_utilization == 0.9
 
 
 def test_checkpoints_are_shared_and_wandb_is_not():
@@ -247,19 +253,6 @@ def test_checkpoints_are_shared_and_wandb_is_not():
     file = write("t.toml", "[trainer.wandb]\n[trainer.ckpt]\ninterval = 3\n")
     config = RLConfig.load(["@", file, "--no-wandb", "--no-ckpt"])
     assert config.trainer.wandb is config.trainer.ckpt is config.orchestrator.ckpt is None
-
-
-def test_gpu_counts_become_ids_and_data_parallelism():
-    config = RLConfig.load(["--inference", "--trainer-gpus", "2", "--inference-gpus", "6"])
-    assert config.inference_gpu_ids == [0, 1, 2, 3, 4, 5]
-    assert config.trainer_gpu_ids == [6, 7]
-    assert config.inference.parallel.dp == 6
-    assert config.ranks == 2
-    config = RLConfig.load(["--inference-gpu-ids", "0,1,2,3", "--inference.parallel.tp", "2"])
-    assert config.inference.parallel.dp == 2
-    config = RLConfig.load(["--inference.parallel.dp", "3"])
-    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ([0, 1, 2], [3])
-    assert RLConfig.load(["--trainer-ranks", "2"]).ranks == 2
 
 
 def test_resolved_toml_loads_to_the_same_values():
@@ -303,6 +296,9 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         (RLConfig, ["--trainer.optim.learning-rate", "1"], ["did you mean --trainer.optim.lr?"]),
         (TrainerConfig, ["--no-such-thing"], ["--no-such-thing", "see `trainer --help`"]),
         (RLConfig, ["--trainer.lr", "1"], ["did you mean --trainer.optim.lr?"]),
+        (RLConfig, ["--env.id", "reverse_text"], ["did you mean --orchestrator.env.id?"]),
+        (RLConfig, ["--env.0.id", "reverse_text"], ["did you mean --orchestrator.env.0.id?"]),
+        (RLConfig, ["--env.0.args.words", "9"], ["did you mean --orchestrator.env.0.args.words?"]),
         (RLConfig, ["--ckpt-interval", "1"], ["did you mean --ckpt.interval?"]),
         (RLConfig, ["--trainer.optm.type", "sgd"], ["did you mean --trainer.optim.type?"]),
         (RLConfig, ["--orchestrator.group-size", "8"], ["did you mean --orchestrator.rollouts-per-example?"]),
@@ -343,6 +339,12 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         ),
         (
             RLConfig,
+            ["--trainer.weight-broadcast.type", "nccl", "--inference.parallel.tp", "2", "--inference-gpu-ids", "0,1",
+             "--trainer-gpu-ids", "2"],
+            ["'nccl' is not supported with inference.parallel.tp = 2", "/dev/shm"],
+        ),
+        (
+            RLConfig,
             ["--trainer.weight-broadcast.type", "ipc", "--inference"],
             ["trainer_gpu_ids = [1], inference_gpu_ids = [0]", "nccl"],
         ),
@@ -370,7 +372,30 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         (RLConfig, ["--trainer.model.tp", "2"], ["trainer.model.tp 2 does not divide the 1 ranks", "trainer_gpu_ids"]),
         (RLConfig, ["--trainer.model.cp", "2", "--trainer-ranks", "3"], ["model.cp 2", "3 ranks", "(trainer_ranks"]),
         (RLConfig, ["--inference-gpu-ids", "a,b"], ["inference_gpu_ids"]),
+        (RLConfig, ["--inference.model.max-model-len", "99", "--trainer.model.max-model-len", "98"], ["differ"]),
+        (RLConfig, ["--inference", *ADAPTER.split(), "--no-inference.enable-lora"],
+         ["lora.publish = 'adapter' needs inference.enable_lora = true"]),
+        (RLConfig, ["--inference", *ADAPTER.split(), "--inference.max-lora-rank", "8"],
+         ["lora.rank = 24 is more than inference.max_lora_rank = 8"]),
+        (RLConfig, ["--trainer.max-concurrent-runs", "4"], ["max_concurrent_runs = 4 needs --model.lora"]),
+        (TrainerConfig, ["--max-concurrent-runs", "4"], ["max_concurrent_runs = 4 needs --model.lora"]),
+        (OrchestratorConfig, ["--length-aware-admission=-1"], ["length_aware_admission"]),
+        (OrchestratorConfig, ["--length-aware-admission=2.5"], ["length_aware_admission"]),
+        (OrchestratorConfig, ["--length-aware-admission=many"], ["length_aware_admission"]),
+        *((OrchestratorConfig, ["--client.base-url", url], ["client.base_url =", "is not a URL such as http://localhost"])
+          for url in ("not a url", "localhost:8000/v1", "http://", "http://a:1/v1,b:2", "ftp://a/v1", "http://a:80000")),
+        (EvalConfig, ["--env.id", "a", "--steps", "3"], ["steps selects versions of weights_dir; set --weights-dir"]),
+        (OrchestratorConfig, ["--buffer.easy-threshold", "0.9"],
+         ["buffer.easy_threshold = '0.9' (--buffer.easy-threshold): needs type = difficulty-pool"]),
+        (OrchestratorConfig,
+         ["--buffer.type", "difficulty-pool", "--buffer.easy-fraction", "0.9", "--buffer.hard-fraction", "0.2"],
+         ["buffer: easy_fraction = 0.9 and hard_fraction = 0.2 add up to more than 1"]),
         (RLConfig, ["--orchestrator.batch-size", "3", "--orchestrator.rollouts-per-example", "2"], ["orchestrator"]),
+        (OrchestratorConfig, ["--env.name", ".."], ["env.0.name = .. (--env.name): it is part of file names"]),
+        (EvalConfig, ["--num-examples", "0"],
+         ["num_examples = 0 (--num-examples): a number of examples is at least 1, or -1 for all"]),
+        (OrchestratorConfig, ["--env.name", "a\nb"], ["it is part of file names"]),
+        (OrchestratorConfig, ["--env.name", "a" * 201], ["at most 200 bytes"]),
     ],
 )  # fmt: skip
 def test_bad_input_raises_in_one_line(root, argv, parts):
@@ -397,7 +422,7 @@ def test_bool_for_a_number_is_refused(line, shown):
 def test_copies_of_a_shared_value_are_one_problem():
     assert message(RLConfig, "--max-steps", "x").endswith("; max_steps: Steps of the run; None is unlimited")
     text = message(RLConfig, "--max-steps", "x", "--trainer.optim.lr", "y")
-    assert text.endswith("is unlimited (and 1 more)")
+    assert text.endswith("is unlimited (also wrong: trainer.optim.lr)")
 
 
 def test_hint_of_names_of_other_programs_leads_to_a_key():
@@ -470,15 +495,51 @@ def test_help_of_rl_shows_a_shared_key_once(capsys):
 
 
 def test_unused_key_logs_one_warning(capsys):
-    RLConfig.load(["--trainer.max-concurrent-runs", "4"])
-    assert capsys.readouterr().err == "warning: trainer.max_concurrent_runs has no effect\n"
+    TrainerConfig.load(["--orchestrator.wandb.id", "x"])
+    because = "has no effect on the trainer; give it to the orchestrator"
+    assert capsys.readouterr().err == f"warning: orchestrator {because}\n"
     RLConfig.load(["--trainer.optim.lr", "4"])
     assert capsys.readouterr().err == ""
 
 
-def test_dry_run_of_an_unwritable_directory():
-    write("file", "")
-    assert "cannot write file/x/" in message(RLConfig, "--dry-run", "--output-dir", "file/x")
+@pytest.mark.parametrize(
+    ("root", "arguments"),
+    [
+        *((root, []) for root in ROOTS),
+        (RLConfig, ["@", str(REPOSITORY / "configs/reverse_text/cpu.toml")]),
+        (RLConfig, ["--seq-len", "64"]),
+    ],
+)
+def test_dry_run_prints_a_file_that_loads_to_the_same_values_and_writes_nothing(root, arguments, capsys, tmp_path):
+    arguments = [*arguments, "--output-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as exit_info:
+        root.load([*arguments, "--dry-run"])
+    assert exit_info.value.code == 0
+    printed = capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    write("my.toml", printed)
+    assert root.load(["@", "my.toml"]) == root.load(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--seq-len", "512", "--orchestrator.sampling.max-tokens", "5000"], ["max_tokens = 5000", "seq_len = 512"]),
+        (["--seq-len", "4", "--orchestrator.sampling.max-tokens", "8"], ["max_tokens = 8", "seq_len = 4"]),
+        (["--max-steps", "60", "--trainer.scheduler.warmup-steps", "500"], ["warmup_steps = 500", "max_steps = 60"]),
+        (["--orchestrator.batch-size", "8", "--trainer.num-minibatches", "3"], ["batch_size = 8", "minibatches = 3"]),
+    ],
+)
+def test_doubtful_values_print_one_warning(arguments, parts, capsys):
+    RLConfig.load(["--orchestrator.rollouts-per-example", "8", *arguments])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ") and all(part in line for part in parts)
+
+
+def test_missing_file_suggests_the_closest_name():
+    write("cpu.toml", "")
+    assert message(RLConfig, "@", "cpus.toml") == "configuration file cpus.toml does not exist; did you mean cpu.toml?"
+    assert "(looked in " in message(RLConfig, "@", "quite_different")
 
 
 def test_entry_points_report_one_line_and_exit_2(tmp_path):
@@ -502,17 +563,6 @@ def test_union_uses_the_keys_of_the_selected_variant():
     assert OrchestratorConfig.load([]).buffer.type == "simple"
     chosen = OrchestratorConfig.load(["--buffer.type", "difficulty-pool", "--buffer.easy-border", "0.9"]).buffer
     assert (chosen.easy_threshold, chosen.hard_threshold) == (0.9, 0.2)
-
-
-def test_key_of_another_variant_names_the_variant():
-    text = message(OrchestratorConfig, "--buffer.easy-threshold", "0.9")
-    assert text == "buffer.easy_threshold = '0.9' (--buffer.easy-threshold): needs type = difficulty-pool"
-
-
-def test_contradiction_in_a_variant_names_the_block():
-    fractions = ["--buffer.easy-fraction", "0.9", "--buffer.hard-fraction", "0.2"]
-    text = message(OrchestratorConfig, "--buffer.type", "difficulty-pool", *fractions)
-    assert text == "buffer: easy_fraction = 0.9 and hard_fraction = 0.2 add up to more than 1"
 
 
 def test_heartbeat_limits_reach_all_processes_and_warn_before_dead():
@@ -563,7 +613,7 @@ def test_deprecated_key_sets_the_new_one_and_logs_one_warning(capsys, monkeypatc
 
 def test_run_that_an_earlier_release_wrote_still_loads():
     old = to_toml(RLConfig.load(["--inference", "--ckpt"]))
-    old = old.replace("grace_timeout_seconds", "grace_seconds").replace("num_minibatches", "minibatches")
+    old = old.replace("grace_timeout_seconds", "grace_seconds").replace("num_minibatches = 1", "minibatches = 1")
     old = old.replace("warn_after_seconds", "silence").replace("dead_after_seconds", "timeout")
     old = old.replace('on_invalid_weights = "fail"', 'on_refused_weights = "end"').replace("beta1", "betas1")
     assert RLConfig.load(["@", write("run.toml", old)]) == RLConfig.load(["--inference", "--ckpt"])
@@ -575,5 +625,97 @@ def test_every_deprecated_name_is_an_alias_of_an_existing_key():
         return {of, *(model for _, node in walk((of,)) for model in node.variants)}
 
     for model in set().union(*(models(root) for root in ROOTS)):
-        assert set(model.deprecated.values()) <= set(model.model_fields), model
+        assert {key.partition(".")[0] for key in model.deprecated.values()} <= set(model.model_fields), model
         assert not set(model.deprecated) & set(model.model_fields), model
+
+
+ONE_TABLE = ["dataset", {"data_path": "q.csv", "grader": "number"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{ id = "dataset", args = { data_path = "q.csv", grader = "number" } }', [ONE_TABLE]),
+        ('{"id": "dataset", "args": {"data_path": "q.csv", "grader": "number"}}', [ONE_TABLE]),
+        ("{'id': 'dataset', 'args': {'data_path': 'q.csv', 'grader': 'number'}}", [ONE_TABLE]),
+        (
+            '[{id="a.py"}, {id="b.py", args={n=3, deep=[true, {x=1.5}]}}]',
+            [["a.py", {}], ["b.py", {"n": 3, "deep": [True, {"x": 1.5}]}]],
+        ),
+        ('[{"id": "a"}, {"id": "b"}]', [["a", {}], ["b", {}]]),
+        ("a,b", [["a", {}], ["b", {}]]),
+        ('["a", "b"]', [["a", {}], ["b", {}]]),
+    ],
+)
+@pytest.mark.parametrize("equals", [False, True])
+def test_list_of_blocks_is_read_as_toml_json_or_python(text, expected, equals):
+    write("t.toml", '[[orchestrator.env]]\nid = "other"\nargs = { words = 1 }\n')
+    key = "--orchestrator.env"
+    config = RLConfig.load(["@", "t.toml", *([f"{key}={text}"] if equals else [key, text])])
+    assert [[env.id, env.args] for env in config.orchestrator.env] == expected
+
+
+def test_list_of_blocks_in_a_variable_is_read_as_toml(monkeypatch):
+    monkeypatch.setenv("PRIME_ORCHESTRATOR__ENV", '[{id = "a", args = {n = 1}}]')
+    (env,) = RLConfig.load([]).orchestrator.env
+    assert (env.id, env.args) == ("a", {"n": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("--orchestrator.env", "{id=dataset}"),
+        ("--orchestrator.env", '[{id="a.py"}, {id="b.py"'),
+        ("--orchestrator.env.args", "{ data_path = q.csv }"),
+        ("--trainer.model.lora", "{rank: 8}"),
+    ],
+)
+def test_brackets_that_are_neither_toml_json_nor_python_are_refused(key, text):
+    with pytest.raises(ConfigError, match="is neither TOML, JSON nor Python; write it like") as caught:
+        RLConfig.load([key, text])
+    assert "\n" not in str(caught.value)
+
+
+def test_table_without_an_id_changes_the_only_entry():
+    write("t.toml", '[[orchestrator.env]]\nid = "other"\nargs = { words = 1 }\n')
+    (env,) = RLConfig.load(["@", "t.toml", "--orchestrator.env", "{timeout_seconds = 7}"]).orchestrator.env
+    assert (env.id, env.args, env.timeout_seconds) == ("other", {"words": 1}, 7)
+
+
+@pytest.mark.parametrize(
+    ("argv", "batches"),
+    [
+        ([], 1), (["--length-aware-admission"], 1), (["--no-length-aware-admission"], 0),
+        (["--length-aware-admission", "true"], 1), (["--length-aware-admission", "false"], 0),
+        (["--length-aware-admission", "8"], 8), (["--length-aware-admission=0"], 0),
+        (["--length-aware-admission", "--seed", "3"], 1),
+    ],
+)  # fmt: skip
+def test_switch_that_is_also_a_number_on_the_command_line(argv, batches):
+    config = OrchestratorConfig.load(argv)
+    assert config.length_aware_admission == batches and not isinstance(config.length_aware_admission, bool)
+    reloaded = OrchestratorConfig.load(["@", write("saved.toml", to_toml(config))])
+    assert reloaded.length_aware_admission == batches
+
+
+def test_empty_output_dir_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"^output_dir =  \(--output-dir\) is empty; set a directory"):
+        SFTConfig.load(["--output-dir", ""])
+    monkeypatch.setenv("PRIME_OUTPUT_DIR", "")
+    with pytest.raises(ConfigError, match=r"PRIME_OUTPUT_DIR\) is empty"):
+        RLConfig.load([])
+
+
+def test_environments_with_equal_names_are_refused(tmp_path):
+    environments = f'[{{id="{tmp_path}/a/mine.py"}}, {{id="{tmp_path}/b/mine.py"%s}}]'
+    with pytest.raises(ConfigError, match=r"two environments are called 'mine'; give each a different env\.name"):
+        OrchestratorConfig.load(["--env", environments % ""])
+    config = OrchestratorConfig.load(["--env", environments % ', name="other"'])
+    assert [env.label for env in config.env] == ["mine", "other"]
+
+
+@pytest.mark.parametrize("key", ["--model.revision", "--trainer.model.revision", "--inference.vllm.revision"])
+def test_revision_of_the_model_reaches_all_processes(key):
+    config = RLConfig.load(["--inference", key, "v1.2"])
+    models = [config.trainer.model, config.orchestrator.model, config.inference.model]
+    assert [model.revision for model in models] == ["v1.2"] * 3

@@ -1,28 +1,35 @@
 """Every command can be started as a module, and its help can be piped to `head`."""
 
+import re
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
-import prime_rl.entrypoints
+from tests.support.sources import SCRIPTS, SOURCES
 
-REPOSITORY = Path(__file__).parents[3]
-SCRIPTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
-FILES = Path(prime_rl.entrypoints.__path__[0]).glob("*.py")
-MODULES = sorted(file.stem for file in FILES if "\ndef main(" in file.read_text())
+TARGETS = {target.removesuffix(":main") for target in SCRIPTS.values()}
+MODULES = sorted(TARGETS)
 
 
-def test_modules_of_entrypoints_are_the_commands():
-    assert {f"prime_rl.entrypoints.{module}:main" for module in MODULES} == set(SCRIPTS.values())
+def test_modules_of_entrypoints_are_commands():
+    files = {path for path in SOURCES if re.fullmatch(r"prime_rl/entrypoints/[a-z]\w*\.py", path)}
+    assert {path.removesuffix(".py").replace("/", ".") for path in files} <= TARGETS
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_command_help_with_a_reader_that_exits_is_silent(module, tmp_path):
-    line = f"set -o pipefail; {sys.executable} -m prime_rl.entrypoints.{module} --help | head -n 1"
+    line = f"set -o pipefail; {sys.executable} -m {module} --help | head -n 1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.stderr == ""
     assert done.stdout.lower().startswith("usage: ")
     assert done.returncode in (0, 128 + 13), "SIGPIPE"
+
+
+@pytest.mark.parametrize("command", ["eval", "synthesize"])
+def test_command_with_an_unknown_environment_writes_nothing(command, tmp_path):
+    arguments = ["--env.id", "nosuch", "--output-dir", str(tmp_path / "outputs")]
+    program = [sys.executable, "-m", f"prime_rl.entrypoints.{command}", *arguments]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: env.0.id = nosuch is not installed; ")
+    assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts.prime_rl_train import leave_torchrun, translate
+from scripts.prime_rl_train import COMPUTED, KEYS, leave_torchrun, translate
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError
@@ -115,8 +115,31 @@ def test_torchrun_is_left_by_all_but_the_first_process():
     assert leave_torchrun(first) == 4 and first == {"PATH": "/bin"}
     assert leave_torchrun({**variables, "RANK": "1"}) == 0
     assert leave_torchrun({"PATH": "/bin"}) == 1
-    with pytest.raises(ConfigError, match="4 processes on several nodes"):
-        leave_torchrun({**variables, "RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+
+
+def test_torchrun_on_several_nodes_names_the_command_of_rl():
+    variables = {"WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}
+    with pytest.raises(ConfigError, match="starts 32 processes on 4 nodes") as caught:
+        leave_torchrun({**variables, "RANK": "0"})
+    assert leave_torchrun({**variables, "RANK": "9"}) == 0, "one message for all processes"
+    command = str(caught.value).split("uv run rl ")[1].split(" (")[0]
+    config = RLConfig.load(shlex.split(command.replace("FILE", "configs/prime_rl/distributed.toml")))
+    assert (config.inference_nodes, config.nodes) == (3, ["HOST1", "HOST2", "HOST3", "HOST4"])
+    assert config.inference_gpu_ids == config.trainer_gpu_ids == list(range(8))
+
+
+def test_variables_of_torchrun_without_torchrun_have_no_effect(capsys):
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "0"}
+    assert leave_torchrun(variables) == 1 and variables == {}
+    assert capsys.readouterr().err == (
+        "warning: RANK and WORLD_SIZE have no effect: torchrun did not start this process\n"
+    )
+
+
+def test_help_lists_the_flags_of_the_guide():
+    command = [sys.executable, "-m", "scripts.prime_rl_train", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(f"--{flag} " in done.stdout for flag in (*KEYS, *COMPUTED))
 
 
 def test_module_prints_the_command_without_running_it():

@@ -1,9 +1,6 @@
 """Alphabet sort: conversations by seed, the lists a reply gives, and multi-turn rollouts through verifiers' loop."""
 
-import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -46,18 +43,6 @@ def test_a_conversation_merges_marked_names_into_the_sorted_list() -> None:
             assert 2 <= len(new) <= 3 and len(set(known)) == len(known)
             marked = [f"{name} // new name!" if turn and name in new else name for name in sorted(known)]
             assert lines[turn] == marked
-
-
-def test_conversations_depend_only_on_the_seed() -> None:
-    def messages(part: str = "train", **args: Any) -> list[list[str]]:
-        env = load_environment(num_train_examples=50, **args)
-        rows = env.get_dataset() if part == "train" else env.get_eval_dataset()
-        return [row["messages"] for row in rows["info"]]
-
-    assert messages(seed=1) == messages(seed=1) != messages(seed=2)
-    assert messages("eval", seed=1)[:50] != messages(seed=1)
-    assert messages("eval", num_eval_examples=0) == messages()
-    assert messages(num_eval_examples=7) == messages()
 
 
 def reply(lines: list[str], turn: int) -> str:
@@ -117,18 +102,15 @@ def test_similarity_power_lowers_the_score_of_nearly_correct_lists() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "Ada Abbott\nBo Berg",
-        "<alphabetical_sorted>Ada Abbott\nBo Berg",
+        "", "Ada Abbott\nBo Berg", "<alphabetical_sorted>Ada Abbott\nBo Berg",
         "</alphabetical_sorted>Ada Abbott\nBo Berg<alphabetical_sorted>",
         "<alphabetical_sorted>Ada Abbott\nBo Berg</alphabetical_sorted>" * 2,
         "<alphabetical_sorted><alphabetical_sorted>Ada Abbott\nBo Berg</alphabetical_sorted>",
         "<combined_alphabetical_sorted>Ada Abbott\nBo Berg</combined_alphabetical_sorted>",
-        "<alphabetical_sorted>Ada Abbott\nBo Berg</alphabetical_sorted></think>",
-        "<alphabetical_sorted>" * 10_000,
+        "<alphabetical_sorted>Ada Abbott\nBo Berg</alphabetical_sorted></think>", "<alphabetical_sorted>" * 10_000,
         "<alphabetical_sorted>" + "Ada Abbott\nBo Berg\n" * 100_000 + "</alphabetical_sorted>",
     ],
-)
+)  # fmt: skip
 def test_reply_without_a_single_list_scores_zero(text: str) -> None:
     start = time.process_time()
     assert similarity(listed(text, "alphabetical_sorted"), ["Ada Abbott", "Bo Berg"]) == 0
@@ -167,44 +149,3 @@ def test_invalid_file_raises_with_the_row(tmp_path: Path, content: str, message:
     (tmp_path / "names.txt").write_text(content)
     with pytest.raises(ValueError, match=message):
         load_environment(names_path=str(tmp_path / "names.txt"))
-
-
-def test_missing_file_raises_with_its_name() -> None:
-    with pytest.raises(ValueError, match=r"there is no file absent\.txt"):
-        load_environment(names_path="absent.txt")
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"min_turns": 0},
-        {"min_turns": 4},
-        {"min_names_per_turn": 0},
-        {"min_names_per_turn": 6},
-        {"similarity_power": 0},
-        {"num_train_examples": 0},
-    ],
-)
-def test_invalid_arguments_raise(args: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(args))):
-        load_environment(**args)  # type: ignore[arg-type]
-
-
-ENVIRONMENTS = [
-    "alphabet_sort",
-    "calculator",
-    "gsm8k",
-    "hendrycks_math",
-    "intellect_math",
-    "nanochat_aqua_rat",
-    "nanochatAquaRat",
-    "aqua_rat",
-]
-
-
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_importing_an_environment_loads_nothing_heavy(name: str) -> None:
-    heavy = ("verifiers", "datasets", "math_verify", "sympy")
-    program = f"import json, sys, {name}; print(json.dumps([m in sys.modules for m in {heavy}]))"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert not any(json.loads(printed.stdout))

@@ -8,38 +8,25 @@ from typing import Any
 
 import pytest
 import verifiers as vf
-from calculator import load_environment
 from calculator.arithmetic import MAX_BITS, evaluate, show
 from calculator.environment import calculate, final_answer
 from calculator.questions import LEVELS, Level, make_questions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .scripted import call, play
+from .scripted import call, play, scores
 
 
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("1 + 2 * 3", "7"),
-        ("(1 + 2) * 3", "9"),
-        ("-2 ** 2", "-4"),
-        ("2^10", "1024"),
-        ("2 ** -2", "0.25"),
-        ("0.1 + 0.2", "0.3"),
-        ("7 // 2", "3"),
-        ("-7 // 2", "-4"),
-        ("-7 % 3", "2"),
-        ("1 / 8", "0.125"),
-        ("-1 / 8", "-0.125"),
-        ("22 / 7", "22/7 (about 3.14285714286)"),
-        ("1,234,567 + 1", "1234568"),
-        ("1\n+\n2", "3"),
-        (".5 + 1.", "1.5"),
-        ("2 ** 512 / 3", None),
+        ("1 + 2 * 3", "7"), ("(1 + 2) * 3", "9"), ("-2 ** 2", "-4"), ("2^10", "1024"), ("2 ** -2", "0.25"),
+        ("0.1 + 0.2", "0.3"), ("7 // 2", "3"), ("-7 // 2", "-4"), ("-7 % 3", "2"), ("1 / 8", "0.125"),
+        ("-1 / 8", "-0.125"), ("22 / 7", "22/7 (about 3.14285714286)"), ("1,234,567 + 1", "1234568"), ("1\n+\n2", "3"),
+        (".5 + 1.", "1.5"), ("2 ** 512 / 3", None),
         ("123456789012345678901234567890.1 * 10", "1234567890123456789012345678901"),
     ],
-)
+)  # fmt: skip
 def test_arithmetic_is_exact(expression: str, value: str | None) -> None:
     assert calculate(expression) == (value or show(Fraction(2**512, 3)))
 
@@ -47,36 +34,18 @@ def test_arithmetic_is_exact(expression: str, value: str | None) -> None:
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("1 / 0", "division by zero"),
-        ("1 % (2 - 2)", "division by zero"),
-        ("0 ** -1", "division by zero"),
-        ("9 ** 9 ** 9", "exponent must be"),
-        ("9 ** 0.5", "exponent must be"),
-        ("10 ** 512 ** 2", "exponent must be"),
-        ("(2 ** 512) ** 512", "too big"),
-        ("1" * 250 + "**" + "9", "too big"),
-        ("*".join(["(10**308)"] * 20), "too big"),
-        ("1" * 301, "at most 300"),
-        ("", "only numbers"),
-        ("x + 1", "only numbers"),
-        ("__import__('os').system('id')", "only numbers"),
-        ("1e9", "only numbers"),
-        ("1 if 1 else 2", "only numbers"),
-        ("1, 2", "only numbers"),
-        ("()", "only numbers"),
-        ("[1]", "only numbers"),
-        ("1 @ 2", "only numbers"),
-        ("\uff11 + 1", "only numbers"),
-        ("1\x00", "only numbers"),
-        ("1 +", "not an arithmetic"),
-        ("1 2", "not an arithmetic"),
-        ("1(2)", "only numbers"),
-        ("." * 300, "not an arithmetic"),
-        ("(" * 300, "not an arithmetic"),
-        ("(" * 149 + "1" + ")" * 149, None),
+        ("1 / 0", "division by zero"), ("1 % (2 - 2)", "division by zero"), ("0 ** -1", "division by zero"),
+        ("9 ** 9 ** 9", "exponent must be"), ("9 ** 0.5", "exponent must be"), ("10 ** 512 ** 2", "exponent must be"),
+        ("(2 ** 512) ** 512", "too big"), ("1" * 250 + "**" + "9", "too big"),
+        ("*".join(["(10**308)"] * 20), "too big"), ("1" * 301, "at most 300"), ("", "only numbers"),
+        ("x + 1", "only numbers"), ("__import__('os').system('id')", "only numbers"), ("1e9", "only numbers"),
+        ("1 if 1 else 2", "only numbers"), ("1, 2", "only numbers"), ("()", "only numbers"), ("[1]", "only numbers"),
+        ("1 @ 2", "only numbers"), ("\uff11 + 1", "only numbers"), ("1\x00", "only numbers"),
+        ("1 +", "not an arithmetic"), ("1 2", "not an arithmetic"), ("1(2)", "only numbers"),
+        ("." * 300, "not an arithmetic"), ("(" * 300, "not an arithmetic"), ("(" * 149 + "1" + ")" * 149, None),
         ("-" * 299 + "1", None),
     ],
-)
+)  # fmt: skip
 def test_other_expressions_raise(expression: str, message: str | None) -> None:
     start = time.process_time()
     if message is None:
@@ -113,35 +82,6 @@ def test_questions_have_the_value_the_calculator_finds(name: str) -> None:
         operations = sum(text.count(f" {operator} ") for operator in "+-*/")
         assert level.min_operations <= operations <= level.max_operations
         assert all(operator not in text or operator in level.operators for operator in "+-*/")
-
-
-def test_questions_depend_only_on_the_seed_and_splits_are_disjoint() -> None:
-    def questions(**args: Any) -> list[str]:
-        return [row[-1]["content"] for row in load_environment(num_train_examples=300, **args).get_dataset()["prompt"]]
-
-    assert questions(seed=1) == questions(seed=1) != questions(seed=2)
-    assert questions() == questions(num_eval_examples=5)
-    env = load_environment(difficulty="easy", max_operations=1)
-    evaluation = [row[-1]["content"] for row in env.get_eval_dataset()["prompt"]]
-    assert len(evaluation) == 128 and not set(evaluation) & {row[-1]["content"] for row in env.get_dataset()["prompt"]}
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"difficulty": "absurd"}, "not one of easy, medium, hard"),
-        ({"min_operations": 0}, "min_operations"),
-        ({"min_operations": 5, "max_operations": 4}, "min_operations"),
-        ({"max_operations": 21}, "max_operations"),
-        ({"max_number": 1}, "max_number"),
-        ({"max_turns": 0}, "max_turns"),
-        ({"num_train_examples": 0}, "num_train_examples"),
-        ({"difficulty": "easy", "max_operations": 1, "max_number": 2}, "too few questions"),
-    ],
-)
-def test_invalid_arguments_raise(args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_environment(**args)
 
 
 def environment(**args: Any) -> tuple[Any, Any]:
@@ -182,7 +122,7 @@ def test_failed_call_returns_an_error_to_the_model_and_the_rollout_continues() -
     state = play(env, row, [*bad, "<answer>57</answer>"])
     results = [message.content for message in state["completion"] if message.role == "tool"]
     assert all(result.startswith("error: ") and len(result) < 250 for result in results)
-    assert "exponent" in results[0] and "text" in results[3] and "only `calculate`" in results[6]
+    assert "exponent" in results[0] and "text" in results[3] and "no such tool" in results[6]
     assert state["metrics"]["tool_errors"] == len(bad) and state["reward"] == 1
 
 
@@ -195,34 +135,27 @@ def test_several_calls_at_once_are_all_answered() -> None:
     assert results == [("a", "2"), ("b", "4")]
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "",
-        "57",
-        "<answer>58</answer>",
-        "<answer>57</answer> <answer>58</answer>",
-        "<answer>57<answer>57</answer>",
-        "<answer>57 or 58</answer>",
-        "<answer>" + "5" * 5000 + "</answer>",
-        "".join(f"<answer>{number}</answer>" for number in range(1000)),
-        "<answer>\u0665\u0667</answer>",
-        "<answer>,</answer>",
-        "<answer>nan</answer>",
-        "<answer>19*3</answer>",
-        "<answer></answer>",
-        "<answer>" * 10_000,
-    ],
-)
-def test_answer_other_than_one_correct_number_scores_zero(completion: str) -> None:
-    env, row = environment()
-    assert play(env, row, [completion])["reward"] == 0
+RIGHT = [
+    *(f"So: <answer>{number}</answer>." for number in (
+        "57", " 57 ", "+57", "57.0", "\n57\n", "57.", "$57$", r"\boxed{57}", "**57**", "x = 57", "5.7e1")),
+    "<think>maybe <answer>3</answer></think><answer>57</answer>", "<answer>57</answer>, so <answer>57</answer>",
+    "<answer>3</answer>, no: <answer>57</answer>", "<answer>57<answer>57</answer>",
+]  # fmt: skip
+WRONG = [
+    "", "57", "<answer>58</answer>", "<answer>57</answer> <answer>58</answer>",
+    "<think><answer>57</answer></think>", "<think>57 <answer>57</answer>", "</answer>57<answer>",
+    "<answer>114/2</answer>", "<answer>19 * 3 = 57</answer>", "<answer>(12 + 7) * 3</answer>",
+    "<answer>5,7</answer>", "<answer>,57</answer>", "<answer>0,057</answer>", "<answer>-57</answer>",
+    "<answer>57 million</answer>", "<answer>57 or 58</answer>", "<answer>" + "5" * 5000 + "</answer>",
+    "".join(f"<answer>{number}</answer>" for number in range(1000)), "<answer>\u0665\u0667</answer>",
+    "<answer>,</answer>", "<answer>nan</answer>", "<answer>19*3</answer>", "<answer></answer>", "<answer>" * 10_000,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", ["57", " 57 ", "+57", "57.0", "\n57\n", "0,057"])
-def test_number_formats_are_accepted(number: str) -> None:
+def test_only_the_correct_number_in_the_last_answer_after_the_reasoning_is_rewarded() -> None:
     env, row = environment()
-    assert play(env, row, [f"So: <answer>{number}</answer>."])["reward"] == 1
+    assert [reply for reply, score in zip(RIGHT, scores(env, row, RIGHT), strict=True) if score != 1] == []
+    assert [reply for reply, score in zip(WRONG, scores(env, row, WRONG), strict=True) if score != 0] == []
 
 
 def test_answer_with_a_call_is_not_final_and_turns_are_limited() -> None:

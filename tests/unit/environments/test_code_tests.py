@@ -3,18 +3,18 @@
 import base64
 import json
 import pickle
-import shutil
+import time
 import zlib
 from typing import Any
 
 import pytest
 import verifiers as vf
 
-from prime_rl.sandbox.execution import ExecutionResult, SandboxError, Verdict
+from prime_rl_sandbox.execution import ExecutionResult, SandboxError, Verdict
+from tests.support.isolation import hide_bubblewrap, needs_isolation
 
 from .scripted import play_async
 
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 CODE = "```python\n{}\n```"
 PRIVATE = base64.b64encode(
     zlib.compress(pickle.dumps(json.dumps([{"input": "2", "output": "4", "testtype": "functional"}])))
@@ -56,32 +56,96 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 DOUBLE = "def double(x):\n    return 2 * x\nif __name__ == '__main__':\n    print(double(int(input())))"
 FAKES = [
-    "import os; os._exit(0)",
-    "class A(int):\n    def __eq__(self, other): return True\ndef double(x): return A(1)",
+    "import os; os._exit(0)", "class A(int):\n    def __eq__(self, other): return True\ndef double(x): return A(1)",
     "import builtins\nbuiltins.AssertionError = Exception\ndouble = lambda x: None",
-    "def double(x):\n    while True: pass\ndouble(1)",
-    "def double(x: return 1",
-    "raise SystemExit(0)",
+    "def double(x):\n    while True: pass\ndouble(1)", "def double(x: return 1", "raise SystemExit(0)",
+]  # fmt: skip
+
+
+BLOCKS = [
+    ("```python\na = 1\n```", "a = 1\n"),
+    ("```\na\n```\ntext\n```py\nb\n```\nmore", "b\n"),
+    ("<think>```python\na\n```</think>\n```python\nb\n```", "b\n"),
+    ("<think>```python\na\n```", None),
+    ("```python\na = 1", None),
+    ("a = 1", None),
+    ("", None),
+    ("```" * 7000, None),
+    ("```python\r\na = 1\r\n```\r\n", "a = 1\n"),
+    ("~~~python\na\n~~~", "a\n"),
+    ("~~~\na\n~~~", "a\n"),
+    ("```python\na\n``` This works.", "a\n"),
+    ("```python\na\n```This works well.", "a\n"),
+    ("```python\na\n```\nOutput:\n```\n42\n```", "a\n"),
+    ("```python\na\n```\nOutput:\n```text\n42\n```", "a\n"),
+    ("```Python\na\n```", "a\n"),
+    ("```python3\na\n```", "a\n"),
+    ("```{.python}\na\n```", "a\n"),
+    ('```python title="x.py"\na\n```', "a\n"),
+    ("````python\na\n```\nb\n````", "a\n```\nb\n"),
+    ("  ```python\n  a\n    b\n  ```", "a\n  b\n"),
+    ("1. x\n   ```python\n   a\n   ```", "a\n"),
+    ("```python\na\n```python\nb\n```", "b\n"),
+    (
+        '```python\ndef f():\n    """\n    ```\n    x\n    ```\n    """\n```',
+        'def f():\n    """\n    ```\n    x\n    ```\n    """\n',
+    ),
+    ("```\na\n```\n```\nb\n```", "b\n"),
+    ("```cpp\nx\n```", "x\n"),
+    ("```python\na\n```\n```cpp\nx\n```", "a\n"),
+    ("```python\n```", ""),
+    ("```python\n\n```", "\n"),
+    ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
+    ("```python\na\n````", "a\n"),
+    ("````python\na\n```", None),
+    ("```print(1)```", None),
+    ("text ```python\na\n```", None),
 ]
 
 
-@pytest.mark.parametrize(
-    ("reply", "code"),
-    [
-        ("```python\na = 1\n```", "a = 1\n"),
-        ("```\na\n```\ntext\n```py\nb\n```\nmore", "b\n"),
-        ("<think>```python\na\n```</think>\n```python\nb\n```", "b\n"),
-        ("<think>```python\na\n```", None),
-        ("```python\na = 1", None),
-        ("a = 1", None),
-        ("", None),
-        ("```" * 7000, None),
-    ],
-)
-def test_extract_code_takes_the_last_block_after_the_reasoning(reply, code):
+@pytest.mark.parametrize(("reply", "code"), BLOCKS)
+def test_extract_code_takes_the_program_after_the_reasoning(reply, code):
     from code_tests.scoring import extract_code
 
     assert extract_code(reply) == code
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "def f(x): return x",
+        "class Solution:\n    def f(self, x): return x",
+        "f = lambda x: x",
+        "async def f(): pass",
+        "def  f(x): return x",
+        "f: Callable = lambda x: x",
+        "from operator import neg as f",
+        "import heapq, math as f",
+    ],
+)
+def test_extract_code_prefers_the_block_with_the_tested_function(first):
+    from code_tests.scoring import extract_code
+
+    reply = f"{CODE.format(first)}\nUsage:\n{CODE.format('print(f(2))')}"
+    assert extract_code(reply, ["f"]) == first + "\n"
+    assert extract_code(reply) == "print(f(2))\n"
+
+
+def test_extract_code_hostile_replies_take_linear_time():
+    from code_tests.scoring import extract_code
+
+    start = time.process_time()
+    for text in (
+        "```\n" * 5000,
+        " " * 20_000 + "```",
+        "```" + " " * 20_000,
+        "`" * 20_000,
+        "~" * 20_000,
+        "```a\n" * 5000,
+    ):
+        extract_code(text, ["f"])
+    extract_code("```python\n" + "def f(\n" * 2500 + "```", ["f"])
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -119,29 +183,13 @@ def test_make_problems_in_notation_have_small_questions_and_solutions():
         ]
 
 
-def test_make_problems_depend_on_seed_and_part_only():
-    from code_tests.problems import make_problems
-
-    first = list(make_problems(1, "train", 20))
-    assert first == list(make_problems(1, "train", 20))
-    assert first != list(make_problems(2, "train", 20))
-    assert first != list(make_problems(1, "eval", 20))
-    assert {bool(problem.cases[0].function) for problem in first} == {True, False}
-
-
-@pytest.mark.parametrize("args", [{"reward": "some"}, {"style": "poem"}, {"timeout_ms": 0}, {"max_tests": 0}])
-def test_load_environment_invalid_arguments_raise(args):
-    with pytest.raises(RuntimeError, match=next(iter(args))):
-        vf.load_environment("code_tests", **args)
-
-
-def test_load_environment_without_bubblewrap_names_the_package(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_load_environment_without_bubblewrap_names_the_package(monkeypatch):
+    hide_bubblewrap(monkeypatch)
     with pytest.raises(RuntimeError, match="apt-get install bubblewrap"):
         vf.load_environment("code_tests", num_generated=1)
 
 
-@needs_bubblewrap
+@needs_isolation
 def test_load_environment_rows_hold_no_tests(tmp_path):
     env = load_rows(tmp_path, ROWS["apps"] | {"input_output": json.dumps({"inputs": ["1"], "outputs": ["sentinel"]})})
     assert "sentinel" not in json.dumps(list(env.get_dataset()))
@@ -154,7 +202,7 @@ def load_rows(folder, *rows, **args):
     return vf.load_environment("code_tests", data_path=str(path), **args)
 
 
-@needs_bubblewrap
+@needs_isolation
 async def test_rewards_of_right_wrong_and_hostile_replies(tmp_path):
     env = load_rows(tmp_path, *ROWS.values(), timeout_ms=3000)
     strict = load_rows(tmp_path, ROWS["apps"], reward="all")
@@ -180,18 +228,72 @@ async def test_rewards_of_right_wrong_and_hostile_replies(tmp_path):
         await strict.sandbox.close()
 
 
-@needs_bubblewrap
-async def test_reward_of_a_method_of_a_class_solution(tmp_path):
-    env = load_rows(tmp_path, ROWS["livecodebench functional"], ROWS["apps calls"])
+TWO_SUM = (
+    "class Solution:\n    def twoSum(self, nums: List[int], target: int) -> List[int]:\n        seen = {}\n"
+    "        for i, n in enumerate(nums):\n            if target - n in seen: return [seen[target - n], i]\n"
+    "            seen[n] = i"
+)
+
+
+def functional(name, args, value):
+    test = {"input": "\n".join(map(json.dumps, args)), "output": json.dumps(value), "testtype": "functional"}
+    return {
+        "question_content": "?",
+        "public_test_cases": json.dumps([test]),
+        "metadata": json.dumps({"func_name": name}),
+        "starter_code": f"class Solution:\n    def {name}(self, a: List[int]) -> int:\n        ",
+    }
+
+
+def on_stdin(output):
+    return {"question": "?", "tests": [{"input": "1000000000000000000", "output": output}]}
+
+
+DOUBLING = "class Solution:\n    def double(self, x):\n        return 2 * x"
+SUM_OF_TWO = functional("twoSum", [[2, 7, 11], 9], [0, 1])
+GCD, SUM, BIG = functional("gcd", [12, 18], 6), functional("sum", [[1, 2]], 3), functional("big", [0], 1000000007)
+GRADED = [
+    (ROWS["livecodebench functional"], DOUBLING, 1),
+    (ROWS["apps calls"], DOUBLING, 1),
+    # Starter code that is completed runs with its imports.
+    (SUM_OF_TWO, TWO_SUM, 1),
+    (SUM_OF_TWO, "from __future__ import annotations\n" + TWO_SUM, 1),
+    (SUM_OF_TWO, TWO_SUM.replace("seen = {}", "seen = defaultdict(int); heappush([], math.inf)"), 1),
+    (SUM_OF_TWO, TWO_SUM.replace("seen = {}", "seen = {}; assert pow(2, 3, 5) == 3; open"), 1),
+    (SUM_OF_TWO, "pass", 0),
+    (functional("depth", [20_000], 20_000),
+     "class Solution:\n    def depth(self, n): return n and 1 + self.depth(n - 1)", 1),
+    (GCD, "x = 1", 0),
+    (GCD, "class Solution:\n    def gcd(self, a, b): return gcd(a, b)", 1),
+    (GCD, "def gcd(a, b): return a if b == 0 else gcd(b, a % b)", 1),
+    (SUM, "class Solution:\n    def sum(self, a): return sum(a)", 1),
+    (SUM, "x = 1", 0),
+    (BIG, "class Solution:\n    def big(self, n): return 1000000006", 0),
+    (BIG, "class Solution:\n    def big(self, n): return 1e9", 0),
+    (BIG, "class Solution:\n    def big(self, n): return 10**9 + 7", 1),
+    (functional("text", [0], "1011010011"), "class Solution:\n    def text(self, n): return '1011010000'", 0),
+    # Integers and forms are compared exactly.
+    (on_stdin("333333333333333333"), "print(int(input()) // 3)", 1),
+    (on_stdin("333333333333333333"), "print(int(int(input()) / 3))", 0),
+    (on_stdin("1000000007"), "print(1000000000.0)", 0),
+    (on_stdin("1011010011"), "print(1011010000)", 0),
+    (on_stdin("000000001"), "print(1)", 0),
+    (on_stdin("9" * 400), "print('inf')", 0),
+    (on_stdin("1 2\n3 4"), "print('1 2 3 4')", 0),
+]  # fmt: skip
+
+
+@needs_isolation
+async def test_only_programs_that_pass_all_tests_of_their_row_are_rewarded(tmp_path):
+    env = load_rows(tmp_path, *(row for row, _, _ in GRADED))
     try:
-        for row in env.get_dataset():
-            code = "class Solution:\n    def double(self, x):\n        return 2 * x"
-            assert (await play_async(env, row, [CODE.format(code)]))["metrics"]["passed_tests"] == 2
+        for row, (_, code, reward) in zip(env.get_dataset(), GRADED, strict=True):
+            assert (await play_async(env, row, [CODE.format(code)]))["reward"] == reward, (row["prompt"], code)
     finally:
         await env.sandbox.close()
 
 
-@needs_bubblewrap
+@needs_isolation
 async def test_generated_problems_can_be_solved():
     env = vf.load_environment("code_tests", num_generated=8)
     try:
@@ -205,7 +307,7 @@ async def test_generated_problems_can_be_solved():
         await env.sandbox.close()
 
 
-@needs_bubblewrap
+@needs_isolation
 async def test_sandbox_that_fails_raises_and_is_no_reward_of_0(tmp_path, monkeypatch):
     from code_tests.problems import read_problem
     from code_tests.scoring import grade

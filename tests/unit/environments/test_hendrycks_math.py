@@ -1,12 +1,8 @@
 """Hendrycks MATH: rows of several shapes, filters, and rewards for replies of every kind."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import verifiers as vf
-from datasets import Dataset
 from hendrycks_math import load_environment
 
 from .scripted import play, scores
@@ -78,60 +74,3 @@ def test_difficulty_filters_skip_rows_without_difficulty() -> None:
         levels(min_difficulty=6)
     with pytest.raises(ValueError, match=r"math\.jsonl, row 1: no 'hardness' to filter by"):
         load_environment(data_path=ROWS, difficulty_key="hardness", min_difficulty=1)
-
-
-def test_examples_are_picked_and_shuffled_by_seed() -> None:
-    def answers(**args: Any) -> list[str]:
-        return load_environment(data_path=ROWS, **args).get_dataset()["answer"]
-
-    orders = {tuple(answers(dataset_shuffle=True, seed=seed)) for seed in range(8)}
-    assert len(orders) > 2 and all(sorted(order) == sorted(answers()) for order in orders)
-    assert answers(dataset_shuffle=True, seed=3) == answers(dataset_shuffle=True, seed=3)
-    assert answers(num_train_examples=2) == answers()[:2]
-    env = load_environment(data_path=ROWS, eval_data_path=ROWS, num_eval_examples=1)
-    assert len(env.get_dataset()) == 4 and len(env.get_eval_dataset()) == 1
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"answer": "1"}, "no 'question' or 'problem' or 'prompt'"),
-        ({"question": "1?"}, "no 'answer' or 'verification_info' or 'solution'"),
-        ({"question": "1?", "answer": ["1"]}, "'answer' is not text"),
-        ({"question": "1?", "solution": "it is 1"}, "nothing in 'solution' is boxed"),
-        ({"question": "1?", "verification_info": "{"}, "'verification_info' is not JSON"),
-        ({"question": "1?", "verification_info": {"truth": 1}}, "no 'ground_truth'"),
-        ({"question": [{"role": "user"}], "answer": "1"}, "'question' is not text"),
-    ],
-)
-def test_malformed_row_raises_with_its_number(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "2?", "answer": 2}\n' + json.dumps(row))
-    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 2: {message}"):
-        load_environment(data_path=str(path))
-    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 2: {message}"):
-        load_environment(data_path=ROWS, eval_data_path=str(path))
-
-
-def test_missing_file_raises_with_its_name() -> None:
-    with pytest.raises(ValueError, match=r"there is no file .*absent\.jsonl"):
-        load_environment(data_path="absent.jsonl")
-
-
-def test_the_hub_is_read_for_training_at_once_and_for_evaluation_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str | None, str]] = []
-
-    def load_dataset(name: str, subset: str | None, split: str, cache_dir: None) -> Dataset:
-        asked.append((name, subset, split))
-        return Dataset.from_list([{"question": "1 + 1?", "answer": "2"}, {"question": "", "answer": "2"}])
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    env = load_environment()
-    assert asked == [("PrimeIntellect/Hendrycks-Math", None, "train")] and len(env.get_dataset()) == 1
-    env.get_eval_dataset()
-    assert asked[1:] == [("HuggingFaceH4/MATH-500", None, "test")]
-
-
-def test_verifiers_finds_it_by_name() -> None:
-    env = vf.load_environment("hendrycks-math", data_path=ROWS)
-    assert play(env, env.get_dataset()[0], [r"\boxed{10}"])["reward"] == 1

@@ -1,59 +1,28 @@
 """python_tool: questions with right numbers, and rollouts whose code runs in the sandbox."""
 
 import json
-import shutil
-from fractions import Fraction
 from itertools import islice
 
-import pytest
 from python_tool.environment import load_environment
-from python_tool.questions import make_questions, read_number
+from python_tool.questions import make_questions
+
+from tests.support.isolation import needs_isolation
 
 from .scripted import call, play_async
 
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("1,234.5", Fraction("1234.5")),
-        ("-3/4", Fraction(-3, 4)),
-        ("2e5", Fraction(200000)),
-        ("\u22127", Fraction(-7)),
-        ("$5", Fraction(5)),
-        ("1e999999999", None),
-        ("1E" + "9" * 300, None),
-        ("1/0", None),
-        ("nan", None),
-        ("", None),
-        ("9" * 401, None),
-        ("__import__", None),
-    ],
-)
-def test_read_number_is_exact_and_bounded(text, number):
-    assert read_number(text) == number
-
-
-def test_make_questions_depend_on_seed_and_part_only():
-    first = list(islice(make_questions(0, "train"), 60))
-    assert first == list(islice(make_questions(0, "train"), 60)) != list(islice(make_questions(0, "eval"), 60))
+def test_make_questions_count_primes():
+    first = islice(make_questions(0, "train"), 60)
     [question] = [question for question in first if "How many prime numbers" in question.text][:1]
     low, high = (int(word.rstrip("?")) for word in question.text.split() if word.rstrip("?").isdigit())
     assert question.answer == sum(all(n % d for d in range(2, n)) for n in range(low, high + 1))
-
-
-@pytest.mark.parametrize("args", [{"max_turns": 0}, {"timeout_seconds": 0}, {"num_generated": 0}, {"tolerance": -1}])
-def test_load_environment_invalid_arguments_raise(args):
-    with pytest.raises(ValueError, match=next(iter(args))):
-        load_environment(**args)
 
 
 def python(code):
     return call("python", json.dumps({"code": code}))
 
 
-@needs_bubblewrap
+@needs_isolation
 async def test_rewards_of_right_wrong_and_hostile_rollouts(tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text(json.dumps({"question": "What is 6 times 7?", "answer": 42}) + "\n")
@@ -62,6 +31,10 @@ async def test_rewards_of_right_wrong_and_hostile_rollouts(tmp_path):
     rollouts = [
         (1, [python("x = 6"), python("x * 7"), "<answer>42</answer>"]),
         (1, [python("1/0"), python("6 * 7"), "<answer>42.0</answer>"]),
+        (1, [python("6 * 7"), r"<answer>\boxed{42}</answer>"]),
+        (1, [python("6 * 7"), "<answer>**42%**</answer>"]),
+        (0, [python("6 * 7"), "<answer>42 or 43</answer>"]),
+        (0, [python("6 * 7"), "<answer>1e999999999</answer>"]),
         (0, [python("6 * 7"), "<answer>41</answer>"]),
         (0, ["<answer>42</answer>"]),
         (0, [python("1/0"), "<answer>42</answer>"]),

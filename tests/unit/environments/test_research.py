@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import verifiers as vf
 from research.corpus import Corpus, Document, read_corpus
 from research.environment import load_environment
 from research.generated import Question, make_documents
@@ -46,22 +45,22 @@ def test_generated_questions_are_answered_by_their_evidence():
     assert len(documents) == 80 and len(questions) == 200
     for question in questions:
         assert any(question.answers[0] in texts[name] for name in question.evidence)
-    assert make_documents(0, 40) == (documents, questions) != make_documents(1, 40)
 
 
 @pytest.mark.parametrize(
-    ("reply", "right"),
+    ("reply", "answer", "right"),
     [
-        ("1743", True),
-        ("The 1743. [d1]", True),
-        ("1743 [d1][d2]", True),
-        ("1744", False),
-        ("1743 1744", False),
-        ("", False),
+        ("1743", "1743", True), ("The 1743. [d1]", "1743", True), ("1743 [d1][d2]", "1743", True),
+        ("1,743 [d1]", "1743", True), ("**1743**", "1743", True), ("1743", "1,743", True),
+        ("12,300 people", "12300 people", True), ("the Red House!", "red house", True), ("3.5", "3.50", True),
+        ("Apollo-11", "Apollo 11", True), ("1744", "1743", False), ("1743 1744", "1743", False),
+        ("1743 BC", "1743", False), ("1,74", "174", False), ("5", "-5", False), ("3 5", "3.5", False),
+        ("3 5 km", "3.5 km", False), ("-5 km", "5 km", False), ("5 miles", "5 km", False),
+        ("house", "red house", False), ("", "1743", False),
     ],
-)
-def test_is_answer_ignores_citations_case_and_articles(reply, right):
-    assert is_answer(reply, ["1743"]) is right
+)  # fmt: skip
+def test_is_answer_ignores_citations_case_and_articles(reply, answer, right):
+    assert is_answer(reply, [answer]) is right
 
 
 @pytest.mark.parametrize(
@@ -87,21 +86,15 @@ def test_cited_documents_of_hostile_text():
 @pytest.mark.parametrize(
     ("replies", "reward"),
     [
-        (
-            [
-                call("search", '{"query": "Ada Quist"}'),
-                call("search", '{"query": "Velmora"}'),
-                "<answer>1743 [d1] [d2]</answer>",
-            ],
-            1,
-        ),
+        ([call("search", '{"query": "Ada Quist"}'), call("search", '{"query": "Velmora"}'),
+          "<answer>1743 [d1] [d2]</answer>"], 1),
         ([call("read", '{"name": "[d1]"}'), "<answer>1743 [d1]</answer>"], 0.5 + 0.5 * 2 / 3),
         (["<answer>1743 [d1] [d2]</answer>"], 0.5),
         ([call("read", '{"name": "d1"}'), "<answer>1744 [d1]</answer>"], 0),
         ([call("read", '{"name": "d1"}'), "1743 [d1]"], 0),
         ([call("read", '{"name": "d1"}')] * 8, 0),
     ],
-)
+)  # fmt: skip
 def test_reward_needs_the_answer_and_its_sources(tmp_path, replies, reward):
     env = load_rows(tmp_path, QUESTION)
     state = play(env, env.get_dataset()[0], replies)
@@ -142,17 +135,3 @@ def test_tools_answer_hostile_calls(tmp_path, name, arguments, result):
 def test_malformed_rows_raise(tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
         load_rows(tmp_path, row)
-
-
-@pytest.mark.parametrize("args", [{"corpus_path": "x"}, {"citation_weight": 2}, {"max_turns": 0}, {"num_towns": 0}])
-def test_load_environment_invalid_arguments_raise(args):
-    with pytest.raises(ValueError, match=next(iter(args))):
-        load_environment(**args)
-
-
-def test_generated_environment_has_disjoint_splits():
-    env = vf.load_environment("research", num_towns=10)
-    train, evaluation = (
-        {row["prompt"][-1]["content"] for row in rows} for rows in (env.get_dataset(), env.get_eval_dataset())
-    )
-    assert (len(train), len(evaluation)) == (44, 6) and not train & evaluation

@@ -1,7 +1,6 @@
 """The reverse-text environment: its examples, its reward, and what it measures beside it."""
 
 import asyncio
-import json
 import os
 import string
 import subprocess
@@ -68,12 +67,6 @@ def test_words_are_the_same_in_another_process() -> None:
     assert printed.stdout.split() == list(islice(make_words(7, 2, 9), 20))
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 3), (4, 3)])
-def test_impossible_lengths_raise(low: int, high: int) -> None:
-    with pytest.raises(ValueError, match="min_letters"):
-        load_environment(words=4, min_letters=low, max_letters=high)
-
-
 def test_made_words_are_bare_prompts_with_their_reversals() -> None:
     env = load_environment(words=200, seed=3, eval_examples=10)
     rows = env.get_dataset()
@@ -81,9 +74,6 @@ def test_made_words_are_bare_prompts_with_their_reversals() -> None:
     for row in rows:
         (message,) = row["prompt"]
         assert message["role"] == "user" and message["content"][::-1] == row["answer"]
-    again, other = load_environment(words=200, seed=3), load_environment(words=200, seed=4)
-    assert rows["answer"] == again.get_dataset()["answer"] != other.get_dataset()["answer"]
-    assert rows["answer"][:10] != env.get_eval_dataset()["answer"]
 
 
 def test_the_hub_data_set_asks_for_a_tag_and_keeps_its_last_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +127,3 @@ def test_only_text_inside_the_tag_counts() -> None:
     assert score(env, "cba", "<answer>cba</answer>")["reward"] == 1.0
     assert score(env, "cba", "cba")["reward"] == 0.0
     assert "<answer>" in env.get_dataset()[0]["prompt"][0]["content"]
-
-
-def test_importing_the_environment_loads_neither_verifiers_nor_datasets() -> None:
-    program = "import json, sys, reverse_text; print(json.dumps([m in sys.modules for m in ('verifiers', 'datasets')]))"
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert json.loads(printed.stdout) == [False, False]

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[3] / "environments"
-PUBLISHED = {"verifiers", "math-verify"}
+REPOSITORY = Path(__file__).parents[3]
+FOLDER = REPOSITORY / "environments"
+PUBLISHED = {"verifiers", "math-verify", "pint"}
 """Names that the public package index holds and that are the packages we mean."""
 
 QUESTION = {"question": "What is 1 + 1?", "answer": "2"}
@@ -35,7 +36,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "science": {"num_generated": 2},
 }
 SANDBOXED = {"agentic", "code_tests", "python_tool"}
-"""Environments that run code: prime-rl, which has the sandbox, is installed beside them."""
+"""Environments that run code: the sandbox is installed beside them."""
 
 # Run with -I, so that nothing but the installed wheel can be imported. A `MathGrader` starts a file of the wheel.
 LOAD = """
@@ -87,13 +88,14 @@ class Bases:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def copy(self, name: str, target: Path) -> Path:
-        """Copy the environment with a package, verifiers or prime-rl, and return the copy's interpreter."""
-        base = self._root / name
+    def copy(self, *packages: str | Path, target: Path) -> Path:
+        """Copy the environment with these packages, and return the copy's interpreter."""
+        base = self._root / "_".join(Path(package).name for package in packages)
         if not base.exists():
-            run(sys.executable, "-m", "venv", base, cwd=self._root)
-            source = FOLDER.parent if name == "prime-rl" else name
-            pip(base / "bin" / "python", "install", source, cwd=self._root)
+            run("uv", "venv", "--seed", "--python", sys.executable, base, cwd=self._root)
+            python = base / "bin" / "python"
+            # Compiled once, or each copy would compile all packages again.
+            run("uv", "pip", "install", "--compile-bytecode", "--python", python, *packages, cwd=self._root)
         shutil.copytree(base, target, symlinks=True, copy_function=os.link)
         return target / "bin" / "python"
 
@@ -109,8 +111,9 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
 def test_wheel_installed_by_pip_in_an_empty_venv_loads(project: Path, bases: Bases, tmp_path: Path) -> None:
     # Only the folder itself: the wheel must not depend on where it was built.
     shutil.copytree(project, tmp_path / "source", symlinks=False)
-    python = bases.copy("prime-rl" if project.name in SANDBOXED else "verifiers", tmp_path / "venv")
-    pip(python, "wheel", "--no-deps", "-w", tmp_path, tmp_path / "source", cwd=tmp_path)
+    sandbox = [REPOSITORY / "packages/sandbox"] if project.name in SANDBOXED else []
+    python = bases.copy("verifiers", *sandbox, target=tmp_path / "venv")
+    run("uv", "build", "--quiet", "--wheel", "--out-dir", tmp_path, tmp_path / "source", cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     pip(python, "install", "--no-compile", wheel, cwd=tmp_path)
     (tmp_path / "question.jsonl").write_text(json.dumps(QUESTION) + "\n")
@@ -118,6 +121,17 @@ def test_wheel_installed_by_pip_in_an_empty_venv_loads(project: Path, bases: Bas
     (tmp_path / "choices" / "train.jsonl").write_text(json.dumps(CHOICE) + "\n")
     printed = run(python, "-I", "-c", LOAD, project.name, repr(ARGUMENTS[project.name]), cwd=tmp_path)
     assert f"loaded {project.name}" in printed
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_wheels_of_prime_rl_and_its_packages_work_without_the_checkout(tmp_path: Path) -> None:
+    run("uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", tmp_path / "dist", cwd=REPOSITORY)
+    run("uv", "venv", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
+    python = tmp_path / "venv/bin/python"
+    run("uv", "pip", "install", "--python", python, "--find-links", tmp_path / "dist", "prime-rl", cwd=tmp_path)
+    program = "from prime_rl.sandbox.sandbox import Sandbox; print(Sandbox.__module__)"
+    assert run(python, "-I", "-c", program, cwd=tmp_path) == "prime_rl_sandbox.sandbox\n"
 
 
 def pip(python: Path, command: str, *arguments: str | Path, cwd: Path) -> None:

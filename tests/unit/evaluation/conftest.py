@@ -13,39 +13,27 @@ MODEL = str(Path(__file__).parents[3] / "configs/reverse_text/model")
 REVERSE = {"id": "reverse_text", "args": {"words": 8, "eval_examples": 6}}
 
 
-@pytest.fixture
-def evaluate(tmp_path):
-    """Coroutine: evaluate the small model's words with more or other keys; returns the results."""
+def runner(command, config, tmp_path):
+    """Coroutine function: run a command with the small model and more or other keys; returns what it returns."""
 
     async def run(url, **keys):
         settings = {
-            "client": {"base_url": [url], "timeout_seconds": 60},
-            "model": {"name": MODEL},
-            "sampling": {"max_tokens": 4},
-            "env": [REVERSE],
-            "seq_len": 64,
-            "output_dir": tmp_path / "out",
-            **keys,
-        }
-        return await asyncio.to_thread(offline.evaluate, EvalConfig.model_validate(settings))
+            "client": {"base_url": [url], "timeout_seconds": 60}, "model": {"name": MODEL}, "env": [REVERSE],
+            "sampling": {"max_tokens": 4}, "seq_len": 64, "output_dir": tmp_path / "out", **keys,
+        }  # fmt: skip
+        return await asyncio.to_thread(command, config.model_validate(settings))
 
     return run
+
+
+@pytest.fixture
+def evaluate(tmp_path):
+    """Evaluate the small model's words; returns the results."""
+    return runner(offline.evaluate, EvalConfig, tmp_path)
 
 
 @pytest.fixture
 def synthesize(tmp_path):
-    """Coroutine: write samples; returns their file."""
-
-    async def run(url, env, **keys):
-        settings = {
-            "client": {"base_url": [url], "timeout_seconds": 60},
-            "model": {"name": MODEL},
-            "sampling": {"max_tokens": 4},
-            "env": [env],
-            "seq_len": 64,
-            "output_dir": tmp_path / "out",
-            **keys,
-        }
-        return await asyncio.to_thread(synthesis.synthesize, SynthesizeConfig.model_validate(settings))
-
-    return run
+    """Write samples of an environment; returns their file."""
+    run = runner(synthesis.synthesize, SynthesizeConfig, tmp_path)
+    return lambda url, env, **keys: run(url, env=[env], **keys)

@@ -28,6 +28,7 @@ class FakePool:
         self.name, self.examples, self.behave = name, examples, behave
         self.played, self.urls, self.seeds = [], [], []
         self.columns = []
+        self.content_hash = ""
         self.in_flight = self.most = 0
         self.started = asyncio.Event()
 

@@ -5,19 +5,14 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.support.fake_chat import fake_chat, says
+from tests.support.isolation import needs_isolation
 
-pytestmark = [
-    pytest.mark.extended,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
-]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900), needs_isolation]
 
 HUMANEVAL = [
     {
@@ -32,10 +27,7 @@ LIVECODEBENCH = {
     "question_content": "Print the sum of two numbers.",
     "public_test_cases": json.dumps([{"input": "1 2", "output": "3", "testtype": "stdin"}]),
 }
-PROGRAMS = {
-    "half(x)": "def half(x):\n    return x // 2\n",
-    "sum of two": "print(sum(map(int, input().split())))\n",
-}
+PROGRAMS = {"half(x)": "def half(x):\n    return x // 2\n", "sum of two": "print(sum(map(int, input().split())))\n"}
 
 
 async def test_benchmarks_with_local_data_score_right_and_wrong_programs(evaluate, tmp_path):

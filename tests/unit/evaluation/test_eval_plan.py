@@ -2,16 +2,25 @@
 
 import importlib
 import inspect
+import json
 
 import pytest
 
+from prime_rl.configs.client import AnyServerConfig
+from prime_rl.configs.environment import EnvConfig, EvalEnvConfig
 from prime_rl.configs.eval import EvalConfig
-from prime_rl.configs.rollouts.eval_common import AnyServerConfig, EvalEnvConfig
-from prime_rl.configs.shared.blocks import EnvConfig, SamplingConfig
-from prime_rl.core.errors import ConfigError
-from prime_rl.evaluation.benchmarks import BENCHMARKS, benchmark_environment
-from prime_rl.evaluation.eval_plan import choose_examples, plan_tasks
-from prime_rl.rollouts.environments import environment_id
+from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.configs.sandbox import SandboxConfig
+from prime_rl.configs.synthesize import SynthesizeConfig
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.types import PolicyVersion
+from prime_rl.evaluation import eval_session
+from prime_rl.evaluation.eval_plan import BENCHMARKS, EvalTask, benchmark_environment, choose_examples, plan_tasks
+from prime_rl.evaluation.eval_results import ExampleFailure, ExampleRow, ResultFile, RolloutRow, digest, open_results
+from prime_rl.evaluation.eval_session import EvalSession
+from prime_rl.rollouts import environment_id
+from prime_rl.rollouts.clients.inference_client import LoadedVersion
+from tests.unit.evaluation.fakes import FakePool
 
 
 def test_choose_examples_larger_choice_contains_the_smaller():
@@ -100,3 +109,141 @@ def test_documented_benchmarks_exist():
     assert [item.env.id for item in plan_tasks(config.env, config.benchmarks, config.sampling, -1, 1)] == [
         "hendrycks_math"
     ] * 3
+
+
+# The settings of an evaluation: every key counts unless it is listed as one that no rollout depends on
+
+
+LOADED = LoadedVersion(PolicyVersion(0, 3), "abc")
+CHANGED = {
+    "args": {"x": 1}, "rewards": [{"import_path": "my:reward"}], "identity": "other", "timeout_seconds": 7.0,
+    "reward_errors": "zero", "step_rewards": "add", "runtime": "subprocess", "scoring_timeout_seconds": 5.0,
+}  # fmt: skip
+
+
+def digest_of(env=None, loaded=LOADED, content="c", examples=4, **config):
+    config = EvalConfig(env=[{"id": "e"} | (env or {})], **config)
+    task = EvalTask(config.env[0], config.env[0].sampling_with(config.sampling), -1, config.rollouts_per_example)
+    pool = FakePool(examples)
+    pool.content_hash = content
+    session = EvalSession(config, "chat" if loaded is None else "generate", None, [], "eval")
+    return digest(session._settings(task, pool, loaded))
+
+
+@pytest.mark.parametrize("key", sorted(set(EvalEnvConfig.model_fields) - eval_session._UNRELATED_OF_ENV))
+def test_every_key_of_an_environment_changes_the_digest(key):
+    assert digest_of({key: CHANGED[key]}) != digest_of()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sandbox": {"timeout_seconds": 1}}, {"sandbox": {"backend": "prime"}}, {"sandbox": {"memory_bytes": 2**28}},
+        {"rendering": {"reasoning_parser": "think"}}, {"seq_len": 64}, {"sampling": {"top_p": 0.5}},
+        {"tokenizer": {"name": "other"}}, {"tokenizer": {"trust_remote_code": True}}, {"model": {"name": "other"}},
+        {"rollouts_per_example": 3}, {"content": "other"}, {"examples": 5},
+        {"loaded": LoadedVersion(PolicyVersion(0, 3), "xyz")}, {"env": {"sampling": {"top_k": 5}}},
+    ],
+)  # fmt: skip
+def test_other_settings_change_the_digest(change):
+    assert digest_of(**change) != digest_of()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_examples": 2}, {"seed": 3}, {"max_concurrent": 1}, {"workers_per_env": 2}, {"pass_at": [1]},
+        {"env": {"name": "e2"}}, {"env": {"num_retries": 3}}, {"sandbox": {"max_running": 2}}, {"output_dir": "o"},
+    ],
+)  # fmt: skip
+def test_settings_that_no_rollout_depends_on_keep_the_digest(change):
+    assert digest_of(**change) == digest_of()
+
+
+def test_chat_template_counts_by_its_content(tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text("a")
+    before = digest_of(rendering={"chat_template": template})
+    template.write_text("b")
+    assert digest_of(rendering={"chat_template": template}) != before
+
+
+def test_server_that_renders_prompts_ignores_their_keys():
+    assert digest_of(loaded=None, seq_len=64) == digest_of(loaded=None)
+    assert digest_of({"reward_errors": "zero"}, loaded=None) != digest_of(loaded=None)
+
+
+def test_unrelated_keys_exist():
+    fields = EvalConfig.model_fields.keys() | SynthesizeConfig.model_fields.keys()
+    assert fields >= eval_session._UNRELATED | eval_session._OF_PROMPTS
+    assert set(EvalEnvConfig.model_fields) >= eval_session._UNRELATED_OF_ENV
+    assert set(SandboxConfig.model_fields) >= eval_session._UNRELATED_OF_SANDBOX
+    related = EvalConfig.model_fields.keys() - eval_session._UNRELATED - eval_session._OF_PROMPTS
+    assert not related & (EvalEnvConfig.model_fields.keys() - eval_session._UNRELATED_OF_ENV), "one would hide another"
+
+
+# What is on disk survives a kill at any byte; two writers never mix
+
+
+ROWS = [
+    ExampleRow(2, [RolloutRow(0.5, {"a": 1.0}, False, 3, [{"role": "user", "content": "né \n \u2028"}])]),
+    ExampleRow(0, failure=ExampleFailure("environment", "KeyError: 'x'")),
+    ExampleRow(7, [RolloutRow(1.0, {}, True, 9, [], [{"type": "function"}], 3, 4)]),
+]
+
+
+def write(path):
+    with ResultFile(path) as results:
+        for row in ROWS:
+            results.add(row)
+
+
+def test_result_file_returns_its_rows(tmp_path):
+    write(tmp_path / "r.jsonl")
+    with ResultFile(tmp_path / "r.jsonl") as results:
+        assert results.rows == {row.example: row for row in ROWS}
+    lines = (tmp_path / "r.jsonl").read_bytes().split(b"\n")
+    assert [json.loads(line)["example"] for line in lines[:-1]] == [2, 0, 7]
+
+
+def test_result_file_cut_at_any_byte_loses_at_most_the_last_row(tmp_path):
+    write(tmp_path / "whole.jsonl")
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    path = tmp_path / "cut.jsonl"
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        complete = whole[:length].count(b"\n")
+        with ResultFile(path) as results:
+            assert list(results.rows.values()) == ROWS[:complete]
+            results.add(ExampleRow(9, failure=ExampleFailure("refused", "late")))
+        with ResultFile(path) as results:
+            assert [row.example for row in results.rows.values()] == [row.example for row in ROWS[:complete]] + [9]
+
+
+def test_result_file_last_row_of_an_example_counts(tmp_path):
+    with ResultFile(tmp_path / "r.jsonl") as results:
+        results.add(ROWS[1])
+        results.add(ExampleRow(0, ROWS[0].rollouts))
+    with ResultFile(tmp_path / "r.jsonl") as results:
+        assert results.rows[0].failure is None
+
+
+def test_result_file_second_writer_raises(tmp_path):
+    with ResultFile(tmp_path / "r.jsonl"), pytest.raises(RunError, match="written by another process"):
+        ResultFile(tmp_path / "r.jsonl")
+
+
+def test_open_results_other_settings_have_another_folder(tmp_path):
+    one, other = {"sampling": {"temperature": 0.7}}, {"sampling": {"temperature": 0.8}}
+    with open_results(tmp_path, one) as first, open_results(tmp_path, other) as second:
+        assert first.path != second.path
+        first.add(ROWS[0])
+    with open_results(tmp_path, dict(one)) as again:
+        assert list(again.rows) == [2]
+    assert json.loads((tmp_path / digest(one) / "settings.json").read_text()) == one
+
+
+def test_open_results_unwritable_folder_raises_config_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="set --output-dir"):
+        open_results(tmp_path / "file", {})

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-from functools import partial
 
 import pytest
 from aiohttp import web
 
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.evaluation import eval_session
-from prime_rl.evaluation.eval_session import FixedServers
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.weights.weight_retention import remove_old_versions
 from tests.support.fake_chat import fake_chat, says
@@ -37,7 +35,7 @@ async def test_evaluation_logs_rollouts_and_distributions_to_wandb(evaluate, tmp
 
 
 async def test_interrupted_evaluation_resumes(evaluate, tmp_path, monkeypatch):
-    monkeypatch.setattr(eval_session, "FixedServers", partial(FixedServers, reconnect_s=0.0))
+    monkeypatch.setattr(eval_session, "_RECONNECT_SECONDS", 0.0)
     async with fake_engine() as engine:
         seen = asyncio.Event()
 
@@ -131,7 +129,6 @@ async def test_published_versions_are_evaluated_in_turn_and_the_base_model_is_re
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"steps": [1]}, "set --weights-dir too"),
         ({"weights_dir": "nowhere"}, "holds no step_N folder"),
         ({"weights_dir": "nowhere", "steps": [3]}, "does not hold step 3"),
         ({"env": [{"id": "no_such_environment"}]}, r"env\.0\.id = no_such_environment is not installed"),
@@ -141,6 +138,29 @@ async def test_invalid_input_raises_config_error(evaluate, keys, message):
     async with fake_engine() as engine:
         with pytest.raises(ConfigError, match=message):
             await evaluate(engine.url, **keys)
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (["a b"], r"model\.name is not set: .*Qwen3-0.6B, and http://\S+ serves a b; add --model.name 'a b'$"),
+        (["a", "b", "c", "d"], "serves a, b, c and 1 more; add --model.name NAME$"),
+        (["a", "Qwen/Qwen3-0.6B"], None),
+        ([], None),
+    ],
+)
+async def test_default_model_that_the_server_does_not_serve_raises_config_error(evaluate, monkeypatch, models, message):
+    monkeypatch.setenv("SOME_KEY", "secret")
+    async with fake_chat() as server:
+        server.models = models
+        keys = {"client": {"base_url": [f"{server.url}/v1"], "api_key_var": "SOME_KEY"}, "num_examples": 1, "model": {}}
+        if message is None:
+            await evaluate(server.url, **keys)
+        else:
+            with pytest.raises(ConfigError, match=message):
+                await evaluate(server.url, **keys)
+            assert server.requests == []
+    assert {*server.keys} == {"Bearer secret"}
 
 
 async def test_versions_of_a_chat_server_raise_config_error(evaluate, tmp_path):
@@ -188,3 +208,43 @@ async def test_evaluation_breaks_down_by_a_column_and_records_the_environment(ev
         assert identity == result["identity"] and identity.startswith("reverse_text 0.1.0 ")
         with pytest.raises(ConfigError, match=r"env\.breakdown: example 0 of .* has no column 'info\.level'"):
             await evaluate(engine.url, env=[{**REVERSE, "breakdown": ["info.level"]}])
+
+
+GRADER = """
+import verifiers as vf
+from datasets import Dataset
+
+
+def load_environment(data_path):
+    rows = [{"question": line, "answer": line} for line in open(data_path).read().split()]
+
+    def grade(answer):
+        if answer in "ace":
+            raise KeyError(answer)
+        return 1.0
+
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[grade]))
+"""
+
+
+async def test_evaluation_with_other_keys_or_data_starts_again(evaluate, tmp_path):
+    (tmp_path / "grader_of_this_test.py").write_text(GRADER)
+    data = tmp_path / "data.txt"
+    data.write_text("a b c d e f")
+    env = {"id": str(tmp_path / "grader_of_this_test.py"), "args": {"data_path": str(data)}}
+    async with fake_engine() as engine:
+
+        async def run(**keys):
+            engine.requests = []
+            (result,) = await evaluate(engine.url, env=[env | keys])
+            return result, len(engine.requests)
+
+        zero, _ = await run(reward_errors="zero")
+        assert (zero["reward/mean"], zero["errors"]) == (0.5, 0)
+        assert await run(reward_errors="zero") == (zero, 0), "the same command asks nothing"
+        drop, asked = await run(reward_errors="drop")
+        assert (drop["reward/mean"], drop["errors"], asked) == (1.0, 3, 6)
+        assert drop["reward/mean_if_failed_is_0"] == 0.5
+        data.write_text("a b c d e x")
+        other, asked = await run(reward_errors="zero")
+        assert asked == 6 and other["folder"] not in (zero["folder"], drop["folder"])

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
-from prime_rl.configs.shared.blocks import SamplingConfig
+from prime_rl.configs.environment import EvalEnvConfig
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.core.errors import RunError
+from prime_rl.evaluation import eval_session
 from prime_rl.evaluation.eval_plan import EvalTask
-from prime_rl.evaluation.eval_session import FixedServers
-from prime_rl.evaluation.runner import run_examples
+from prime_rl.evaluation.eval_session import FixedServers, run_examples
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
-from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong
 from tests.support.fake_chat import fake_chat
 from tests.unit.evaluation.fakes import AnyServer, FakePool
 
@@ -109,13 +109,14 @@ async def lose(servers):
     return url
 
 
-async def test_lost_server_is_excluded_for_a_while():
+async def test_lost_server_is_excluded_for_a_while(monkeypatch):
     servers = FixedServers(["http://a", "http://b"])
     assert await lose(servers) == "http://a"
     for _ in range(3):
         async with servers.acquire(1) as url:
             assert url == "http://b"
-    again_at_once = FixedServers(["http://a", "http://b"], excluded_s=0.0)
+    monkeypatch.setattr(eval_session, "_EXCLUDED_SECONDS", 0.0)
+    again_at_once = FixedServers(["http://a", "http://b"])
     assert [await lose(again_at_once) for _ in range(2)] == ["http://a", "http://a"]
 
 
@@ -129,13 +130,11 @@ async def test_all_servers_lost_uses_the_first_that_responds():
         assert url == fake.url, "it is not asked whether it is there before it is lost again"
 
 
-async def test_all_servers_unreachable_raises_with_the_resume_hint():
+async def test_all_servers_unreachable_raises_with_the_resume_hint(monkeypatch):
+    monkeypatch.setattr(eval_session, "_RECONNECT_SECONDS", 0.0)
     async with fake_chat() as fake:
-        url = fake.url
-    servers = FixedServers([url], reconnect_s=0.0)
-    with pytest.raises(InferenceServerLost):
-        async with servers.acquire(1):
-            raise InferenceServerLost("gone")
+        servers = FixedServers([fake.url])
+    await lose(servers)
     with pytest.raises(RunError, match="run the same command again to resume"):
         async with servers.acquire(1):
             pass

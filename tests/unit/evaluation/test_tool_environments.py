@@ -1,7 +1,6 @@
 """`eval` in the environments with tools: real workers, real sandbox, and a scripted model that knows what to do."""
 
 import json
-import shutil
 
 import pytest
 from agentic.planning import make_tasks
@@ -9,10 +8,10 @@ from agentic.repositories import make_repairs
 from agentic.repository_templates import TEMPLATES
 
 from tests.support.fake_chat import calls, fake_chat, says
+from tests.support.isolation import needs_isolation
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
-needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 ARGUMENT = {"go": "room", "take": "thing"}
 
 
@@ -52,7 +51,7 @@ async def test_planning_of_twenty_turns_and_more_earns_the_reward(evaluate):
     assert result["metrics/num_turns"] == len(plan) >= 20
 
 
-@needs_bubblewrap
+@needs_isolation
 async def test_repair_with_the_correct_files_earns_the_reward(evaluate):
     [task] = make_repairs(0, "eval", 1)
     [template] = [template for template in TEMPLATES if template.complaint == task.question]
@@ -73,7 +72,7 @@ async def test_repair_with_the_correct_files_earns_the_reward(evaluate):
     assert (await evaluate_with(evaluate, lambda body: says("done"), env | {"name": "idle"}))["reward/mean"] == 0
 
 
-@needs_bubblewrap
+@needs_isolation
 async def test_python_tool_keeps_variables_between_turns(evaluate, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "6 times 7?", "answer": 42}) + "\n")
     replies = [call("python", code="x = 6 * 7"), call("python", code="print(x)")]

@@ -10,14 +10,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from prime_rl.core.types import PolicyVersion
-from prime_rl.inference.policy.adapter_checks import check_adapter, check_version
-from prime_rl.inference.policy.policy_manager import PolicyManager
-from prime_rl.inference.policy.run_lease import Lease
+from prime_rl.inference.policy.engine_group import EnginePause
+from prime_rl.inference.policy.policy_manager import Lease, PolicyManager
 from prime_rl.inference.policy.weight_checks import (
-    PublishedPolicy,
+    CheckedVersion,
     ServedModel,
     Shapes,
     WeightsRefusedError,
+    check_adapter,
+    check_version,
     check_weights,
 )
 from tests.support.adapters import publish_adapter
@@ -43,7 +44,7 @@ def make(directory: Path, shapes: Shapes = SHAPES, alpha: float = 4, value: floa
 
 
 def _model(tied: bool = False) -> ServedModel:
-    return ServedModel(PublishedPolicy(PolicyVersion(0, 0), "base", Path("/base")), BASE, tied)
+    return ServedModel(CheckedVersion(PolicyVersion(0, 0), "base", Path("/base")), BASE, tied)
 
 
 def _refuses(directory: Path, reason: str, max_rank: int | None = 2) -> None:
@@ -51,7 +52,7 @@ def _refuses(directory: Path, reason: str, max_rank: int | None = 2) -> None:
         check_adapter(directory, VERSION, BASE, max_rank)
 
 
-def test_check_version_accepts_a_published_adapter(tmp_path: Path) -> None:
+def test_check_version_accepts_a_published_adapter(tmp_path):
     directory = make(tmp_path)
     policy = check_version(directory, VERSION, _model(tied=True), max_rank=2)
     assert policy.adapter is not None
@@ -60,7 +61,7 @@ def test_check_version_accepts_a_published_adapter(tmp_path: Path) -> None:
     assert check_adapter(directory, VERSION, BASE, 2) == policy
 
 
-def test_salt_depends_on_the_scale(tmp_path: Path) -> None:
+def test_salt_depends_on_the_scale(tmp_path):
     """The factors and their hash are equal, but not the sampled tokens."""
     one, other = (check_adapter(make(tmp_path / str(alpha), alpha=alpha), VERSION, BASE, 2) for alpha in (4, 8))
     assert one.hash == other.hash
@@ -84,7 +85,7 @@ def test_salt_depends_on_the_scale(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_check_adapter_rejects_factors_that_do_not_fit(tmp_path: Path, shapes: Shapes, reason: str) -> None:
+def test_check_adapter_rejects_factors_that_do_not_fit(tmp_path, shapes, reason):
     _refuses(make(tmp_path, shapes), reason)
 
 
@@ -111,65 +112,58 @@ def _edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
         ),
     ],
 )
-def test_check_adapter_names_the_damage(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
+def test_check_adapter_names_the_damage(tmp_path, damage, reason):
     directory = make(tmp_path)
     damage(directory)
     _refuses(directory, reason)
 
 
-def test_check_version_without_enable_lora_rejects_adapters(tmp_path: Path) -> None:
+def test_check_version_without_enable_lora_rejects_adapters(tmp_path):
     with pytest.raises(WeightsRefusedError, match="the server accepts it with enable_lora = true"):
         check_version(make(tmp_path), VERSION, _model(tied=True), max_rank=None)
 
 
-class AdaptedEngine(Engine):
-    """Can also disable the adapter."""
-
-    async def disable_adapter(self) -> None:
-        self.calls.append("disable_adapter")
+def _server() -> tuple[PolicyManager, Engine]:
+    engine = Engine()
+    return PolicyManager(engine, EnginePause(engine, [].append), _model(), Lease(30), max_rank=2), engine
 
 
-def _server() -> tuple[PolicyManager, AdaptedEngine]:
-    engine = AdaptedEngine()
-    return PolicyManager(engine, _model(), Lease(30), lambda _: None, None, 2), engine
-
-
-async def test_switch_between_adapters_does_not_load_the_base_model(tmp_path: Path) -> None:
+async def test_switch_between_adapters_does_not_load_the_base_model(tmp_path):
     server, engine = _server()
     for step in (7, 8):
         answer = await server.update(PolicyVersion(0, step), make(tmp_path / str(step), value=step, step=step), "run")
         assert (answer["step"], answer["bytes"]) == (step, 96)
     assert engine.calls == [
-        "stage 0.7", "pause keep", "load 0.7", "commit 0.7", "resume",
-        "stage 0.8", "pause keep", "load 0.8", "commit 0.8", "resume",
+        "stage 0.7", "pause", "load 0.7", "commit 0.7", "resume",
+        "stage 0.8", "pause", "load 0.8", "commit 0.8", "resume",
     ]  # fmt: skip
     engine.calls.clear()
     await server.reload("run")
-    assert engine.calls == ["pause abort", "disable_adapter", "commit 0.0", "resume"], "reads no weights"
+    assert engine.calls == ["pause", "end requests", "empty", "commit 0.0", "resume"], "reads no weights"
     engine.calls.clear()
     await server.reload("run")
-    assert engine.calls == ["pause abort", "commit 0.0", "resume"]
+    assert engine.calls == ["pause", "end requests", "commit 0.0", "resume"]
 
 
-async def test_update_of_a_staged_adapter_does_not_read_it_again(tmp_path: Path) -> None:
+async def test_update_of_a_staged_adapter_does_not_read_it_again(tmp_path):
     server, engine = _server()
     directory = make(tmp_path)
     await server.stage(VERSION, directory, "run")
     await server.update(VERSION, directory, "run")
     await server.update(VERSION, directory, "run")
-    assert engine.calls == ["stage 0.7", "pause keep", "load 0.7", "commit 0.7", "resume"]
+    assert engine.calls == ["stage 0.7", "pause", "load 0.7", "commit 0.7", "resume"]
 
 
-async def test_adapters_and_full_weights_exclude_each_other(tmp_path: Path) -> None:
+async def test_adapters_and_full_weights_exclude_each_other(tmp_path):
     server, engine = _server()
     shapes = {"embed.weight": (8, 4), "norm.weight": (4,), **BASE}
     server._model = replace(server._model, shapes=shapes)
     (tmp_path / "full").mkdir()
     full = _publish(tmp_path / "full", shapes)
-    server.named_adapters = ("eval",)
+    server.dependent_adapters = ("eval",)
     with pytest.raises(WeightsRefusedError, match="these adapters depend on the base model: eval"):
         await server.update(VERSION, full, "run")
-    server.named_adapters = ()
+    server.dependent_adapters = ()
     await server.update(VERSION, full, "run")
     adapter = make(tmp_path / "adapter", step=8)
     with pytest.raises(WeightsRefusedError, match=r"version 0\.7 with all weights is loaded"):
@@ -178,10 +172,10 @@ async def test_adapters_and_full_weights_exclude_each_other(tmp_path: Path) -> N
         async with server.base_weights_loaded():
             pass
     await server.reload("run")
-    assert engine.calls[-5:] == ["stage 0.0", "pause abort", "load 0.0", "commit 0.0", "resume"]
+    assert engine.calls[-6:] == ["stage 0.0", "pause", "end requests", "load 0.0", "commit 0.0", "resume"]
     await server.update(PolicyVersion(0, 8), adapter, "run")
     assert (await server.update(PolicyVersion(0, 9), _at(full, 9, tmp_path), "run"))["step"] == 9
-    assert engine.calls[-5:] == ["stage 0.9", "pause keep", "load 0.9", "commit 0.9", "resume"]
+    assert engine.calls[-5:] == ["stage 0.9", "pause", "load 0.9", "commit 0.9", "resume"]
     assert check_weights(full, VERSION, shapes, tied=False).salt == server.policy.hash
 
 

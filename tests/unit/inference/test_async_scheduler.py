@@ -1,7 +1,8 @@
 """I5 on GPUs: the asynchronous scheduler with two steps in flight, across switches and canaries, over vLLM's real one.
 
-A CPU never uses it. Here a double for the device notes which weights computed the KV at each place of each block, and
-each prefix hit is compared with it. Requests draw their tokens from two values, so many prompts share prefixes.
+A CPU never uses it. Here a double for the device notes which slot and weights computed the KV at each place of each
+block, and each prefix hit is compared with it. Requests of two slots draw their tokens from two values, so many prompts
+share prefixes; the slots have versions with equal hashes.
 """
 
 import random
@@ -21,6 +22,7 @@ BLOCK = 4
 BLOCKS = 40
 STEPS = 1500
 LONGEST = 64
+SLOTS = (1, 5)
 
 Place = tuple[int, int]  # block, offset
 
@@ -30,11 +32,7 @@ def _make_config() -> Any:
     from vllm.usage.usage_lib import UsageContext
 
     model = Path("configs/reverse_text/model")
-    extra = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": LONGEST,
-        "enable_chunked_prefill": True,
-    }
+    extra = {"max_num_seqs": 4, "max_num_batched_tokens": LONGEST, "enable_chunked_prefill": True}
     config = InferenceConfig.model_validate({"model": {"name": str(model), "max_model_len": LONGEST}, "vllm": extra})
     args = engine_arguments.make_arguments(config, model, on_cpu=True)
     vllm = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -82,6 +80,7 @@ class Simulation:
 
         self.scheduler = _make_scheduler(vllm)
         self.scheduler.switch_policy("h0")
+        self.scheduler.switch_policy("h0", number=SLOTS[1])
         self.random = random.Random(seed)
         self.wanted: dict[str, int] = {}
         self.got: dict[str, int] = {}
@@ -101,8 +100,9 @@ class Simulation:
                 self._add(f"request-{step}", self.random.randint(3, 20), self.random.randint(1, 25))
             chance = self.random.random()
             if chance < 0.03:
-                self._add(self.canary_name(step), 10, 1)
-                self._arrived[self.canary_name(step)] = step
+                for name in (self.canary_name(step), f"{self.canary_name(step)}-of-another-slot"):
+                    self._add(name, 10, 1)
+                    self._arrived[name] = step
             elif chance > 0.97:
                 self._switch()
             self._step(step)
@@ -114,16 +114,18 @@ class Simulation:
 
     @staticmethod
     def canary_name(step: int) -> str:
-        from prime_rl.inference.vllm.cache_salts import CANARY_PREFIX
+        from prime_rl.inference.policy.engine_group import CANARY_PREFIX
 
         return f"{CANARY_PREFIX}{step}"
 
     def _add(self, name: str, prompt: int, output: int) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
         from vllm.v1.request import Request
 
         tokens = [self.random.randint(0, 1) if place > 3 else 0 for place in range(prompt)]
-        salt = name if name in self._arrived else self.scheduler.content_hash
+        salt = name if name in self._arrived else self.scheduler.hash_of(SLOTS[0])
+        number = self.random.choice(SLOTS)
         request = Request(
             request_id=name,
             prompt_token_ids=tokens,
@@ -131,6 +133,7 @@ class Simulation:
             pooling_params=None,
             block_hasher=self._hasher,
             cache_salt=salt,
+            lora_request=None if number == SLOTS[0] else LoRARequest(f"slot {number}", number, "in memory"),
         )
         self.scheduler.add_request(request)
         self.wanted[name], self.got[name] = output, 0
@@ -143,7 +146,10 @@ class Simulation:
         while self._in_flight:
             self._land()
         self.switches += 1
-        self.scheduler.switch_policy(f"h{self.switches % 2}", recompute=self.random.random() < 0.5)
+        number = self.random.choice(SLOTS)
+        others = [one for one in self.scheduler.running if self.scheduler._slot_of(one) != number]
+        self.scheduler.switch_policy(f"h{self.switches % 2}", self.random.random() < 0.5, number)
+        assert [one for one in self.scheduler.running if self.scheduler._slot_of(one) != number] == others
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _step(self, step: int) -> None:
@@ -156,12 +162,13 @@ class Simulation:
             self._land()
 
     def _compute(self, scheduled: Any) -> None:
-        weights = self.scheduler.content_hash
         cached = scheduled.scheduled_cached_reqs
         starting = {new.req_id for new in scheduled.scheduled_new_reqs} | set(cached.resumed_req_ids)
         samples = {}
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
+            number = self.scheduler._slot_of(request)
+            weights = f"{self.scheduler.hash_of(number)} of {number}"
             [blocks] = self.scheduler.kv_cache_manager.get_block_ids(name)
             begin = request.num_computed_tokens - count
             before = {self._computed_by.get((blocks[at // BLOCK], at % BLOCK)) for at in range(begin)}
@@ -194,9 +201,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("second_runner", [False, True], ids=["model runner 1", "model runner 2"])
-def test_async_scheduler_separates_versions_and_loses_no_block(
-    monkeypatch: pytest.MonkeyPatch, second_runner: bool
-) -> None:
+def test_async_scheduler_separates_versions_and_loses_no_block(monkeypatch, second_runner):
     config = _make_config()
     if second_runner:
         from vllm.config import VllmConfig
@@ -212,7 +217,7 @@ def test_async_scheduler_separates_versions_and_loses_no_block(
     assert max(one.waits.values()) <= 6, "steps in flight, and one that has no tokens left"
 
 
-def test_async_scheduler_without_broken_chains_mixes_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_scheduler_without_broken_chains_mixes_versions(monkeypatch):
     """The simulation sees what it is there for."""
     from prime_rl.inference.vllm.salted_scheduler import AsyncPolicyScheduler
 

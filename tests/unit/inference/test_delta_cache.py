@@ -2,10 +2,10 @@
 
 import fcntl
 import json
+import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy import delta_cache as module
 from prime_rl.inference.policy.delta_cache import DeltaCache, cache_root
 from prime_rl.inference.policy.weight_checks import WeightsRefusedError, check_weights
-from prime_rl.inference.worker.weight_reader import read_verified
+from prime_rl.inference.worker.worker_weight_update import read_verified
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.storage.tensor_hashes import hash_tensors
 from prime_rl.storage.wait_for import DeadlineError
 from tests.support.deltas import publish_delta, publish_full
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (40, 20), "b": (40,), "c": (3, 5)}
-TIMEOUT_S = 60
+TIMEOUT_SECONDS = 60
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -35,7 +35,7 @@ def _no_check() -> None:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path):
     """Steps 1 (full), 2, 3, 4 (deltas) and 5 (full, and the last)."""
     random = np.random.default_rng(0)
     tensors: list[Tensors] = [
@@ -55,7 +55,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def built(monkeypatch):
     """The base and deltas of each rebuild."""
     calls: list[list[str]] = []
     rebuild = module.rebuild
@@ -76,7 +76,7 @@ def _folders(root: Path) -> list[str]:
     return sorted(entry.name for entry in root.iterdir() if entry.is_dir())
 
 
-def test_complete_keeps_only_the_newest_version(tmp_path: Path, weights: Path, built: list[list[str]]) -> None:
+def test_complete_keeps_only_the_newest_version(tmp_path, weights, built):
     cache = DeltaCache(tmp_path / "here")
     for step in (1, 2, 4, 5):
         full = cache.complete(weights / f"step_{step}", _no_check)
@@ -86,17 +86,7 @@ def test_complete_keeps_only_the_newest_version(tmp_path: Path, weights: Path, b
     assert built == [["step_1"], ["here", "step_2"], ["here", "step_3", "step_4"], ["step_5"]]
 
 
-def test_complete_after_a_restart_starts_at_the_nearest_full_version(
-    tmp_path: Path, weights: Path, built: list[list[str]]
-) -> None:
-    full = DeltaCache(tmp_path / "here").complete(weights / "step_4", _no_check)
-    assert hash_tensors(full) == _hashes(weights / "step_4")
-    assert built == [["step_1", "step_2", "step_3", "step_4"]]
-
-
-def test_complete_needs_no_published_base_if_it_is_cached(
-    tmp_path: Path, weights: Path, built: list[list[str]]
-) -> None:
+def test_complete_needs_no_published_base_if_it_is_cached(tmp_path, weights, built):
     DeltaCache(tmp_path / "here").complete(weights / "step_3", _no_check)
     for step in (1, 2, 3):
         shutil.rmtree(weights / f"step_{step}")
@@ -107,9 +97,7 @@ def test_complete_needs_no_published_base_if_it_is_cached(
 
 
 @pytest.mark.parametrize("damaged", ["base", "target"])
-def test_complete_rebuilds_a_damaged_cached_version(
-    tmp_path: Path, weights: Path, built: list[list[str]], damaged: str
-) -> None:
+def test_complete_rebuilds_a_damaged_cached_version(tmp_path, weights, built, damaged):
     cache = DeltaCache(tmp_path / "here")
     full = cache.complete(weights / "step_2", _no_check)
     shard = next(full.glob("*.safetensors"))
@@ -121,7 +109,7 @@ def test_complete_rebuilds_a_damaged_cached_version(
     assert built[-1] == ["step_1", "step_2", "step_3"][:step]
 
 
-def test_complete_of_a_damaged_delta_names_the_file(tmp_path: Path, weights: Path) -> None:
+def test_complete_of_a_damaged_delta_names_the_file(tmp_path, weights):
     cache = DeltaCache(tmp_path / "here")
     before = cache.complete(weights / "step_1", _no_check)
     delta = weights / "step_2/model-00002-of-00002.delta"
@@ -134,7 +122,7 @@ def test_complete_of_a_damaged_delta_names_the_file(tmp_path: Path, weights: Pat
     cache.complete(weights / "step_2", _no_check)
 
 
-def test_complete_of_full_weights_returns_their_directory(tmp_path: Path, weights: Path) -> None:
+def test_complete_of_full_weights_returns_their_directory(tmp_path, weights):
     model = tmp_path / "model"
     shutil.copytree(weights / "step_1", model)
     (model / "manifest.json").unlink()
@@ -142,7 +130,7 @@ def test_complete_of_full_weights_returns_their_directory(tmp_path: Path, weight
     assert not (tmp_path / "here").exists()
 
 
-def test_complete_by_several_workers_builds_once(tmp_path: Path, weights: Path, built: list[list[str]]) -> None:
+def test_complete_by_several_workers_builds_once(tmp_path, weights, built):
     paths: list[Path] = []
 
     def work() -> None:
@@ -152,15 +140,16 @@ def test_complete_by_several_workers_builds_once(tmp_path: Path, weights: Path, 
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(TIMEOUT_S)
-    assert len(paths) == 4 and len(set(paths)) == 1 and len(built) == 1
+        worker.join(TIMEOUT_SECONDS)
+    assert len(paths) == 4 and len(set(paths)) == 1
+    assert built == [["step_1", "step_2", "step_3", "step_4"]], "from the nearest full version"
 
 
 def _stop() -> None:
     raise InterruptedError
 
 
-def test_read_verified_uses_the_cache_and_stops_when_cancelled(tmp_path: Path, weights: Path) -> None:
+def test_read_verified_uses_the_cache_and_stops_when_cancelled(tmp_path, weights):
     cache = DeltaCache(tmp_path / "here")
     read = dict(read_verified(weights / "step_4", _hashes(weights / "step_4"), cache=cache))
     expected = {
@@ -181,7 +170,7 @@ def _reason(directory: Path, version: PolicyVersion) -> str:
     return str(caught.value)
 
 
-def test_check_weights_of_a_delta_checks_its_version(weights: Path) -> None:
+def test_check_weights_of_a_delta_checks_its_version(weights):
     policy = check_weights(weights / "step_3", PolicyVersion(0, 3), SHAPES, tied=False)
     assert policy.tensors == _hashes(weights / "step_3")
     assert policy.canary is not None and policy.canary.dtype == "float16"
@@ -190,7 +179,7 @@ def test_check_weights_of_a_delta_checks_its_version(weights: Path) -> None:
     )
 
 
-def test_check_weights_of_a_delta_rejects_another_model(weights: Path) -> None:
+def test_check_weights_of_a_delta_rejects_another_model(weights):
     with pytest.raises(WeightsRefusedError, match=r"\.delta has shape \[40, 20\], the served model has \[40, 21\]"):
         check_weights(weights / "step_3", PolicyVersion(0, 3), SHAPES | {"a": (40, 21)}, tied=False)
 
@@ -213,15 +202,13 @@ def _flip(file: Path) -> None:
         ),
     ],
 )
-def test_check_weights_of_a_delta_rejects_altered_files(
-    weights: Path, damage: Callable[[Path], Any], reason: str
-) -> None:
+def test_check_weights_of_a_delta_rejects_altered_files(weights, damage, reason):
     file = weights / "step_3/model-00002-of-00002.delta"
     damage(file)
     assert re.search(reason.format(file), _reason(weights / "step_3", PolicyVersion(0, 3)))
 
 
-def test_cache_root_differs_by_user_and_server(tmp_path: Path, weights: Path, monkeypatch: Any) -> None:
+def test_cache_root_differs_by_user_and_server(tmp_path, weights, monkeypatch):
     assert cache_root(tmp_path, 8000) != cache_root(tmp_path, 8001)
     root = cache_root(tmp_path, 8000)
     DeltaCache(root).complete(weights / "step_1", _no_check)
@@ -231,7 +218,7 @@ def test_cache_root_differs_by_user_and_server(tmp_path: Path, weights: Path, mo
         DeltaCache(root).complete(weights / "step_2", _no_check)
 
 
-def test_complete_hashes_a_version_once_for_all_workers(tmp_path: Path, weights: Path, monkeypatch: Any) -> None:
+def test_complete_hashes_a_version_once_for_all_workers(tmp_path, weights, monkeypatch):
     """Otherwise further workers of a large model would wait minutes for each other."""
     hashed: list[Path] = []
     sound = module.is_intact
@@ -249,7 +236,7 @@ def test_complete_hashes_a_version_once_for_all_workers(tmp_path: Path, weights:
     assert len(list((tmp_path / "here").glob("*.checked"))) == 1
 
 
-def test_complete_in_a_linked_directory_raises_and_deletes_nothing(tmp_path: Path, weights: Path) -> None:
+def test_complete_in_a_linked_directory_raises_and_deletes_nothing(tmp_path, weights):
     (tmp_path / "home/thesis").mkdir(parents=True)
     (tmp_path / "here").symlink_to(tmp_path / "home")
     with pytest.raises(ArtifactError, match="here is not a directory; remove it"):
@@ -257,7 +244,7 @@ def test_complete_in_a_linked_directory_raises_and_deletes_nothing(tmp_path: Pat
     assert (tmp_path / "home/thesis").is_dir()
 
 
-def test_complete_deletes_only_versions(tmp_path: Path, weights: Path) -> None:
+def test_complete_deletes_only_versions(tmp_path, weights):
     (tmp_path / "here/thesis").mkdir(parents=True)
     for step in (1, 2):
         DeltaCache(tmp_path / "here").complete(weights / f"step_{step}", _no_check)
@@ -266,7 +253,7 @@ def test_complete_deletes_only_versions(tmp_path: Path, weights: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../victim", "/etc", "", "0" * 31, "0" * 32 + "/.."])
-def test_complete_with_a_path_as_hash_raises(tmp_path: Path, weights: Path, name: str) -> None:
+def test_complete_with_a_path_as_hash_raises(tmp_path, weights, name):
     (tmp_path / "victim").mkdir()
     file = weights / "step_2/manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"hash": name}))
@@ -275,10 +262,45 @@ def test_complete_with_a_path_as_hash_raises(tmp_path: Path, weights: Path, name
     assert (tmp_path / "victim").is_dir()
 
 
-def test_complete_while_another_worker_hangs_raises_at_the_deadline(tmp_path: Path, weights: Path) -> None:
-    cache = DeltaCache(tmp_path / "here", timeout_s=0.2)
+def test_complete_while_another_worker_hangs_raises_at_the_deadline(tmp_path, weights):
+    cache = DeltaCache(tmp_path / "here", timeout_seconds=0.2)
     cache.complete(weights / "step_3", _no_check)
     with (tmp_path / "here/lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(DeadlineError, match="which rebuilds weights from deltas"):
             cache.complete(weights / "step_4", _no_check)
+
+
+def test_distrusted_version_is_hashed_again_and_rebuilt(tmp_path, weights, built):
+    """A damaged file with the same size and time has a valid marker."""
+    cache = DeltaCache(tmp_path / "cache")
+    copy = cache.complete(weights / "step_3", _no_check)
+    file = next(copy.glob("*.safetensors"))
+    times = file.stat()
+    _flip(file)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ArtifactError, match="has another hash"):
+        list(read_verified(weights / "step_3", _hashes(weights / "step_3"), _no_check, cache))
+    assert cache.distrust(weights / "step_3")
+    assert (
+        dict(read_verified(weights / "step_3", _hashes(weights / "step_3"), _no_check, cache)).keys() == SHAPES.keys()
+    )
+    assert len(built) == 2
+    assert not cache.distrust(tmp_path), "a model"
+
+
+def test_lock_that_is_a_link_is_neither_followed_nor_emptied(tmp_path, weights):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / "cache/lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        DeltaCache(tmp_path / "cache").complete(weights / "step_3", _no_check)
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_cache_that_others_may_write_is_refused(tmp_path, weights, mode):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(mode)
+    with pytest.raises(ArtifactError, match=r"other users may write to .*; run chmod 700"):
+        DeltaCache(tmp_path / "cache").complete(weights / "step_3", _no_check)

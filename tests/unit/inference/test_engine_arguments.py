@@ -2,18 +2,20 @@
 
 import json
 from argparse import Action
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError, model_validator
 
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.inference.vllm.engine_arguments import (
-    _check_supported,
     _defaults,
     _flags,
     check_model,
+    explain_refusal,
     load_plugins,
     make_arguments,
     prepare_environment,
@@ -40,56 +42,31 @@ def _config(**keys: Any) -> InferenceConfig:
         (["x", 1], ["--a-key", "x", "1"]),
     ],
 )
-def test_flags_formats_values_for_vllm(value: object, flags: list[str]) -> None:
+def test_flags_formats_values_for_vllm(value, flags):
     known = _known("--dtype", "--no-dtype", nargs=0 if isinstance(value, bool) else None)
     assert _flags("dtype", value, known) == [flag.replace("a-key", "dtype") for flag in flags]
 
 
-def test_flags_of_a_false_switch_without_negation_are_empty() -> None:
+def test_flags_of_a_false_switch_without_negation_are_empty():
     assert _flags("dtype", False, _known("--dtype", nargs=0)) == []
 
 
-def test_flags_of_an_unknown_argument_raises() -> None:
+def test_flags_of_an_argument_that_this_vllm_does_not_have_raises():
     with pytest.raises(ConfigError, match=r"vllm\.no_such: vLLM's server has no such argument"):
         _flags("no_such", 1, _known("--such"))
 
 
-def test_flags_of_an_unlisted_argument_raises() -> None:
-    with pytest.raises(ConfigError, match=r"vllm\.brand_new is not supported, because it is not tested with"):
-        _flags("brand_new", 1, _known("--brand-new"))
+@pytest.fixture
+def environment(monkeypatch):
+    """The environment of this process, empty at first."""
+    values = dict[str, str]()
+    monkeypatch.setattr("prime_rl.inference.vllm.engine_arguments.os.environ", values)
+    return values
 
 
-def test_flags_of_an_alias_raises() -> None:
-    known = {"--device-memory-utilization": Action(["--device-memory-utilization"], "gpu_memory_utilization")}
-    with pytest.raises(ConfigError, match=r"another name of vllm\.gpu_memory_utilization; set gpu_memory_utilization"):
-        _flags("device_memory_utilization", 0.5, known)
-    with pytest.raises(ConfigError, match=r"vllm\.no_enable_eplb"):
-        _flags("no_enable_eplb", True, {"--no-enable-eplb": Action(["--no-enable-eplb"], "enable_eplb")})
-
-
-@pytest.mark.parametrize(
-    ("key", "reason"),
-    [
-        ("logprobs_mode", "is set by the server"),
-        ("scheduler_cls", "is set by the server"),
-        ("tensor_parallel_size", "set parallel.tp instead"),
-        ("port", "set server.port instead"),
-        ("max_model_len", "set model.max_model_len instead"),
-        ("gpu_memory_utilization", "set gpu_memory_utilization instead"),
-        ("kv_transfer_config", "not supported"),
-        ("enable_lora", "set enable_lora instead"),
-        ("lora_modules", "POST /load_adapter"),
-    ],
-)
-def test_check_supported_rejects_fixed_and_unsupported_arguments(key: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"vllm.{key}.*{reason}"):
-        _check_supported({key: 1})
-
-
-def test_prepare_environment_limits_the_kernel_cache_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_environment_limits_the_kernel_cache_on_cpu(environment):
     """Without the limit the engine grew by 2 MB per step (benchmarks/leaks.py)."""
-    name, environment = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", dict[str, str]()
-    monkeypatch.setattr("prime_rl.inference.vllm.engine_arguments.os.environ", environment)
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     prepare_environment(_config(), on_cpu=False)
     assert name not in environment
     prepare_environment(_config(), on_cpu=True)
@@ -99,26 +76,22 @@ def test_prepare_environment_limits_the_kernel_cache_on_cpu(monkeypatch: pytest.
     assert environment[name] == "1024", "set by the user"
 
 
-def test_prepare_environment_disables_routes_that_change_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_environment_disables_routes_that_change_weights(environment):
     names = ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_RESPONSES_API_STORE")
-    environment = dict.fromkeys(names, "1")
-    monkeypatch.setattr("prime_rl.inference.vllm.engine_arguments.os.environ", environment)
+    environment.update(dict.fromkeys(names, "1"))
     prepare_environment(_config(), on_cpu=False)
     assert {environment[name] for name in names} == {"0"}
 
 
 @pytest.mark.parametrize("name", ["VLLM_DP_SIZE", "VLLM_MODEL_REDIRECT_PATH", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"])
-def test_prepare_environment_rejects_variables_that_change_the_model(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr("prime_rl.inference.vllm.engine_arguments.os.environ", {name: "2"})
+def test_prepare_environment_rejects_variables_that_change_the_model(environment, name):
+    environment[name] = "2"
     with pytest.raises(ConfigError, match=rf"^the environment variable {name} is not supported: .*; unset it$"):
         prepare_environment(_config(), on_cpu=False)
 
 
-def test_prepare_environment_sets_the_start_timeout_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, environment = "VLLM_ENGINE_READY_TIMEOUT_S", dict[str, str]()
-    monkeypatch.setattr("prime_rl.inference.vllm.engine_arguments.os.environ", environment)
+def test_prepare_environment_sets_the_start_timeout_of_engines(environment):
+    name = "VLLM_ENGINE_READY_TIMEOUT_S"
     prepare_environment(_config(parallel={"wait_timeout_seconds": 2400.5}), on_cpu=False)
     assert environment[name] == "2401"
     environment[name] = "60"
@@ -126,7 +99,7 @@ def test_prepare_environment_sets_the_start_timeout_of_engines(monkeypatch: pyte
     assert environment[name] == "60", "set by the user"
 
 
-def test_load_plugins_loads_parsers_and_rejects_unknown_ones(tmp_path: Any) -> None:
+def test_load_plugins_loads_parsers_and_rejects_unknown_ones(tmp_path):
     pytest.importorskip("vllm")
     from vllm.tool_parsers import ToolParserManager
 
@@ -148,12 +121,8 @@ def test_load_plugins_loads_parsers_and_rejects_unknown_ones(tmp_path: Any) -> N
         load_plugins(make_arguments(_config(vllm={"reasoning_parser": "no_such"}), model, on_cpu=True))
 
 
-def test_check_supported_accepts_overridden_defaults() -> None:
-    _check_supported({"max_num_seqs": 8, "dtype": "float32"})
-
-
 @pytest.mark.parametrize("model", [{"num_experts": 4}, {"text_config": {"n_routed_experts": 8}}])
-def test_check_model_rejects_experts_on_cpu(tmp_path: Any, model: dict[str, Any]) -> None:
+def test_check_model_rejects_experts_on_cpu(tmp_path, model):
     (tmp_path / "config.json").write_text(json.dumps(model))
     two = _config(parallel={"dp": 2})
     with pytest.raises(ConfigError, match=r"parallel.dp = 2: .* is a mixture of experts"):
@@ -164,7 +133,53 @@ def test_check_model_rejects_experts_on_cpu(tmp_path: Any, model: dict[str, Any]
     check_model(two, tmp_path, on_cpu=True)
 
 
-def test_check_model_rejects_a_quantized_checkpoint(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("model", "tp", "message"),
+    [
+        ({"num_attention_heads": 4, "num_key_value_heads": 2}, 3, "4 attention heads and 2 of keys .*; use 1, 2, 4$"),
+        ({"text_config": {"num_attention_heads": 16}}, 32, "16 attention heads, which .*; use 1, 2, 4, 8, 16$"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, 4, "6 of keys and values, .*; use 1, 2, 3, 6, 12$"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 6, None),
+        ({"num_attention_heads": 8, "num_key_value_heads": 3, "kv_lora_rank": 8}, 8, None),
+        ({"num_attention_heads": [4, 8]}, 3, None),
+        ({}, 3, None),
+    ],
+)
+def test_check_model_rejects_heads_that_tp_does_not_divide(tmp_path, model, tp, message):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(ConfigError, match=rf"parallel\.tp = {tp}: .*{message}") if message else nullcontext():
+        check_model(_config(parallel={"tp": tp}), tmp_path, on_cpu=False)
+
+
+def test_explain_refusal_is_one_line():
+    class Arguments(BaseModel):
+        @model_validator(mode="after")
+        def check(self):
+            raise ValueError("too long:\nuse less.")
+
+    with pytest.raises(ValidationError) as refused:
+        Arguments()
+    assert str(explain_refusal(refused.value)) == "vllm: too long: use less"
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "error"),
+    [
+        ({"model_type": "bamba"}, {}, r"^model\.name: .*\(bamba\) on a CPU: vLLM .* has no class for it"),
+        ({"model_type": "olmo_hybrid"}, {}, r"\(olmo_hybrid\) on a CPU: .* kernels for GPUs"),
+        ({"model_type": "lfm2", "tie_word_embeddings": False}, {}, "tie_word_embeddings = false, which vLLM"),
+        ({"model_type": "qwen3_next", "tie_word_embeddings": True}, {}, "tie_word_embeddings = true, which vLLM"),
+        ({"model_type": "lfm2", "conv_dim": 8, "hidden_size": 8}, {}, "lacks block_dim, .* add block_dim = 8"),
+        ({"linear_num_value_heads": 4}, {"enable_lora": True}, "^enable_lora = true: .* gated delta layers"),
+    ],
+)
+def test_check_model_rejects_hybrid_models_that_vllm_runs_wrongly(tmp_path, model, keys, error):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(ConfigError, match=error):
+        check_model(_config(**keys), tmp_path, on_cpu=True)
+
+
+def test_check_model_rejects_a_quantized_checkpoint(tmp_path):
     """Published versions have no scales."""
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(
@@ -177,19 +192,21 @@ def test_check_model_rejects_a_quantized_checkpoint(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [
-        {"head_dim": 16, "num_attention_heads": 4},
-        {"text_config": {"hidden_size": 64, "num_attention_heads": 4}},
-    ],
+    [{"head_dim": 16, "num_attention_heads": 4}, {"text_config": {"hidden_size": 64, "num_attention_heads": 4}}],
 )
-def test_check_model_rejects_head_sizes_without_a_cpu_kernel(tmp_path: Any, model: dict[str, Any]) -> None:
+def test_check_model_rejects_head_sizes_without_a_cpu_kernel(tmp_path, model):
     """The engine would crash in its first request."""
     pytest.importorskip("vllm")
     (tmp_path / "config.json").write_text(json.dumps(model))
     with pytest.raises(ConfigError, match=r"has attention heads of size 16, for which vLLM has no CPU kernel; supp"):
         check_model(_config(), tmp_path, on_cpu=True)
     check_model(_config(), tmp_path, on_cpu=False)
+    latent = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(latent | {"kv_lora_rank": 32}))
+    with pytest.raises(ConfigError, match=r"has a latent \(.*\) of size 96, for which .* no CPU kernel; .* sizes: 576"):
+        check_model(_config(), tmp_path, on_cpu=True)
     for fits in (
+        latent,
         {"head_dim": 32, "num_attention_heads": 4},
         {"kv_lora_rank": 8, "head_dim": 16, "num_attention_heads": 4},
         {},
@@ -198,7 +215,8 @@ def test_check_model_rejects_head_sizes_without_a_cpu_kernel(tmp_path: Any, mode
         check_model(_config(), tmp_path, on_cpu=True)
 
 
-def test_defaults_differ_between_cpu_and_gpu(tmp_path: Any) -> None:
+def test_defaults_differ_between_cpu_and_gpu(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     config = _config(model={"name": "a/b", "max_model_len": 64}, parallel={"tp": 2, "dp": 3}, seed=5)
     gpu, cpu = _defaults(config, tmp_path, on_cpu=False), _defaults(config, tmp_path, on_cpu=True)
     assert (gpu["dtype"], gpu["enforce_eager"], gpu["tensor_parallel_size"], gpu["data_parallel_size"]) == (
@@ -215,7 +233,8 @@ def test_defaults_differ_between_cpu_and_gpu(tmp_path: Any) -> None:
     assert (chosen["dtype"], chosen["enforce_eager"]) == ("bfloat16", False)
 
 
-def test_defaults_enable_adapters_only_by_configuration(tmp_path: Any) -> None:
+def test_defaults_enable_adapters_only_by_configuration(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     assert "enable_lora" not in _defaults(_config(), tmp_path, on_cpu=False)
     values = _defaults(_config(enable_lora=True, max_loras=3, max_lora_rank=20), tmp_path, on_cpu=False)
-    assert (values["enable_lora"], values["max_loras"], values["max_lora_rank"]) == (True, 3, 32)
+    assert (values["enable_lora"], values["max_loras"], values["max_lora_rank"]) == (True, 4, 32)

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -16,22 +18,24 @@ import uvloop
 from fastapi import FastAPI
 from uvicorn.server import ServerState
 
+from prime_rl.core.framing import FrameReader
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference import generation_stream
 from prime_rl.inference.generation_stream import ServerStream, StreamedSample, StreamHttpProtocol
-from prime_rl.inference.policy.version_pins import VersionPins
 from prime_rl.inference.request_layer import AccessRules, RequestLayer
 from prime_rl.inference.routes import make_router
 from prime_rl.rollouts.clients import generation_messages
 from prime_rl.rollouts.clients import generation_stream as client_stream
 from prime_rl.rollouts.clients.generation_messages import (
     MAX_FRAME_BYTES,
+    MAX_SAMPLES,
+    MAX_SAMPLING_BYTES,
     PATH,
     ClientFrame,
     Completion,
-    FrameReader,
     SampleRequest,
     ServerFrame,
+    decode_client_frame,
     decode_server_frame,
     encode,
     pack,
@@ -45,13 +49,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_polic
 
 
 @pytest.fixture
-def event_loop_policy() -> uvloop.EventLoopPolicy:
+def event_loop_policy():
     """The event loop of all processes that use streams."""
     return uvloop.EventLoopPolicy()
 
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 4}
 NO_KEY = "NO_SUCH_VARIABLE"
+NESTED = b"\x91" * 100_000 + b"\x90"
 
 
 class FakeEngine:
@@ -115,7 +120,7 @@ class Served:
         self.version = PolicyVersion(0, 3)
         app = FastAPI()
         app.include_router(make_router(cast(Any, None), "m", access.admin_refusal))
-        layer = RequestLayer(app, access, VersionPins(60), lambda: self.version)
+        layer = RequestLayer(app, access, lambda: self.version)
         config = uvicorn.Config(layer, lifespan="off", log_level="critical")
 
         def make() -> StreamHttpProtocol:
@@ -163,7 +168,8 @@ class RawStream:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: bytes) -> None:
         self.reader, self.writer, self.status = reader, writer, status
-        self._frames = FrameReader()
+        self._frames = FrameReader(MAX_FRAME_BYTES)
+        self._received: list[bytes] = []
 
     async def frames(self) -> list[ServerFrame]:
         """All frames until the server closes."""
@@ -172,10 +178,9 @@ class RawStream:
 
     async def frame(self) -> ServerFrame:
         async with asyncio.timeout(120):
-            while not (frames := self._frames.feed(await self.reader.read(2**16))):
-                pass
-        [frame] = frames
-        return decode_server_frame(frame)
+            while not self._received:
+                self._received += self._frames.feed(await self.reader.read(2**16))
+        return decode_server_frame(self._received.pop(0))
 
 
 @asynccontextmanager
@@ -196,7 +201,7 @@ def request(ids: list[int], token_ids: Sequence[int] = (1, 2)) -> SampleRequest:
     return SampleRequest(ids, [None] * len(ids), "m", np.array(token_ids, "<i4").tobytes(), sampling)
 
 
-async def test_generate_returns_tokens_logprobs_and_the_version_of_each_token() -> None:
+async def test_generate_returns_tokens_logprobs_and_the_version_of_each_token():
     async with connected() as (served, client):
         generation = await client.generate([7, 8], SAMPLING | {"seed": 5})
     assert generation.token_ids.tolist() == [7, 5]
@@ -208,7 +213,7 @@ async def test_generate_returns_tokens_logprobs_and_the_version_of_each_token() 
     assert msgspec.msgpack.decode(sent.sampling) == SAMPLING
 
 
-async def test_many_requests_share_one_connection_and_get_their_own_answers() -> None:
+async def test_many_requests_share_one_connection_and_get_their_own_answers():
     async with connected() as (served, client):
         served.engine.holds = True
         tasks = [asyncio.create_task(client.generate([number], SAMPLING | {"seed": number})) for number in range(300)]
@@ -220,7 +225,7 @@ async def test_many_requests_share_one_connection_and_get_their_own_answers() ->
         assert len(served.state.connections) == 1
 
 
-async def test_requests_of_one_turn_with_one_prompt_are_one_message() -> None:
+async def test_requests_of_one_turn_with_one_prompt_are_one_message():
     async with connected() as (served, client):
         prompts = [[1, 2], [1, 2], [3], [1, 2]]
         samplings = [SAMPLING | {"seed": seed} for seed in range(3)] + [SAMPLING | {"temperature": 0.5}]
@@ -229,7 +234,7 @@ async def test_requests_of_one_turn_with_one_prompt_are_one_message() -> None:
     assert [request.seeds for request in served.engine.requests] == [[0, 1], [2], [None]]
 
 
-async def test_long_prompts_are_sent_in_several_frames() -> None:
+async def test_long_prompts_are_sent_in_several_frames():
     async with connected() as (_, client):
         prompts = [[number] * 150_000 for number in range(6)]
         answers = await asyncio.gather(*(client.generate(prompt, SAMPLING) for prompt in prompts))
@@ -239,7 +244,7 @@ async def test_long_prompts_are_sent_in_several_frames() -> None:
     assert [len(each) for each in split([400_000] * 5 + [2**21, 1], lambda size: size)] == [2, 2, 1, 1, 1]
 
 
-async def test_cancelled_request_is_aborted_and_the_others_continue() -> None:
+async def test_cancelled_request_is_aborted_and_the_others_continue():
     async with connected() as (served, client):
         served.engine.holds = True
         tasks = [asyncio.create_task(client.generate([number], SAMPLING)) for number in range(3)]
@@ -253,11 +258,11 @@ async def test_cancelled_request_is_aborted_and_the_others_continue() -> None:
         assert [int((await task).token_ids[0]) for task in (tasks[0], tasks[2])] == [0, 2]
         with pytest.raises(asyncio.CancelledError):
             await tasks[1]
-        assert served.stream._bytes_in_progress == 0
+        assert served.stream._bytes_started == 0
         assert served.engine.load == 0
 
 
-async def test_request_that_is_cancelled_in_its_own_frame_is_never_started() -> None:
+async def test_request_that_is_cancelled_in_its_own_frame_is_never_started():
     async with serving() as served, raw_stream(served.port) as raw:
         served.engine.holds = True
         raw.writer.write(pack(ClientFrame([request([0, 1])], [0])))
@@ -266,7 +271,7 @@ async def test_request_that_is_cancelled_in_its_own_frame_is_never_started() -> 
         assert not served.engine.aborted
 
 
-async def test_lost_client_aborts_its_samples_only() -> None:
+async def test_lost_client_aborts_its_samples_only():
     async with connected() as (served, client):
         served.engine.holds = True
         async with raw_stream(served.port) as raw:
@@ -280,8 +285,8 @@ async def test_lost_client_aborts_its_samples_only() -> None:
         assert (await task).token_ids.tolist() == [9, 0]
 
 
-async def test_client_timeout_raises_and_aborts() -> None:
-    async with connected(timeout_s=1.0) as (served, client):
+async def test_client_timeout_raises_and_aborts():
+    async with connected(timeout_seconds=1.0) as (served, client):
         served.engine.holds = True
         with pytest.raises(InferenceError, match=r"did not respond within 1 s \(client\.timeout_seconds\)") as caught:
             await client.generate([1], SAMPLING)
@@ -291,7 +296,7 @@ async def test_client_timeout_raises_and_aborts() -> None:
 
 
 @pytest.mark.parametrize(("error", "status", "tries"), [(ValueError("no"), 400, 1), (RuntimeError("dead"), 500, 3)])
-async def test_refusal_raises_the_error_of_the_http_route(error: Exception, status: int, tries: int) -> None:
+async def test_refusal_raises_the_error_of_the_http_route(error, status, tries):
     async with connected() as (served, client):
         served.engine.fault = lambda request: error
         with pytest.raises(InferenceError, match=f"{PATH} returned {status}: {error}") as caught:
@@ -302,7 +307,7 @@ async def test_refusal_raises_the_error_of_the_http_route(error: Exception, stat
         assert (await client.generate([1], SAMPLING)).token_ids.tolist() == [1, 0]
 
 
-async def test_samples_that_started_before_a_failure_are_aborted_and_refused() -> None:
+async def test_samples_that_started_before_a_failure_are_aborted_and_refused():
     async with connected() as (served, client):
         served.engine.holds = True
 
@@ -310,7 +315,7 @@ async def test_samples_that_started_before_a_failure_are_aborted_and_refused() -
             samples[0].name = "request-0"
             raise ValueError("the second sample is invalid")
 
-        served.engine.start = fail.__get__(served.engine)  # type: ignore[method-assign]
+        served.engine.start = fail.__get__(served.engine)
         group = [client.generate([1], SAMPLING | {"seed": seed}) for seed in range(2)]
         errors = await asyncio.gather(*group, return_exceptions=True)
         assert [error.status for error in errors if isinstance(error, InferenceError)] == [400, 400]
@@ -328,7 +333,7 @@ async def test_samples_that_started_before_a_failure_are_aborted_and_refused() -
         ({"token_ids": np.array([1, 200], "<i4").tobytes()}, "token id 200"),
     ],
 )
-async def test_invalid_completion_is_repeated_and_then_raises(change: dict[str, Any], said: str) -> None:
+async def test_invalid_completion_is_repeated_and_then_raises(change, said):
     async with connected(vocabulary=128) as (served, client):
         served.engine.change = lambda completion: msgspec.structs.replace(completion, **change)
         with pytest.raises(InferenceError, match=f"returned an invalid response: .*{said}") as caught:
@@ -346,22 +351,33 @@ async def test_invalid_completion_is_repeated_and_then_raises(change: dict[str, 
         pack(ClientFrame([msgspec.structs.replace(request([0, 1]), seeds=[1])])),
         pack(ClientFrame([request([0]), request([0])])),
         pack(ClientFrame([request([5])])),
+        pack(ClientFrame([request([])])),
+        pack(ClientFrame([request([0]), request([])])),
+        pack(ClientFrame([request(list(range(6, MAX_SAMPLES + 7)))])),
+        pack(ClientFrame([request(list(range(6, 10_000))), request(list(range(10_000, 20_000)))])),
+        pack(ClientFrame([request([number]) for number in range(6, MAX_SAMPLES + 7)])),
+        pack(ClientFrame([], list(range(MAX_SAMPLES + 1)))),
+        pack(ClientFrame([msgspec.structs.replace(request([0]), model="m" * 5000)])),
+        pack(ClientFrame([msgspec.structs.replace(request([0]), cache_salt="m" * 5000)])),
+        pack(ClientFrame([msgspec.structs.replace(request([0]), sampling=msgspec.Raw(NESTED))])),
+        len(NESTED).to_bytes(4, "big") + NESTED,
     ],
-    ids=["malformed", "oversize", "one id twice", "seeds", "two requests", "in progress"],
-)
-async def test_invalid_frame_closes_the_stream_with_the_reason(data: bytes) -> None:
+    ids=["malformed", "oversize", "one id twice", "seeds", "two requests", "in progress", "no ids", "no ids in one",
+         "ids", "ids of all", "requests", "aborts", "model", "salt", "nested parameters", "nested frame"],
+)  # fmt: skip
+async def test_invalid_frame_closes_the_stream_with_the_reason(data):
     async with serving() as served, raw_stream(served.port) as raw:
         served.engine.holds = True
         raw.writer.write(pack(ClientFrame([request([5])])))
         await served.engine.wait(lambda: len(served.engine.waiting) == 1)
         raw.writer.write(data)
-        [frame] = await raw.frames()
+        frame = (await raw.frames())[-1]
         assert frame.closing.startswith("the server rejects the stream: ")
         await served.engine.wait(lambda: bool(served.engine.aborted))
         assert not served.state.connections
 
 
-async def test_invalid_frame_of_a_server_raises() -> None:
+async def test_invalid_frame_of_a_server_raises():
     """A server that lies is never believed (I7)."""
 
     async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -380,7 +396,7 @@ async def test_invalid_frame_of_a_server_raises() -> None:
     server.close()
 
 
-async def test_death_of_the_server_raises_server_lost_and_its_restart_is_found() -> None:
+async def test_death_of_the_server_raises_server_lost_and_its_restart_is_found():
     async with connected() as (served, client):
         served.engine.holds = True
         tasks = [asyncio.create_task(client.generate([number], SAMPLING)) for number in range(4)]
@@ -394,7 +410,7 @@ async def test_death_of_the_server_raises_server_lost_and_its_restart_is_found()
         assert (await client.generate([6], SAMPLING)).token_ids.tolist() == [6, 0]
 
 
-async def test_lost_connection_is_repeated_on_a_new_one() -> None:
+async def test_lost_connection_is_repeated_on_a_new_one():
     async with connected() as (served, client):
         served.engine.holds = True
         task = asyncio.create_task(client.generate([6], SAMPLING))
@@ -405,7 +421,7 @@ async def test_lost_connection_is_repeated_on_a_new_one() -> None:
         assert served.engine.aborted == ["request-0"]
 
 
-async def test_server_that_ends_sends_the_results_in_progress_and_then_closes() -> None:
+async def test_server_that_ends_sends_the_results_in_progress_and_then_closes():
     async with serving() as served, raw_stream(served.port) as raw, raw_stream(served.port) as idle:
         served.engine.holds = True
         raw.writer.write(pack(ClientFrame([request([5])])))
@@ -418,29 +434,23 @@ async def test_server_that_ends_sends_the_results_in_progress_and_then_closes() 
         assert [completion.id for completion in frame.completions] == [5]
 
 
-@pytest.mark.parametrize("key", ["", "Bearer", "Bearer other", "Basic secret", "secret"])
-async def test_stream_without_the_key_is_refused_by_401(key: str) -> None:
-    access = AccessRules("secret", is_remote=True, variable="V")
-    async with serving(access) as served:
-        async with raw_stream(served.port, key) as raw:
-            assert raw.status == b"401"
-        async with InferenceClient(served.url, "m", "", "other" if key else None) as client:
-            with pytest.raises(
-                InferenceError, match="returned 401: this server needs its API key as a bearer"
-            ) as caught:
-                await client.generate([1], SAMPLING)
-        assert caught.value.status == 401
-    assert not served.engine.requests
-
-
-async def test_stream_with_the_key_is_accepted() -> None:
+async def test_stream_is_accepted_with_the_key_only():
     async with serving(AccessRules("secret", is_remote=True, variable="V")) as served:
+        for key in ("", "Bearer", "Bearer other", "Basic secret", "secret"):
+            async with raw_stream(served.port, key) as raw:
+                assert raw.status == b"401"
+        for wrong in (None, "other"):
+            async with InferenceClient(served.url, "m", "", wrong) as client:
+                with pytest.raises(InferenceError, match="returned 401: this server needs its API key") as caught:
+                    await client.generate([1], SAMPLING)
+            assert caught.value.status == 401
+        assert not served.engine.requests
         async with InferenceClient(served.url, "m", "", "secret") as client:
             assert (await client.generate([1], SAMPLING)).token_ids.tolist() == [1, 0]
         assert len(served.engine.requests) == 1
 
 
-async def test_remote_server_without_a_key_accepts_streams_and_no_admin_requests() -> None:
+async def test_remote_server_without_a_key_accepts_streams_and_no_admin_requests():
     """As on the HTTP routes: all clients may sample."""
     async with serving(AccessRules.for_address(NO_KEY, "0.0.0.0")) as served:
         async with raw_stream(served.port) as raw:
@@ -458,15 +468,16 @@ async def test_remote_server_without_a_key_accepts_streams_and_no_admin_requests
         ("GET", "/inference/v1/streams", generation_messages.PROTOCOL, 404),
     ],
 )
-async def test_other_requests_open_no_stream(method: str, path: str, upgrade: str, status: int) -> None:
+async def test_other_requests_open_no_stream(method, path, upgrade, status):
     headers = {"Connection": "Upgrade", "Upgrade": upgrade} if upgrade else {}
     async with serving() as served, httpx.AsyncClient(base_url=served.url) as client:
         answer = await client.request(method, path, headers=headers)
-        assert answer.status_code == status
+        offered = generation_messages.PROTOCOL if status == 426 else None
+        assert (answer.status_code, answer.headers.get("upgrade")) == (status, offered)
         assert answer.headers["x-policy-version"] == "0.3", "it passed the request layer"
 
 
-async def test_server_without_the_route_is_asked_once_and_used_by_http() -> None:
+async def test_server_without_the_route_is_asked_once_and_used_by_http():
     async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as client:
         generations = await asyncio.gather(*(client.generate([1], SAMPLING) for _ in range(3)))
         assert [generation.token_ids.tolist() for generation in generations] == [[20, 21, 22, 23]] * 3
@@ -474,7 +485,7 @@ async def test_server_without_the_route_is_asked_once_and_used_by_http() -> None
         assert len(fake.requests) == 3
 
 
-async def test_stream_is_tried_again_after_a_minute_of_http(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_is_tried_again_after_a_minute_of_http(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(client_stream, "time", SimpleNamespace(monotonic=lambda: now))
     async with (
@@ -493,7 +504,7 @@ async def test_stream_is_tried_again_after_a_minute_of_http(monkeypatch: pytest.
     assert (len(old.requests), proxy.streams) == (2, 1)
 
 
-async def test_stream_is_tried_again_after_a_connection_of_http_is_lost() -> None:
+async def test_stream_is_tried_again_after_a_connection_of_http_is_lost():
     async with (
         fake_engine() as old,
         serving() as new,
@@ -506,7 +517,7 @@ async def test_stream_is_tried_again_after_a_connection_of_http_is_lost() -> Non
             arrived.set()
             await asyncio.Event().wait()
 
-        old.gate = wait  # type: ignore[assignment]
+        old.gate = wait
         sent = asyncio.create_task(client.generate([1], SAMPLING))
         await arrived.wait()
         proxy.target = new.url
@@ -518,7 +529,7 @@ async def test_stream_is_tried_again_after_a_connection_of_http_is_lost() -> Non
 
 
 @pytest.mark.parametrize(("status", "tries"), [(503, 3), (429, 3), (403, 1), (400, 0), (404, 0), (200, 0)])
-async def test_only_an_answer_that_offers_no_stream_leads_to_http(status: int, tries: int) -> None:
+async def test_only_an_answer_that_offers_no_stream_leads_to_http(status, tries):
     requests = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -542,26 +553,29 @@ async def test_only_an_answer_that_offers_no_stream_leads_to_http(status: int, t
     assert requests == ([PATH] * tries or [PATH, "/inference/v1/generate"])
 
 
-async def test_no_requests_are_read_above_the_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_stream, "MAX_BYTES_IN_PROGRESS", 2**20)
+async def test_no_requests_are_read_above_the_limit_of_bytes(monkeypatch):
+    monkeypatch.setattr(generation_stream, "MAX_STARTED_BYTES", 2**20)
+    monkeypatch.setattr(generation_stream, "MAX_WAITING_BYTES", 2**20)
     async with connected() as (served, client):
         served.engine.holds = True
         long = [asyncio.create_task(client.generate([number] * 200_000, SAMPLING)) for number in range(4)]
         await served.engine.wait(lambda: len(served.engine.waiting) == 2)
-        assert not served.stream._is_reading
+        async with asyncio.timeout(120):
+            while served.stream._is_reading:
+                await asyncio.sleep(0)
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(served.engine.requests) == 2
         served.engine.holds = False
         served.engine.answer_all()
         assert [int((await task).token_ids[0]) for task in long] == list(range(4))
-        assert served.stream._is_reading and served.stream._bytes_in_progress == 0
+        assert served.stream._is_reading and served.stream._bytes_waiting == 0
 
 
-async def test_no_requests_are_read_while_the_client_reads_no_completions() -> None:
+async def test_no_requests_are_read_while_the_client_reads_no_completions():
     large = np.zeros(500_000, "<i4").tobytes()
     async with serving() as served, raw_stream(served.port) as raw:
-        raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        raw.writer.transport.pause_reading()
         served.engine.change = lambda completion: msgspec.structs.replace(completion, token_ids=large)
         for number in range(20):
             raw.writer.write(pack(ClientFrame([request([number])])))
@@ -573,35 +587,149 @@ async def test_no_requests_are_read_while_the_client_reads_no_completions() -> N
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(served.engine.requests) == 20
-        raw.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        raw.writer.transport.resume_reading()
         received = 0
         while received < 21:
             received += len((await raw.frame()).completions)
         assert served.stream._is_reading
 
 
-def test_frame_reader_joins_parts_and_splits_joined_frames() -> None:
-    frames = [pack(ClientFrame([request([number])])) for number in range(5)]
-    data = b"".join(frames)
-    for size in (1, 3, len(frames[0]) + 2, len(data)):
-        reader = FrameReader()
-        parts = [data[start : start + size] for start in range(0, len(data), size)]
-        assert [body for part in parts for body in reader.feed(part)] == [frame[4:] for frame in frames]
+async def test_samples_of_one_frame_start_in_turns_of_the_event_loop():
+    async with serving() as served, raw_stream(served.port) as raw:
+        turns: list[int] = []
+
+        async def count() -> None:
+            while True:
+                turns.append(len(served.engine.requests))
+                await asyncio.sleep(0)
+
+        served.engine.holds = True
+        raw.writer.write(pack(ClientFrame([request(list(range(8000))), request(list(range(8000, 16_000)))])))
+        counting = asyncio.create_task(count())
+        await served.engine.wait(lambda: len(served.engine.waiting) == 16_000)
+        counting.cancel()
+        assert max(np.diff(turns)) <= 1, "requests of at most 64 samples"
+        assert max(len(each.ids) for each in served.engine.requests) == 64
+        raw.writer.write(pack(ClientFrame([], [*range(16_000), 3, 3])))
+        await served.engine.wait(lambda: len(served.engine.aborted) == 16_000)
+        assert served.engine.load == 0 == served.stream._bytes_waiting == served.stream._bytes_started
 
 
-@pytest.mark.parametrize("offers_streams", [True, False])
-async def test_recording_proxy_forwards_and_records_both_ways(offers_streams: bool) -> None:
-    async with fake_engine() as engine, serving() as served:
-        target = served.url if offers_streams else engine.url
-        async with recording_proxy(target, offers_streams) as proxy, InferenceClient(proxy.url, "m", "") as client:
-            sent = [client.generate([7, 8], SAMPLING | {"seed": seed}) for seed in range(3)]
-            generations = await asyncio.gather(*sent)
-            if not offers_streams:
-                await client.policy()
-    assert proxy.streams == offers_streams
-    assert [prompt for prompt, _ in proxy.choices] == [[7, 8]] * 3
-    recorded = sorted(choice["token_ids"] for _, choice in proxy.choices)
-    assert recorded == sorted(generation.token_ids.tolist() for generation in generations)
-    choice = proxy.choices[0][1]
-    assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == generations[0].logprobs.tolist()
-    assert [path for path, _, _ in proxy.calls] == ([] if offers_streams else ["/policy"])
+async def test_samples_of_one_frame_wait_until_there_is_room(monkeypatch):
+    monkeypatch.setattr(generation_stream, "MAX_STARTED_BYTES", 2**20)
+    async with serving() as served, raw_stream(served.port) as raw:
+        served.engine.holds = True
+        prompt = np.full(2**14, 7, "<i4").tobytes()
+        raw.writer.write(pack(ClientFrame([msgspec.structs.replace(request(list(range(1000))), token_ids=prompt)])))
+        await served.engine.wait(lambda: bool(served.engine.waiting))
+        received = 0
+        while received < 1000:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert 0 < len(served.engine.waiting) <= 64
+            served.engine.answer_all()
+            received += sum(len(frame.completions) for frame in [await raw.frame()])
+        assert served.stream._is_reading and served.stream._bytes_started == 0
+
+
+async def test_samples_that_wait_for_room_end_with_their_connection(monkeypatch):
+    monkeypatch.setattr(generation_stream, "MAX_STARTED_BYTES", 2**10)
+    async with serving() as served, raw_stream(served.port) as raw:
+        served.engine.holds = True
+        raw.writer.write(pack(ClientFrame([request(list(range(1000)))])))
+        await served.engine.wait(lambda: bool(served.engine.waiting))
+        raw.writer.close()
+        await served.engine.wait(lambda: len(served.engine.aborted) == 64)
+        async with asyncio.timeout(120):
+            while served.state.tasks or served.state.connections:
+                await asyncio.sleep(0)
+        assert (len(served.engine.waiting), served.engine.load) == (64, 0)
+
+
+async def test_request_with_long_sampling_parameters_is_refused_alone_with_a_short_message():
+    long = SAMPLING | {"stop": ["x" * MAX_SAMPLING_BYTES]}
+    async with connected() as (_, client):
+        with pytest.raises(InferenceError, match="too many for one message") as caught:
+            await client.generate([1], long)
+        assert caught.value.status == 413
+    async with serving() as served, raw_stream(served.port) as raw:
+        large = msgspec.structs.replace(request([0]), sampling=msgspec.Raw(encode(long)))
+        raw.writer.write(pack(ClientFrame([large, request([1])])))
+        ended: list[Any] = []
+        while len(ended) < 2:
+            frame = await raw.frame()
+            ended += [*frame.completions, *frame.refusals]
+        assert {each.id: type(each).__name__ for each in ended} == {0: "Refusal", 1: "Completion"}
+        assert len(served.engine.requests) == 1
+        served.engine.fault = lambda request: ValueError("x" * 100_000)
+        raw.writer.write(pack(ClientFrame([request([2])])))
+        [refusal] = (await raw.frame()).refusals
+        assert len(refusal.message) == 1000
+
+
+async def test_rejected_stream_of_a_client_that_does_not_read_ends_its_samples_and_takes_no_more():
+    async with serving() as served, raw_stream(served.port) as raw:
+        raw.writer.transport.pause_reading()
+        large = np.zeros(4_000_000, "<i4").tobytes()
+        served.engine.change = lambda completion: msgspec.structs.replace(completion, token_ids=large)
+        raw.writer.write(pack(ClientFrame([request([0])])))
+        await served.engine.wait(lambda: len(served.engine.requests) == 1)
+        stream, served.engine.holds = served.stream, True
+        stream.data_received(pack(ClientFrame([request([1])])))
+        await served.engine.wait(lambda: len(served.engine.waiting) == 1)
+        stream.data_received(pack(ClientFrame([request([])])))
+        await served.engine.wait(lambda: served.engine.aborted == ["request-1"])
+        stream.data_received(pack(ClientFrame([request([2])])))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(served.engine.requests) == 2 and served.engine.load == 0
+
+
+def test_decoding_of_too_many_ids_takes_little_memory():
+    body = pack(ClientFrame([request(list(range(128)) * 100) for _ in range(2000)]))[4:]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="more than 16384 samples"):
+            decode_client_frame(body)
+        assert tracemalloc.get_traced_memory()[1] < 2**21
+    finally:
+        tracemalloc.stop()
+
+
+async def test_both_ends_detect_a_lost_machine():
+    async with connected() as (served, client):
+        await client.generate([1], SAMPLING)
+        connection = client._stream._connection
+        assert connection is not None
+        for transport in (connection._transport, served.stream._transport):
+            end = transport.get_extra_info("socket")
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            idle, interval, count = (
+                end.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+                for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+            )
+            assert idle + interval * count <= 60
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
+async def test_server_that_does_not_answer_the_handshake_is_lost(monkeypatch):
+    monkeypatch.setattr(client_stream, "_OPEN_SECONDS", 0.1)
+    server = await asyncio.start_server(lambda reader, writer: reader.read(-1), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with InferenceClient(url, "m", "") as client, asyncio.timeout(60):
+        with pytest.raises(InferenceServerLost, match=r"did not respond within 0\.1 s"):
+            await client.generate([1], SAMPLING)
+    server.close()
+
+
+async def test_client_splits_many_aborts_into_frames_that_the_server_accepts():
+    async with connected() as (served, client):
+        served.engine.holds = True
+        tasks = [asyncio.create_task(client.generate([number % 1000], SAMPLING)) for number in range(MAX_SAMPLES + 100)]
+        await served.engine.wait(lambda: len(served.engine.waiting) == MAX_SAMPLES + 100)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await served.engine.wait(lambda: len(served.engine.aborted) == MAX_SAMPLES + 100)
+        served.engine.holds = False
+        assert (await client.generate([1], SAMPLING)).token_ids.tolist() == [1, 0]

@@ -4,11 +4,10 @@ import subprocess
 import sys
 
 
-def test_modules_of_the_server_import_neither_torch_nor_vllm() -> None:
+def test_modules_of_the_server_import_neither_torch_nor_vllm():
     modules = (
-        "model_path, request_layer, routes, self_test, server, multinode.node_registry, policy.adapter_checks, "
-        "policy.named_adapters, policy.policy_manager, policy.run_lease, policy.version_pins, policy.weight_checks, "
-        "vllm.engine_arguments, vllm.engine_group"
+        "request_layer, routes, server, node_registry, policy.engine_group, policy.named_adapters, "
+        "policy.policy_manager, policy.weight_checks, vllm.engine_arguments"
     )
     names = [f"prime_rl.inference.{name}" for name in modules.split(", ")]
     code = f"import sys; import {', '.join(names)}; print({{'torch', 'vllm'}} & set(sys.modules))"

@@ -1,20 +1,25 @@
 """A server without the shared directory copies what it is asked to load."""
 
+import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from starlette.responses import Response, StreamingResponse
 
 from prime_rl.core.errors import RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.delta_cache import DeltaCache
 from prime_rl.inference.policy.relayed_versions import RelayedVersions
 from prime_rl.inference.policy.weight_checks import WeightsRefusedError, read_published
-from prime_rl.relay.relay_client import RelayClient
 from prime_rl.storage.paths import RunPaths, steps_in
+from prime_rl.storage.relay.relay_client import RelayClient
+from prime_rl.storage.relay.run_files import ArtifactName, RunFiles
 from prime_rl.storage.tensor_hashes import hash_tensors
 from tests.support.deltas import publish_delta, publish_full
 from tests.support.relays import publish_bytes, running_relay
+from tests.support.virtual_clock import virtual_clock
 
 ELSEWHERE = Path("/not/here/weights")
 
@@ -72,6 +77,7 @@ async def test_versions_outside_the_chain_are_deleted(tmp_path, copies):
         assert steps_in(tmp_path / "copies/weights") == [3]
 
 
+@virtual_clock
 async def test_version_that_no_relay_has_yet_is_waited_for(tmp_path, copies):
     asked = 0
 
@@ -86,11 +92,12 @@ async def test_version_that_no_relay_has_yet_is_waited_for(tmp_path, copies):
         assert (directory / "model.safetensors").read_bytes() == b"weights"
 
 
+@virtual_clock
 async def test_version_of_an_abandoned_branch_is_not_taken(tmp_path, copies):
     publish_bytes(tmp_path / "run", 1)
     async with running_relay(tmp_path / "run") as relay, RelayClient([relay.url], None) as client:
-        with pytest.raises(RunError, match=r"weights/step_1 is not there; nothing new for 0 s"):
-            await copies(client, timeout_seconds=0).copy(ELSEWHERE / "step_1", PolicyVersion(1, 1), never)
+        with pytest.raises(RunError, match=r"weights/step_1 is not there; nothing new for 1 s"):
+            await copies(client, timeout_seconds=1).copy(ELSEWHERE / "step_1", PolicyVersion(1, 1), never)
 
 
 async def test_version_comes_from_the_relay_that_has_its_branch(tmp_path, copies):
@@ -115,3 +122,54 @@ async def test_directory_of_a_model_is_refused(tmp_path, copies):
     async with RelayClient(["http://127.0.0.1:1"], None) as client:
         with pytest.raises(WeightsRefusedError, match="not named step_N"):
             await copies(client).copy(Path("/models/base"), PolicyVersion(0, 1), never)
+
+
+@pytest.mark.parametrize("kind", ["wrong bytes", "no end", "no listing"])
+@virtual_clock
+async def test_copy_from_a_damaged_relay_ends_after_the_timeout(kind, tmp_path, copies):
+    """Bytes that arrive again and again are no progress."""
+    publish_bytes(tmp_path / "run", 1, bytes(3 << 20))
+
+    async def drops():
+        while True:
+            yield b"x"
+            await asyncio.sleep(0.01)
+
+    def respond(path, given):
+        if kind == "wrong bytes" and path.endswith("model.safetensors"):
+            return Response(b"x" * (3 << 20))
+        dripping = "model.safetensors" if kind == "no end" else "weights/step_1"
+        return StreamingResponse(drops()) if kind != "wrong bytes" and path.endswith(dripping) else None
+
+    async with running_relay(tmp_path / "run") as relay, RelayClient([relay.url], None) as client:
+        relay.respond = respond
+        with pytest.raises(RunError, match=r"nothing new for 2 s \(relay\.timeout_seconds\)"):
+            await copies(client, timeout_seconds=2).copy(ELSEWHERE / "step_1", PolicyVersion(0, 1), never)
+        relay.respond = lambda path, given: None
+        directory = await copies(client).copy(ELSEWHERE / "step_1", PolicyVersion(0, 1), never)
+    assert (directory / "model.safetensors").read_bytes() == bytes(3 << 20)
+
+
+async def test_relay_with_another_manifest_of_the_version_does_not_keep_a_good_one_from_being_used(tmp_path, copies):
+    publish_bytes(tmp_path / "run", 1)
+    publish_bytes(tmp_path / "lying", 1, note="another manifest")
+    async with (
+        running_relay(tmp_path / "lying") as lying,
+        running_relay(tmp_path / "run") as relay,
+        RelayClient([lying.url, relay.url], None) as client,
+    ):
+        lying.alter = lambda block: bytes(len(block))
+        has_lied = asyncio.Event()
+
+        async def late():
+            await has_lied.wait()
+            yield msgspec.json.encode(RunFiles(RunPaths(tmp_path / "run")).listing(ArtifactName("weights", 1)))
+
+        def respond(path, given):
+            if path.startswith("/files"):
+                has_lied.set()
+
+        lying.respond = respond
+        relay.respond = lambda path, given: StreamingResponse(late()) if path.startswith("/artifacts") else None
+        directory = await copies(client).copy(ELSEWHERE / "step_1", PolicyVersion(0, 1), never)
+    assert (directory / "model.safetensors").read_bytes() == b"weights"

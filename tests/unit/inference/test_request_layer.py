@@ -20,9 +20,10 @@ from starlette.websockets import WebSocketDisconnect
 from prime_rl.configs.inference import InferenceConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import PolicyVersion
-from prime_rl.inference.policy.adapter_checks import POLICY_ADAPTER
-from prime_rl.inference.policy.version_pins import VersionPins
-from prime_rl.inference.policy.weight_checks import PublishedPolicy
+from prime_rl.inference.policy.engine_group import CANARY_PREFIX, lora_request, make_salt, replace_hash
+from prime_rl.inference.policy.policy_manager import VersionPins
+from prime_rl.inference.policy.slots import Slots
+from prime_rl.inference.policy.weight_checks import POLICY_ADAPTER, CheckedVersion
 from prime_rl.inference.request_layer import (
     PIN_HEADER,
     PINNED,
@@ -31,13 +32,12 @@ from prime_rl.inference.request_layer import (
     SPANS,
     AccessRules,
     RequestLayer,
+    hold_version,
     keep_known_routes,
     prepare_requests,
-    sample_from_adapter,
 )
 from prime_rl.inference.routes import make_router
 from prime_rl.inference.server import bound
-from prime_rl.inference.vllm.cache_salts import CANARY_PREFIX, make_salt, replace_hash
 from prime_rl.inference.vllm.engine_arguments import make_arguments
 from tests.support.server import free_port
 
@@ -52,11 +52,17 @@ ADMIN = (
 WITHOUT_KEY = AccessRules(None, is_remote=False, variable="V")
 
 
-def layer(
-    app: Any, access: AccessRules = WITHOUT_KEY, pins: VersionPins | None = None, version: Any = None
-) -> RequestLayer:
+def layer(app: Any, access: AccessRules = WITHOUT_KEY, version: Any = None) -> RequestLayer:
     """The layer over an application."""
-    return RequestLayer(app, access, pins or VersionPins(0), version or (lambda: PolicyVersion(0, 0)))
+    return RequestLayer(app, access, version or (lambda: PolicyVersion(0, 0)))
+
+
+class Source:
+    """A slot at one version."""
+
+    def __init__(self, step: int = 0, seconds: float = 60) -> None:
+        self.policy = CheckedVersion(PolicyVersion(0, step), "abc", Path("/weights"))
+        self.pins = VersionPins(seconds)
 
 
 def http_client(app: Any) -> httpx.AsyncClient:
@@ -64,8 +70,8 @@ def http_client(app: Any) -> httpx.AsyncClient:
 
 
 def serve(access: AccessRules) -> tuple[TestClient, MagicMock]:
-    """The routes behind the layer, and the policy manager that they call."""
-    policies = MagicMock()
+    """The routes behind the layer, and the slots that they call."""
+    slots = MagicMock()
     app = FastAPI()
     for path in (*ROUTES, *PROBES):
         app.add_api_route(path, lambda: "ok", methods=["GET", "POST"])
@@ -75,14 +81,14 @@ def serve(access: AccessRules) -> tuple[TestClient, MagicMock]:
         await connection.accept()
         await connection.close()
 
-    policies.describe.return_value = {"step": 0}
-    policies.adapters.describe.return_value = {}
-    app.include_router(make_router(policies, "m", access.admin_refusal, policies.adapters))
-    return TestClient(layer(app, access), raise_server_exceptions=False), policies
+    slots.describe.return_value = {"step": 0}
+    slots.adapters.describe.return_value = {}
+    app.include_router(make_router(slots, "m", access.admin_refusal, slots.adapters))
+    return TestClient(layer(app, access), raise_server_exceptions=False), slots
 
 
-def test_server_with_a_key_requires_it_on_every_route_except_probes() -> None:
-    client, policies = serve(AccessRules("secret", is_remote=True, variable="V"))
+def test_server_with_a_key_requires_it_on_every_route_except_probes():
+    client, slots = serve(AccessRules("secret", is_remote=True, variable="V"))
     wrong = ["", "secret", "Bearer", "Bearer ", "Bearer other", "Bearer secrets", "Bearer secre", "Basic secret"]
     for headers in ({}, *({"Authorization": value} for value in wrong)):
         for path in (*ROUTES, *ADMIN, "/policy", "/docs", "/openapi.json", "/health/", "//health", "/Health"):
@@ -91,12 +97,12 @@ def test_server_with_a_key_requires_it_on_every_route_except_probes() -> None:
                 assert answer.json() == {"error": "this server needs its API key as a bearer token"}
         with pytest.raises(WebSocketDisconnect), client.websocket_connect("/v1/realtime", headers=headers):
             pass
-    assert policies.mock_calls == []
+    assert slots.mock_calls == []
     assert [client.get(path).status_code for path in PROBES] == [200, 200]
     assert client.options("/v1/models").status_code == 405, "a preflight request has no key"
 
 
-def test_request_with_the_key_reaches_every_route() -> None:
+def test_request_with_the_key_reaches_every_route():
     client, _ = serve(AccessRules("secret", is_remote=True, variable="V"))
     for headers in (KEY, {"authorization": "bearer  secret"}):
         assert {client.post(path, headers=headers).status_code for path in (*ROUTES, *PROBES)} == {200}
@@ -107,44 +113,38 @@ def test_request_with_the_key_reaches_every_route() -> None:
         assert client.post(path, headers=KEY).status_code not in (401, 403)
 
 
-def test_remote_server_without_a_key_rejects_admin_requests() -> None:
-    client, policies = serve(AccessRules.for_address("NO_SUCH_VARIABLE", "0.0.0.0"))
+def test_remote_server_without_a_key_rejects_admin_requests():
+    client, slots = serve(AccessRules.for_address("NO_SUCH_VARIABLE", "0.0.0.0"))
     for path in ADMIN:
         answer = client.post(path, json={}, headers=KEY)
         assert answer.status_code == 403, path
         assert "NO_SUCH_VARIABLE" in answer.text and "server.host" in answer.text
-    assert policies.mock_calls == []
+    assert slots.mock_calls == []
     assert {client.post(path).status_code for path in (*ROUTES, *PROBES)} == {200}
 
 
-@pytest.mark.parametrize(
-    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
-)
-def test_admin_request_with_a_content_type_of_web_forms_is_rejected(content_type: str | None) -> None:
+def test_admin_request_with_a_content_type_of_web_forms_is_rejected():
     """A browser sends these types to other origins without a preflight."""
-    client, policies = serve(AccessRules.for_address("NO_SUCH_VARIABLE", "127.0.0.1"))
-    headers = {} if content_type is None else {"Content-Type": content_type}
-    for path in ADMIN:
-        answer = client.post(path, content=b"{}", headers=headers)
-        assert answer.status_code == 415, path
-        assert "Content-Type: application/json" in answer.text
-    assert policies.mock_calls == []
+    client, slots = serve(AccessRules.for_address("NO_SUCH_VARIABLE", "127.0.0.1"))
+    for content_type in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        headers = {} if content_type is None else {"Content-Type": content_type}
+        for path in ADMIN:
+            answer = client.post(path, content=b"{}", headers=headers)
+            assert answer.status_code == 415, path
+            assert "Content-Type: application/json" in answer.text
+    assert slots.mock_calls == []
     assert client.post("/reload_weights", json={}).status_code != 415
     charset = {"Content-Type": "application/json; charset=utf-8"}
     assert client.post("/reload_weights", content=b"{}", headers=charset).status_code != 415
 
 
-def test_unexpected_error_of_an_admin_request_is_in_the_response() -> None:
-    client, policies = serve(AccessRules.for_address("NO_SUCH_VARIABLE", "127.0.0.1"))
-    policies.reload.side_effect = RuntimeError("a worker dropped 0.7")
-    answer = client.post("/reload_weights", json={})
-    assert (answer.status_code, answer.json()) == (500, {"error": "RuntimeError: a worker dropped 0.7"})
-
-
-def test_local_server_without_a_key_accepts_admin_requests() -> None:
-    client, _ = serve(AccessRules.for_address("NO_SUCH_VARIABLE", "127.0.0.1"))
+def test_local_server_without_a_key_accepts_admin_requests_and_reports_unexpected_errors():
+    client, slots = serve(AccessRules.for_address("NO_SUCH_VARIABLE", "127.0.0.1"))
     assert client.get("/policy").status_code == 200
     assert {client.post(path).status_code for path in ADMIN}.isdisjoint({401, 403})
+    slots.open.side_effect = RuntimeError("a worker dropped 0.7")
+    answer = client.post("/reload_weights", json={})
+    assert (answer.status_code, answer.json()) == (500, {"error": "RuntimeError: a worker dropped 0.7"})
 
 
 @pytest.mark.parametrize(
@@ -152,11 +152,11 @@ def test_local_server_without_a_key_accepts_admin_requests() -> None:
     [("127.0.0.1", False), ("127.1.2.3", False), ("::1", False), ("0.0.0.0", True), ("::", True), ("10.0.0.7", True),
      ("fe80::1%eth0", True), ("192.168.1.2", True)],
 )  # fmt: skip
-def test_access_rules_of_an_address(address: str, is_remote: bool) -> None:
+def test_access_rules_of_an_address(address, is_remote):
     assert AccessRules.for_address("NO_SUCH_VARIABLE", address).is_remote is is_remote
 
 
-def test_key_in_vllms_variable_only_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_in_vllms_variable_only_is_rejected(monkeypatch):
     """vLLM would check it on some routes only, and not on the admin routes."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     with pytest.raises(ConfigError, match=r"VLLM_API_KEY is set and MY_KEY is not.*--server.api-key-var") as refused:
@@ -171,7 +171,7 @@ def test_key_in_vllms_variable_only_is_rejected(monkeypatch: pytest.MonkeyPatch)
     assert "mine" not in repr(access)
 
 
-def test_bound_port_cannot_be_bound_by_a_second_server() -> None:
+def test_bound_port_cannot_be_bound_by_a_second_server():
     """With SO_REUSEADDR alone both could bind it before they listen."""
     port = free_port()
     in_use = pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} .Address already in use")
@@ -187,13 +187,16 @@ def test_bound_port_cannot_be_bound_by_a_second_server() -> None:
 
 
 class GatedApp:
-    """The layer over an application that responds when the test opens its gate."""
+    """The layer over an application that samples, and responds when the test opens its gate."""
 
     def __init__(self, seconds: float = 60) -> None:
-        self.pins, self.gate, self.started = VersionPins(seconds), asyncio.Event(), asyncio.Event()
-        self.client = http_client(layer(self._app, pins=self.pins))
+        self.source, self.gate, self.started = Source(seconds=seconds), asyncio.Event(), asyncio.Event()
+        self.pins = self.source.pins
+        self.client = http_client(layer(self._app))
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        for _ in range(2):  # two completions of one prompt
+            await hold_version(self.source)
         self.started.set()
         await self.gate.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -216,7 +219,7 @@ async def run_tasks() -> None:
         await asyncio.sleep(0)
 
 
-async def test_update_waits_for_the_response_of_a_chat_completion() -> None:
+async def test_update_waits_for_the_response_of_a_chat_completion():
     app = GatedApp()
     answer = app.post("/v1/chat/completions")
     await app.started.wait()
@@ -230,7 +233,7 @@ async def test_update_waits_for_the_response_of_a_chat_completion() -> None:
 @pytest.mark.parametrize(
     ("seconds", "path"), [(60, "/inference/v1/generate"), (60, "/v1/models"), (0, "/v1/chat/completions")]
 )
-async def test_update_does_not_wait_for_routes_with_versions(seconds: float, path: str) -> None:
+async def test_update_does_not_wait_for_routes_with_versions(seconds, path):
     app = GatedApp(seconds)
     answer = app.post(path)
     await app.started.wait()
@@ -240,7 +243,7 @@ async def test_update_does_not_wait_for_routes_with_versions(seconds: float, pat
     await answer
 
 
-async def test_request_of_a_pinned_rollout_is_served_while_an_update_waits() -> None:
+async def test_request_of_a_pinned_rollout_is_served_while_an_update_waits():
     """It must not wait for the update, which waits for the end of the rollout."""
     app = GatedApp()
     pin = await app.pins.acquire()
@@ -257,25 +260,59 @@ async def test_request_of_a_pinned_rollout_is_served_while_an_update_waits() -> 
     await asyncio.gather(update, other)
 
 
-async def test_update_does_not_wait_for_a_request_of_a_named_adapter() -> None:
+async def test_request_of_one_slot_neither_delays_nor_awaits_the_update_of_another():
     """The `model` of a request is only known inside its handler."""
-    app = GatedApp()
-    wait = app.gate.wait
-
-    async def sample_and_wait() -> bool:
-        sample_from_adapter(PolicyVersion(0, 1))
-        return await wait()
-
-    app.gate.wait = sample_and_wait  # type: ignore[method-assign, assignment]
-    answer = app.post("/v1/chat/completions")
-    await app.started.wait()
+    app, other = GatedApp(), GatedApp()
+    pin = await app.pins.acquire()
+    update = app.update()
+    answer = other.post("/v1/chat/completions")
+    await other.started.wait()
+    app.pins.release(pin)
     async with asyncio.timeout(60):
-        await app.update()
-    app.gate.set()
+        await update
+    other.gate.set()
     assert (await answer).text == "text"
 
 
-async def test_response_headers_contain_the_versions_at_start_and_end() -> None:
+async def test_task_that_outlives_its_response_takes_no_pin():
+    """Nothing would release it."""
+    source, go, tasks = Source(), asyncio.Event(), []
+
+    async def sample_later() -> None:
+        await go.wait()
+        await hold_version(source)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        tasks.append(asyncio.create_task(sample_later()))
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"later"})
+
+    async with http_client(layer(app)) as client:
+        await client.post("/v1/responses")
+    go.set()
+    await asyncio.gather(*tasks)
+    async with asyncio.timeout(30), source.pins.update():
+        pass
+
+
+async def test_task_that_waits_for_a_pin_when_its_response_ends_keeps_none():
+    source, tasks = Source(), []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        tasks.append(asyncio.create_task(hold_version(source)))
+        await run_tasks()
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"later"})
+
+    async with source.pins.update(), http_client(layer(app)) as client:
+        await client.post("/v1/responses")
+        assert not tasks[0].done()
+    await tasks[0]
+    async with asyncio.timeout(30), source.pins.update():
+        pass
+
+
+async def test_response_headers_contain_the_versions_at_start_and_end():
     loaded = PolicyVersion(0, 3)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -291,25 +328,27 @@ async def test_response_headers_contain_the_versions_at_start_and_end() -> None:
     assert (answer.headers["x-policy-version"], answer.headers["x-policy-version-end"]) == ("0.3", "1.2")
 
 
-async def test_response_headers_of_a_named_adapter_contain_its_version() -> None:
+async def test_response_headers_of_an_adapter_contain_its_versions():
     """Also if a nested task samples, and for no other request."""
+    source = Source(5)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         async def sample() -> None:
             if scope["path"] == "/named":
-                sample_from_adapter(PolicyVersion(0, 5))
+                await hold_version(source)
 
         await asyncio.create_task(sample())
+        source.policy = Source(6).policy
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"text"})
 
     async with http_client(layer(app, version=lambda: PolicyVersion(0, 9))) as client:
         named, other = await asyncio.gather(client.get("/named"), client.get("/other"))
-    assert (named.headers["x-policy-version"], named.headers["x-policy-version-end"]) == ("0.5", "0.5")
+    assert (named.headers["x-policy-version"], named.headers["x-policy-version-end"]) == ("0.5", "0.6")
     assert (other.headers["x-policy-version"], other.headers["x-policy-version-end"]) == ("0.9", "0.9")
 
 
-async def test_lifespan_message_passes_unchanged() -> None:
+async def test_lifespan_message_passes_unchanged():
     seen = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -319,7 +358,7 @@ async def test_lifespan_message_passes_unchanged() -> None:
         return {}
 
     scope = {"type": "lifespan"}
-    await layer(app)(scope, nothing, nothing)  # type: ignore[arg-type]
+    await layer(app)(scope, nothing, nothing)
     assert seen == [(scope, nothing, nothing)]
 
 
@@ -328,7 +367,7 @@ def _paths(app: FastAPI) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def vllm_app() -> Any:
+def vllm_app():
     pytest.importorskip("vllm")
     from vllm.entrypoints.launchers.app import build_app
 
@@ -337,7 +376,7 @@ def vllm_app() -> Any:
     return build_app(arguments, ("generate",), None)
 
 
-async def test_every_route_of_vllm_is_listed_and_unsafe_routes_answer_404(vllm_app: FastAPI) -> None:
+async def test_every_route_of_vllm_is_listed_and_unsafe_routes_answer_404(vllm_app):
     assert not REMOVED.keys() & (PINNED | SPANS | SAMPLE_NOTHING)
     unlisted = _paths(vllm_app) - REMOVED.keys() - PINNED - SPANS - SAMPLE_NOTHING
     assert unlisted == set(), "add them to a list of request_layer.py"
@@ -350,7 +389,7 @@ async def test_every_route_of_vllm_is_listed_and_unsafe_routes_answer_404(vllm_a
         assert (await client.post("/v1/chat/completions", json={})).status_code == 400
 
 
-async def test_unknown_route_answers_404() -> None:
+async def test_unknown_route_answers_404():
     app = FastAPI()
 
     @app.post("/v2/sample")
@@ -363,7 +402,21 @@ async def test_unknown_route_answers_404() -> None:
         assert (await client.get("/openapi.json")).status_code == 200
 
 
-async def test_client_request_with_the_canary_prefix_is_rejected() -> None:
+def engine_request(name: str = "x", salt: str | None = None, lora: Any = None, sampling: Any = None) -> Any:
+    return SimpleNamespace(request_id=name, cache_salt=salt, lora_request=lora, sampling_params=sampling)
+
+
+def preparation(client: Any = None, slots: Any = None) -> Any:
+    """The function that prepares requests for the engine."""
+    pytest.importorskip("vllm")
+    client = client or SimpleNamespace(engine_core=SimpleNamespace(add_request_async=None))
+    if slots is None:
+        base = Source(1)
+        slots = SimpleNamespace(base=base, capacity=0, find=lambda request: base)
+    return prepare_requests(client, slots, canary_prefix=f"{CANARY_PREFIX}secret-")
+
+
+async def test_client_request_with_the_canary_prefix_is_rejected():
     """A canary has priority, preempts running requests, and has no adapter."""
     sent: list[Any] = []
     aborted: list[str] = []
@@ -371,52 +424,95 @@ async def test_client_request_with_the_canary_prefix_is_rejected() -> None:
     async def add_request_async(request: Any) -> None:
         sent.append(request)
 
-    pytest.importorskip("vllm")
-    from vllm.exceptions import VLLMClientError
-
     async def abort(name: str, internal: bool) -> None:
         assert internal
         aborted.append(name)
 
     client: Any = SimpleNamespace(engine_core=SimpleNamespace(add_request_async=add_request_async), abort=abort)
-    policies: Any = SimpleNamespace(policy=PublishedPolicy(PolicyVersion(0, 1), "abc", Path("/weights")))
-    prepare_requests(client, policies, None, canary_prefix=f"{CANARY_PREFIX}secret-")
+    preparation(client)
+    from vllm.exceptions import VLLMClientError
+
     add = client.engine_core.add_request_async
     names = [f"{CANARY_PREFIX}x", CANARY_PREFIX, f"{CANARY_PREFIX}secret", "canary-secre-1"]
     for name in names:
         with pytest.raises(VLLMClientError, match="the prefix 'canary-' is reserved for the server"):
-            await add(SimpleNamespace(request_id=name, cache_salt=None, lora_request=None))
+            await add(engine_request(name))
     assert (sent, aborted) == ([], names), "vLLM registers a request before it passes it on"
     for name in (f"{CANARY_PREFIX}secret-1", "chatcmpl-1", "a canary-x"):
-        await add(SimpleNamespace(request_id=name, cache_salt="mine", lora_request=None))
+        await add(engine_request(name, "mine"))
     assert [request.cache_salt for request in sent] == ["abc:mine"] * 3
 
 
-async def test_requests_that_do_not_pass_vllm_are_prepared_in_the_same_way() -> None:
-    """Those of token streams: the same salt, and the adapter that `NamedAdapters` still serves."""
-    pytest.importorskip("vllm")
-    policy = PublishedPolicy(PolicyVersion(0, 1), "abc", Path("/weights"))
-    client: Any = SimpleNamespace(engine_core=SimpleNamespace(add_request_async=None))
-    policies: Any = SimpleNamespace(policy=policy)
-    plain: Any = SimpleNamespace(request_id="generate-stream-0", cache_salt=None, lora_request=None)
-    prepare_requests(client, policies, None, canary_prefix=f"{CANARY_PREFIX}secret-")(plain)
+async def test_request_that_is_cancelled_while_it_waits_for_a_pin_is_aborted():
+    """Its client has disconnected, and the engine does not know it yet."""
+    aborted: list[str] = []
+
+    async def abort(name: str, internal: bool) -> None:
+        aborted.append(name)
+
+    client: Any = SimpleNamespace(engine_core=SimpleNamespace(add_request_async=None), abort=abort)
+    source = Source()
+    preparation(client, SimpleNamespace(base=source, capacity=0, find=lambda request: source))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await client.engine_core.add_request_async(engine_request())
+
+    async with source.pins.update(), http_client(layer(app)) as http:
+        waiting = asyncio.create_task(http.post("/v1/completions"))
+        await run_tasks()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert aborted == ["x"]
+
+
+async def test_request_of_an_adapter_that_was_removed_meanwhile_answers_404():
+    """Its run may get a slot again, so it is no invalid request."""
+    aborted: list[str] = []
+
+    async def abort(name: str, internal: bool) -> None:
+        aborted.append(name)
+
+    client: Any = SimpleNamespace(engine_core=SimpleNamespace(add_request_async=None), abort=abort)
+    base: Any = Source(1)
+    preparation(client, Slots(lambda number, name: base, ["model"], 1))
+    from vllm.entrypoints.serve import create_error_response
+    from vllm.exceptions import VLLMNotFoundError
+
+    with pytest.raises(VLLMNotFoundError, match="adapter 'gone' was unloaded") as error:
+        await client.engine_core.add_request_async(engine_request(lora=lora_request(2, "gone")))
+    assert create_error_response(error.value).error.code == 404
+    assert aborted == ["x"]
+
+
+async def test_requests_that_do_not_pass_vllm_are_prepared_in_the_same_way():
+    """Those of token streams: the same salt, and an adapter that is still served."""
+    preparation()(plain := engine_request())
     assert (plain.cache_salt, plain.lora_request) == ("abc", None)
+    base = Source(1)
 
     def find(request: Any) -> Any:
-        if request != "served":
+        if request not in (None, "served"):
             raise ValueError(f"adapter {request!r} was unloaded")
-        return SimpleNamespace(policy=PublishedPolicy(PolicyVersion(0, 2), "def", Path("/adapter")))
+        served = SimpleNamespace(policy=CheckedVersion(PolicyVersion(0, 2), "def", Path("/adapter")))
+        return served if request else base
 
-    adapters: Any = SimpleNamespace(find=find)
-    prepare = prepare_requests(client, policies, adapters, canary_prefix=f"{CANARY_PREFIX}secret-")
-    policy_request: Any = SimpleNamespace(request_id="generate-stream-1", cache_salt="mine", lora_request=None)
-    prepare(policy_request)
-    assert (policy_request.cache_salt, policy_request.lora_request.lora_int_id) == ("abc:mine", POLICY_ADAPTER)
-    named: Any = SimpleNamespace(request_id="generate-stream-2", cache_salt=None, lora_request="served")
-    prepare(named)
+    prepare = preparation(slots=SimpleNamespace(base=base, capacity=1, find=find))
+    prepare(of_policy := engine_request(salt="mine"))
+    assert (of_policy.cache_salt, of_policy.lora_request.lora_int_id) == ("abc:mine", POLICY_ADAPTER)
+    prepare(named := engine_request(lora="served"))
     assert (named.cache_salt, named.lora_request) == ("def", "served")
     with pytest.raises(ValueError, match="adapter 'gone' was unloaded"):
-        prepare(SimpleNamespace(request_id="generate-stream-3", cache_salt=None, lora_request="gone"))
+        prepare(engine_request(lora="gone"))
+
+
+async def test_request_with_a_seed_that_the_engine_cannot_store_is_refused():
+    prepare = preparation()
+    for seed in (None, 0, 2**63 - 1, -(2**63)):
+        prepare(engine_request(sampling=SimpleNamespace(seed=seed)))
+    for seed in (2**63, 2**64 - 1, 2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match=rf"seed: {seed} is not a signed number of 64 bits"):
+            prepare(engine_request(sampling=SimpleNamespace(seed=seed)))
 
 
 hashes = st.text("0123456789abcdef", min_size=32, max_size=32)
@@ -424,24 +520,22 @@ client_salts = st.one_of(st.none(), st.text(min_size=1, max_size=20))
 
 
 @given(hashes, hashes, client_salts, client_salts)
-def test_salts_are_equal_only_for_equal_weights_and_equal_client_salts(
-    one: str, other: str, mine: str | None, yours: str | None
-) -> None:
+def test_salts_are_equal_only_for_equal_weights_and_equal_client_salts(one, other, mine, yours):
     assert (make_salt(one, mine) == make_salt(other, yours)) == (one == other and (mine or "") == (yours or ""))
 
 
 @given(hashes, hashes, client_salts)
-def test_replace_hash_keeps_the_client_salt(old: str, new: str, client: str | None) -> None:
+def test_replace_hash_keeps_the_client_salt(old, new, client):
     assert replace_hash(new, make_salt(old, client)) == make_salt(new, client)
     assert replace_hash(old, make_salt(old, client)) == make_salt(old, client)
 
 
 @given(hashes, st.one_of(st.none(), st.text()))
-def test_replace_hash_of_any_salt_starts_with_the_hash(content_hash: str, salt: str | None) -> None:
+def test_replace_hash_of_any_salt_starts_with_the_hash(content_hash, salt):
     assert replace_hash(content_hash, salt).partition(":")[0] == content_hash
 
 
-def test_reference_page_of_routes_is_up_to_date() -> None:
+def test_reference_page_of_routes_is_up_to_date():
     command = [sys.executable, REPOSITORY / "scripts/generate_reference.py", "routes", "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -20,7 +20,7 @@ class Layer(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size, size), requires_grad=False)
-        self.weight.weight_loader = self.load  # type: ignore[attr-defined]
+        self.weight.weight_loader = self.load
         self.size = size
 
     def load(self, parameter: Tensor, loaded: Tensor) -> None:
@@ -96,7 +96,7 @@ def _shadow(model: Model) -> Any:
     return shadow.ShadowWeights(model, torch.float32)
 
 
-def test_load_changes_the_model_only_after_load_into_model() -> None:
+def test_load_changes_the_model_only_after_load_into_model():
     model = _make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     kept = _shadow(model).check_loading(_weights(1.0).items())
@@ -116,8 +116,19 @@ def test_load_changes_the_model_only_after_load_into_model() -> None:
     assert one.bytes == 4 * (4 + 9 + 1)
 
 
+def test_load_into_model_updates_a_view_of_a_parameter():
+    """Layers of Mamba-2 compute with a view of the weight of their convolution."""
+    model = _make()
+    model.register_buffer("view", model.second.weight.data.flatten(), persistent=False)
+    version = _shadow(model)
+    version.load(_weights(2.0).items())
+    version.load_into_model(frozenset({"scale"}))
+    assert (model.second.weight == 6).all()
+    assert (model.view == 6).all()
+
+
 @pytest.mark.parametrize("kind", [Astray, Halfway])
-def test_a_write_that_goes_astray_is_found_out_and_changes_nothing(kind: type[Model]) -> None:
+def test_a_write_that_goes_astray_is_found_out_and_changes_nothing(kind):
     model = _make(Astray)
     model.__class__ = kind
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -128,7 +139,7 @@ def test_a_write_that_goes_astray_is_found_out_and_changes_nothing(kind: type[Mo
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_check_loading_rejects_integer_parameters() -> None:
+def test_check_loading_rejects_integer_parameters():
     model = _make()
     model.packed = nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False)
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading

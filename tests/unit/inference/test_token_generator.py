@@ -44,7 +44,11 @@ class FakeClient:
     def __init__(self) -> None:
         self.output_processor = OutputProcessor(None, log_stats=True)
         self.model_config = SimpleNamespace(max_model_len=100)
-        self.input_processor = SimpleNamespace(process_inputs=self._process, _validate_model_inputs=self._validate)
+        self.input_processor = SimpleNamespace(
+            process_inputs=self._process,
+            _validate_model_inputs=self._validate,
+            _validate_prompt_len=self._validate_length,
+        )
         self.sent: list[EngineCoreRequest] = []
         self.processed = 0
         self.checked: list[int] = []
@@ -60,7 +64,7 @@ class FakeClient:
         self.state = SimpleNamespace(
             serving_tokens=self.serving, enable_server_load_tracking=False, server_load_metrics=0
         )
-        self.generator = TokenGenerator(self, self.state, self._prepare, self._send)  # type: ignore[arg-type]
+        self.generator = TokenGenerator(self, self.state, self._prepare, self._send)
 
     def _process(self, name: str, prompt: Any, parameters: Any, tasks: Any, lora_request: Any) -> Any:
         self.processed += 1
@@ -71,6 +75,10 @@ class FakeClient:
         self.checked.append(len(prompt["prompt_token_ids"]))
         if not prompt["prompt_token_ids"]:
             raise VLLMValidationError("The decoder prompt cannot be empty")
+
+    def _validate_length(self, length: int, kind: str) -> None:
+        if length > self.model_config.max_model_len:
+            raise VLLMValidationError(f"The {kind} prompt (length {length}) is longer than the maximum model length")
 
     def _prepare(self, request: EngineCoreRequest) -> None:
         request.cache_salt = f"hash:{request.cache_salt}"
@@ -106,11 +114,11 @@ def request(
 
 async def start(client: FakeClient, sampling: dict[str, Any], seeds: list[int | None], **fields: Any) -> list[Any]:
     samples = [FakeSample(number) for number in range(len(seeds))]
-    await client.generator.start(request(sampling, seeds, **fields), samples)  # type: ignore[arg-type]
+    await client.generator.start(request(sampling, seeds, **fields), samples)
     return samples
 
 
-async def test_completion_has_all_tokens_logprobs_and_versions() -> None:
+async def test_completion_has_all_tokens_logprobs_and_versions():
     client = FakeClient()
     one, two = await start(client, {"max_tokens": 5}, [3, None], cache_salt="mine")
     client.receive(one.name, [7], None, "0.1", -0.5)
@@ -124,7 +132,7 @@ async def test_completion_has_all_tokens_logprobs_and_versions() -> None:
     assert (two.output.id, two.output.finish_reason) == (1, "stop")
     assert not client.output_processor.request_states and not client.output_processor.external_req_ids
     first, second = client.sent
-    assert [each.sampling_params.seed for each in client.sent] == [3, None]  # type: ignore[union-attr]
+    assert [each.sampling_params.seed for each in client.sent] == [3, None]
     assert first.request_id != second.request_id
     for each in client.sent:
         assert (each.prompt_token_ids, each.cache_salt) == ([1, 2, 3], "hash:mine")
@@ -133,7 +141,7 @@ async def test_completion_has_all_tokens_logprobs_and_versions() -> None:
     assert client.admission == [2]
 
 
-async def test_parameters_are_validated_once_and_every_prompt_is() -> None:
+async def test_parameters_are_validated_once_and_every_prompt_is():
     client = FakeClient()
     for seed in (1, 2, -1):
         await start(client, {"max_tokens": 5, "top_k": 3}, [seed])
@@ -148,15 +156,15 @@ async def test_parameters_are_validated_once_and_every_prompt_is() -> None:
         await start(client, {"max_tokens": 6, "top_k": 3}, [None], prompt=())
 
 
-async def test_omitted_max_tokens_is_the_rest_of_the_context() -> None:
+async def test_omitted_max_tokens_is_the_rest_of_the_context():
     client = FakeClient()
     for length in (3, 60):
         await start(client, {"temperature": 0.0}, [None], prompt=(5,) * length)
-    assert [each.sampling_params.max_tokens for each in client.sent] == [97, 40]  # type: ignore[union-attr]
+    assert [each.sampling_params.max_tokens for each in client.sent] == [97, 40]
     assert client.processed == 1
 
 
-async def test_logprobs_that_are_no_numbers_are_those_of_the_http_route() -> None:
+async def test_logprobs_that_are_no_numbers_are_those_of_the_http_route():
     client = FakeClient()
     samples = await start(client, {}, [None, None])
     for sample, value in zip(samples, (float("nan"), float("-inf")), strict=True):
@@ -164,7 +172,7 @@ async def test_logprobs_that_are_no_numbers_are_those_of_the_http_route() -> Non
         assert np.frombuffer(sample.output.logprobs, "<f4").tolist() == [-9999.0]
 
 
-async def test_cancelled_sample_is_not_started_and_an_aborted_one_ends() -> None:
+async def test_cancelled_sample_is_not_started_and_an_aborted_one_ends():
     client = FakeClient()
     samples: list[Any] = [FakeSample(0), FakeSample(1)]
     samples[0].is_cancelled = True
@@ -176,7 +184,7 @@ async def test_cancelled_sample_is_not_started_and_an_aborted_one_ends() -> None
     assert not client.output_processor.request_states
 
 
-async def test_death_of_the_engine_and_its_errors_are_sent_to_every_sample() -> None:
+async def test_death_of_the_engine_and_its_errors_are_sent_to_every_sample():
     client = FakeClient()
     one, two = await start(client, {}, [None, None])
     client.receive(one.name, [1], FinishReason.ERROR, "0.1", -1.0)
@@ -186,7 +194,7 @@ async def test_death_of_the_engine_and_its_errors_are_sent_to_every_sample() -> 
     assert isinstance(two.output, EngineDeadError)
 
 
-async def test_named_adapter_is_found_and_an_unknown_model_is_refused() -> None:
+async def test_named_adapter_is_found_and_an_unknown_model_is_refused():
     client = FakeClient()
     [sample] = await start(client, {}, [None], model="named")
     assert client.sent[0].lora_request is not None and client.sent[0].lora_request.lora_name == "named"
@@ -207,7 +215,7 @@ async def test_named_adapter_is_found_and_an_unknown_model_is_refused() -> None:
         {"stop": [""]},
     ],
 )
-async def test_invalid_sampling_parameters_are_refused(sampling: dict[str, Any]) -> None:
+async def test_invalid_sampling_parameters_are_refused(sampling):
     client = FakeClient()
     with pytest.raises(Exception, match=f"{next(iter(sampling))}") as caught:
         await start(client, sampling, [None])
@@ -215,18 +223,30 @@ async def test_invalid_sampling_parameters_are_refused(sampling: dict[str, Any])
     assert not client.sent and not client.output_processor.request_states
 
 
-async def test_prompt_that_is_no_array_is_refused() -> None:
-    client = FakeClient()
-    broken = msgspec.structs.replace(request({}, [None]), token_ids=b"12345")
-    with pytest.raises(ValueError, match="buffer size") as caught:
-        await client.generator.start(broken, [FakeSample(0)])  # type: ignore[list-item]
-    assert client.generator.status_of(caught.value)[0] == 400
-
-
 @pytest.mark.parametrize("tracked", [True, False])
-def test_load_counts_samples_if_vllm_tracks_it(tracked: bool) -> None:
+def test_load_counts_samples_if_vllm_tracks_it(tracked):
     client = FakeClient()
     client.state.enable_server_load_tracking = tracked
     client.generator.add_load(3)
     client.generator.add_load(-1)
     assert client.state.server_load_metrics == (2 if tracked else 0)
+
+
+async def test_long_sampling_parameters_are_not_kept():
+    client = FakeClient()
+    for number in range(3):
+        await start(client, {"max_tokens": 5, "stop_token_ids": list(range(number, 5000))}, [None])
+    assert not client.generator._known_parameters
+    await start(client, {"max_tokens": 5}, [None])
+    assert len(client.generator._known_parameters) == 1
+
+
+async def test_prompt_that_is_no_array_or_above_the_model_length_is_refused():
+    client = FakeClient()
+    broken = msgspec.structs.replace(request({}, [None]), token_ids=b"12345")
+    with pytest.raises(ValueError, match="buffer size") as caught:
+        await client.generator.start(broken, [FakeSample(0)])
+    assert client.generator.status_of(caught.value)[0] == 400
+    with pytest.raises(VLLMValidationError, match=r"length 1000\) is longer"):
+        await start(client, {"max_tokens": 5}, [None], prompt=(1,) * 1000)
+    assert not client.checked, "its tokens are not decoded"

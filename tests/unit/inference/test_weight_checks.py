@@ -1,7 +1,11 @@
 """Checks of published weights by `check_weights`."""
 
 import json
+import math
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from prime_rl.configs.base_model import NameConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.ports import find_free_port
 from prime_rl.core.types import PolicyVersion
-from prime_rl.inference.policy.weight_checks import Shapes, WeightsRefusedError, check_weights, read_shapes
+from prime_rl.inference.policy.weight_checks import (
+    Shapes,
+    WeightsRefusedError,
+    check_weights,
+    find_base_model,
+    read_shapes,
+)
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.tensor_hashes import content_hash
+from prime_rl.storage.weights.canary import PolicyCanary, parse_canary
 from tests.support.tiny_model import publish_weights
+from tests.support.trickling_hub import run_hub
 
 VERSION = PolicyVersion(0, 7)
 BASE: Shapes = {"embed.weight": (8, 4), "norm.weight": (4,)}
@@ -44,7 +59,7 @@ def _change(directory: Path, change: Callable[[bytearray], None]) -> None:
     file.write_bytes(content)
 
 
-def test_check_weights_accepts_published_weights(tmp_path: Path) -> None:
+def test_check_weights_accepts_published_weights(tmp_path):
     directory = _publish(tmp_path)
     policy = check_weights(directory, VERSION, BASE, tied=False)
     assert (policy.version, policy.path) == (VERSION, directory)
@@ -66,11 +81,11 @@ def test_check_weights_accepts_published_weights(tmp_path: Path) -> None:
         ({"canary": {"token_ids": [1, 2], "logprobs": [0.0] * 4, "dtype": "float32"}}, "2 token ids and 4 log-prob"),
     ],
 )
-def test_check_weights_rejects_a_wrong_manifest(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+def test_check_weights_rejects_a_wrong_manifest(tmp_path, fields, reason):
     assert reason in _reason(_publish(tmp_path, **fields))
 
 
-def test_check_weights_rejects_altered_files(tmp_path: Path) -> None:
+def test_check_weights_rejects_altered_files(tmp_path):
     """The content of tensors is checked when they are read: test_weight_reader.py."""
     directory = _publish(tmp_path)
     file = directory / "model-1.safetensors"
@@ -86,7 +101,7 @@ def test_check_weights_rejects_altered_files(tmp_path: Path) -> None:
     assert "manifest.json is missing" in _reason(directory)
 
 
-def test_check_weights_on_a_machine_without_the_directory_of_the_run_names_it(tmp_path: Path) -> None:
+def test_check_weights_on_a_machine_without_the_directory_of_the_run_names_it(tmp_path):
     reason = _reason(tmp_path / "run/weights/step_1")
     assert reason.startswith(f"{tmp_path / 'run/weights'} does not exist on {socket.gethostname()}: a server needs")
 
@@ -103,13 +118,13 @@ def test_check_weights_on_a_machine_without_the_directory_of_the_run_names_it(tm
         ({**BASE, "lm_head.weight": (8, 4)}, "contains tensor lm_head.weight"),
     ],
 )
-def test_check_weights_rejects_another_model(tmp_path: Path, shapes: Shapes, reason: str) -> None:
+def test_check_weights_rejects_another_model(tmp_path, shapes, reason):
     directory = _publish(tmp_path, shapes)
     assert reason.format(directory) in _reason(directory)
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [(np.float32, True), (np.float16, False)])
-def test_canary_has_the_precision_of_the_published_weights(tmp_path: Path, dtype: type, exact: bool) -> None:
+def test_canary_has_the_precision_of_the_published_weights(tmp_path, dtype, exact):
     """A trainer that computes in float32 and publishes half precision differs by the rounding."""
     model = tmp_path / "model"
     model.mkdir()
@@ -121,7 +136,7 @@ def test_canary_has_the_precision_of_the_published_weights(tmp_path: Path, dtype
     assert policy.canary.dtype == ("float32" if exact else "float16")
 
 
-def test_read_shapes_names_a_malformed_file(tmp_path: Path) -> None:
+def test_read_shapes_names_a_malformed_file(tmp_path):
     file = tmp_path / "model.safetensors"
     for content, reason in [
         (b"", "is not a safetensors file"),
@@ -137,7 +152,7 @@ def test_read_shapes_names_a_malformed_file(tmp_path: Path) -> None:
         read_shapes(tmp_path)
 
 
-def test_check_weights_accepts_a_tied_model_with_and_without_head(tmp_path: Path) -> None:
+def test_check_weights_accepts_a_tied_model_with_and_without_head(tmp_path):
     directory = _publish(tmp_path, {**BASE, "lm_head.weight": (8, 4)})
     check_weights(directory, VERSION, BASE, tied=True)
     check_weights(directory, VERSION, {**BASE, "lm_head.weight": (8, 4)}, tied=True)
@@ -159,7 +174,7 @@ def _offer(tmp_path: Path, shapes: Shapes, **fields: Any) -> Path:
     return directory
 
 
-def test_check_weights_accepts_an_offer(tmp_path: Path) -> None:
+def test_check_weights_accepts_an_offer(tmp_path):
     offer = check_weights(_offer(tmp_path, BASE), VERSION, BASE, tied=False).offer
     assert offer is not None
     assert (offer.type, offer.tensors["embed.weight"]) == ("nccl", ("F32", (8, 4)))
@@ -176,8 +191,116 @@ def test_check_weights_accepts_an_offer(tmp_path: Path) -> None:
         (BASE, {"tensors": {"embed.weight": ["F99", [1]]}}, "{file} is malformed: transfer: unknown dtype 'F99'"),
     ],
 )
-def test_check_weights_rejects_a_wrong_offer(
-    tmp_path: Path, shapes: Shapes, fields: dict[str, Any], reason: str
-) -> None:
+def test_check_weights_rejects_a_wrong_offer(tmp_path, shapes, fields, reason):
     directory = _offer(tmp_path, shapes, **fields)
     assert reason.format(file=directory / "manifest.json") in _reason(directory)
+
+
+# Search for the base model
+
+
+HEAD = "lm_head.weight"
+
+
+def _model(directory: Path, config: dict[str, object], names: list[str]) -> str:
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: np.zeros((2, 3), dtype=np.float32) for name in names}, directory / "model.safetensors")
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("config", "names", "tied"),
+    [
+        ({"tie_word_embeddings": True}, ["embed", HEAD], True),
+        ({"tie_word_embeddings": False}, ["embed", HEAD], False),
+        ({}, ["embed", HEAD], False),
+        ({}, ["embed"], True),
+        ({"text_config": {"tie_word_embeddings": True}}, ["embed", HEAD], True),
+    ],
+)
+def test_find_base_model_detects_a_tied_head(tmp_path, config, names, tied):
+    base = find_base_model(NameConfig(name=_model(tmp_path, config, names)))
+    assert base.tied is tied
+    assert base.shapes == dict.fromkeys(names, (2, 3))
+    assert (base.policy.version, base.policy.path) == (PolicyVersion(0, 0), tmp_path)
+
+
+def test_find_base_model_rejects_other_directories(tmp_path):
+    with pytest.raises(ConfigError, match="is not a Hugging Face model with safetensors weights"):
+        find_base_model(NameConfig(name=str(tmp_path)))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no \.safetensors file"):
+        find_base_model(NameConfig(name=str(tmp_path)))
+    with pytest.raises(ConfigError, match="does not exist"):
+        find_base_model(NameConfig(name=str(tmp_path / "missing")))
+
+
+def test_server_exits_when_the_download_of_its_model_times_out(tmp_path):
+    arguments = [
+        "--model.name",
+        "me/model",
+        "--model.download-timeout-seconds",
+        "2",
+        "--server.port",
+        str(find_free_port()),
+    ]
+    command = [sys.executable, "-m", "prime_rl.entrypoints.inference", *arguments]
+    with run_hub(tmp_path) as hub:
+        done = subprocess.run(command, env=os.environ | hub.environment, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "error: waited 2 s for the download of me/model (model.download_timeout_seconds)" in done.stderr.splitlines()
+
+
+# Canaries: their format in the manifest, and the accepted differences
+
+
+ENTRY = {"token_ids": [5, 6, 7], "logprobs": [-1.0, -2.0], "dtype": "float32"}
+
+
+def test_parse_canary_reads_the_manifest():
+    assert parse_canary({}) is None
+    assert parse_canary({"canary": ENTRY}) == PolicyCanary((5, 6, 7), (-1.0, -2.0), "float32")
+
+
+@pytest.mark.parametrize(
+    "change", [{"token_ids": [5]}, {"token_ids": 5}, {"logprobs": [-1.0]}, {"logprobs": ["x", "y"]}, {"dtype": None}]
+)
+def test_parse_canary_rejects_malformed_entries(change):
+    if change == {"dtype": None}:
+        with pytest.raises(ValueError, match=r"required field `dtype` - at `\$.canary`"):
+            parse_canary({"canary": {key: value for key, value in ENTRY.items() if key != "dtype"}})
+        return
+    with pytest.raises(ValueError, match="canary"):
+        parse_canary({"canary": ENTRY | change})
+
+
+EXACT = PolicyCanary((5, 6, 7), (-1.0, -2.0), "float32")
+
+
+def test_compare_in_float32_uses_the_largest_difference():
+    compared = EXACT.compare([-1.00008, -2.0], "float32")
+    assert (compared.which, compared.passes) == ("largest", True)
+    assert compared.difference == compared.largest == pytest.approx(8e-5)
+    assert not EXACT.compare([-1.0002, -2.0], "float32").passes
+    assert EXACT.compare([-1.0002, -2.0], "float32", tolerance=1e-3).passes
+
+
+@pytest.mark.parametrize(("trained", "served"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16",) * 2])
+def test_compare_in_half_precision_uses_the_mean_difference(trained, served):
+    canary = PolicyCanary((5, 6, 7), (-1.0, -2.0), trained)
+    compared = canary.compare([-1.0, -2.08], served)
+    assert (compared.which, compared.passes) == ("mean", True)
+    assert (compared.largest, compared.difference) == (pytest.approx(0.08), pytest.approx(0.04))
+    assert not canary.compare([-1.0, -2.2], served).passes
+
+
+def test_compare_of_fewer_tokens_uses_the_first_ones():
+    assert EXACT.compare([-1.0], "float32").passes
+    assert not EXACT.compare([-1.5], "float32").passes
+
+
+@pytest.mark.parametrize("measured", [[-1.0, math.nan], [math.nan, -2.0]])
+@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+def test_compare_with_nan_never_passes(measured, served):
+    assert not EXACT.compare(measured, served, tolerance=1e9).passes
+    assert math.isnan(EXACT.compare(measured, served).largest)

@@ -1,20 +1,19 @@
 """I5: what is hashed is what is loaded."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from prime_rl.inference.worker import weight_reader
-from prime_rl.inference.worker.weight_reader import read_verified
+from prime_rl.inference.worker import worker_weight_update
+from prime_rl.inference.worker.worker_weight_update import read_verified
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.tensor_hashes import hash_tensors
 
 
 @pytest.fixture
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     torch.manual_seed(0)
     return {
         "b.weight": torch.randn(33, 7).to(torch.bfloat16),
@@ -26,7 +25,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def directory(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+def directory(tmp_path, tensors):
     names = list(tensors)
     for number, part in enumerate((names[:2], names[2:])):
         save_file({name: tensors[name] for name in part}, tmp_path / f"model-{number}.safetensors")
@@ -34,10 +33,8 @@ def directory(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 @pytest.mark.parametrize("ahead", [0, 100, 2**20])
-def test_read_verified_returns_the_written_tensors(
-    directory: Path, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, ahead: int
-) -> None:
-    monkeypatch.setattr(weight_reader, "_AHEAD_BYTES", ahead)
+def test_read_verified_returns_the_written_tensors(directory, tensors, monkeypatch, ahead):
+    monkeypatch.setattr(worker_weight_update, "_AHEAD_BYTES", ahead)
     read = dict(read_verified(directory, hash_tensors(directory)))
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -45,7 +42,7 @@ def test_read_verified_returns_the_written_tensors(
         assert torch.equal(read[name], tensor)
 
 
-def test_read_verified_names_the_tensor_with_a_flipped_bit(directory: Path) -> None:
+def test_read_verified_names_the_tensor_with_a_flipped_bit(directory):
     hashes = hash_tensors(directory)
     file = directory / "model-1.safetensors"
     content = bytearray(file.read_bytes())
@@ -57,7 +54,7 @@ def test_read_verified_names_the_tensor_with_a_flipped_bit(directory: Path) -> N
         list(read_verified(directory, hashes))
 
 
-def test_read_verified_ignores_changes_after_the_check(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_read_verified_ignores_changes_after_the_check(directory, tensors):
     """Tensors are not read again between the check and the load."""
     read = dict(read_verified(directory, hash_tensors(directory)))
     for file in directory.glob("*.safetensors"):
@@ -66,18 +63,18 @@ def test_read_verified_ignores_changes_after_the_check(directory: Path, tensors:
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
-def test_read_verified_of_a_truncated_file_raises(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_verified_of_a_truncated_file_raises(directory, monkeypatch):
     """A memory map would crash the process."""
     hashes = hash_tensors(directory)
-    places = weight_reader.read_locations(directory)
+    places = worker_weight_update.read_locations(directory)
     file = directory / "model-0.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    monkeypatch.setattr(weight_reader, "read_locations", lambda _: places)
+    monkeypatch.setattr(worker_weight_update, "read_locations", lambda _: places)
     with pytest.raises(ArtifactError, match=f"{file} is truncated: tensor .* lacks 10 bytes"):
         list(read_verified(directory, hashes))
 
 
-def test_read_verified_stops_when_cancelled(directory: Path) -> None:
+def test_read_verified_stops_when_cancelled(directory):
     def stop() -> None:
         raise InterruptedError
 

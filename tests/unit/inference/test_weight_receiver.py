@@ -15,8 +15,7 @@ from prime_rl.inference.worker.weight_receiver import WeightReceiver
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.tensor_hashes import content_hash
 from prime_rl.storage.wait_for import DeadlineError
-from prime_rl.storage.weights.transfer_channel import ChannelError, connect
-from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor
+from prime_rl.storage.weights.transfer_channel import ChannelError, TransferDescriptor, connect
 from prime_rl.trainer.weight_sync import memory_sender as sender
 from prime_rl.trainer.weight_sync.memory_sender import WeightSender
 from prime_rl.trainer.weight_sync.transport import raw_tensors
@@ -148,7 +147,7 @@ def test_sender_hello_that_is_too_long_is_refused_before_it_is_read(start):
 def test_sender_hello_that_trickles_is_refused_at_the_deadline(start, monkeypatch):
     trainer, begin = start(), time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr(sender, "_HANDSHAKE_TIMEOUT_S", 1)
+        patch.setattr(sender, "_HANDSHAKE_TIMEOUT_SECONDS", 1)
         with socket.create_connection(("localhost", trainer.sender.port)) as stranger:
             stranger.sendall((1000).to_bytes(4, "big"))
             with pytest.raises(OSError):
@@ -261,7 +260,9 @@ def test_missing_worker_is_named_in_the_error(start):
 
 
 def test_silent_worker_raises_after_the_timeout(start, monkeypatch):
-    monkeypatch.setattr(cpu_transfer, "JOIN_TIMEOUT_S", 1)  # the silent one never joins
+    monkeypatch.setattr(
+        cpu_transfer, "JOIN_TIMEOUT_SECONDS", 5
+    )  # the silent one never joins; after the limit of 1 s below
     trainer = start(timeout=1, copies=2)
     request, hashes = trainer.publish(1)
     silent = connect("localhost", trainer.sender.port, 60, "the trainer")
@@ -275,7 +276,7 @@ def test_silent_worker_raises_after_the_timeout(start, monkeypatch):
 def test_transfer_that_cannot_be_aborted_raises_in_the_trainer(start, monkeypatch):
     """A worker dies while the NCCL group is formed; the trainer's call returns only when all members have joined."""
     never = threading.Event()
-    monkeypatch.setattr(sender, "_ABORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(sender, "_ABORT_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr("vllm.distributed.weight_transfer.nccl_engine.open_trainer_endpoint", lambda info: never.wait())
     trainer = start()
     request, _ = trainer.publish(1)

@@ -1,5 +1,7 @@
 """Staging in a worker: a dropped version does not affect the next one."""
 
+import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,10 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.delta_cache import DeltaCache
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.tensor_hashes import hash_tensors
-from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor
+from prime_rl.storage.weights.transfer_channel import TransferDescriptor
+from tests.support.deltas import publish_full
 from tests.support.vllm_modules import LazyModule, needs_vllm
 from tests.unit.inference.test_shadow_weights import Model, _make, _weights
 
@@ -24,7 +28,7 @@ pytestmark = needs_vllm
 update = LazyModule("prime_rl.inference.worker.worker_weight_update")
 shadow = LazyModule("prime_rl.inference.worker.shadow_weights")
 
-TIMEOUT_S = 60
+TIMEOUT_SECONDS = 60
 
 
 class Gated(Model):
@@ -40,7 +44,7 @@ class Gated(Model):
     def wait(self, parameter: Tensor, loaded: Tensor) -> None:
         if float(loaded[0, 0]) == self.value:
             self.entered.set()
-            assert self.gate.wait(TIMEOUT_S)
+            assert self.gate.wait(TIMEOUT_SECONDS)
         parameter.data.copy_(loaded * 2)
 
     def note(self, parameter: Tensor, loaded: Tensor) -> None:
@@ -66,7 +70,7 @@ def _save(root: Path, value: float) -> Path:
     return directory
 
 
-def _until(condition: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:
+def _until(condition: Callable[[], bool], seconds: float = TIMEOUT_SECONDS) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)  # the state of a version has no event: a server polls it, too
@@ -88,7 +92,7 @@ def make_gated(tmp_path: Path) -> tuple[Any, Gated, Path]:
 
 
 @pytest.fixture
-def gated(tmp_path: Path) -> tuple[Any, Gated, Path]:
+def gated(tmp_path):
     return make_gated(tmp_path)
 
 
@@ -97,10 +101,14 @@ def _stage(one: Any, root: Path, value: float) -> None:
     one.stage(f"v{value:.0f}", str(directory), hash_tensors(directory))
 
 
+def _stage_all(one: Any, root: Path) -> None:
+    """Stage version 6 completely."""
+    _stage(one, root, 6)
+    assert _until(lambda: one.state("v6")["state"] == "staged")
+
+
 @pytest.mark.parametrize("emulates_cuda", [True, False])
-def test_dropped_version_does_not_write_to_the_memory_of_the_next(
-    gated: Any, monkeypatch: pytest.MonkeyPatch, emulates_cuda: bool
-) -> None:
+def test_dropped_version_does_not_write_to_the_memory_of_the_next(gated, monkeypatch, emulates_cuda):
     """On a GPU all versions use the same page-locked buffer."""
     one, model, root = gated
     if emulates_cuda:
@@ -111,14 +119,14 @@ def test_dropped_version_does_not_write_to_the_memory_of_the_next(
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
         one._host = shadow.HostBuffer()
     _stage(one, root, 5)
-    assert model.entered.wait(TIMEOUT_S), "the first tensor of version 5 is being loaded, the others were read"
+    assert model.entered.wait(TIMEOUT_SECONDS), "the first tensor of version 5 is being loaded, the others were read"
     one.drop("v5")
     dropped = _staging_threads()
     _stage(one, root, 6)
     _until(lambda: one.state("v6")["state"] == "staged", seconds=0.5)  # times out unless version 6 fails to wait
     model.gate.set()
     for thread in dropped:
-        thread.join(TIMEOUT_S)
+        thread.join(TIMEOUT_SECONDS)
     assert _until(lambda: one.state("v6")["state"] != "staging")
     assert one.state("v6")["state"] == "staged", one.state("v6")["error"]
     one.load("v6")
@@ -142,29 +150,27 @@ def _use_vllms_reload(one: Any) -> dict[str, float]:
     return given
 
 
-def test_version_for_vllms_reload_is_not_kept_in_memory(gated: Any) -> None:
+def test_version_for_vllms_reload_is_not_kept_in_memory(gated):
     """Each worker would keep the whole checkpoint, and a node has up to eight."""
     one, _, root = gated
     given = _use_vllms_reload(one)
-    _stage(one, root, 6)
-    assert _until(lambda: one.state("v6")["state"] == "staged")
+    _stage_all(one, root)
     assert one.state("v6")["bytes"] == sum(tensor.nbytes for tensor in _weights(6.0).values())
     assert one._versions["v6"].tensors == []
     one.load("v6")
     assert given == dict.fromkeys(_weights(6.0), 6.0)
 
 
-def test_load_of_a_version_changed_after_staging_raises(gated: Any) -> None:
+def test_load_of_a_version_changed_after_staging_raises(gated):
     one, _, root = gated
     _use_vllms_reload(one)
-    _stage(one, root, 6)
-    assert _until(lambda: one.state("v6")["state"] == "staged")
+    _stage_all(one, root)
     save_file(_weights(7.0), root / "step_6/model.safetensors")
     with pytest.raises(ArtifactError, match=r"step_6/model.safetensors differs from its manifest"):
         one.load("v6")
 
 
-def test_transferred_version_larger_than_the_memory_is_rejected(gated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transferred_version_larger_than_the_memory_is_rejected(gated, monkeypatch):
     one, _, root = gated
     _use_vllms_reload(one)
     one._worker.vllm_config.parallel_config = SimpleNamespace(world_size=8, data_parallel_size_local=1)
@@ -177,14 +183,13 @@ def test_transferred_version_larger_than_the_memory_is_rejected(gated: Any, monk
     assert "1024.0 GiB of memory are free; set weight_broadcast.type = filesystem" in one.state("v6")["error"]
 
 
-def test_measure_with_a_staged_version_returns_an_error(gated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_with_a_staged_version_returns_an_error(gated, monkeypatch):
     """On a GPU both use the same page-locked buffer."""
     one, model, root = gated
     monkeypatch.setattr("prime_rl.inference.worker.shadow_weights.lock_pages", lambda buffer: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     one._host = shadow.HostBuffer()
-    _stage(one, root, 6)
-    assert _until(lambda: one.state("v6")["state"] == "staged")
+    _stage_all(one, root)
     assert "a version is staged" in one.measure()["error"]
     one.load("v6")
     assert torch.equal(model.second.weight, torch.full((3, 3), 18.0))
@@ -192,12 +197,59 @@ def test_measure_with_a_staged_version_returns_an_error(gated: Any, monkeypatch:
     assert one.measure()["bytes"] > 0
 
 
-def test_dropped_version_stops_at_its_next_tensor(gated: Any) -> None:
+def test_dropped_version_stops_at_its_next_tensor(gated):
     one, model, root = gated
     _stage(one, root, 5)
-    assert model.entered.wait(TIMEOUT_S)
+    assert model.entered.wait(TIMEOUT_SECONDS)
     one.drop("v5")
     model.gate.set()
     for thread in _staging_threads():
-        thread.join(TIMEOUT_S)
+        thread.join(TIMEOUT_SECONDS)
     assert model.loaded == [1.0], "of the base model, once"
+
+
+def test_damaged_copy_of_a_delta_is_rebuilt_while_it_is_staged(gated):
+    """Its sizes and times are those of its marker, so only the hashes of the tensors show the damage."""
+    one, model, root = gated
+    tensors = {name: tensor.numpy() for name, tensor in _weights(6.0).items()}
+    published = publish_full(root / "step_6", tensors, PolicyVersion(0, 6))
+    copy = one._cache.complete(published, lambda: None)
+    for file in copy.glob("*.safetensors"):
+        times, content = file.stat(), bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    one.stage("v6", str(published), json.loads((published / "manifest.json").read_text())["tensors"])
+    assert _until(lambda: one.state("v6")["state"] != "staging")
+    assert one.state("v6")["state"] == "staged", one.state("v6")["error"]
+    assert one.state("v6")["bytes"] > 0
+    one.load("v6")
+    assert set(model.state_dict()["second.weight"].flatten().tolist()) == {18.0}
+
+
+def test_damaged_published_delta_is_rejected_after_one_more_attempt(gated):
+    one, _, root = gated
+    tensors = {name: tensor.numpy() for name, tensor in _weights(6.0).items()}
+    published = publish_full(root / "step_6", tensors, PolicyVersion(0, 6))
+    hashes = json.loads((published / "manifest.json").read_text())["tensors"]
+    one.stage("v6", str(published), dict.fromkeys(hashes, "0" * 32))
+    assert _until(lambda: one.state("v6")["state"] == "failed")
+    assert "differs from its manifest" in one.state("v6")["error"]
+
+
+def test_load_has_the_configuration_that_layers_of_experts_need(gated, monkeypatch):
+    from vllm.config import get_current_vllm_config_or_none
+
+    one, _, root = gated
+    seen: list[Any] = []
+    load = shadow.ShadowWeights.load_into_model
+
+    def note(self: Any, kept: frozenset[str]) -> None:
+        seen.append(get_current_vllm_config_or_none())
+        load(self, kept)
+
+    monkeypatch.setattr(shadow.ShadowWeights, "load_into_model", note)
+    _stage_all(one, root)
+    one.load("v6")
+    assert seen == [one._worker.vllm_config]
+    assert get_current_vllm_config_or_none() is None

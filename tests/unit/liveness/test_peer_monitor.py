@@ -130,6 +130,12 @@ def test_check_forgets_rank_whose_file_is_removed(world):
     world.wait(100, each=world.say)
 
 
+def test_check_of_two_ranks_raises_when_one_is_lost(world):
+    world.wait(3, each=lambda: (world.say(), world.say(replace(BEAT, name="trainer_1"))))
+    with pytest.raises(PeerLost, match=r"trainer_1 .* no heartbeat"):
+        world.wait(70, each=world.say)
+
+
 def test_check_of_silent_server_does_not_raise(tmp_path):
     world = World(tmp_path, answers_requests=True)
     world.wait(3, each=world.say)
@@ -148,10 +154,10 @@ def test_check_of_servers_raises_when_all_are_lost(tmp_path):
 def test_log_changes_warns_and_does_not_raise(tmp_path, said):
     """The orchestrator monitors `rl`, because no other process does."""
     world = World(tmp_path, raises=False)
-    for silent_s in (3, 200):
-        for _ in range(silent_s):
+    for silent_seconds in (3, 200):
+        for _ in range(silent_seconds):
             world.now += 1
-            if silent_s == 3:
+            if silent_seconds == 3:
                 world.say()
             world.peers.log_changes()
     assert [line.split(";")[0] for line in said()] == [

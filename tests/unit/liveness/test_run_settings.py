@@ -27,6 +27,7 @@ SERVER = {"model.name": "m", "model.dtype": "bfloat16", "model.max_model_len": 5
         ({"max_steps": 8}, "max_steps = 4 here and 8 there; give both the same"),
         ({"max_steps": None}, "max_steps = 4 here and None there; give both the same"),
         ({"model.name": "other"}, "model.name = m here and other there; give both the same"),
+        ({"model.revision": "abc"}, "model.revision = None here and abc there; give both the same"),
         ({"tokenizer.name": "other"}, "tokenizer.name = m here and other there; give both the same"),
         ({"async_level": 1}, "async_level = 2 here and 1 there; give both the same"),
         ({"ckpt.interval": None}, "ckpt.interval = 2 here and None there; give both the same"),

@@ -10,7 +10,7 @@ from prime_rl.liveness import run_takeover
 from prime_rl.liveness.run_takeover import RunTakeover, take_over
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import START_VARIABLE
-from tests.support.command import PROGRESS_TIMEOUT_S, until
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS, until
 
 PROCESS = """
 import sys, time
@@ -43,12 +43,12 @@ def test_takeover_ends_processes_of_the_earlier_start_alone(paths, monkeypatch):
     until(lambda: all(paths.heartbeat(name).exists() for name in starts), "the heartbeats")
     monkeypatch.setenv(START_VARIABLE, "7.1")
     take_over(paths)
-    _, error = processes["trainer_0"].communicate(timeout=PROGRESS_TIMEOUT_S)
+    _, error = processes["trainer_0"].communicate(timeout=PROGRESS_TIMEOUT_SECONDS)
     (paths.root / "go").touch()
     assert (processes["trainer_0"].returncode, error) == (
-        2, f"error: start 7.1 has taken over {paths.root}: this process of start 7.0 ends\n",
+        2, f"error: {paths.root} was taken over by start 7.1; this process (start 7.0) exits\n",
     )  # fmt: skip
-    assert [processes[name].wait(PROGRESS_TIMEOUT_S) for name in ("trainer_1", "trainer_2")] == [0, 0]
+    assert [processes[name].wait(PROGRESS_TIMEOUT_SECONDS) for name in ("trainer_1", "trainer_2")] == [0, 0]
 
 
 def test_takeover_of_before_this_process_is_no_concern(paths, monkeypatch):

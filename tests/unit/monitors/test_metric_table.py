@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from prime_rl.monitors import Monitor
-from prime_rl.monitors.evaluation_metric_table import EVALUATION
-from prime_rl.monitors.metric_table import STRICT_VARIABLE, Metric, MetricTable, UndeclaredMetricError
-from prime_rl.monitors.orchestrator_metric_table import ORCHESTRATOR
-from prime_rl.monitors.trainer_metric_table import TRAINER
+from prime_rl.monitors.metric_table import (
+    EVALUATION,
+    ORCHESTRATOR,
+    STRICT_VARIABLE,
+    TRAINER,
+    Metric,
+    MetricTable,
+    UndeclaredMetricError,
+)
 from prime_rl.storage.paths import RunPaths
 
 REPOSITORY = Path(__file__).parents[3]
@@ -89,8 +94,8 @@ def test_reference_page_of_metrics_is_up_to_date():
 
 
 def test_documented_names_of_other_guides_are_declared():
-    page = (REPOSITORY / "docs/monitoring.md").read_text()
-    table = page.partition("### Names in other guides")[2].partition("\n## ")[0]
+    page = (REPOSITORY / "configs/aqua_rat/README.md").read_text()
+    table = page.partition("### Metrics")[2].partition("\n### ")[0]
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")][1:]
     names = [name for row in rows for name in re.findall(r"`([^`]+)`", row[2])]
     declared = {metric.name for table in (TRAINER, ORCHESTRATOR) for metric in table.metrics}

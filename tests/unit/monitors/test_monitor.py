@@ -1,7 +1,10 @@
-"""Metrics on disk, and W&B in offline mode and with a fake."""
+"""Metrics on disk, W&B in offline mode and with a fake, trackio, TensorBoard, and the queue in front of each one."""
 
 import json
+import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from unittest import mock
@@ -9,12 +12,28 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from prime_rl.configs.eval import EvalConfig
+from prime_rl.configs.monitoring import (
+    LogExtrasConfig,
+    MetricLoggerConfig,
+    MLflowConfig,
+    TensorBoardConfig,
+    TrackioConfig,
+    WandbConfig,
+    WandbExtrasConfig,
+)
 from prime_rl.configs.rl import RLConfig
-from prime_rl.configs.shared.blocks import WandbConfig, WandbExtrasConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.monitors import Monitor
+from prime_rl.monitors.loggers import metric_logger
+from prime_rl.monitors.loggers.metric_logger import BackgroundLogger
+from prime_rl.monitors.loggers.wandb_logger import PRIME_NAMES
+from prime_rl.monitors.metric_table import METRIC_TABLES
+from prime_rl.storage.file_locks import acquire_lock
 from prime_rl.storage.paths import RunPaths
+from tests.support.command import until
 
 ROWS = [
     {"group_id": 0, "reward": 0.5, "messages": [{"role": "user", "content": "a"}]},
@@ -84,9 +103,6 @@ def test_monitor_log_writes_one_object_per_step(tmp_path):
 
 
 def test_monitor_without_wandb_does_not_import_it(tmp_path):
-    import subprocess
-    import sys
-
     code = (
         "import sys; from pathlib import Path; from prime_rl.monitors import Monitor; "
         "from prime_rl.storage.paths import RunPaths; "
@@ -112,6 +128,47 @@ def test_wandb_run_is_started_as_configured(tmp_path, fake_wandb):
     assert first["config"]["optim"]["lr"] == TrainerConfig().optim.lr
     assert first["dir"] == tmp_path
     assert run.finished
+
+
+def test_wandb_metric_aliases_are_logged_beside_their_metrics(tmp_path, fake_wandb):
+    run, _ = fake_wandb
+    names = {"rollout/mean_reward": "reward/mean", "mine": "lr"}
+    monitor = Monitor(RunPaths(tmp_path), "orchestrator", [WandbConfig(metric_aliases=names)])
+    monitor.log(0, {"reward/mean": 0.5, "reward/std": 1.0})
+    monitor.close()
+    logged = {key: value for call in run.logged for key, value in call.items()}
+    assert logged["rollout/mean_reward"] == logged["reward/mean"] == 0.5
+    assert "mine" not in logged
+
+
+def test_wandb_prime_names_have_the_value_and_the_step_of_ours(tmp_path, fake_wandb):
+    run, _ = fake_wandb
+    config = RLConfig.load(["--wandb", "--wandb.names", "prime", "--orchestrator.val"])
+    steps = {
+        "trainer": [{"loss": 0.5, "entropy": 2.0, "time/synchronize": 0.25}],
+        "orchestrator": [
+            {"reward/mean": 0.25, "reward/max": 1.0, "time/step": 9.0, "seq_len/mean": 12.0, "advantage/std": 0.5},
+            {"val/a/pass@2": 0.5, "val/b/pass@2": 1.0, "val/a/by/answer/A/pass@2": 0.0, "eval/c/pass@2": 0.0,
+             "val/a/metrics/categorical_accuracy": 0.75, "val/a/pass@2/ci95_low": 0.1},
+        ],
+    }  # fmt: skip
+    for role, rows in steps.items():
+        block = getattr(config, role)
+        monitor = Monitor(RunPaths(tmp_path), role, [block.wandb], block)
+        for row in rows:
+            monitor.log(7, row)
+        monitor.close()
+    policy, rollout, evaluation = run.logged
+    assert {row["step"] for row in run.logged} == {7}
+    assert (policy["policy/loss"], policy["policy/entropy"], policy["train/sync_time"]) == (0.5, 2.0, 0.25)
+    assert (rollout["rollout/mean_reward"], rollout["rollout/max_reward"], rollout["reward/mean"]) == (0.25, 1.0, 0.25)
+    assert (rollout["rollout/mean_sequence_length"], rollout["advantages/std"]) == (12.0, 0.5)
+    assert "train/step_time" not in rollout, "the orchestrator's step is not the guide's training step"
+    added = {name: value for name, value in evaluation.items() if name not in steps["orchestrator"][1]}
+    assert added == {"step": 7, "eval/pass@2": 0.75, "eval/categorical_accuracy": 0.75}
+    assert not set(PRIME_NAMES) & set(json.loads((tmp_path / "metrics/trainer.jsonl").read_text()))
+    tables = [METRIC_TABLES["trainer"], METRIC_TABLES["orchestrator"]]
+    assert all(any(table.find(ours) for table in tables) for ours in PRIME_NAMES.values())
 
 
 def test_wandb_resumed_process_continues_its_own_run(tmp_path, fake_wandb):
@@ -218,6 +275,28 @@ def test_wandb_offline_run_is_written(tmp_path, monkeypatch):
     assert not any(b"k-51c0ffee" in path.read_bytes() for path in written), "and the key is not"
 
 
+def test_wandb_runs_of_one_process_are_separate(tmp_path, monkeypatch):
+    """One trainer of several runs: each has its own W&B run, also after another one has ended."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_CONSOLE", "off")  # W&B prints the summary of each run
+    wandb.teardown()  # an earlier test's session would keep its own settings
+    metrics = {"alpha": "mismatch_kl", "beta": "grad_norm"}
+    monitors = {
+        name: Monitor(RunPaths(tmp_path / f"run_{name}"), "trainer", [WandbConfig(offline=True, name=name)])
+        for name in metrics
+    }
+    monitors["alpha"].log(0, {"mismatch_kl": 1.0})
+    monitors["alpha"].close()
+    monitors["beta"].log(0, {"grad_norm": 1.0})
+    monitors["beta"].close()
+    for name, metric in metrics.items():
+        (file,) = (tmp_path / f"run_{name}" / "wandb").glob("offline-run-*/*.wandb")
+        until(lambda file=file, metric=metric: metric.encode() in file.read_bytes(), "W&B's process", 30)
+        (other,) = set(metrics.values()) - {metric}
+        assert other.encode() not in file.read_bytes()
+
+
 def test_metrics_file_incomplete_line_is_removed(tmp_path):
     paths = RunPaths(tmp_path)
     paths.metrics_dir.mkdir()
@@ -270,3 +349,278 @@ def test_wandb_close_that_hangs_times_out(tmp_path, fake_wandb):
     monitor.close()
     assert time.monotonic() - started < 30
     stuck.set()
+
+
+UNTRUSTED_ROWS = [{"group_id": 0, "reward": 0.5, "messages": [{"role": "user", "content": "<script>\x1b[31m"}]}]
+EXTRAS = LogExtrasConfig(interval=2)
+
+
+class RecordingLogger:
+    """Records calls; the first one waits for `gate`."""
+
+    name = "recorder"
+
+    def __init__(self, gate=None):
+        self.calls, self.started, self._gate = [], threading.Event(), gate
+
+    def log(self, step, metrics):
+        self.started.set()
+        if self._gate is not None:
+            self._gate.wait(60)
+        self.calls.append((step, metrics))
+
+    def close(self):
+        self.calls.append("closed")
+
+
+def test_background_logger_slow_logger_delays_nothing_and_drops_are_counted(monkeypatch, said):
+    monkeypatch.setattr(metric_logger, "MAX_PENDING", 3)
+    gate = threading.Event()
+    target = RecordingLogger(gate)
+    queued = BackgroundLogger(target, MetricLoggerConfig(), 1)
+    queued.log(0, {"loss": 1.0})
+    assert target.started.wait(60)
+    for step in range(1, 9):
+        queued.log(step, {"loss": 1.0, "entropy": None})  # returns although the logger hangs
+    gate.set()
+    queued.close()
+    assert target.calls == [*((step, {"loss": 1.0}) for step in range(4)), "closed"]
+    assert sum("recorder is too slow" in line for line in said()) == 1
+    assert any("recorder was too slow: 5 calls were dropped" in line for line in said())
+
+
+def test_background_logger_any_error_disables_it_with_one_warning(said):
+    class Failing(RecordingLogger):
+        def log(self, step, metrics):
+            super().log(step, metrics)
+            raise ValueError("no space\nmore")
+
+    target = Failing()
+    queued = BackgroundLogger(target, MetricLoggerConfig(), 1)
+    for step in range(3):
+        queued.log(step, {"loss": 1.0})
+    queued.close()
+    assert target.calls == [(0, {"loss": 1.0})]
+    assert sum("recorder logging failed and is now disabled: " in line for line in said()) == 1
+    assert "recorder lacks 3 of 3 calls; metrics/*.jsonl has all values" in said()
+
+
+def test_monitor_logger_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(metric_logger, "find_spec", lambda name: None)
+    for config in (TrackioConfig(), TensorBoardConfig(), MLflowConfig()):
+        with pytest.raises(
+            ConfigError, match=r"is not installed; add `--extra (trackio|tensorboard|mlflow)` to your `uv sync`"
+        ):
+            Monitor(RunPaths(tmp_path), "trainer", [config])
+
+
+def log_two_steps(monitor):
+    for step in range(2):
+        monitor.log(step, {"loss": 1.0 / (step + 1), "grad_norm": None})
+        monitor.log_samples(step, UNTRUSTED_ROWS)
+        monitor.log_distributions(step, {"reward": [0.0, 1.0, np.nan]})
+    monitor.close()
+
+
+def test_tensorboard_event_file_contains_scalars_and_histograms(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_two_steps(Monitor(RunPaths(tmp_path), "trainer", [TensorBoardConfig(log_extras=EXTRAS)]))
+    events = EventAccumulator(str(tmp_path / "tensorboard/trainer")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 1.0), (1, 0.5)]
+    assert events.Tags()["scalars"] == ["loss"]
+    (histogram,) = events.Histograms("distributions/reward")
+    assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.sum) == (0, 2, 1.0)
+
+
+def test_trackio_database_contains_scalars_and_tables(tmp_path):
+    pytest.importorskip("trackio")
+    code = f"""
+from pathlib import Path
+from prime_rl.configs.monitoring import LogExtrasConfig, TrackioConfig
+from prime_rl.monitors import Monitor
+from prime_rl.storage.paths import RunPaths
+from tests.unit.monitors.test_monitor import log_two_steps
+config = TrackioConfig(project="p", name="x-trainer", group="x", log_extras=LogExtrasConfig(interval=2))
+log_two_steps(Monitor(RunPaths(Path({str(tmp_path)!r})), "trainer", [config]))
+import json, trackio
+run, = trackio.Api().runs("p")
+print("RUN " + run.name)
+from trackio.sqlite_storage import SQLiteStorage
+print("LOGS " + json.dumps(SQLiteStorage.get_logs("p", "x-trainer"), default=str))
+"""
+    environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "RUN x-trainer" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("LOGS ")]
+    logs = json.loads(line.removeprefix("LOGS "))
+    assert [(row["step"], row["loss"]) for row in logs if "loss" in row] == [(0, 1.0), (1, 0.5)]
+    assert [row["step"] for row in logs if "samples" in row] == [0]
+    assert [row["step"] for row in logs if "distributions/reward" in row] == [0]
+
+
+def test_mlflow_database_contains_scalars_parameters_and_samples_and_continues(tmp_path):
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    def log(*keys):
+        rl = RLConfig.load(
+            ["--mlflow.experiment", "e", "--mlflow.name", "x", "--mlflow.log-extras.interval", "2", *keys]
+        )
+        monitor = Monitor(RunPaths(tmp_path), "trainer", [rl.trainer.mlflow], rl.trainer)
+        log_two_steps(monitor)
+
+    log()
+    log("--ckpt.resume-step", "-1")
+    evaluation = Monitor(RunPaths(tmp_path), "eval", [MLflowConfig(experiment="e", name="eval")])
+    evaluation.log(3, {"eval/a/pass@2": 0.5, "eval/a/pass^2": 0.25})
+    evaluation.close()
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("e")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    trainer, other = runs["x-trainer"], runs["eval"]
+    assert (trainer.info.status, trainer.data.tags["group"], trainer.data.params["optim.lr"]) == (
+        "FINISHED",
+        "x",
+        "1e-06",
+    )
+    history = client.get_metric_history(trainer.info.run_id, "loss")
+    assert sorted((point.step, point.value) for point in history) == [(0, 1.0), (0, 1.0), (1, 0.5), (1, 0.5)]
+    assert other.data.metrics == {"eval/a/pass_at_2": 0.5, "eval/a/pass_all_2": 0.25}
+    (samples,) = tmp_path.rglob("samples/step_0.jsonl")
+    assert [json.loads(line) for line in samples.read_text().splitlines()] == UNTRUSTED_ROWS
+
+
+def test_mlflow_that_cannot_be_reached_or_refuses_is_stated(tmp_path, monkeypatch, said):
+    pytest.importorskip("mlflow")
+    paths = RunPaths(tmp_path)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:k-51c0ffee@127.0.0.1:9")
+    monitor = Monitor(paths, "trainer", [MLflowConfig(timeout_seconds=4)])
+    monitor.log(0, {"loss": 0.5})
+    monitor.close()
+    assert lines(paths, "trainer") == [{"step": 0, "loss": 0.5}]
+    (line,) = [line for line in said() if "MLflow" in line]
+    assert "MLflow cannot be reached" in line and "this trainer logs nothing there" in line
+    assert "51c0ffee" not in "".join(said()) + paths.warnings.read_text()
+    assert "MLflow cannot be reached" in json.loads(paths.warnings.read_text())["text"], "the console shows this file"
+    with pytest.raises(ConfigError, match=r"mlflow: .*nonsense") as caught:
+        Monitor(paths, "trainer", [MLflowConfig(tracking_uri="nonsense://x")])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"contains a URL with a user or password"):
+        RLConfig.load(["--mlflow.tracking-uri", "https://user:k-51c0ffee@host"])
+
+
+def test_mlflow_without_its_driver_artifacts_lock_or_earlier_run(tmp_path, monkeypatch, said):
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    paths = RunPaths(tmp_path)
+    with pytest.raises(ConfigError, match=r"No module named 'psycopg\w*'\); install it"):
+        Monitor(paths, "trainer", [MLflowConfig(tracking_uri="postgresql://h/db")])
+
+    uri = f"sqlite:///{tmp_path}/other.db"
+    (tmp_path / "file").touch()
+    MlflowClient(tracking_uri=uri).create_experiment("prime-rl", f"file://{tmp_path}/file/artifacts")
+    (tmp_path / "mlflow/trainer.id").write_text("0" * 32)
+    rl = RLConfig.load(["--mlflow.tracking-uri", uri, "--mlflow.log-extras.interval", "1", "--ckpt.resume-step", "-1"])
+    log_two_steps(Monitor(paths, "trainer", [rl.trainer.mlflow], rl.trainer))
+    run = MlflowClient(tracking_uri=uri).get_run((tmp_path / "mlflow/trainer.id").read_text())
+    assert run.data.metrics["loss"] == 0.5
+    for words in ("MLflow has no run 000", "MLflow cannot store files"):
+        assert sum(words in line for line in said()) == 1
+
+    with (tmp_path / "mlflow/lock").open("a+") as lock:
+        acquire_lock(lock, 1, "")
+        Monitor(paths, "trainer", [MLflowConfig(timeout_seconds=0.2)]).close()
+    assert any("MLflow cannot be started: " in line for line in said())
+
+
+class FigureLogger(RecordingLogger):
+    """Records figures, and ignores the rest."""
+
+    def log(self, step, metrics):
+        pass
+
+    def log_figures(self, step, figures):
+        self.calls.append((step, {name: figure["data"][0]["x"] for name, figure in figures.items()}))
+
+
+def test_background_logger_draws_figures_of_all_steps_at_the_interval_and_at_the_end():
+    target = FigureLogger()
+    extras = WandbExtrasConfig(figures=True, figure_interval=2, samples=False, distributions=False)
+    queued = BackgroundLogger(target, WandbConfig(log_extras=extras), 10)
+    for step in range(4):
+        queued.log(step, {"grad_norm/layer_0": 1.0, "loss": 0.5})
+        queued.log_samples(step, UNTRUSTED_ROWS)
+    queued.close()
+    names = ("viz/reward_landscape", "viz/gradient_flow")
+    drawn = [(step, {name: figures[name] for name in names}) for step, figures in target.calls[:-1]]
+    assert drawn == [(1, {key: [0, 1] for key in names}), (3, {key: [0, 1, 2, 3] for key in names})]
+    assert target.calls[-1] == "closed"
+
+
+@pytest.mark.extended
+def test_wandb_offline_run_contains_figures_as_lists(tmp_path):
+    pytest.importorskip("plotly")
+    config = WandbConfig(offline=True, log_extras=WandbExtrasConfig(figures=True))
+    monitor = Monitor(RunPaths(tmp_path), "orchestrator", [config])
+    for step in range(2):
+        monitor.log(step, {"reward/mean": 0.5})
+        monitor.log_samples(step, [{**UNTRUSTED_ROWS[0], "advantage": 0.25}])
+    monitor.close()
+    figures = {path.parent.name + path.name: json.loads(path.read_text()) for path in tmp_path.rglob("*.plotly.json")}
+    assert len(figures) == 3
+    titles = {figure["layout"]["title"]["text"]: figure["data"][0] for figure in figures.values()}
+    assert set(titles) == {"Reward landscape", "Advantage distribution", "pass@k"}
+    assert titles["Reward landscape"]["x"] == [0, 1] and isinstance(titles["Reward landscape"]["z"][0], list)
+
+
+def test_rl_shares_loggers_and_names_their_runs():
+    config = RLConfig.load(["--exp-id", "e", "--trackio.project", "p", "--tensorboard.log-extras.interval", "3"])
+    trainer, orchestrator = config.trainer, config.orchestrator
+    assert (trainer.trackio.name, orchestrator.trackio.name) == ("e-trainer", "e-orchestrator")
+    assert {part.trackio.project for part in (trainer, orchestrator)} == {"p"}
+    assert {part.trackio.group for part in (trainer, orchestrator)} == {"e"}
+    assert {part.tensorboard.log_extras.interval for part in (trainer, orchestrator)} == {3}
+    assert trainer.logs_distributions(3) and not trainer.logs_distributions(4)
+    alone = RLConfig.load(["--orchestrator.trackio"])
+    assert (alone.orchestrator.trackio.name, alone.trackio, alone.trainer.trackio) == (
+        "Qwen3-0.6B-orchestrator",
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(("root", "argv"), [(TrainerConfig, []), (SFTConfig, []), (EvalConfig, ["--env.id", "a"])])
+def test_every_command_has_the_loggers(root, argv):
+    config = root.load([*argv, "--wandb.offline", "--trackio", "--tensorboard", "--mlflow"])
+    assert [type(logger).__name__ for logger in config.metric_loggers] == [
+        "WandbConfig",
+        "TrackioConfig",
+        "TensorBoardConfig",
+        "MLflowConfig",
+    ]
+
+
+def test_mlflow_databases_of_two_processes_that_start_together_are_one(tmp_path):
+    pytest.importorskip("mlflow")
+    code = (
+        "import sys; from pathlib import Path; from prime_rl.configs.monitoring import MLflowConfig\n"
+        "from prime_rl.monitors import Monitor; from prime_rl.storage.paths import RunPaths\n"
+        "sys.stdin.readline(); Monitor(RunPaths(Path(sys.argv[1])), sys.argv[2], [MLflowConfig()]).close()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    roles = ("trainer", "orchestrator")
+    both = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), role], **pipes) for role in roles]
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in both:
+        error = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, error
+        assert "cannot be" not in error

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from prime_rl.configs.rollouts.buffer import DifficultyPoolBufferConfig
+from prime_rl.configs.buffer import CurriculumBufferConfig, DifficultyPoolBufferConfig
 from prime_rl.core.types import Group, Rollout, Sample
-from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
+from prime_rl.orchestrator.example_stream import ExampleStream, StreamEnvironment
 from prime_rl.orchestrator.ledger.ledger import Ledger, read_ledger
 from prime_rl.orchestrator.ledger.ledger_records import Dropped, Shipped
 from prime_rl.storage.artifact import publish_artifact
@@ -24,10 +24,9 @@ BATCH, LOOKAHEAD, IN_FLIGHT, LEVEL = 3, 4, 6, 1
 
 def make_stream(seed=0):
     pools = DifficultyPoolBufferConfig(easy_fraction=0.3, hard_fraction=0.3)
-    return ExampleStream(
-        [StreamEnvironment("a", 7, 1.0, pools), StreamEnvironment("b", 5, 2.0), StreamEnvironment("c", 3, 0.5, pools)],
-        seed,
-    )
+    weights = CurriculumBufferConfig(import_path="examples.extend.curriculum:uncertain_first")
+    sources = [("a", 7, 1.0, pools), ("b", 5, 2.0, weights), ("c", 3, 0.5, pools)]
+    return ExampleStream([StreamEnvironment(*source) for source in sources], seed)
 
 
 def make_group(group_id, rewards=(0.5, 1.0), version=0, length=3, text="x"):

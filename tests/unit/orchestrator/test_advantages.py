@@ -1,48 +1,28 @@
-"""Advantages: every algorithm against plain loops written from its formula, and finite values (I10)."""
+"""Advantages and shaped rewards: each formula against plain loops, and finite values (I10)."""
 
 import math
 import sys
 import textwrap
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_rl.configs import advantage as configs
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rollouts.advantage import (
-    AdvantageConfig,
-    CustomAdvantageConfig,
-    DrGRPOAdvantageConfig,
-    GRPOAdvantageConfig,
-    MaxRLAdvantageConfig,
-    NoAdvantageConfig,
-    OPOAdvantageConfig,
-    ReinforcePPAdvantageConfig,
-    ReinforcePPBaselineAdvantageConfig,
-    RLOOAdvantageConfig,
-)
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Group, Rollout, Sample
-from prime_rl.orchestrator.algorithms.advantages import Scores, advantage_function, has_zero_advantages
-
-CONFIGS: list[AdvantageConfig] = [
-    GRPOAdvantageConfig(),
-    GRPOAdvantageConfig(std=True),
-    GRPOAdvantageConfig(length_weighted_mean=True),
-    DrGRPOAdvantageConfig(),
-    RLOOAdvantageConfig(),
-    OPOAdvantageConfig(),
-    MaxRLAdvantageConfig(),
-    NoAdvantageConfig(),
-    ReinforcePPAdvantageConfig(),
-    ReinforcePPBaselineAdvantageConfig(),
-]
-CLIPPED = [config.model_copy(update={"clip_negative": True}) for config in CONFIGS]
+from prime_rl.orchestrator.algorithms.advantages import Scores, advantage_function, has_zero_advantages, shape_rewards
 
 
-def scores(rewards, lengths=None):
-    return Scores(np.array(rewards, np.float64), np.array([5] * len(rewards) if lengths is None else lengths, np.int64))
+def scores(rewards, lengths=None, inputs=None, turns=None, truncated=None):
+    def array(values, dtype=np.int64):
+        return None if values is None else np.array(values, dtype)
+
+    lengths = [5] * len(rewards) if lengths is None else lengths
+    return Scores(array(rewards, float), array(lengths), array(inputs), array(turns), array(truncated, bool))
 
 
 BATCH = [
@@ -107,21 +87,23 @@ def loop_none(batch):
     return [list(g.rewards) for g in batch]
 
 
-@pytest.mark.parametrize(
-    ("config", "golden"),
-    [
-        (GRPOAdvantageConfig(), loop_grpo),
-        (GRPOAdvantageConfig(std=True), loop_grpo_std),
-        (GRPOAdvantageConfig(length_weighted_mean=True), loop_opo),
-        (DrGRPOAdvantageConfig(), loop_grpo),
-        (RLOOAdvantageConfig(), loop_rloo),
-        (OPOAdvantageConfig(), loop_opo),
-        (MaxRLAdvantageConfig(), loop_max_rl),
-        (ReinforcePPAdvantageConfig(), loop_reinforce_pp),
-        (ReinforcePPBaselineAdvantageConfig(), loop_reinforce_pp_baseline),
-        (NoAdvantageConfig(), loop_none),
-    ],
-)
+GOLDEN: list[tuple[configs.AdvantageConfig, Callable[[list[Scores]], list[list[float]]]]] = [
+    (configs.GRPOAdvantageConfig(), loop_grpo),
+    (configs.GRPOAdvantageConfig(std=True), loop_grpo_std),
+    (configs.GRPOAdvantageConfig(length_weighted_mean=True), loop_opo),
+    (configs.DrGRPOAdvantageConfig(), loop_grpo),
+    (configs.RLOOAdvantageConfig(), loop_rloo),
+    (configs.OPOAdvantageConfig(), loop_opo),
+    (configs.MaxRLAdvantageConfig(), loop_max_rl),
+    (configs.ReinforcePPAdvantageConfig(), loop_reinforce_pp),
+    (configs.ReinforcePPBaselineAdvantageConfig(), loop_reinforce_pp_baseline),
+    (configs.NoAdvantageConfig(), loop_none),
+]
+CONFIGS = [config for config, _ in GOLDEN]
+CLIPPED = [config.model_copy(update={"clip_negative": True}) for config in CONFIGS]
+
+
+@pytest.mark.parametrize(("config", "golden"), GOLDEN)
 @pytest.mark.parametrize("clipped", [False, True])
 def test_advantages_any_scores_match_the_formula(config, golden, clipped):
     values = advantage_function(config.model_copy(update={"clip_negative": clipped}))(BATCH)
@@ -134,9 +116,12 @@ def test_advantages_any_scores_match_the_formula(config, golden, clipped):
 
 def test_advantages_algorithms_give_different_values():
     """Otherwise the golden test could not distinguish two algorithms."""
-    found = {config.type: np.concatenate(advantage_function(config)(BATCH)).round(9).tobytes() for config in CONFIGS}
-    assert found.pop("dr_grpo") == np.concatenate(advantage_function(GRPOAdvantageConfig())(BATCH)).round(9).tobytes()
-    found["grpo"] = np.concatenate(advantage_function(GRPOAdvantageConfig())(BATCH)).round(9).tobytes()
+
+    def values_of(config):
+        return np.concatenate(advantage_function(config)(BATCH)).round(9).tobytes()
+
+    found = {config.type: values_of(config) for config in CONFIGS} | {"grpo": values_of(configs.GRPOAdvantageConfig())}
+    assert found.pop("dr_grpo") == found["grpo"]
     assert len(set(found.values())) == len(found)
 
 
@@ -181,10 +166,10 @@ def test_has_zero_advantages_depends_on_the_algorithm():
         assert has_zero_advantages(config, equal) == (config.type not in ("none", "reinforce_pp"))
         assert has_zero_advantages(config, failed) == (config.type != "reinforce_pp")
         assert not has_zero_advantages(config, mixed)
-    worse, better = advantage_function(ReinforcePPAdvantageConfig())([failed, equal])
+    worse, better = advantage_function(configs.ReinforcePPAdvantageConfig())([failed, equal])
     assert (worse < 0).all() and (better > 0).all()
-    assert has_zero_advantages(MaxRLAdvantageConfig(), scores([-1.0, 0.5]))
-    assert has_zero_advantages(NoAdvantageConfig(clip_negative=True), scores([-1.0, -2.0]))
+    assert has_zero_advantages(configs.MaxRLAdvantageConfig(), scores([-1.0, 0.5]))
+    assert has_zero_advantages(configs.NoAdvantageConfig(clip_negative=True), scores([-1.0, -2.0]))
 
 
 def test_scores_of_group_reads_lengths_and_turns():
@@ -202,6 +187,91 @@ def test_scores_of_group_reads_lengths_and_turns():
     assert read.truncated.tolist() == [False, True]
 
 
+# --- reward shaping -------------------------------------------------------------------------------------------------
+
+NOTHING = configs.RewardShapingConfig()
+PENALTY = configs.RewardShapingConfig(length_penalty=configs.LengthPenaltyConfig())
+BONUS = configs.RewardShapingConfig(length_bonus=configs.LengthBonusConfig())
+BOTH = PENALTY.model_copy(update={"length_bonus": configs.LengthBonusConfig(weight=0.5)})
+GROUP = scores([1.0, 0.0, 1.0, 0.5], [30, 10, 90, 20], [5, 50, 10, 20], [1, 2, 4, 3], [False, True, False, True])
+
+
+def loop_penalty(group, output_weight, input_weight, turns_weight):
+    mean = sum(group.rewards) / len(group.rewards)
+    return [
+        reward
+        - mean
+        * (
+            output_weight * group.lengths[i] / max(group.lengths)
+            + input_weight * group.inputs[i] / max(group.inputs)
+            + turns_weight * group.turns[i] / max(group.turns)
+        )
+        for i, reward in enumerate(group.rewards)
+    ]
+
+
+def loop_bonus(group, weight):
+    best = max(group.rewards)
+    lengths = [n for r, n in zip(group.rewards, group.lengths, strict=True) if r == best]
+    average = sum(lengths) / len(lengths)
+    return [
+        r * (1 + weight * min(1, max(0, 1 - n / average))) if r == best else r
+        for r, n in zip(group.rewards, group.lengths, strict=True)
+    ]
+
+
+def test_shape_rewards_default_changes_nothing():
+    np.testing.assert_array_equal(shape_rewards(NOTHING, GROUP), GROUP.rewards)
+
+
+def test_length_penalty_matches_the_formula():
+    np.testing.assert_allclose(shape_rewards(PENALTY, GROUP), loop_penalty(GROUP, 0.25, 0.1, 0.1))
+    weights = {"output_weight": 0.5, "input_weight": 0.0, "turns_weight": 1.0}
+    config = configs.RewardShapingConfig(length_penalty=configs.LengthPenaltyConfig(**weights))
+    np.testing.assert_allclose(shape_rewards(config, GROUP), loop_penalty(GROUP, *weights.values()))
+
+
+def test_length_bonus_matches_the_formula():
+    np.testing.assert_allclose(shape_rewards(BONUS, GROUP), loop_bonus(GROUP, 1.0))
+    assert shape_rewards(BONUS, GROUP).tolist() == [1.5, 0.0, 1.0, 0.5]  # 30 and 90 tokens: half as long as the mean
+    config = configs.RewardShapingConfig(length_bonus=configs.LengthBonusConfig(weight=0.5))
+    np.testing.assert_allclose(shape_rewards(config, GROUP), loop_bonus(GROUP, 0.5))
+
+
+def test_shape_rewards_groups_without_success_are_unchanged():
+    for rewards in ([0.0, 0.0], [-1.0, -1.0], [-3.0, 0.0]):
+        group = scores(rewards, [1, 9])
+        assert shape_rewards(BOTH, group).tolist() == rewards
+
+
+def test_shape_rewards_truncation_applies_first():
+    assert shape_rewards(NOTHING, GROUP, zero_truncated=True).tolist() == [1.0, 0.0, 1.0, 0.0]
+    zeroed = scores([1.0, 0.0, 1.0, 0.0], GROUP.lengths, GROUP.inputs, GROUP.turns)
+    np.testing.assert_array_equal(shape_rewards(BOTH, GROUP, zero_truncated=True), shape_rewards(BOTH, zeroed))
+    assert shape_rewards(NOTHING, scores([2.0], [1]), zero_truncated=True).tolist() == [2.0]
+
+
+def test_length_penalty_unknown_amounts_cost_nothing():
+    known = scores([1.0, 0.5], [10, 20], [0, 0], [0, 0])
+    np.testing.assert_array_equal(shape_rewards(PENALTY, scores([1.0, 0.5], [10, 20])), shape_rewards(PENALTY, known))
+
+
+amount = st.sampled_from([0, 1, 7, 10**9])
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(extreme, amount, amount, amount, st.booleans()), min_size=1, max_size=6),
+    st.sampled_from([NOTHING, PENALTY, BONUS, BOTH]),
+    st.booleans(),
+)
+def test_shape_rewards_any_rewards_are_finite(rollouts, config, zero_truncated):
+    rewards, lengths, inputs, turns, truncated = zip(*rollouts, strict=True)
+    shaped = shape_rewards(config, scores(rewards, lengths, inputs, turns, truncated), zero_truncated)
+    assert shaped.shape == (len(rollouts),)
+    assert np.isfinite(shaped).all()
+
+
 # --- configuration ----------------------------------------------------------------------------------------------
 
 
@@ -211,7 +281,7 @@ def test_advantage_function_type_selects_the_variant(config, workdir):
 
 
 def test_advantage_config_default_is_grpo_and_accepts_old_opo_spelling(workdir):
-    assert OrchestratorConfig.load([]).advantage == GRPOAdvantageConfig()
+    assert OrchestratorConfig.load([]).advantage == configs.GRPOAdvantageConfig()
     assert OrchestratorConfig.load(["--advantage.length-weighted-mean"]).advantage.length_weighted_mean
 
 
@@ -232,7 +302,7 @@ def own(workdir):
 
     def make(source, **changes):
         (workdir / f"{name}.py").write_text(textwrap.dedent(source))
-        return CustomAdvantageConfig(**{"import_path": f"{name}:advantage", **changes})
+        return configs.CustomAdvantageConfig(**{"import_path": f"{name}:advantage", **changes})
 
     return make
 
@@ -260,7 +330,7 @@ def test_custom_advantage_decides_has_zero_advantages(own):
     ("source", "message"),
     [
         ("advantage = 3", "is int, not a function"),
-        ("", "has no 'advantage'"),
+        ("", "has no function 'advantage'"),
         ("def advantage(batch:\n    pass", "cannot import .* SyntaxError"),
         ("raise OSError('no disk')", "cannot import .* OSError: no disk .*py:1"),
         ("def advantage(batch):\n    raise KeyError('x')", "raised KeyError: 'x' .*py:2"),

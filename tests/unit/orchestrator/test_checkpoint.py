@@ -2,20 +2,29 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from prime_rl.configs.shared.blocks import CkptConfig
+from prime_rl.configs.checkpoint import CkptConfig
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.orchestrator.data.example_stream import ExampleStream, StreamEnvironment
+from prime_rl.orchestrator import resume
+from prime_rl.orchestrator.example_stream import ExampleStream, StreamEnvironment
 from prime_rl.orchestrator.ledger.ledger import read_ledger, replay
 from prime_rl.orchestrator.ledger.ledger_records import Positions
-from prime_rl.orchestrator.orchestrator_checkpoint import OrchestratorState, read_checkpoint_part, write_checkpoint_part
-from prime_rl.storage import checkpoint_artifacts
+from prime_rl.orchestrator.resume import OrchestratorState, read_checkpoint_part, write_checkpoint_part
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.batch import read_batch
-from prime_rl.storage.checkpoint_artifacts import StopRecord, write_stop
+from prime_rl.storage.checkpoint_artifacts import (
+    ORCHESTRATOR,
+    TRAINER,
+    StopRecord,
+    commit_checkpoint,
+    find_checkpoints,
+    prepare_part,
+    seal_part,
+    write_stop,
+)
 from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.rollback import next_branch, roll_back
 from tests.support.fake_engine import fake_engine, play_trainer, publish_version
@@ -25,6 +34,7 @@ from tests.unit.orchestrator.test_orchestrator import (
     check_progress,
     make_config,
     metrics,
+    random_pauses,
     run_orchestrator,
     samples,
 )
@@ -35,24 +45,21 @@ __all__ = ["run_orchestrator"]  # a fixture
 CUT = 4
 
 
-def commit(paths, step, branch=0):
-    """Commit the checkpoint as the trainer does after saving its part."""
+def commit(paths, step, branch=0, others=(ORCHESTRATOR,)):
+    """Commit the checkpoint as the trainer does after saving its part; `others` are saved already."""
     checkpoint = paths.checkpoint(step)
-    temporary = checkpoint_artifacts.prepare_part(checkpoint, checkpoint_artifacts.TRAINER)
-    checkpoint_artifacts.seal_part(temporary, checkpoint / checkpoint_artifacts.TRAINER, {}, {})
-    checkpoint_artifacts.commit_checkpoint(
-        checkpoint, branch, [checkpoint_artifacts.TRAINER, checkpoint_artifacts.ORCHESTRATOR], ""
-    )
+    seal_part(prepare_part(checkpoint, TRAINER), checkpoint / TRAINER, {}, {})
+    commit_checkpoint(checkpoint, branch, [TRAINER, *others], "")
 
 
-async def resuming_trainer(paths, steps, stop, delay_s):
+async def resuming_trainer(paths, steps, stop, delay_seconds):
     """Roll back to the checkpoint while the orchestrator waits, then continue."""
-    found = checkpoint_artifacts.find_checkpoints(paths.checkpoints_dir).complete
+    found = find_checkpoints(paths.checkpoints_dir).complete
     branch = next_branch(paths.checkpoints_dir, found[-1])
     await asyncio.sleep(0.2)  # so that an orchestrator that does not wait would find the old branch
     roll_back(paths, paths.checkpoints_dir, found[-1].step, branch, weights=True, rollouts=True)
     publish_version(paths, found[-1].step, branch)
-    await play_trainer(paths, steps, stop, delay_s, found[-1].step, branch)
+    await play_trainer(paths, steps, stop, delay_seconds, found[-1].step, branch)
 
 
 def with_ckpt(config, **keys):
@@ -75,13 +82,8 @@ def group_ids(paths, steps=STEPS):
 async def test_resume_continues_at_the_checkpoint(tmp_path, tokenizer_dir, run_orchestrator, async_level):
     """Six batches were shipped; the run rolls back to four and ships the others again on a new branch."""
     config = make_config(tmp_path, tokenizer_dir, async_level=async_level)
-    rng = np.random.default_rng(0)
-
-    async def gate(_):
-        await asyncio.sleep(rng.exponential(0.01))
-
     async with fake_engine() as engine:
-        engine.gate = gate
+        engine.gate = random_pauses(0.01)
         paths = await run_orchestrator(with_ckpt(config), [engine])
         before, first = group_ids(paths), examples(paths)
         assert steps_in(paths.checkpoints_dir) == [CUT, STEPS], "every interval, and the last step"
@@ -127,10 +129,10 @@ async def test_stop_between_two_checkpoints_resumes_with_every_position_once(
     """The trainer names the step in STOP.json; or the orchestrator gets SIGTERM first and writes all possible parts."""
     config = with_ckpt(make_config(tmp_path, tokenizer_dir, async_level=2))
     paths, published = RunPaths(config.output_dir), asyncio.Event()
-    part = paths.checkpoint(STOPPED_AT) / checkpoint_artifacts.ORCHESTRATOR
+    part = paths.checkpoint(STOPPED_AT) / ORCHESTRATOR
 
-    async def stopping_trainer(paths, steps, stop, delay_s):
-        await play_trainer(paths, STOPPED_AT, stop, delay_s)
+    async def stopping_trainer(paths, steps, stop, delay_seconds):
+        await play_trainer(paths, STOPPED_AT, stop, delay_seconds)
         published.set()
 
     async with fake_engine() as engine:
@@ -155,19 +157,26 @@ async def test_stop_between_two_checkpoints_resumes_with_every_position_once(
 
 
 @pytest.fixture
-def cut(tmp_path):
+def part(tmp_path, tokenizer_dir):
+    """The state of a part, a function that commits it as checkpoint 3, and the configuration of the run."""
     manifest = tmp_path / "manifest.json"
     manifest.write_text("{}")
-    base = {"stream": {}, "positions": {"cursor": 9, "next_step": 3, "open": [[7, 0, 1, 2, 4], [8, 0, 2, None, None]]}}
-    return OrchestratorState(3, base, [], {}), manifest
-
-
-def test_checkpoint_part_written_is_read_back(tmp_path, tokenizer_dir, cut):
     config, paths = make_config(tmp_path, tokenizer_dir), RunPaths(tmp_path)
-    write_checkpoint_part(paths.checkpoint(3), cut[0], 0, cut[1], config)
-    commit(paths, 3)
-    read = read_checkpoint_part(paths.checkpoint(3), config)
-    assert read == cut[0]
+    base = {"stream": {}, "positions": {"cursor": 9, "next_step": 3, "open": [[7, 0, 1, 2, 4], [8, 0, 2, None, None]]}}
+
+    def write(state):
+        write_checkpoint_part(paths.checkpoint(3), state, 0, manifest, config)
+        commit(paths, 3)
+        return paths.checkpoint(3)
+
+    return OrchestratorState(3, base, [], {}), write, config
+
+
+def test_checkpoint_part_written_is_read_back(part):
+    state, write, config = part
+    checkpoint = write(state)
+    read = read_checkpoint_part(checkpoint, config)
+    assert read == state
     positions = Positions(read.base["positions"])
     assert [draw.group_id for draw in positions.unfinished] == [7]
     assert [draw.group_id for draw in positions.waiting] == [8]
@@ -191,18 +200,18 @@ def test_checkpoint_part_written_is_read_back(tmp_path, tokenizer_dir, cut):
 )
 async def test_resume_other_settings_trains_every_position_once(tmp_path, tokenizer_dir, run_orchestrator, changes):
     config = with_ckpt(make_config(tmp_path, tokenizer_dir, async_level=2, max_off_policy_steps=3))
-    rng = np.random.default_rng(0)
-
-    async def gate(_):
-        await asyncio.sleep(rng.exponential(0.01))
-
     async with fake_engine() as engine:
-        engine.gate = gate
+        engine.gate = random_pauses(0.01)
         paths = await run_orchestrator(config, [engine])
         before = group_ids(paths)[: CUT * 3]
         commit(paths, CUT)
         resumed = config.model_copy(update={"ckpt": CkptConfig(interval=CUT, resume_step=CUT), **changes})
         await run_orchestrator(resumed, [engine], trainer=resuming_trainer)
+    said = [json.loads(line) for line in paths.warnings.read_text().splitlines()] if paths.warnings.exists() else []
+    reported = [line["text"] for line in said if line["kind"] == "resume"]
+    shown = [f"{key} {getattr(config, key)} -> {value}" for key, value in changes.items() if key != "max_steps"]
+    assert len(reported) == bool(shown)
+    assert all(change in reported[0] for change in shown) and "".join(reported).count("->") == len(shown)
     bound, count = resumed.max_staleness, resumed.rollouts_per_example
     trained = list(before)
     for step in range(CUT, resumed.max_steps):
@@ -218,7 +227,7 @@ async def test_resume_other_settings_trains_every_position_once(tmp_path, tokeni
     if resumed.max_steps == STEPS and resumed.batch_size * 3 >= 18:
         assert set(range(max(before))) <= set(trained), "none is left behind"
     last = metrics(paths)[-1]
-    assert last["tokens/wasted"] == 0
+    assert last["tokens/unaccounted"] == 0
     assert last["tokens/sampled"] >= last["tokens/shipped"] > 0
 
 
@@ -243,29 +252,45 @@ async def test_resume_another_mixture_and_restart_train_every_position_once(tmp_
     replay(stream, read_ledger(paths, 1))
 
 
-def test_read_checkpoint_part_changed_sizes_are_logged(tmp_path, tokenizer_dir, cut, said):
-    config, paths = make_config(tmp_path, tokenizer_dir), RunPaths(tmp_path)
-    write_checkpoint_part(paths.checkpoint(3), cut[0], 0, cut[1], config)
-    commit(paths, 3)
-    assert read_checkpoint_part(paths.checkpoint(3), config.model_copy(update={"batch_size": 12})) == cut[0]
-    assert [line for line in said() if line.startswith("batch_size = 12, but 6 when ")]
+def test_read_checkpoint_part_changed_settings_are_named(part):
+    state, write, config = part
+    checkpoint = write(state)
+    env = config.env[0].model_copy(update={"reward_errors": "zero", "args": {"examples": 5}})
+    sampling = config.sampling.model_copy(update={"temperature": 0.5})
+    changed = {"batch_size": 12, "sampling": sampling, "env": [env], "seed": 9}
+    read = read_checkpoint_part(checkpoint, config.model_copy(update=changed))
+    assert read == replace(state, changes=read.changes)
+    said = read.describe_changes()
+    assert said.startswith("resumed after step 2; changed: ") and said.count("->") == 4
+    assert {"batch_size 6 -> 12", "sampling.temperature 1.0 -> 0.5"} < set(said.partition("changed: ")[2].split(", "))
+    assert "environment toy_environment.args {} -> {'examples': 5}" in said
+    assert "environment toy_environment.reward_errors drop -> zero" in said
 
 
-def test_read_checkpoint_part_damaged_file_is_named(tmp_path, tokenizer_dir, cut):
-    config, paths = make_config(tmp_path, tokenizer_dir), RunPaths(tmp_path)
-    write_checkpoint_part(paths.checkpoint(3), cut[0], 0, cut[1], config)
-    commit(paths, 3)
-    state = paths.checkpoint(3) / "orchestrator/state.json"
-    state.write_bytes(bytes([state.read_bytes()[0] ^ 1]) + state.read_bytes()[1:])
-    with pytest.raises(ArtifactError, match=f"{state} is damaged"):
-        read_checkpoint_part(paths.checkpoint(3), config)
+def test_read_checkpoint_part_of_an_earlier_release(part, monkeypatch):
+    """It has three settings, and the lengths of its groups in tokens, which are not compared with seconds."""
+    monkeypatch.setattr(resume, "_HISTORY", "lengths")
+    monkeypatch.setattr(resume, "_REPORTED", ("async_level", "batch_size", "rollouts_per_example"))
+    monkeypatch.setattr(resume, "_REPORTED_OF_ENV", {"id"})
+    state, write, config = part
+    checkpoint = write(replace(state, history={"toy_environment": {"mean": [900.0, 3], "examples": []}}))
+    monkeypatch.undo()
+    read = read_checkpoint_part(checkpoint, config.model_copy(update={"async_level": 0}))
+    assert read == replace(state, history={}, changes=(f"async_level {config.async_level} -> 0",))
+
+
+def test_read_checkpoint_part_damaged_file_is_named(part):
+    state, write, config = part
+    checkpoint = write(state)
+    file = checkpoint / "orchestrator/state.json"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    with pytest.raises(ArtifactError, match=f"{file} is damaged"):
+        read_checkpoint_part(checkpoint, config)
 
 
 def test_read_checkpoint_part_without_orchestrator_raises(tmp_path, tokenizer_dir):
     paths = RunPaths(tmp_path)
-    temporary = checkpoint_artifacts.prepare_part(paths.checkpoint(3), checkpoint_artifacts.TRAINER)
-    checkpoint_artifacts.seal_part(temporary, paths.checkpoint(3) / checkpoint_artifacts.TRAINER, {}, {})
-    checkpoint_artifacts.commit_checkpoint(paths.checkpoint(3), 0, [checkpoint_artifacts.TRAINER], "")
+    commit(paths, 3, others=())
     with pytest.raises(ConfigError, match="without an orchestrator"):
         read_checkpoint_part(paths.checkpoint(3), make_config(tmp_path, tokenizer_dir))
 
@@ -274,7 +299,7 @@ def test_read_checkpoint_part_without_orchestrator_raises(tmp_path, tokenizer_di
 async def test_find_start_point_trainer_does_not_resume_is_named(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, wait_timeout_seconds=0.5, ckpt=CkptConfig(resume_step=-1))
 
-    async def no_trainer(paths, steps, stop, delay_s):
+    async def no_trainer(paths, steps, stop, delay_seconds):
         await stop.wait()
 
     async with fake_engine() as engine:

@@ -1,23 +1,25 @@
 """Advantages of the parts of rollouts: what is compared, what the environment gives, and where they go."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from prime_rl.configs.advantage import ReinforcePPAdvantageConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rollouts.advantage import ReinforcePPAdvantageConfig
 from prime_rl.core.types import Credit, Group, Rollout, Sample
-from prime_rl.orchestrator.algorithms.advantages import advantage_function
-from prime_rl.orchestrator.algorithms.credit_assignment import (
+from prime_rl.orchestrator.algorithms.advantages import (
+    advantage_function,
     comparisons,
     has_only_zero_advantages,
     part_advantages,
+    uncompared_share,
 )
-from prime_rl.orchestrator.batching.packing import pack
-from prime_rl.orchestrator.ledger.pending_groups import decode_group, encode_group
-from prime_rl.orchestrator.sample_files import SampleFiles
+from prime_rl.orchestrator.ledger.ledger_records import decode_group, encode_group
+from prime_rl.orchestrator.packing import pack
+from prime_rl.orchestrator.run_reports import SampleFiles
 from prime_rl.storage.paths import RunPaths
 
 
@@ -136,3 +138,27 @@ def test_sample_files_list_the_credits(tmp_path):
     assert first["advantage"] == -0.5 and second["advantage"] == 0.25
     assert first["credits"][1] == {"name": "b", "reward": 0.0, "advantage": -1.5}
     assert "credits" not in second
+
+
+def turns(count):
+    """A rollout of `count` turns with a reward of 1 and two tokens each."""
+    credits = tuple(Credit(f"turn {n}", float(count - n)) for n in range(count))
+    return float(count), credits, [sample([n for n in range(count) for _ in range(2)])]
+
+
+def test_uncompared_share_counts_the_turns_that_one_rollout_reaches():
+    survivor = group(turns(1), turns(1), turns(1), turns(5))
+    assert advantages_of(survivor) == [-1.0, -1.0, -1.0, 3.0, 0.0, 0.0, 0.0, 0.0]
+    assert uncompared_share([survivor]) == 8 / 16
+    assert uncompared_share([survivor, group(turns(2), turns(2))]) == 8 / 24
+    assert uncompared_share([group((1.0, (), [sample()]))]) == 0.0, "rollouts without parts"
+    given = (5.0, (Credit("", 5.0, advantage=-3.0),), [sample()])
+    assert uncompared_share([group(given)]) == 0.0
+
+
+def test_sample_files_and_pending_groups_have_the_example_and_its_answer(tmp_path):
+    one = replace(group((0.5, (), [sample()])), example=7)
+    one = replace(one, rollouts=(replace(one.rollouts[0], answer="\x1b[31m42"),))
+    SampleFiles(RunPaths(tmp_path)).write(0, [decode_group(encode_group(one), Path("group"))], [np.zeros(1)])
+    [row] = map(json.loads, RunPaths(tmp_path).samples(0).read_text().splitlines())
+    assert (row["example"], row["answer"]) == (7, "\x1b[31m42")

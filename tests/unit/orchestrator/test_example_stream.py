@@ -1,4 +1,4 @@
-"""The stream is a function of seed and history (I3), and keeps the ratio of the environments."""
+"""The stream is a function of seed and history (I3), and keeps the ratio of the environments and of the pools."""
 
 import json
 from collections import Counter
@@ -8,11 +8,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.configs.rollouts.buffer import DifficultyPoolBufferConfig, SimpleBufferConfig
+from prime_rl.configs.buffer import CurriculumBufferConfig, DifficultyPoolBufferConfig, SimpleBufferConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.orchestrator.data.example_stream import Ended, ExampleStream, StreamEnvironment
+from prime_rl.core.import_utils import import_file
+from prime_rl.orchestrator.example_stream import (
+    EASY,
+    HARD,
+    NORMAL,
+    POOLS,
+    DeficitRoundRobin,
+    DifficultyPools,
+    Ended,
+    ExampleStream,
+    Shuffled,
+    StreamEnvironment,
+    make_order,
+)
 
-BUFFERS = st.sampled_from([SimpleBufferConfig(), DifficultyPoolBufferConfig(easy_fraction=0.3, hard_fraction=0.2)])
+
+def curriculum(name="uncertain_first", where="examples.extend.curriculum", **kwargs):
+    return CurriculumBufferConfig(import_path=f"{where}:{name}", kwargs=kwargs)
+
+
+BUFFERS = st.sampled_from(
+    [SimpleBufferConfig(), DifficultyPoolBufferConfig(easy_fraction=0.3, hard_fraction=0.2), curriculum(floor=0.1)]
+)
 
 
 @st.composite
@@ -206,6 +226,16 @@ def test_stream_restore_other_configuration_raises(sources, seed, message):
         ExampleStream(sources, seed).restore(json.loads(json.dumps(state)))
 
 
+def test_stream_restored_with_other_examples_warns():
+    state = ExampleStream([StreamEnvironment("a", 5, content_hash="1"), StreamEnvironment("b", 5)], 0).state()
+    stream = ExampleStream([StreamEnvironment("a", 5, content_hash="2"), StreamEnvironment("b", 5)], 0)
+    stream.restore(json.loads(json.dumps(state)))
+    assert list(stream.warnings) == ["a"] and "environment a: its examples differ" in stream.warnings["a"]
+    same = ExampleStream([StreamEnvironment("a", 5, content_hash="1"), StreamEnvironment("b", 5, content_hash="3")], 0)
+    same.restore(state)
+    assert same.warnings == {}, "an earlier release recorded no hash of b"
+
+
 def test_stream_restored_with_another_mixture_continues_each_order_and_counts_shares_anew():
     before = ExampleStream([StreamEnvironment("a", 9), StreamEnvironment("b", 7)], 0)
     drawn = [before.draw() for _ in range(12)]
@@ -229,3 +259,191 @@ def test_stream_restored_with_another_mixture_continues_each_order_and_counts_sh
     final = ExampleStream(mixture, 0)
     final.restore(json.loads(json.dumps(after.state())))
     assert [final.draw() for _ in range(9)] == [after.draw() for _ in range(9)]
+
+
+# --- the order of one environment -----------------------------------------------------------------------------------
+
+WEIGHTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=6)
+REWARD_OF = {EASY: 0.9, NORMAL: 0.5, HARD: 0.1}
+
+
+@given(WEIGHTS, st.integers(1, 300))
+def test_deficit_round_robin_counts_follow_the_weights(weights, choices):
+    shares = DeficitRoundRobin(weights)
+    for made in range(1, choices + 1):
+        shares.next()
+        for weight, count in zip(weights, shares.counts, strict=True):
+            ahead = count - made * weight / sum(weights)
+            assert ahead < 1 + 1e-9
+            assert -ahead <= max(0, len(weights) - 1) + 1e-9
+
+
+def test_deficit_round_robin_zero_weight_is_never_chosen():
+    shares = DeficitRoundRobin([1.0, 0.0, 2.0])
+    assert Counter(shares.next() for _ in range(9)) == {0: 3, 2: 6}
+
+
+@given(examples=st.integers(1, 40), epochs=st.integers(1, 4), seed=st.integers(0, 99))
+def test_shuffled_each_epoch_is_another_permutation(examples, epochs, seed):
+    order = Shuffled(examples, (seed,))
+    drawn = [[order.draw() for _ in range(examples)] for _ in range(epochs)]
+    assert all(sorted(epoch) == list(range(examples)) for epoch in drawn)
+    assert examples < 20 or len({tuple(epoch) for epoch in drawn}) == epochs
+
+
+@given(examples=st.integers(1, 30), data=st.data())
+def test_order_restored_continues(examples, data):
+    config = DifficultyPoolBufferConfig(easy_fraction=0.2, hard_fraction=0.3)
+    for order, other in (
+        (Shuffled(examples, (3,)), Shuffled(examples, (3,))),
+        (DifficultyPools(examples, config, (3,)), DifficultyPools(examples, config, (3,))),
+    ):
+        rewards = data.draw(st.lists(st.sampled_from(list(REWARD_OF.values())), max_size=60))
+        for reward in rewards:
+            order.update(order.draw(), reward)
+        other.restore(json.loads(json.dumps(order.state())))
+        for reward in rewards[:20] + [0.5] * 20:
+            example = order.draw()
+            assert other.draw() == example
+            order.update(example, reward)
+            other.update(example, reward)
+        assert order.metrics() == other.metrics()
+
+
+@given(
+    fractions=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+    pool_of=st.lists(st.sampled_from([EASY, NORMAL, HARD]), min_size=1, max_size=60),
+)
+def test_difficulty_pools_draws_follow_the_fractions(fractions, pool_of):
+    """With fixed difficulties every draw comes from the due pool, or from its replacement if it is empty."""
+    easy, hard = fractions[0] / 10, fractions[1] / 10
+    order = DifficultyPools(len(pool_of), DifficultyPoolBufferConfig(easy_fraction=easy, hard_fraction=hard), (7,))
+    for example, pool in enumerate(pool_of):
+        order.update(example, REWARD_OF[pool])
+    sizes = Counter(pool_of)
+    assert order.metrics() == {name: sizes[pool] for pool, name in enumerate(POOLS)} | {"fallbacks": 0}
+    expected = {EASY: easy, HARD: hard, NORMAL: 1 - easy - hard}
+    stand_in = next(pool for pool in (NORMAL, HARD, EASY) if sizes[pool])
+    for pool in (EASY, HARD, NORMAL):
+        if not sizes[pool]:
+            expected[stand_in] += expected.pop(pool)
+    draws = [order.draw() for _ in range(200)]
+    counts = Counter(pool_of[example] for example in draws)
+    for pool, share in expected.items():
+        assert abs(counts[pool] - 200 * share) <= 4
+    for pool in expected:
+        own = [example for example in draws if pool_of[example] == pool]
+        for start in range(0, len(own) - sizes[pool] + 1, sizes[pool]):
+            passed = own[start : start + sizes[pool]]
+            assert len(set(passed)) == sizes[pool], "a pass through a pool repeats no example"
+    dry = sum(share for pool, share in ((EASY, easy), (HARD, hard), (NORMAL, 1 - easy - hard)) if not sizes[pool])
+    assert abs(order.metrics()["fallbacks"] - 200 * dry) <= 4
+
+
+def test_difficulty_pools_latest_reward_decides_with_inclusive_thresholds():
+    order = DifficultyPools(4, DifficultyPoolBufferConfig(), (0,))
+    for example, reward in enumerate([0.8, 0.79, 0.2, 0.21]):
+        order.update(example, reward)
+    assert order.metrics() == {"easy": 1, "normal": 2, "hard": 1, "fallbacks": 0}
+    order.update(0, 0.1)
+    assert order.metrics() == {"easy": 0, "normal": 2, "hard": 2, "fallbacks": 0}
+
+
+def test_difficulty_pools_all_easy_still_draws():
+    order = DifficultyPools(5, DifficultyPoolBufferConfig(easy_fraction=0, hard_fraction=0), (0,))
+    for example in range(5):
+        order.update(example, 1.0)
+    assert sorted(order.draw() for _ in range(5)) == list(range(5))
+    assert order.metrics()["fallbacks"] == 5
+
+
+def test_difficulty_pools_joining_example_waits_for_the_next_pass():
+    order = DifficultyPools(8, DifficultyPoolBufferConfig(easy_fraction=0, hard_fraction=1), (0,))
+    for example in range(6):
+        order.update(example, 0.0)
+    first = [order.draw() for _ in range(2)]
+    order.update(7, 0.0)
+    assert sorted(first + [order.draw() for _ in range(4)]) == list(range(6))
+    assert sorted(order.draw() for _ in range(7)) == [0, 1, 2, 3, 4, 5, 7]
+
+
+# --- a curriculum of the user ---------------------------------------------------------------------------------------
+
+FUNCTIONS = """
+import random
+import numpy as np
+
+calls = []
+def first_half(results):
+    calls.append(results)
+    return np.arange(len(results.draws)) < len(results.draws) / 2
+def unsolved(results):
+    return results.last != 1.0
+def raises(results):
+    return results.reward
+def writes(results):
+    results.last[:] = 0
+    return results.last
+def short(results): return [1.0]
+def text(results): return ["a"] * len(results.draws)
+def nothing(results): return None
+def zero(results): return np.zeros(len(results.draws))
+def negative(results): return -np.ones(len(results.draws))
+def infinite(results): return np.full(len(results.draws), np.inf)
+def chance(results): return [random.random() for _ in results.draws]
+def no_argument(): return [1.0]
+"""
+
+
+@pytest.fixture
+def functions(tmp_path):
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def test_curriculum_draws_by_weight_from_the_results_so_far(functions):
+    order = make_order(6, curriculum("unsolved", functions), (0,), "a")
+    first = [order.draw() for _ in range(6)]
+    assert sorted(first) == list(range(6)), "no example repeats while others are left"
+    for example in first[:4]:
+        order.update(example, 1.0)
+    assert {order.draw() for _ in range(8)} == set(first[4:]), "weight 0 excludes, and the rest repeats"
+    assert order.metrics() == {"epoch": 14 / 6, "seen": 4}
+
+    half = make_order(7, curriculum("first_half", functions), (0,), "toy")
+    half.update(half.draw(), 0.5)
+    half.update(example := half.draw(), 0.25)
+    half.draw()
+    results = import_file(functions).calls[-1]
+    assert (results.env, results.groups.sum(), results.draws.sum()) == ("toy", 2, 2)
+    assert results.last[example] == 0.25 and np.isnan(results.mean[6])
+    counts = Counter(make_order(3, curriculum(floor=0.0), (seed,), "a").draw() for seed in range(90))
+    assert all(count > 15 for count in counts.values()), "equal weights, equal chances"
+
+
+def test_curriculum_of_zeros_draws_all_examples(functions, said):
+    order = make_order(4, curriculum("zero", functions), (0,), "toy")
+    assert sorted(order.draw() for _ in range(4)) == sorted(order.draw() for _ in range(4)) == [0, 1, 2, 3]
+    assert sum("returned only zeros for toy" in line for line in said()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "raised AttributeError: .*functions.py"),
+        ("writes", "raised ValueError: .*read-only"),
+        ("short", r"returned shape \(1,\) for 4 examples"),
+        ("text", "raised ValueError: could not convert"),
+        ("nothing", r"returned shape \(\) for 4 examples"),
+        ("negative", "negative or not finite, from -1.0 to -1.0"),
+        ("infinite", "negative or not finite, from inf to inf"),
+        ("chance", "returned other weights for the same results"),
+        ("no_argument", r"is called with 1 argument, but is no_argument\(\)"),
+        ("missing", "has no function 'missing'"),
+    ],
+)
+def test_curriculum_invalid_function_is_refused(functions, name, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_order(4, curriculum(name, functions), (0,), "a").draw()
+    assert "buffer.import_path" in str(caught.value) and "\n" not in str(caught.value)

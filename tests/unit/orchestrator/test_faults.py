@@ -3,14 +3,20 @@
 
 import asyncio
 import json
+import re
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from prime_rl.core.errors import RunError
+from prime_rl.orchestrator import dispatcher
 from prime_rl.orchestrator.dispatcher import Dispatcher
-from prime_rl.orchestrator.health.progress_watchdog import INFERENCE, TRAINER
+from prime_rl.orchestrator.waits import INFERENCE, TRAINER
+from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.storage.paths import RunPaths
 from tests.support.fake_engine import fake_engine
 from tests.unit.orchestrator.test_orchestrator import (  # noqa: F401
@@ -41,18 +47,13 @@ def check_stream(paths):
     assert sorted(shipped) == sorted(group for _, manifest in batches(paths) for group in manifest["group_ids"])
 
 
-async def test_saturated_environment_in_a_mixture_costs_only_its_share(
-    tmp_path,
-    tokenizer_dir,
-    run_orchestrator,
-):
+async def test_saturated_environment_in_a_mixture_costs_only_its_share(tmp_path, tokenizer_dir, run_orchestrator):
     """One of two environments is solved: twice the sampling, no batch of zero advantages, no growth over the run."""
     config = make_config(
         tmp_path, tokenizer_dir, env=[toy("solved"), toy("useful", spread=True)], filter_zero_advantage=True,
         max_steps=30,
     )  # fmt: skip
-    async with fake_engine() as engine:
-        paths = await run_orchestrator(config, [engine])
+    paths = await run_orchestrator(config)
     rows = metrics(paths)
     assert len(rows) == 30
     assert {row["env"] for step in range(30) for row in samples(paths, step)} == {"useful"}
@@ -77,11 +78,7 @@ async def test_environment_with_all_groups_filtered_does_not_end_the_run(tmp_pat
             await run_orchestrator(alone, [engine])
 
 
-async def test_environment_outage_costs_a_few_groups(
-    tmp_path,
-    tokenizer_dir,
-    run_orchestrator,
-):
+async def test_environment_outage_costs_a_few_groups(tmp_path, tokenizer_dir, run_orchestrator):
     down = tmp_path / "down"
     down.touch()
     config = make_config(tmp_path, tokenizer_dir, {"down": str(down)}, failing_env_seconds=600)
@@ -103,11 +100,7 @@ async def test_environment_outage_costs_a_few_groups(
     assert metrics(paths)[-1]["failing_seconds/toy_environment"] == 0
 
 
-async def test_environment_outage_ends_the_run_after_the_timeout(
-    tmp_path,
-    tokenizer_dir,
-    run_orchestrator,
-):
+async def test_environment_outage_ends_the_run_after_the_timeout(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, {"fail": "setup"}, failing_env_seconds=1.5)
     began = asyncio.get_running_loop().time()
     async with fake_engine() as engine:
@@ -116,31 +109,50 @@ async def test_environment_outage_ends_the_run_after_the_timeout(
     assert asyncio.get_running_loop().time() - began >= 1.5
 
 
-async def test_environment_that_never_worked_warns_and_ends_the_run_early(
-    tmp_path,
-    tokenizer_dir,
-    run_orchestrator,
-):
+async def test_environment_that_never_worked_warns_and_ends_the_run_early(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(
         tmp_path, tokenizer_dir, {"bad": list(range(12))}, failing_env_seconds=600, failing_at_start_seconds=1.0
     )
     async with fake_engine() as engine:
         with pytest.raises(RunError, match=r"broken reward.*orchestrator\.failing_at_start_seconds"):
             await run_orchestrator(config, [engine])
-    first = json.loads(RunPaths(config.output_dir).warnings.read_text().splitlines()[0])
-    assert first["num_failed"] == 1
+    lines = [json.loads(line) for line in RunPaths(config.output_dir).warnings.read_text().splitlines()]
+    first, tenth = (line for line in lines if line["kind"] == "group" and line["count"] <= 10)
+    assert (first["env"], first["count"]) == ("toy_environment", 1)
+    assert 'env.reward_errors = "zero" counts a failed reward as 0' in first["text"]
+    assert "environment toy_environment: 10 of 10 groups failed, the last is group" in tenth["text"]
     assert "reward function reward raised KeyError: 'broken reward'" in first["text"]
     assert "1 s (orchestrator.failing_at_start_seconds)" in first["text"]
 
 
-async def test_broken_environment_of_two_passes_its_turns(
-    tmp_path,
-    tokenizer_dir,
-    run_orchestrator,
+async def test_group_that_hangs_is_reported_with_its_key_while_the_batch_waits(
+    tmp_path, tokenizer_dir, run_orchestrator, monkeypatch, said
 ):
+    """The grader of one environment hangs, and a turn of the other."""
+    monkeypatch.setattr(dispatcher, "_REPORTED_WAIT_SECONDS", 0.2)
+    envs = [
+        toy("grader", slow=[0]).model_copy(update={"scoring_timeout_seconds": 3.0}),
+        toy("turn", stuck=[0]).model_copy(update={"timeout_seconds": 5.0}),
+    ]
+    config = make_config(tmp_path, tokenizer_dir, env=envs, max_steps=12, async_level=1)
+    paths = await run_orchestrator(config)
+    lines = [json.loads(line) for line in paths.warnings.read_text().splitlines()]
+    waits = [line["text"] for line in lines if line["kind"] == "wait"]
+    start = r"batch \d+ waits for group \d+ \(example 0 of "
+    scoring = r"grader\): scoring for \d s; env.scoring_timeout_seconds = 3"
+    for end in (scoring, r"turn\): running for \d s; env.timeout_seconds = 5"):
+        assert any(re.fullmatch(start + end, text) for text in waits)
+        assert any(re.search(start + end, line) for line in said())
+    failed = [line["text"] for line in lines if line["kind"] == "group"]
+    assert any("the scoring of example 0 took longer than 3 s (env.scoring_timeout_seconds)" in text for text in failed)
+    last = metrics(paths)[-1]
+    assert last["groups/failed"] >= 1 and last["groups/ended"] > last["groups/failed"]
+    assert last["env_workers/memory_gib"] > 0.01
+
+
+async def test_broken_environment_of_two_passes_its_turns(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, env=[toy("broken", fail="setup"), toy("well")], max_steps=12)
-    async with fake_engine() as engine:
-        paths = await run_orchestrator(config, [engine])
+    paths = await run_orchestrator(config)
     check_rows = [row["env"] for step in range(12) for row in samples(paths, step)]
     assert Counter(check_rows) == {"well": 12 * 6}
     last = metrics(paths)[-1]
@@ -150,11 +162,7 @@ async def test_broken_environment_of_two_passes_its_turns(
     assert last["dropped/error/broken"] <= 24
 
 
-async def test_restart_with_failing_environment_repeats_the_stream(
-    tmp_path,
-    tokenizer_dir,
-    run_orchestrator,
-):
+async def test_restart_with_failing_environment_repeats_the_stream(tmp_path, tokenizer_dir, run_orchestrator):
     """Passed turns are replayed for the same environment."""
     config = make_config(tmp_path, tokenizer_dir, env=[toy("broken", fail="setup"), toy("well")])
     reached = asyncio.Event()
@@ -181,23 +189,19 @@ async def test_restart_with_failing_environment_repeats_the_stream(
 
 
 async def test_stuck_group_is_dropped_by_name_and_the_run_continues(
-    tmp_path,
-    tokenizer_dir,
-    run_orchestrator,
-    monkeypatch,
+    tmp_path, tokenizer_dir, run_orchestrator, monkeypatch
 ):
     """The deadline comes soon, but groups that are only slow get more time."""
     end_stuck = Dispatcher.end_stuck
 
-    def end_only_stuck(self, timeout_s):
+    def end_only_stuck(self, timeout_seconds):
         running = {self._ledger.positions.open[group_id].draw.example for group_id in self._running}
-        return running != {3} or end_stuck(self, timeout_s)
+        return running != {3} or end_stuck(self, timeout_seconds)
 
     monkeypatch.setattr(Dispatcher, "end_stuck", end_only_stuck)
     limit_waits(monkeypatch, {INFERENCE: 0.3, TRAINER: 60})
     config = make_config(tmp_path, tokenizer_dir, {"stuck": [3]}, failing_env_seconds=600, async_level=1)
-    async with fake_engine() as engine:
-        paths = await run_orchestrator(config, [engine])
+    paths = await run_orchestrator(config)
     check_stream(paths)
     dropped = ledger(paths, "dropped")
     assert 1 <= len(dropped) <= 3
@@ -243,6 +247,17 @@ async def test_server_reporting_impossible_version_counts_as_failed(tmp_path, to
     assert ledger(paths, "dropped") == []
 
 
+@pytest.mark.parametrize(
+    ("oldest", "newest", "error"), [(3, 5, None), (2, 5, InferenceServerLost), (3, 6, InferenceError)]
+)
+async def test_versions_of_a_group_lie_between_its_start_and_the_newest_possible(oldest, newest, error):
+    """It started at version 3, and batch 4 is the next."""
+    rollout = SimpleNamespace(samples=[SimpleNamespace(versions=np.array([-1, oldest, newest]))])
+    dispatcher = SimpleNamespace(_scheduler=SimpleNamespace(next_step=4))
+    with pytest.raises(error) if error else nullcontext():
+        Dispatcher._check_versions(dispatcher, [rollout], 3, SimpleNamespace(client=SimpleNamespace(url="u")))
+
+
 async def test_all_requests_rejected_end_the_run(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, failing_env_seconds=0.5)
     async with fake_engine() as engine:
@@ -253,12 +268,7 @@ async def test_all_requests_rejected_end_the_run(tmp_path, tokenizer_dir, run_or
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-async def test_wrong_key_or_model_name_ends_the_run(
-    tmp_path,
-    tokenizer_dir,
-    run_orchestrator,
-    status,
-):
+async def test_wrong_key_or_model_name_ends_the_run(tmp_path, tokenizer_dir, run_orchestrator, status):
     config = make_config(tmp_path, tokenizer_dir, failing_env_seconds=600)
     async with fake_engine() as engine:
         engine.fault = lambda body: web.json_response({"error": {"message": "no such model"}}, status=status)
@@ -266,6 +276,26 @@ async def test_wrong_key_or_model_name_ends_the_run(
             await run_orchestrator(config, [engine])
     assert "\n" not in str(failure.value)
     assert ledger(RunPaths(config.output_dir), "dropped") == []
+
+
+async def test_run_with_a_slot_names_it_and_makes_a_lost_one_again(tmp_path, tokenizer_dir, run_orchestrator):
+    """Its lease may have expired while this process was stopped."""
+    model = {"name": str(tokenizer_dir), "lora": {"name": "alpha"}}
+    config = make_config(tmp_path, tokenizer_dir, model=model, failing_env_seconds=600)
+    async with fake_engine() as engine:
+
+        def fault(body):
+            if len(engine.requests) != 5:
+                return None
+            engine.holder = None
+            return web.json_response({"error": {"message": "The model `alpha` does not exist."}}, status=404)
+
+        engine.fault = fault
+        paths = await run_orchestrator(config, [engine])
+        assert {body["model"] for body in engine.requests} == engine.names == {"alpha"}
+        assert engine.calls.count("reset") == 2
+    check_stream(paths)
+    assert metrics(paths)[-1]["inference/servers_removed"] == 1
 
 
 def check_account(paths, engine, tokens=6, cancelled=0):
@@ -278,7 +308,7 @@ def check_account(paths, engine, tokens=6, cancelled=0):
     accounted = last["tokens/shipped"] + last["tokens/dropped"] + last["tokens/held"] + sum(lost.values())
     assert last["tokens/sampled"] == accounted
     assert 0 <= engine.answered * tokens - accounted <= cancelled * tokens
-    assert last["tokens/wasted"] == 0
+    assert last["tokens/unaccounted"] == 0
     return last
 
 

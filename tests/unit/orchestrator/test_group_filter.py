@@ -1,5 +1,6 @@
-"""The group filter: which groups are dropped, and when consecutive drops fill the batch or end the run."""
+"""Which groups may start, which are dropped, and when consecutive drops fill the batch or end the run."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,22 +9,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.configs.rollouts.buffer import (
-    DifficultyPoolBufferConfig,
-    OnlineDifficultyBufferConfig,
-    SimpleBufferConfig,
-)
+from prime_rl.configs.buffer import DifficultyPoolBufferConfig, OnlineDifficultyBufferConfig, SimpleBufferConfig
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.types import Credit, Group, Rollout, Sample
-from prime_rl.orchestrator.group_filter import DropAction, DropPolicy, GroupFilter, is_off_difficulty, is_overlong
+from prime_rl.orchestrator import group_filter
+from prime_rl.orchestrator.group_filter import (
+    DropAction,
+    DropPolicy,
+    EnvironmentHealth,
+    GroupFilter,
+    StartLimits,
+    is_off_difficulty,
+    is_overlong,
+)
 from tests.unit.evaluation.fakes import make_rollout
 
 
 class Clock:
-    def __init__(self):
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self):
         return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(group_filter.time, "monotonic", clock)
+    return clock
 
 
 def test_drop_policy_consecutive_filtered_groups_fail():
@@ -32,34 +46,43 @@ def test_drop_policy_consecutive_filtered_groups_fail():
     assert drops.num_consecutive_drops == 20
 
 
-def test_drop_policy_errors_fail_after_failing_env_seconds():
-    clock = Clock()
-    drops = DropPolicy(batch_groups=2, failing_s=600, clock=clock)
-    for group_id in range(1000):
-        assert drops.record_error(group_id) is DropAction.DROP, "errors alone, however many, do not end the run at once"
-    clock.now += 599
+@pytest.mark.parametrize(
+    ("at_start_seconds", "first", "limit_seconds", "key"),
+    [
+        (math.inf, None, 600, "failing_env_seconds"),
+        (120, None, 120, "failing_at_start_seconds"),
+        (120, "record_kept", 600, "failing_env_seconds"),
+        (120, "record_filtered", 600, "failing_env_seconds"),
+    ],
+)
+def test_drop_policy_errors_fail_after_the_timeout(clock, at_start_seconds, first, limit_seconds, key):
+    """Errors alone, however many, do not end the run at once; before the first success they end it sooner."""
+    drops = DropPolicy(batch_groups=2, failing_seconds=600, failing_at_start_seconds=at_start_seconds)
+    if first is not None:
+        getattr(drops, first)()
+    assert {drops.record_error(group_id) for group_id in range(1000)} == {DropAction.DROP}
+    clock.now += limit_seconds - 1
     assert drops.record_error(1000) is DropAction.DROP
     clock.now += 1
+    assert drops.failure_timeout(0) == (limit_seconds, f"orchestrator.{key}")
     assert drops.record_error(1001) is DropAction.FAIL
-    assert drops.num_consecutive_drops == 1002
+    assert drops.num_consecutive_drops == 1002 + (first == "record_filtered")
 
 
-def test_drop_policy_group_without_error_restarts_the_timeout():
-    clock = Clock()
-    drops = DropPolicy(batch_groups=2, failing_s=600, clock=clock)
+def test_drop_policy_group_without_error_restarts_the_timeout(clock):
+    drops = DropPolicy(batch_groups=2, failing_seconds=600)
     for outcome in (drops.record_kept, drops.record_filtered):
         for group_id in range(10):
             drops.record_error(group_id)
         clock.now += 590
         outcome()
-        assert drops.health[0].failing_s == 0
+        assert drops.health[0].failing_seconds == 0
         clock.now += 590
     assert drops.record_error(10) is DropAction.DROP
 
 
-def test_drop_policy_fewer_errors_than_a_batch_do_not_fail():
-    clock = Clock()
-    drops = DropPolicy(batch_groups=3, failing_s=600, clock=clock)
+def test_drop_policy_fewer_errors_than_a_batch_do_not_fail(clock):
+    drops = DropPolicy(batch_groups=3, failing_seconds=600)
     assert drops.record_error(0) is DropAction.DROP
     clock.now += 10_000
     assert drops.record_error(1) is DropAction.DROP, "less than a batch of groups"
@@ -92,18 +115,16 @@ def test_drop_policy_all_environments_exhausted_fails_or_fills(zero_advantage):
         assert drops.record_filtered(zero_advantage=True, env=0) is DropAction.FILL
 
 
-def test_drop_policy_failing_environment_with_a_healthy_one_never_fails():
-    clock = Clock()
-    drops = DropPolicy(batch_groups=1, environments=2, failing_s=10, clock=clock)
+def test_drop_policy_failing_environment_with_a_healthy_one_never_fails(clock):
+    drops = DropPolicy(batch_groups=1, environments=2, failing_seconds=10)
     for group_id in range(500):
         clock.now += 30
         assert drops.record_error(group_id, env=0) is DropAction.DROP
     assert drops.may_start(1)
 
 
-def test_drop_policy_failing_and_saturated_environments_fill_the_batch():
-    clock = Clock()
-    drops = DropPolicy(batch_groups=1, environments=2, failing_s=10, clock=clock)
+def test_drop_policy_failing_and_saturated_environments_fill_the_batch(clock):
+    drops = DropPolicy(batch_groups=1, environments=2, failing_seconds=10)
     for _ in range(10):
         drops.record_filtered(zero_advantage=True, env=1)
     assert drops.record_error(0, env=0) is DropAction.DROP
@@ -171,38 +192,13 @@ def test_drop_policy_credit_follows_the_drop_rate_up_to_the_limit():
     assert DropPolicy(batch_groups=10).credit(in_flight=40) == 0
 
 
-def test_drop_policy_errors_before_the_first_success_fail_sooner():
-    clock = Clock()
-    drops = DropPolicy(batch_groups=2, failing_s=600, failing_at_start_s=120, clock=clock)
-    for group_id in range(100):
-        assert drops.record_error(group_id) is DropAction.DROP
-    clock.now += 119
-    assert drops.record_error(100) is DropAction.DROP
-    clock.now += 1
-    assert drops.failure_timeout(0) == (120, "orchestrator.failing_at_start_seconds")
-    assert drops.record_error(101) is DropAction.FAIL
-
-
-@pytest.mark.parametrize("outcome", ["record_kept", "record_filtered"])
-def test_drop_policy_errors_after_a_success_use_the_long_timeout(outcome):
-    clock = Clock()
-    drops = DropPolicy(batch_groups=2, failing_s=600, failing_at_start_s=120, clock=clock)
-    getattr(drops, outcome)()
-    for group_id in range(100):
-        drops.record_error(group_id)
-    clock.now += 599
-    assert drops.record_error(100) is DropAction.DROP
-    clock.now += 1
-    assert drops.record_error(101) is DropAction.FAIL
-    assert drops.failure_timeout(0) == (600, "orchestrator.failing_env_seconds")
-
-
 @pytest.mark.parametrize(
     ("buffer", "rewards", "dropped"),
     [
         (SimpleBufferConfig(), [0, 0], False),
         (SimpleBufferConfig(online_difficulty_filtering=True), [0, 0], True),
         (SimpleBufferConfig(online_difficulty_filtering=True), [1, 1], True),
+        (SimpleBufferConfig(online_difficulty_filtering=True), [0.7 + 0.2 + 0.1, 1], True),  # slightly below 1
         (SimpleBufferConfig(online_difficulty_filtering=True), [1, 0], False),
         (DifficultyPoolBufferConfig(online_difficulty_filtering=True), [1, 1], True),
         (OnlineDifficultyBufferConfig(), [0, 0], True),
@@ -218,11 +214,7 @@ def test_group_filter_rewards_decide_by_buffer(buffer, rewards, dropped):
 
 @pytest.mark.parametrize(
     ("credits", "dropped"),
-    [
-        ([(1, None), (-1, None)], False),
-        ([(0, None), (0, None)], True),
-        ([(0, 0.5), (0, None)], False),
-    ],
+    [([(1, None), (-1, None)], False), ([(0, None), (0, None)], True), ([(0, 0.5), (0, None)], False)],
 )
 def test_group_filter_looks_at_each_agent_of_an_episode(credits, dropped):
     """The reward of an episode is the mean over its agents, here 0."""
@@ -243,8 +235,8 @@ def test_is_overlong_sample_longer_than_seq_len():
 def test_group_filter_equal_rewards_other_than_0_and_1_warns_once(said):
     def drops(buffer, env, *rewards):
         config = SimpleNamespace(buffer=buffer, seq_len=100, filter_zero_advantage=False)
-        group_filter = filters.setdefault(id(buffer), GroupFilter(config))
-        return group_filter.reason_to_drop(Group(0, tuple(map(make_rollout, rewards)), env, 0, 1.0)) is not None
+        one = filters.setdefault(id(buffer), GroupFilter(config))
+        return one.reason_to_drop(Group(0, tuple(map(make_rollout, rewards)), env, 0, 1.0)) is not None
 
     filters = {}
     filtering = SimpleBufferConfig(online_difficulty_filtering=True)
@@ -259,3 +251,98 @@ def test_group_filter_equal_rewards_other_than_0_and_1_warns_once(said):
     assert not drops(plain, "other", 1.1, 1.1)
     assert not drops(online, "other", 1.1, 1.1)
     assert len(said()) == 1
+
+
+# --- the start of groups --------------------------------------------------------------------------------------
+
+
+def start(health, group_ids):
+    """Start as many of `group_ids` as allowed; return them."""
+    started = []
+    for group_id in group_ids:
+        if not health.may_start:
+            break
+        health.started(group_id)
+        started.append(group_id)
+    return started
+
+
+def test_environment_health_without_errors_starts_any_number():
+    assert len(start(EnvironmentHealth(4), range(1000))) == 1000
+
+
+def test_environment_health_only_errors_pauses_longer_and_tries_fewer(clock):
+    health = EnvironmentHealth(8, longest_pause_seconds=30)
+    ids = iter(range(10**6))
+    flying = start(health, [next(ids) for _ in range(24)])
+    pauses, tried = [], []
+    while health.failing_seconds < 600:
+        for group_id in flying:
+            health.failed(group_id)
+        pauses.append(health.pause_seconds)
+        assert not health.may_start
+        clock.now += health.pause_seconds
+        flying = start(health, [next(ids) for _ in range(100)])
+        tried.append(len(flying))
+    assert pauses[:4] == pytest.approx([0.05, 0.1, 0.2, 0.4])
+    assert max(pauses) == pauses[-1] == pytest.approx(30)
+    assert tried[:4] == [4, 2, 1, 1]
+    assert health.errors >= 8, "a batch of errors, so that the run may end"
+    assert health.errors < 80, "an outage of ten minutes costs few examples"
+
+
+def test_environment_health_one_success_resets(clock):
+    health = EnvironmentHealth(8)
+    for group_id in range(24):
+        health.failed(group_id)
+    health.succeeded()
+    assert (health.errors, health.failing_seconds, health.pause_seconds) == (0, 0.0, 0.0)
+    assert len(start(health, range(100))) == 100
+    health.failed(0)
+    assert health.pause_seconds == pytest.approx(0.05)
+
+
+def test_environment_health_simultaneous_errors_pause_once(clock):
+    """The groups started before the first error, so they count as one failure."""
+    health = EnvironmentHealth(8)
+    for group_id in range(1000):
+        health.failed(group_id)
+    assert health.pause_seconds == pytest.approx(0.05)
+    assert health.errors == 1000
+
+
+def limits(*environments):
+    env = [EnvConfig(name=f"e{i}", **keys) for i, keys in enumerate(environments)]
+    return StartLimits(OrchestratorConfig(env=env, batch_size=8, rollouts_per_example=4))
+
+
+def test_limits_rollouts_in_flight_but_never_below_one_group():
+    both = limits({"max_concurrent": 9}, {"max_concurrent": 1}, {})
+    for env, groups in ((0, 2), (1, 1)):
+        for _ in range(groups):
+            assert both.may_start(env)
+            both.started(env)
+        assert not both.may_start(env)
+        both.ended(env)
+        assert both.may_start(env)
+    assert both.may_start(2)
+    assert both.in_flight == [4, 0, 0]
+
+
+def test_limits_rollouts_of_another_group_size():
+    own = limits({"rollouts_per_example": 3, "max_concurrent": 6}, {})
+    assert list(own.counts) == [3, 4]
+    own.started(0)
+    own.started(0)
+    assert not own.may_start(0)
+
+
+def test_limits_starts_per_minute_evenly(clock):
+    limited = limits({"max_rollouts_per_minute": 60, "rollouts_per_example": 2})
+    assert limited.may_start(0)
+    assert limited.started(0) == 2.0
+    assert not limited.may_start(0)
+    clock.now += 1.9
+    assert not limited.may_start(0)
+    clock.now += 0.1
+    assert limited.may_start(0)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.length_aware_admission import LengthHistory, Lookahead
-from prime_rl.orchestrator.scheduler import DeadlineScheduler
+from prime_rl.orchestrator.scheduler import DeadlineScheduler, DurationHistory, Lookahead
 
 
 @dataclass(frozen=True)
@@ -22,11 +21,11 @@ def pool_of(ahead):
     return sorted(ahead._pool, key=lambda position: position.group_id)
 
 
-def lookahead(lengths, batch_groups, length_aware=True, start=0) -> Lookahead:
+def lookahead(lengths, window, start=0, places=float("inf")) -> Lookahead:
     """A lookahead over positions from `start`; `lengths` is a function or list of expected lengths."""
     expected = lengths if callable(lengths) else lengths.__getitem__
     positions = map(Position, count(start))
-    return Lookahead(lambda: next(positions), lambda p: expected(p.group_id), batch_groups, length_aware)
+    return Lookahead(lambda: next(positions), lambda p: expected(p.group_id), window, places)
 
 
 def given_ids(ahead, places) -> list[int]:
@@ -59,7 +58,7 @@ def test_lookahead_unknown_lengths_count_as_longest():
 
 @pytest.mark.parametrize("places", [range(12), [0, 0, 7, 3, 3, 12, 9]])
 def test_lookahead_not_length_aware_keeps_the_stream_order(places):
-    ahead = lookahead(lambda i: i, 4, length_aware=False)
+    ahead = lookahead(lambda i: i, 0)
     assert given_ids(ahead, places) == list(range(len(places)))
     assert pool_of(ahead) == []
 
@@ -71,23 +70,23 @@ def test_lookahead_restored_positions_are_started():
     after = lookahead(lambda i: i % 5, 4, start=8)
     after.restore(waiting)
     assert sorted(early + given_ids(after, range(6, 16))) == list(range(16))
-    switched_off = lookahead(lambda i: i, 4, length_aware=False, start=8)
+    switched_off = lookahead(lambda i: i, 0, start=8)
     switched_off.restore(waiting)
     assert given_ids(switched_off, range(6, 10)) == [p.group_id for p in waiting] + [8, 9]
 
 
 @settings(max_examples=50, deadline=None)
-@given(batch_groups=st.integers(1, 6), lengths=st.lists(st.integers(0, 9), min_size=60, max_size=60), data=st.data())
-def test_lookahead_any_jumps_of_placed_start_each_position_once(batch_groups, lengths, data):
-    """For any `placed`: each position once, at most a batch drawn ahead, none after 4 B later ones."""
-    ahead = lookahead(lambda i: lengths[i % 60], batch_groups)
+@given(window=st.integers(1, 12), lengths=st.lists(st.integers(0, 9), min_size=60, max_size=60), data=st.data())
+def test_lookahead_any_jumps_of_placed_start_each_position_once(window, lengths, data):
+    """For any `placed`: each position once, at most a window drawn ahead, none after 4 windows of later ones."""
+    ahead = lookahead(lambda i: lengths[i % 60], window, places=data.draw(st.sampled_from([40, float("inf")])))
     seen: list[int] = []
     for _ in range(80):
         group = ahead.next(data.draw(st.integers(0, 200))).group_id
         drawn = len(seen) + 1 + len(pool_of(ahead))
-        assert len(pool_of(ahead)) <= batch_groups
-        assert drawn - group <= 4 * batch_groups
-        assert all(drawn - 1 - p.group_id <= 4 * batch_groups for p in pool_of(ahead))
+        assert len(pool_of(ahead)) <= window
+        assert drawn - group <= 4 * window
+        assert all(drawn - 1 - p.group_id <= 4 * window for p in pool_of(ahead))
         seen.append(group)
     assert sorted(seen + [p.group_id for p in pool_of(ahead)]) == list(range(drawn))
 
@@ -96,16 +95,18 @@ def test_lookahead_any_jumps_of_placed_start_each_position_once(batch_groups, le
 @given(
     batch_groups=st.integers(1, 5),
     async_level=st.integers(1, 3),
+    batches=st.sampled_from([1, 2, 3, 8]),
     share_of_drops=st.integers(0, 8),
     lengths=st.lists(st.integers(0, 9), min_size=50, max_size=50),
     data=st.data(),
 )
-def test_lookahead_with_scheduler_no_position_waits_two_batches(
-    batch_groups, async_level, share_of_drops, lengths, data
+def test_lookahead_with_scheduler_no_position_waits_two_windows(
+    batch_groups, async_level, batches, share_of_drops, lengths, data
 ):
     """With the scheduler's `placed`, random completions, drops and weight updates."""
     scheduler = DeadlineScheduler(batch_groups, async_level)
-    ahead = lookahead(lambda i: lengths[i % 50], batch_groups)
+    window = batches * batch_groups
+    ahead = lookahead(lambda i: lengths[i % 50], window)
     drawn, version, running = 0, 0, []
     for _ in range(60):
         while scheduler.can_admit(version):
@@ -113,8 +114,8 @@ def test_lookahead_with_scheduler_no_position_waits_two_batches(
             scheduler.admit(group, version)
             running.append(group)
             drawn = max([drawn, group + 1, *(p.group_id + 1 for p in pool_of(ahead))])
-            assert drawn - group <= 2 * batch_groups
-            assert all(drawn - p.group_id <= 2 * batch_groups for p in pool_of(ahead))
+            assert drawn - group <= 2 * window
+            assert all(drawn - p.group_id <= 2 * window for p in pool_of(ahead))
         if version < scheduler.next_step and (not running or data.draw(st.booleans())):
             version += 1
             continue
@@ -127,8 +128,40 @@ def test_lookahead_with_scheduler_no_position_waits_two_batches(
             scheduler.ship(batch)
 
 
-def test_length_history_expects_from_example_else_environment():
-    history = LengthHistory()
+@settings(max_examples=100, deadline=None)
+@given(
+    batch_groups=st.integers(1, 4),
+    sizes=st.lists(st.sampled_from([0, 1, 2, 4, 8]), min_size=2, max_size=5),
+    lengths=st.lists(st.integers(0, 9), min_size=50, max_size=50),
+    data=st.data(),
+)
+def test_lookahead_restarts_with_other_windows_start_each_position_once(batch_groups, sizes, lengths, data):
+    """A restart moves `placed` back by what was in flight, which starts again; the pool and other W come from it."""
+    started: list[int] = []
+    waiting, placed, cursor = [], 0, 0
+    for batches in sizes:
+        ahead = lookahead(lambda i: lengths[i % 50], batches * batch_groups, start=cursor)
+        ahead.restore(waiting)
+        for _ in range(data.draw(st.integers(1, 60))):
+            started.append(ahead.next(placed).group_id)
+            placed += 1
+            cursor = max([cursor, started[-1] + 1, *(p.group_id + 1 for p in pool_of(ahead))])
+            assert all(cursor - p.group_id <= 4 * max(*sizes, 1) * batch_groups for p in pool_of(ahead))
+        waiting = pool_of(ahead)
+        placed = max(0, placed - data.draw(st.integers(0, 5)))
+    assert sorted(started + [p.group_id for p in waiting]) == list(range(cursor))
+
+
+def test_lookahead_last_window_has_the_places_that_are_left():
+    """With W = 2, B = 2 and three batches, batch 2 is a random sample and not the longer half of a window."""
+    lengths = [5, 9, 1, 7, 2, 3, 8, 9]
+    ahead = lookahead(lengths, 4, places=6)
+    assert [lengths[i] for i in given_ids(ahead, range(6))] == [9, 7, 5, 1, 3, 2]
+    assert pool_of(ahead) == []
+
+
+def test_duration_history_expects_from_example_else_environment():
+    history = DurationHistory()
     assert history.expected("math", 0) is None
     history.add("math", 0, 100)
     history.add("math", 1, 300)
@@ -141,11 +174,11 @@ def test_length_history_expects_from_example_else_environment():
     assert history.expected("math", 0) == 250, "the newest counts half: the policy changes"
 
 
-def test_length_history_restored_expects_the_same():
-    history = LengthHistory()
+def test_duration_history_restored_expects_the_same():
+    history = DurationHistory()
     for example, longest in [(0, 10.0), (3, 20.0), (0, 15.0)]:
         history.add("math", example, longest)
-    restored = LengthHistory()
+    restored = DurationHistory()
     restored.restore(json.loads(json.dumps(history.state())))
     for known in (history, restored):
         known.add("math", 3, 40.0)
@@ -153,8 +186,8 @@ def test_length_history_restored_expects_the_same():
         assert restored.expected("math", example) == history.expected("math", example)
 
 
-@pytest.mark.parametrize("length_aware", [True, False])
-def test_lookahead_blocked_positions_start_when_they_can(length_aware):
+@pytest.mark.parametrize("window", [4, 0])
+def test_lookahead_blocked_positions_start_when_they_can(window):
     drawn = []
 
     def draw():
@@ -162,7 +195,7 @@ def test_lookahead_blocked_positions_start_when_they_can(length_aware):
         return drawn[-1]
 
     paused = False
-    ahead = Lookahead(draw, lambda position: 1.0, 4, length_aware)
+    ahead = Lookahead(draw, lambda position: 1.0, window)
     given_first = ahead.next(0)
     waiting = pool_of(ahead)
     paused = True

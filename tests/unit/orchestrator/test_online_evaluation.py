@@ -5,16 +5,17 @@ import json
 
 import pytest
 
-from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
-from prime_rl.configs.shared.blocks import SamplingConfig
+from prime_rl.configs.environment import EvalEnvConfig
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.core.errors import RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.evaluation.eval_plan import EvalTask
-from prime_rl.orchestrator.online_eval.online_evaluation import EvalSchedule, OnlineEvaluator
+from prime_rl.orchestrator.online_evaluation import EvalSchedule, OnlineEvaluator
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceServerLost
-from prime_rl.rollouts.group_failures import EnvironmentFailed
+from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from prime_rl.storage.paths import RunPaths
 from tests.support.fake_engine import fake_engine, publish_version
+from tests.support.virtual_clock import virtual_clock
 from tests.unit.evaluation.fakes import FakeMonitor, FakePolicy, FakePool, make_rollout
 
 
@@ -53,30 +54,48 @@ class Run:
         self.policy.switch(version)
         self.evaluator.on_switch(version, tasks)
 
-    async def rest(self):
-        """Wait until no evaluation runs."""
-        if self.evaluator._runner is not None:
-            await asyncio.wait({self.evaluator._runner})
+    async def visit(self, *versions):
+        """Switch to each version in turn, and let its evaluations end."""
+        for version in versions:
+            async with asyncio.TaskGroup() as tasks:
+                await self.switch(version, tasks)
 
 
 async def test_online_eval_due_versions_and_the_last_are_evaluated_once(tmp_path):
     run = Run(tmp_path, FakePool())
-    async with asyncio.TaskGroup() as tasks:
-        for version in (0, 0, 1, 2, 3, 5, 6, 7):  # 4 was skipped: training was faster than switching
-            await run.switch(version, tasks)
-            await run.rest()
-        await run.evaluator.finish(7)
-        await run.evaluator.finish(7)
+    # 4 was skipped: training was faster than switching. Servers that return sample from the base model briefly.
+    await run.visit(0, 0, 1, 2, 0, 1, 2, 3, 0, 5, 6, 7)
+    await run.evaluator.finish(7)
+    await run.evaluator.finish(7)
     assert run.versions == [0, 2, 5, 6, 7]
+    assert run.evaluator.num_skipped == 0, "5 is evaluated in place of 4"
+
+
+async def test_online_eval_versions_that_were_never_sampled_from_count_as_skipped(tmp_path):
+    run = Run(tmp_path, FakePool())
+    await run.visit(0, 3, 9)  # 3 in place of 2, 9 in place of 8; 4 and 6 are skipped
+    assert run.versions == [0, 3, 9]
+    assert run.evaluator.num_skipped == run.metrics["eval/skipped"] == 2
+
+
+@pytest.mark.parametrize(("started", "skipped"), [([0, 4], 2), ([0, 4, 8], 2), ([], 0)])
+async def test_online_eval_versions_that_passed_during_a_restart_count_as_skipped(tmp_path, started, skipped):
+    """Version 4 was evaluated, 16 is current: 8 and 12 are skipped once, also if 8 was interrupted."""
+    run = Run(tmp_path, FakePool(), interval=4)
+    report(run.paths, *({"step": v, "eval/time_s": 1.0} for v in started if v != 8))
+    begin(run.paths, *started)
+    await run.evaluator.read_history()
+    await run.visit(16)
+    assert run.versions == [16]
+    assert run.evaluator.num_skipped == skipped
 
 
 @pytest.mark.parametrize(("base", "first", "expected"), [(False, 0, [3]), (True, 0, [0, 3]), (True, 4, [4, 5])])
 async def test_online_eval_base_model_and_resumed_run(tmp_path, base, first, expected):
     run = Run(tmp_path, FakePool(), base=base, interval=4)
     last = expected[-1]
+    await run.visit(first)
     async with asyncio.TaskGroup() as tasks:
-        await run.switch(first, tasks)
-        await run.rest()
         await run.switch(last, tasks)
         await run.evaluator.finish(last)
     assert run.versions == expected
@@ -88,12 +107,14 @@ async def test_online_eval_newer_version_replaces_the_waiting_one(tmp_path):
     async with asyncio.TaskGroup() as tasks:
         await run.switch(0, tasks)
         await held.started.wait()
+        await run.evaluator.before_switch()  # it is not pinned
         for version in (1, 2, 3):
             await run.switch(version, tasks)  # returns while the first goes on
         assert run.versions == []
         held.gate.set()
         await run.evaluator.finish(3)
     assert run.versions == [0, 3]
+    assert "eval/held_s" not in run.metrics
     assert run.evaluator.num_skipped == run.metrics["eval/skipped"] == 2
 
 
@@ -133,8 +154,9 @@ async def test_online_eval_failing_environment_is_reported(tmp_path, error):
     assert metrics["eval/fake/examples"] == 4
 
 
+@virtual_clock
 async def test_online_eval_stuck_environment_times_out(tmp_path):
-    run = Run(tmp_path, FakePool(name="stuck", behave=Held()), FakePool(), idle_timeout_s=1.0)
+    run = Run(tmp_path, FakePool(name="stuck", behave=Held()), FakePool(), idle_timeout_seconds=600)
     await run.evaluator.finish(0)
     assert (run.metrics["eval/stuck/failed"], run.metrics["eval/fake/failed"]) == (1, 0)
 
@@ -163,26 +185,15 @@ async def test_online_eval_failing_run_cancels_it(tmp_path):
     assert run.versions == []
 
 
-async def test_online_eval_span_does_not_delay_the_switch(tmp_path):
-    held = Held()
-    run = Run(tmp_path, FakePool(behave=held))
-    async with asyncio.TaskGroup() as tasks:
-        await run.switch(0, tasks)
-        await held.started.wait()
-        await run.evaluator.before_switch()
-        held.gate.set()
-        await run.evaluator.finish(0)
-    assert "eval/held_s" not in run.metrics
-
-
+@virtual_clock
 async def test_online_eval_pinned_delays_the_switch(tmp_path):
     held = Held()
-    run = Run(tmp_path, FakePool(behave=held), mode="pinned", hold_s=60)
+    run = Run(tmp_path, FakePool(behave=held), mode="pinned", hold_seconds=60)
     await run.evaluator.before_switch()  # nothing is pinned yet
     async with asyncio.TaskGroup() as tasks:
         await run.switch(0, tasks)
         switch = tasks.create_task(run.evaluator.before_switch())
-        await held.started.wait()
+        await asyncio.sleep(9)
         assert not switch.done()
         held.gate.set()
         await switch
@@ -190,22 +201,23 @@ async def test_online_eval_pinned_delays_the_switch(tmp_path):
         await run.switch(1, tasks)
         await run.evaluator.before_switch()  # version 1 is not due
         await run.evaluator.finish(1)
-    assert run.metrics["eval/held_s"] > 0
+    assert run.metrics["eval/held_s"] == pytest.approx(9)
 
 
-async def test_online_eval_pinned_delays_the_switch_at_most_hold_s(tmp_path):
+@virtual_clock
+async def test_online_eval_pinned_delays_the_switch_at_most_hold_seconds(tmp_path):
     held = Held()
-    run = Run(tmp_path, FakePool(behave=held), mode="pinned", hold_s=0.05)
+    run = Run(tmp_path, FakePool(behave=held), mode="pinned", hold_seconds=50)
     async with asyncio.TaskGroup() as tasks:
         await run.switch(0, tasks)
         await held.started.wait()
         await run.evaluator.before_switch()
         assert run.versions == [], "the evaluation still goes on"
-        async with asyncio.timeout(0.04):
+        async with asyncio.timeout(1):
             await run.evaluator.before_switch()  # it has had its time
         held.gate.set()
         await run.evaluator.finish(0)
-    assert run.metrics["eval/held_s"] >= 0.05
+    assert run.metrics["eval/held_s"] == pytest.approx(50)
 
 
 async def test_online_eval_separate_servers_load_retained_files(tmp_path):
@@ -234,13 +246,8 @@ async def test_online_eval_skipped_evaluation_releases_its_files(tmp_path):
     async with fake_engine() as fake:
         held = Held()
         pool = FakePool(1, behave=held)
-        run = Run(
-            tmp_path,
-            pool,
-            mode="pinned",
-            interval=1,
-            own_servers=lambda: [InferenceClient(fake.url, "m", "evaluations")],
-        )
+        own = [InferenceClient(fake.url, "m", "evaluations")]
+        run = Run(tmp_path, pool, mode="pinned", interval=1, own_servers=lambda: own)
         for step in (1, 2, 3):
             publish_version(run.paths, step)
         async with asyncio.TaskGroup() as tasks:
@@ -303,16 +310,6 @@ def begin(paths, *versions, folder="fake"):
         (paths.evals_dir / folder / f"step_{version}.jsonl").write_text("")
 
 
-async def test_online_eval_older_version_is_ignored(tmp_path):
-    """Servers that return sample from the base model briefly, so the oldest version decreases."""
-    run = Run(tmp_path, FakePool())
-    async with asyncio.TaskGroup() as tasks:
-        for version in (0, 2, 0, 1, 2, 3, 0, 4):
-            await run.switch(version, tasks)
-            await run.rest()
-    assert run.versions == [0, 2, 4]
-
-
 @pytest.mark.parametrize(
     ("reported", "started", "version", "expected"),
     [
@@ -333,13 +330,20 @@ async def test_online_eval_restart_repeats_only_interrupted_evaluations(tmp_path
     before = run.paths.evals_dir / "fake/step_0.jsonl"
     before.write_text("as it was")
     await run.evaluator.read_history()
-    async with asyncio.TaskGroup() as tasks:
-        await run.switch(version, tasks)
-        await run.rest()
+    await run.visit(version)
     assert run.versions == expected
     assert 0 in expected or before.read_text() == "as it was"
     lost = [v for v in started if v not in reported and v < version]
     assert run.evaluator.num_skipped == len(lost)
+
+
+async def test_online_eval_restart_with_other_examples_warns(tmp_path, said):
+    pool = FakePool()
+    for content, warns in (("a", False), ("a", False), ("b", True), ("b", False)):
+        pool.content_hash, before = content, len(said())
+        run = Run(tmp_path, pool)
+        await run.evaluator.finish(4)
+        assert any("eval/fake: its examples differ" in line for line in said()[before:]) == warns
 
 
 async def test_online_eval_restart_after_the_last_does_not_repeat_it(tmp_path):
@@ -369,9 +373,7 @@ async def test_online_eval_separate_servers_repeat_on_the_interrupted_version(tm
         publish_version(run.paths, 5)
         begin(run.paths, interrupted)
         await run.evaluator.read_history()
-        async with asyncio.TaskGroup() as tasks:
-            await run.switch(5, tasks)
-            await run.rest()
+        await run.visit(5)
     if is_published or not interrupted:
         assert run.versions == [interrupted, 5]
         assert seen[0] == (interrupted, [interrupted, 5] if interrupted else [5])

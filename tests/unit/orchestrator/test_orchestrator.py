@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import time
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,27 +13,28 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from prime_rl.configs.checkpoint import CkptConfig
+from prime_rl.configs.client import ClientConfig
+from prime_rl.configs.environment import EnvConfig, EvalEnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.rollouts.eval_common import EvalEnvConfig
-from prime_rl.configs.shared.blocks import CkptConfig, ClientConfig, EnvConfig, SamplingConfig
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.evaluation.eval_plan import EvalTask
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.monitors import Monitor
 from prime_rl.orchestrator import orchestrator as orchestrator_module
-from prime_rl.orchestrator.data.example_stream import ExampleStream
-from prime_rl.orchestrator.health.progress_watchdog import INFERENCE, TRAINER, ProgressWatchdog
-from prime_rl.orchestrator.inference import inference_server as server
+from prime_rl.orchestrator.example_stream import ExampleStream
 from prime_rl.orchestrator.inference import weight_versions
 from prime_rl.orchestrator.inference.inference_pool import InferencePool
 from prime_rl.orchestrator.ledger import ledger as ledger_module
 from prime_rl.orchestrator.ledger.ledger import read_ledger, replay
-from prime_rl.orchestrator.length_aware_admission import LengthHistory
-from prime_rl.orchestrator.online_eval.online_evaluation import EvalSchedule
-from prime_rl.orchestrator.orchestrator import OrchestratorLoop
+from prime_rl.orchestrator.online_evaluation import EvalSchedule
+from prime_rl.orchestrator.orchestrator import EventLoopLag, OrchestratorLoop
 from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
 from prime_rl.orchestrator.resume import find_start_point
-from prime_rl.orchestrator.sample_files import SampleFiles
+from prime_rl.orchestrator.run_reports import SampleFiles
+from prime_rl.orchestrator.scheduler import DurationHistory
+from prime_rl.orchestrator.waits import INFERENCE, TRAINER, ProgressWatchdog
 from prime_rl.storage.batch import read_batch
 from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.wait_for import watch_directory
@@ -65,23 +67,32 @@ def make_config(tmp_path, tokenizer_dir, env_args=None, **values):
     return OrchestratorConfig(**(given | values))
 
 
+async def run_loop(host, config, start_point, schedules=()):
+    """Run one `OrchestratorLoop` with the servers and the environments of the configuration."""
+    async with AsyncExitStack() as stack:
+        environments = await start_environments(config, host, model_access(config), stack)
+        servers = [await connect(config, url, stack) for url in config.client.urls]
+        monitor = Monitor(config.run_paths, "orchestrator", None)
+        stack.callback(monitor.close)
+        loop = OrchestratorLoop(config, environments, servers, monitor, start_point=start_point, schedules=schedules)
+        await loop.run()
+
+
+def with_engines(config, engines):
+    return config.model_copy(update={"client": ClientConfig(base_url=[engine.url for engine in engines])})
+
+
 @pytest.fixture
 def run_orchestrator(host):
-    async def run(config, engines, trainer_delay_s=0.0, trainer=play_trainer, schedules=()):
-        paths = RunPaths(config.output_dir)
-        stop = asyncio.Event()
-        training = asyncio.create_task(trainer(paths, config.max_steps, stop, trainer_delay_s))
-        config = config.model_copy(update={"client": ClientConfig(base_url=[fake.url for fake in engines])})
+    async def run(config, engines=None, trainer_delay_seconds=0.0, trainer=play_trainer, schedules=()):
+        if engines is None:
+            async with fake_engine() as engine:
+                return await run(config, [engine])
+        paths, stop = RunPaths(config.output_dir), asyncio.Event()
+        training = asyncio.create_task(trainer(paths, config.max_steps, stop, trainer_delay_seconds))
+        config = with_engines(config, engines)
         try:
-            async with AsyncExitStack() as stack:
-                environments = await start_environments(config, host, model_access(config), paths, stack)
-                servers = [await connect(config, url, stack) for url in config.client.urls]
-                start_point = await asyncio.to_thread(find_start_point, config)
-                monitor = Monitor(paths, "orchestrator", None)
-                stack.callback(monitor.close)
-                await OrchestratorLoop(
-                    config, environments, servers, monitor, start_point=start_point, schedules=schedules
-                ).run()
+            await run_loop(host, config, await asyncio.to_thread(find_start_point, config), schedules)
             await training
         finally:
             stop.set()
@@ -91,15 +102,25 @@ def run_orchestrator(host):
     return run
 
 
-def limit_waits(monkeypatch, timeouts_s):
+def limit_waits(monkeypatch, timeouts_seconds):
     """Give the waits for each peer their own `wait_timeout_seconds`, so that a test expects one of them to end."""
     wait = ProgressWatchdog.wait
 
     async def limited(self, wake, progress_token, phase, role, *rest, **place):
-        self._timeout_s = timeouts_s[role]
+        self._timeout_seconds = timeouts_seconds[role]
         await wait(self, wake, progress_token, phase, role, *rest, **place)
 
     monkeypatch.setattr(ProgressWatchdog, "wait", limited)
+
+
+def random_pauses(mean_seconds, seed=0):
+    """A gate of a fake engine that holds each request for a random time."""
+    rng = np.random.default_rng(seed)
+
+    async def gate(_):
+        await asyncio.sleep(rng.exponential(mean_seconds))
+
+    return gate
 
 
 def batches(paths):
@@ -107,18 +128,23 @@ def batches(paths):
 
 
 @pytest.mark.parametrize("async_level", [0, 1, 2])
-async def test_run_any_async_level_keeps_the_staleness_bound(tmp_path, tokenizer_dir, async_level, run_orchestrator):
-    """The batches keep I1, I2 and I3 with random completions and switches."""
+async def test_run_any_async_level_keeps_the_staleness_bound(
+    tmp_path, tokenizer_dir, async_level, run_orchestrator, monkeypatch
+):
+    """The batches of two servers keep I1, I2 and I3 with random completions and switches."""
     config = make_config(tmp_path, tokenizer_dir, async_level=async_level)
-    rng = np.random.default_rng(0)
-    async with fake_engine() as engine:
-
-        async def gate(_):
-            await asyncio.sleep(rng.exponential(0.02))
-
-        engine.gate = gate
-        paths = await run_orchestrator(config, [engine], trainer_delay_s=0.03)
-        assert (engine.step, engine.holder) == (STEPS, None), "the last version is loaded and the lease given back"
+    loop = asyncio.get_running_loop()
+    for name in ("log", "log_samples", "log_distributions"):
+        monkeypatch.setattr(Monitor, name, needs_loop(getattr(Monitor, name), loop))
+    canary = {"token_ids": [1, 2, 3], "logprobs": [-1.5, -0.25], "dtype": "float32"}
+    async with fake_engine() as one, fake_engine() as two:
+        one.base_canary = canary
+        one.gate = two.gate = random_pauses(0.02)
+        paths = await run_orchestrator(config, [one, two], trainer_delay_seconds=0.03)
+        for engine in (one, two):
+            assert engine.requests
+            assert (engine.step, engine.holder) == (STEPS, None), "the last version is loaded and the lease given back"
+        canaries = [{**canary, "url": one.url}]
     groups = []
     for step, (batch, manifest) in enumerate(batches(paths)):
         sampled = batch.versions[batch.loss_mask == 1]
@@ -126,12 +152,18 @@ async def test_run_any_async_level_keeps_the_staleness_bound(tmp_path, tokenizer
         assert step - sampled.min() <= async_level
         assert sampled.max() <= step, "no token comes from a version that this batch has yet to make"
         assert len(batch.seq_lens) == 6
+        assert manifest.get("base_canaries") == (None if step else canaries), "the trainer compares its base model"
+        rows = samples(paths, step)
+        rollouts = zip(batch.sample_group.tolist(), batch.sample_rollout.tolist(), strict=True)
+        assert {(row["group_id"], row["rollout"]) for row in rows} == set(rollouts)
+        assert rows[0]["messages"][0]["content"].startswith("say it")
+        assert (batch.advantages == 0).all(), "all rollouts of a group have one reward here"
         groups += manifest["group_ids"]
     assert sorted(groups) == list(range(STEPS * 3)), "every stream position is shipped exactly once"
-    rows = [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
+    rows = metrics(paths)
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert max(row["staleness/max"] for row in rows) <= async_level
-    assert all(row["tokens/wasted"] == 0 for row in rows)
+    assert all(row["tokens/unaccounted"] == 0 for row in rows)
 
 
 async def test_run_whose_last_version_arrives_long_after_the_end_of_the_trainer_completes(
@@ -140,7 +172,7 @@ async def test_run_whose_last_version_arrives_long_after_the_end_of_the_trainer_
     """The last version is always a full one, and a relay copies it over a slow network."""
     config = make_config(tmp_path, tokenizer_dir, heartbeat={"warn_after_seconds": 0.1, "dead_after_seconds": 0.3})
 
-    async def trainer(paths, steps, stop, delay_s):
+    async def trainer(paths, steps, stop, delay_seconds):
         await play_trainer(paths, steps - 1, stop)
         async for _ in watch_directory(paths.rollouts_dir, asyncio.Event()):
             if paths.rollouts(steps - 1).exists():
@@ -154,28 +186,6 @@ async def test_run_whose_last_version_arrives_long_after_the_end_of_the_trainer_
         await run_orchestrator(config, [engine], trainer=trainer)
         assert engine.step == STEPS
     assert not [line for line in said() if "has ended" in line]
-
-
-async def test_run_two_servers_keeps_the_staleness_bound(tmp_path, tokenizer_dir, run_orchestrator):
-    config = make_config(tmp_path, tokenizer_dir, async_level=1)
-    async with fake_engine() as one, fake_engine() as two:
-        paths = await run_orchestrator(config, [one, two])
-        assert one.requests
-        assert two.requests
-    for step, (batch, _) in enumerate(batches(paths)):
-        assert step - batch.versions[batch.versions >= 0].min() <= 1
-
-
-async def test_batch_0_contains_the_base_canaries(tmp_path, tokenizer_dir, run_orchestrator):
-    """The trainer compares the base model with its own before it trains (`check_base_canaries`)."""
-    said = {"token_ids": [1, 2, 3], "logprobs": [-1.5, -0.25], "dtype": "float32"}
-    async with fake_engine() as one, fake_engine() as two:
-        one.base_canary = said
-        paths = await run_orchestrator(make_config(tmp_path, tokenizer_dir), [one, two])
-        urls = [one.url]
-    first, *others = [manifest for _, manifest in batches(paths)]
-    assert first["base_canaries"] == [{**said, "url": url} for url in urls]
-    assert not any("base_canaries" in manifest for manifest in others)
 
 
 async def test_run_lost_server_returns(tmp_path, tokenizer_dir, monkeypatch, run_orchestrator):
@@ -201,28 +211,14 @@ async def test_run_lost_server_returns(tmp_path, tokenizer_dir, monkeypatch, run
         reborn, noticed, original = [], asyncio.Event(), InferencePool.take_out
         monkeypatch.setattr(InferencePool, "take_out", take_out)
         two.gate = die
-        paths = await run_orchestrator(config, [one, two], trainer_delay_s=0.4)
+        paths = await run_orchestrator(config, [one, two], trainer_delay_seconds=0.4)
         await reborn[0]
     groups = []
     for step, (batch, manifest) in enumerate(batches(paths)):
         assert step - batch.versions[batch.versions >= 0].min() <= 1
         groups += manifest["group_ids"]
     assert sorted(groups) == list(range(STEPS * 3))
-    rows = [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
-    assert rows[-1]["groups/retried"] >= 1
-
-
-async def test_batch_rows_and_samples_hold_the_same_advantages(tmp_path, tokenizer_dir, run_orchestrator):
-    config = make_config(tmp_path, tokenizer_dir, async_level=0, rollouts_per_example=3)
-    async with fake_engine() as engine:
-        paths = await run_orchestrator(config, [engine])
-    batch, _ = read_batch(paths.rollouts(0))
-    rows = [json.loads(line) for line in paths.samples(0).read_text().splitlines()]
-    assert {(r["group_id"], r["rollout"]) for r in rows} == set(
-        zip(batch.sample_group.tolist(), batch.sample_rollout.tolist(), strict=True)
-    )
-    assert (batch.advantages == 0).all(), "all rollouts of a group have one reward here"
-    assert rows[0]["messages"][0]["content"].startswith("say it")
+    assert metrics(paths)[-1]["groups/retried"] >= 1
 
 
 async def test_two_agents_get_the_advantages_of_their_own_rewards(tmp_path, tokenizer_dir, run_orchestrator):
@@ -234,7 +230,7 @@ async def test_two_agents_get_the_advantages_of_their_own_rewards(tmp_path, toke
         paths = await run_orchestrator(config, [engine])
     seen = set()
     for step, (batch, _) in enumerate(batches(paths)):
-        rows = [json.loads(line) for line in paths.samples(step).read_text().splitlines()]
+        rows = samples(paths, step)
         credits = {(row["group_id"], row["rollout"]): row["credits"] for row in rows}
         for group in {row["group_id"] for row in rows}:
             for agent in range(2):
@@ -266,24 +262,35 @@ async def test_multi_turn_rollout_keeps_the_engine_token_ids(tmp_path, tokenizer
         start += length
 
 
-async def test_run_failing_environment_ends_with_its_exception(tmp_path, tokenizer_dir, run_orchestrator):
-    config = make_config(tmp_path, tokenizer_dir, {"fail": "setup"}, async_level=0)
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"env_args": {"fail": "setup"}}, RunError, r"error/toy_environment; the last: .*KeyError.*broken environment"),
+        ({"env_args": {"fail": "nan"}}, RunError, "error/toy_environment"),
+        (
+            {"env_args": {"prompt": "a long prompt " * 10}}, ConfigError,
+            r"prompt of example 0 of environment 'toy_environment' has \d+ tokens",
+        ),
+        (
+            {"env": [EnvConfig(id="no-such-env")]}, ConfigError,
+            r"no-such-env is not installed; .*prime env install no-such-env",
+        ),
+    ],
+    ids=["fails", "non-finite reward", "long prompt", "not installed"],
+)  # fmt: skip
+async def test_run_unusable_environment_ends_with_its_error(
+    tmp_path, tokenizer_dir, run_orchestrator, values, error, message
+):
+    config = make_config(tmp_path, tokenizer_dir, async_level=0, **values)
     async with fake_engine() as engine:
-        with pytest.raises(RunError, match=r"error/toy_environment; the last: .*KeyError.*broken environment"):
+        with pytest.raises(error, match=message):
             await run_orchestrator(config, [engine])
         assert engine.holder is None, "the lease is given back after a failure too"
-
-
-async def test_run_non_finite_reward_is_an_error(tmp_path, tokenizer_dir, run_orchestrator):
-    config = make_config(tmp_path, tokenizer_dir, {"fail": "nan"}, async_level=0)
-    async with fake_engine() as engine:
-        with pytest.raises(RunError, match="error/toy_environment"):
-            await run_orchestrator(config, [engine])
     assert not RunPaths(config.output_dir).rollouts(0).exists()
 
 
 async def test_run_server_that_only_fails_ends_it(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
-    monkeypatch.setattr("prime_rl.orchestrator.inference.inference_server._LONGEST_BACKOFF_S", 0.001)
+    monkeypatch.setattr("prime_rl.orchestrator.inference.inference_server._LONGEST_BACKOFF_SECONDS", 0.001)
     config = make_config(tmp_path, tokenizer_dir, async_level=1, batch_size=2)
     async with fake_engine() as engine:
         engine.fault = lambda body: web.json_response({"error": {"message": "engine is dead"}}, status=500)
@@ -295,8 +302,8 @@ async def test_run_failing_server_backs_off_and_another_takes_its_groups(
     tmp_path, tokenizer_dir, run_orchestrator, monkeypatch
 ):
     """The other server answers nothing until it has all groups, so the failing one stays the least loaded."""
-    monkeypatch.setattr("prime_rl.orchestrator.inference.inference_server._FIRST_BACKOFF_S", 60.0)
-    monkeypatch.setattr("prime_rl.orchestrator.inference.inference_server._LONGEST_BACKOFF_S", 60.0)
+    monkeypatch.setattr("prime_rl.orchestrator.inference.inference_server._FIRST_BACKOFF_SECONDS", 60.0)
+    monkeypatch.setattr("prime_rl.orchestrator.inference.inference_server._LONGEST_BACKOFF_SECONDS", 60.0)
     config, has_all = make_config(tmp_path, tokenizer_dir, async_level=2), asyncio.Event()
     async with fake_engine() as good, fake_engine() as bad:
 
@@ -309,8 +316,7 @@ async def test_run_failing_server_backs_off_and_another_takes_its_groups(
         bad.fault = lambda body: web.Response(text='{"choices": [', content_type="application/json")
         paths = await run_orchestrator(config, [good, bad])
     assert [len(batch.seq_lens) for batch, _ in batches(paths)] == [6] * STEPS
-    lines = [json.loads(line) for line in paths.metrics("orchestrator").read_text().splitlines()]
-    assert sum(line.get("dropped/error/engine", 0) for line in lines) == 0
+    assert sum(line.get("dropped/error/engine", 0) for line in metrics(paths)) == 0
     examples = {tuple(request["token_ids"]) for request in bad.requests}
     assert len(examples) == 4, "every second group before the first failure, and none after it"
     assert len(bad.requests) <= 4 * 2 * 3, "two rollouts, three attempts; the first failure cancels the other rollout"
@@ -338,36 +344,8 @@ async def test_run_trainer_that_never_publishes_is_named(tmp_path, tokenizer_dir
     config = make_config(tmp_path, tokenizer_dir, async_level=0)
     async with fake_engine() as engine:
         with pytest.raises(RunError, match=r"waiting for the trainer to publish version 1") as caught:
-            await run_orchestrator(config, [engine], trainer_delay_s=60)
+            await run_orchestrator(config, [engine], trainer_delay_seconds=60)
         assert "trainer.log" not in str(caught.value), "no such file: nothing redirects its output"
-
-
-async def test_prompt_longer_than_seq_len_raises(tmp_path, tokenizer_dir, run_orchestrator):
-    config = make_config(tmp_path, tokenizer_dir, {"prompt": "a long prompt " * 10})
-    async with fake_engine() as engine:
-        with pytest.raises(ConfigError, match=r"prompt of example 0 of environment 'toy_environment' has \d+ tokens"):
-            await run_orchestrator(config, [engine])
-
-
-async def test_missing_environment_error_names_the_install_command(tmp_path, tokenizer_dir, run_orchestrator):
-    config = make_config(tmp_path, tokenizer_dir, env=[EnvConfig(id="no-such-env")])
-    async with fake_engine() as engine:
-        with pytest.raises(
-            ConfigError, match=r"no-such-env is not installed; .*uv pip install -e environments/no_such_env"
-        ):
-            await run_orchestrator(config, [engine])
-
-
-async def test_seeded_requests_differ_by_rollout_and_repeat_in_another_run(tmp_path, tokenizer_dir, run_orchestrator):
-    seen = []
-    for run in ("one", "two"):
-        values = {"sampling": {"max_tokens": 6, "seed": 7}, "output_dir": tmp_path / run}
-        config = make_config(tmp_path, tokenizer_dir, async_level=0, **values)
-        async with fake_engine() as engine:
-            await run_orchestrator(config, [engine])
-            seen.append(sorted(request["sampling_params"]["seed"] for request in engine.requests))
-    assert seen[0] == seen[1]
-    assert len(set(seen[0])) == STEPS * 6
 
 
 def toy(name, **args):
@@ -421,54 +399,21 @@ async def test_zero_advantage_groups_are_replaced(tmp_path, tokenizer_dir, run_o
     config = make_config(
         tmp_path, tokenizer_dir, env=envs, filter_zero_advantage=True, oversampling_factor=2.0, max_off_policy_steps=3
     )
-    async with fake_engine() as engine:
-        paths = await run_orchestrator(config, [engine])
+    paths = await run_orchestrator(config)
     assert {row["env"] for step in range(STEPS) for row in samples(paths, step)} == {"spread"}
     last = metrics(paths)[-1]
     assert last["dropped/zero_advantage"] > 0
-    assert last["tokens/wasted"] == 0
+    assert last["tokens/unaccounted"] == 0
     assert last["tokens/dropped"] > 0
     assert sum(row["batch/zero_advantage_filler"] for row in metrics(paths)) == 0
 
 
 async def test_only_zero_advantage_groups_fill_the_batches(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, env=[toy("flat")], filter_zero_advantage=True, max_steps=2)
-    async with fake_engine() as engine:
-        paths = await run_orchestrator(config, [engine])
+    paths = await run_orchestrator(config)
     rows = metrics(paths)
     assert [row["batch/zero_advantage_filler"] for row in rows] == [3, 3]
     assert rows[0]["dropped/zero_advantage"] >= 30
-
-
-async def test_restart_ships_every_position_once(tmp_path, tokenizer_dir, run_orchestrator):
-    """The orchestrator ends in the middle; the next one ships its finished groups."""
-    config = make_config(tmp_path, tokenizer_dir, async_level=2)
-    paths = RunPaths(config.output_dir)
-    let_through, never = set(), asyncio.Event()
-
-    async def only_four_examples(body):
-        if len(let_through) < 4:
-            let_through.add(tuple(body["token_ids"]))
-        if tuple(body["token_ids"]) not in let_through:
-            await never.wait()
-
-    async with fake_engine() as engine:
-        engine.gate = only_four_examples
-        first = asyncio.create_task(run_orchestrator(config, [engine], trainer=no_trainer))
-        async with asyncio.timeout(60):
-            while len(done_groups(paths)) < 4 or not paths.samples(0).exists() or not metrics(paths):
-                await asyncio.sleep(0.01)  # another process would look at these files just so
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        engine.gate = None
-        before = len(engine.requests)
-        await run_orchestrator(config.model_copy(update={"restart": True}), [engine])
-        again = len(engine.requests) - before
-    groups = [group for _, manifest in batches(paths) for group in manifest["group_ids"]]
-    assert sorted(groups) == list(range(STEPS * 3))
-    assert again == (STEPS * 3 - 4) * 2, "what was finished is not played again"
-    assert [row["step"] for row in metrics(paths)] == list(range(STEPS))
-    check_progress(paths)
 
 
 def check_progress(paths):
@@ -510,6 +455,7 @@ def stopped(tmp_path, tokenizer_dir, run_orchestrator):
 @pytest.mark.parametrize(
     ("changes", "kept"),
     [
+        ({}, 2),
         ({"async_level": 3}, 2),
         ({"async_level": 1}, 2),
         ({"async_level": 0}, 0),
@@ -546,52 +492,55 @@ async def test_restart_other_settings_ships_every_position_once(stopped, run_orc
         # One that does not fit is sampled again, and late enough in the order that the run may end before it.
         assert len(finished - set(groups)) <= 2 - kept
         last = metrics(paths)[-1]
-        assert last["tokens/wasted"] == 0
+        assert last["tokens/unaccounted"] == 0
         assert last.get("dropped/resampled", 0) == 2 - kept
         assert last["tokens/dropped"] == (2 - kept) * 2 * 6
+        assert [row["step"] for row in metrics(paths)] == list(range(STEPS))
+        check_progress(paths)
 
 
-async def test_restart_reading_the_ledger_does_not_block_the_event_loop(stopped, run_orchestrator, monkeypatch):
+async def test_restart_other_seed_or_max_steps_below_shipped_raises(stopped, run_orchestrator, monkeypatch):
+    """In between, a restart that succeeds reads the ledger outside the event loop."""
     loop = asyncio.get_running_loop()
     async with fake_engine() as engine:
         config, paths = await stopped(engine)
+        with pytest.raises(ConfigError, match="seed of toy_environment was 42 when the run began and is 43 now"):
+            await run_orchestrator(config.model_copy(update={"seed": 43}), [engine], trainer=no_trainer)
         monkeypatch.setattr(orchestrator_module, "read_ledger", needs_loop(read_ledger, loop))
         monkeypatch.setattr(ledger_module, "replay", needs_loop(replay, loop))
         await run_orchestrator(config, [engine])
-    assert steps_in(paths.rollouts_dir) == list(range(STEPS))
+        assert steps_in(paths.rollouts_dir) == list(range(STEPS))
+        message = f"max_steps = 5, but 6 batches were shipped before in {paths.rollouts_dir}"
+        with pytest.raises(ConfigError, match=message):
+            await run_orchestrator(config.model_copy(update={"max_steps": 5}), [engine])
+        assert engine.holder is None
 
 
-async def test_checkpoint_does_not_block_the_event_loop(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(ExampleStream, "state", needs_loop(ExampleStream.state, loop))
-    monkeypatch.setattr(LengthHistory, "state", needs_loop(LengthHistory.state, loop))
-    config = make_config(tmp_path, tokenizer_dir, ckpt=CkptConfig(interval=2))
-    async with fake_engine() as engine:
-        paths = await run_orchestrator(config, [engine])
-    assert steps_in(paths.checkpoints_dir) == [2, 4, 6]
-
-
-async def test_reading_directories_does_not_block_the_event_loop(
+async def test_checkpoints_and_directories_do_not_block_the_event_loop(
     tmp_path, tokenizer_dir, run_orchestrator, monkeypatch
 ):
     """Also with an invalid version, and behind a symbolic link."""
     loop = asyncio.get_running_loop()
-    monkeypatch.setattr(weight_versions, "steps_in", needs_loop(weight_versions.steps_in, loop))
-    monkeypatch.setattr(orchestrator_module, "find_rollback", needs_loop(orchestrator_module.find_rollback, loop))
-    monkeypatch.setattr(server, "read_manifest", needs_loop(server.read_manifest, loop))
+    for owner, name in (
+        (ExampleStream, "state"), (DurationHistory, "state"), (weight_versions, "steps_in"),
+        (orchestrator_module, "find_rollback"), (weight_versions, "read_manifest"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, needs_loop(getattr(owner, name), loop))
     resolve = Path.resolve
     watched = needs_loop(resolve, loop)
     monkeypatch.setattr(Path, "resolve", lambda path: (watched if path.name.startswith("step_") else resolve)(path))
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     config = make_config(
-        tmp_path, tokenizer_dir, output_dir=tmp_path / "link/run", on_invalid_weights="keep_previous", async_level=3
-    )
+        tmp_path, tokenizer_dir, output_dir=tmp_path / "link/run", on_invalid_weights="keep_previous", async_level=3,
+        ckpt=CkptConfig(interval=2),
+    )  # fmt: skip
     async with fake_engine() as engine:
         engine.refused = {3}
         paths = await run_orchestrator(config, [engine])
         assert engine.step == STEPS
     assert steps_in(paths.rollouts_dir) == list(range(STEPS))
+    assert steps_in(paths.checkpoints_dir) == [2, 4, 6]
 
 
 async def test_groups_start_while_a_batch_is_written(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
@@ -618,20 +567,12 @@ async def test_groups_start_while_a_batch_is_written(tmp_path, tokenizer_dir, ru
     assert sorted(groups) == list(range(STEPS * 3))
 
 
-async def test_batch_report_is_written_in_a_thread(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
-    loop = asyncio.get_running_loop()
-    for name in ("log", "log_samples", "log_distributions"):
-        monkeypatch.setattr(Monitor, name, needs_loop(getattr(Monitor, name), loop))
-    async with fake_engine() as engine:
-        paths = await run_orchestrator(make_config(tmp_path, tokenizer_dir), [engine])
-    assert [row["step"] for row in metrics(paths)] == list(range(STEPS))
-
-
 async def test_sample_files_limits_rollouts_and_files(tmp_path, tokenizer_dir, run_orchestrator):
-    config = make_config(tmp_path, tokenizer_dir, num_samples_per_batch=5, num_kept_sample_files=2)
-    async with fake_engine() as engine:
-        paths = await run_orchestrator(config, [engine])
-    assert sorted(file.name for file in paths.samples_dir.iterdir()) == ["step_4.jsonl", "step_5.jsonl"]
+    config = make_config(
+        tmp_path, tokenizer_dir, num_samples_per_batch=5, num_kept_sample_files=2, kept_sample_interval=3
+    )
+    paths = await run_orchestrator(config)
+    assert sorted(file.name for file in paths.samples_dir.iterdir()) == [f"step_{n}.jsonl" for n in (0, 3, 4, 5)]
     rows = samples(paths, STEPS - 1)
     assert len(rows) == 4, "whole groups of 2, at most 5 rollouts"
     batch, _ = read_batch(paths.rollouts(STEPS - 1))
@@ -643,24 +584,6 @@ async def test_sample_files_choose_evenly_from_the_batch(tmp_path, num, chosen):
     groups = [make_group(group_id) for group_id in range(5)]
     written = SampleFiles(RunPaths(tmp_path), num).write(0, groups, [np.zeros(2)] * 5)
     assert [row["group_id"] for row in written] == [group for group in chosen for _ in range(2)]
-
-
-async def test_restart_max_steps_below_shipped_raises(stopped, run_orchestrator):
-    async with fake_engine() as engine:
-        config, paths = await stopped(engine)
-        await run_orchestrator(config, [engine])
-        with pytest.raises(
-            ConfigError, match=f"max_steps = 5, but 6 batches were shipped before in {paths.rollouts_dir}"
-        ):
-            await run_orchestrator(config.model_copy(update={"max_steps": 5}), [engine])
-        assert engine.holder is None
-
-
-async def test_restart_other_seed_raises_with_both_values(stopped, run_orchestrator):
-    async with fake_engine() as engine:
-        config, _ = await stopped(engine)
-        with pytest.raises(ConfigError, match="seed of toy_environment was 42 when the run began and is 43 now"):
-            await run_orchestrator(config.model_copy(update={"seed": 43}), [engine])
 
 
 async def test_restart_evaluates_each_version_once(tmp_path, tokenizer_dir, run_orchestrator):
@@ -702,12 +625,36 @@ async def test_restart_evaluates_each_version_once(tmp_path, tokenizer_dir, run_
     assert (paths.evals_dir / "val_fake/step_0.jsonl").read_bytes() == before
 
 
-async def two_steps(paths, steps, stop, delay_s):
+async def test_versions_after_the_last_batch_are_evaluated(tmp_path, tokenizer_dir, run_orchestrator):
+    """The k versions that become current once the last batch is shipped are due like all others."""
+    config = make_config(tmp_path, tokenizer_dir, async_level=2)
+    paths = RunPaths(config.output_dir)
+    tasks = [(EvalTask(EvalEnvConfig(id="fake"), SamplingConfig(), -1, 1), FakePool(2))]
+
+    def evaluated():
+        return [line["step"] for line in metrics(paths) if "val/time_s" in line]
+
+    async def after_each_evaluation(paths, steps, stop, delay_seconds):
+        for step in range(steps):
+            async with asyncio.timeout(60):
+                while not paths.metrics("orchestrator").exists() or evaluated() != list(range(step + 1)):
+                    await asyncio.sleep(0.01)
+            await play_trainer(paths, step + 1, asyncio.Event(), done=step)
+
+    async with fake_engine() as engine:
+        await run_orchestrator(
+            config, [engine], trainer=after_each_evaluation, schedules=[EvalSchedule("val", tasks, 1, True)]
+        )
+    assert evaluated() == list(range(STEPS + 1))
+    assert metrics(paths)[-1]["val/skipped"] == 0
+
+
+async def two_steps(paths, steps, stop, delay_seconds):
     await play_trainer(paths, 2, asyncio.Event())
     await stop.wait()
 
 
-async def other_steps(paths, steps, stop, delay_s):
+async def other_steps(paths, steps, stop, delay_seconds):
     """Publish version 5 when 4 is evaluated: otherwise the servers may skip 4, and 5 is evaluated instead."""
     await play_trainer(paths, 4, asyncio.Event(), done=2)
     async with asyncio.timeout(60):
@@ -726,7 +673,7 @@ def complete_lines(file):
     return file.read_text().rpartition("\n")[0].splitlines()
 
 
-async def no_trainer(paths, steps, stop, delay_s):
+async def no_trainer(paths, steps, stop, delay_seconds):
     await stop.wait()
 
 
@@ -739,22 +686,19 @@ def metrics(paths):
 
 
 async def test_same_seed_samples_the_same_examples_in_order(tmp_path, tokenizer_dir, run_orchestrator):
+    """The seeds of the requests differ by rollout and repeat in the other run, too."""
     seen = []
-    for run, delay_s in (("one", 0.0), ("two", 0.01)):
-        config = make_config(
-            tmp_path, tokenizer_dir, async_level=0, output_dir=tmp_path / run, env=[toy("a"), toy("b")]
-        )
+    for run, delay_seconds in (("one", 0.0), ("two", 0.005)):
+        values = {"sampling": {"max_tokens": 6, "seed": 7}, "env": [toy("a"), toy("b")]}
+        config = make_config(tmp_path, tokenizer_dir, async_level=0, output_dir=tmp_path / run, **values)
         async with fake_engine() as engine:
-            rng = np.random.default_rng(len(seen))
-
-            async def gate(_, rng=rng, delay_s=delay_s):
-                await asyncio.sleep(delay_s * rng.random())
-
-            engine.gate = gate
+            engine.gate = random_pauses(delay_seconds, len(seen))
             paths = await run_orchestrator(config, [engine])
+            seeds = sorted(request["sampling_params"]["seed"] for request in engine.requests)
         rows = [row for step in range(STEPS) for row in samples(paths, step)]
-        seen.append([(row["group_id"], row["env"], row["messages"][0]["content"]) for row in rows])
+        seen.append((seeds, [(row["group_id"], row["env"], row["messages"][0]["content"]) for row in rows]))
     assert seen[0] == seen[1]
+    assert len(set(seeds)) == STEPS * 6
 
 
 async def test_invalid_version_with_newer_one_in_time_is_skipped(tmp_path, tokenizer_dir, run_orchestrator):
@@ -765,12 +709,12 @@ async def test_invalid_version_with_newer_one_in_time_is_skipped(tmp_path, token
             engine.refusal = "another hash" if step in (2, 4) else ""
 
         engine.staging = staging
-        paths = await run_orchestrator(config, [engine], trainer_delay_s=0.05)
+        paths = await run_orchestrator(config, [engine], trainer_delay_seconds=0.05)
         assert engine.step == STEPS
     for step, (batch, _) in enumerate(batches(paths)):
         assert step - batch.versions[batch.versions >= 0].min() <= 2
         assert not {2, 4} & set(batch.versions.tolist())
-    assert metrics(paths)[-1]["tokens/wasted"] == 0
+    assert metrics(paths)[-1]["tokens/unaccounted"] == 0
 
 
 @pytest.mark.parametrize(("choice", "words"), [("fail", ""), ("keep_previous", "; without version 3")])
@@ -796,7 +740,7 @@ async def test_rollouts_sampled_before_a_wrong_canary_are_discarded(tmp_path, to
     config = make_config(tmp_path, tokenizer_dir, async_level=2, on_invalid_weights="keep_previous")
     in_flight, switched, sampled = asyncio.Event(), asyncio.Event(), []
 
-    async def trainer(paths, steps, stop, delay_s):
+    async def trainer(paths, steps, stop, delay_seconds):
         done = 0
         async for _ in watch_directory(paths.rollouts_dir, stop):
             while done < steps and paths.rollouts(done).exists():
@@ -854,3 +798,15 @@ async def test_ship_all_of_batches_that_are_ready_together_starts_evaluations_be
     )
     await OrchestratorLoop._ship_all(orchestrator, None)
     assert evaluated == [0, 1, 2]
+
+
+async def test_event_loop_lag_blocking_call_is_measured():
+    lag, stop = EventLoopLag(), asyncio.Event()
+    assert lag.metrics() == {}
+    measuring = asyncio.create_task(lag.measure(stop))
+    await asyncio.sleep(0)
+    time.sleep(0.2)  # the fault under test: something blocks the loop
+    stop.set()
+    await measuring
+    assert lag.metrics()["event_loop_lag/max"] > 0.1
+    assert lag.metrics() == {}, "each measurement is told once"

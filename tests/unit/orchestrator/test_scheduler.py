@@ -389,21 +389,20 @@ def test_scheduler_after_rollback_all_in_flight_groups_can_start(batch_groups, a
     """At checkpoint N with version N: finished groups keep their deadlines, all others fit at once."""
     assume(done < max_steps)
     scheduler = DeadlineScheduler(batch_groups, async_level, max_steps)
-    version, next_group, complete = 0, 0, set()
+    version, next_group, complete, in_flight = 0, 0, set(), []
     while scheduler.next_step < done:
         while scheduler.can_admit(version):
             scheduler.admit(next_group, version)
+            in_flight.append(next_group)
             next_group += 1
-        waiting = [group for group in range(next_group) if group in scheduler._entries and group not in complete]
-        for group in waiting[: data.draw(st.integers(1, max(1, len(waiting))))]:
-            scheduler.complete(group)
-            complete.add(group)
+        for _ in range(min(len(in_flight), data.draw(st.integers(1, max(1, len(in_flight)))))):
+            complete.add(in_flight[0])
+            scheduler.complete(in_flight.pop(0))
         while scheduler.next_step < done and (batch := scheduler.ready()) is not None:
             scheduler.ship(batch)
             complete -= set(batch)
         version = data.draw(st.integers(version, scheduler.next_step))
     resumed = DeadlineScheduler(batch_groups, async_level, max_steps, next_step=done)
-    in_flight = [group for group in scheduler._entries if group not in complete]
     for group in sorted(complete):
         resumed.restore(group, scheduler.version(group))
     for group in in_flight:

@@ -2,18 +2,15 @@
 
 import asyncio
 import json
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
-from prime_rl.configs.shared.blocks import CkptConfig, ClientConfig
+from prime_rl.configs.checkpoint import CkptConfig
 from prime_rl.core.errors import RunError
-from prime_rl.monitors import Monitor
 from prime_rl.orchestrator import resume
 from prime_rl.orchestrator.orchestrator import OrchestratorLoop
-from prime_rl.orchestrator.orchestrator_setup import connect, model_access, start_environments
 from prime_rl.orchestrator.resume import StartPoint, TrainerRolledBack, find_rollback, find_start_point
-from prime_rl.storage import checkpoint_artifacts
 from prime_rl.storage.checkpoint_artifacts import ResumeRecord, find_checkpoints, read_resume, write_resume
 from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.rollback import START_VARIABLE, archive_late_artifacts, branch_of_batch, next_branch, roll_back
@@ -21,7 +18,7 @@ from prime_rl.storage.wait_for import watch_directory
 from tests.support.fake_engine import fake_engine, publish_version
 from tests.support.relays import copying, running_relay
 from tests.unit.orchestrator.test_checkpoint import commit, group_ids, with_ckpt
-from tests.unit.orchestrator.test_orchestrator import STEPS, batches, make_config, metrics
+from tests.unit.orchestrator.test_orchestrator import STEPS, batches, make_config, metrics, run_loop, with_engines
 
 in_loop = pytest.mark.asyncio(loop_scope="session")
 EVERY = 2
@@ -87,22 +84,17 @@ def run_on(host):
     """Run an orchestrator as `orchestrate` does: start again after each rollback."""
 
     async def run(config, engine, trainer):
-        config = config.model_copy(update={"client": ClientConfig(base_url=[engine.url])})
-        paths, stop, started = RunPaths(config.output_dir), asyncio.Event(), []
+        config = with_engines(config, [engine])
+        stop, started = asyncio.Event(), []
         training = asyncio.create_task(trainer(stop))
         try:
             while True:
                 started.append(await asyncio.to_thread(find_start_point, config))
-                async with AsyncExitStack() as stack:
-                    environments = await start_environments(config, host, model_access(config), paths, stack)
-                    servers = [await connect(config, engine.url, stack)]
-                    monitor = Monitor(paths, "orchestrator", None)
-                    stack.callback(monitor.close)
-                    try:
-                        await OrchestratorLoop(config, environments, servers, monitor, start_point=started[-1]).run()
-                        break
-                    except TrainerRolledBack:
-                        assert engine.holder is not None, "nobody else gets the server meanwhile"
+                try:
+                    await run_loop(host, config, started[-1])
+                    break
+                except TrainerRolledBack:
+                    assert engine.holder is not None, "nobody else gets the server meanwhile"
                 config = config.model_copy(update={"restart": True})
             await training
         finally:
@@ -293,9 +285,7 @@ def test_restart_supervised_waits_for_the_resume_of_this_start(config, paths, mo
 
 def test_recorded_batches_are_not_archived(config, paths):
     """If the checkpoint has no orchestrator's part, the trainer and the orchestrator keep the recorded batches."""
-    temporary = checkpoint_artifacts.prepare_part(paths.checkpoint(1), checkpoint_artifacts.TRAINER)
-    checkpoint_artifacts.seal_part(temporary, paths.checkpoint(1) / checkpoint_artifacts.TRAINER, {}, {})
-    checkpoint_artifacts.commit_checkpoint(paths.checkpoint(1), 0, [checkpoint_artifacts.TRAINER], "")
+    commit(paths, 1, others=())
     make_ledger(paths, 0)
     make_batch(paths, 1, 0)
     write_resume(paths.checkpoints_dir, ResumeRecord(1, 1))

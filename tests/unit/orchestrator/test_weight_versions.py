@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from prime_rl.orchestrator.inference.inference_server import InvalidWeights
-from prime_rl.orchestrator.inference.weight_versions import WeightVersions
+from prime_rl.orchestrator.inference.weight_versions import InvalidWeights, WeightVersions
 from prime_rl.storage.paths import RunPaths, steps_in
 from tests.support.fake_engine import publish_version
 

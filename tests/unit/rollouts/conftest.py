@@ -1,12 +1,13 @@
 """One fork server for all tests of the pool, and an environment that makes every kind of trouble."""
 
+import asyncio
 import textwrap
 from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
 
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.rollouts.workers import environment_pool
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
@@ -17,6 +18,7 @@ TROUBLED = '''
 
 import asyncio
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -31,12 +33,20 @@ class Custom(BaseException):
     pass
 
 
+KEPT = []
 BASE = {"base": Custom, "base interrupt": KeyboardInterrupt, "base cancelled": asyncio.CancelledError,
         "base exit": SystemExit}
 VALUES = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "huge": 1e30, "list": [1.0]}
 
 
-def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8):
+def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8, troubles=None):
+    """`troubles` has one trouble for each example instead."""
+    if troubles:
+        bad, examples = range(len(troubles)), len(troubles)
+
+    def trouble_of(answer):
+        return troubles[int(answer)] if troubles else trouble
+
     if trouble == "load":
         raise ValueError("cannot\\nload this")
     if trouble == "exit while loading":
@@ -56,6 +66,7 @@ def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8):
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     async def reward(answer, **kwargs):
+        trouble = trouble_of(answer)
         if int(answer) not in bad or trouble is None:
             return int(answer) / 8
         if trouble in VALUES:
@@ -66,6 +77,8 @@ def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8):
             raise KeyboardInterrupt("broken reward")
         if trouble == "cancelled":
             raise asyncio.CancelledError("broken reward")
+        if trouble == "leak":
+            KEPT.append(b"x" * 2**28)
         if trouble == "block":
             threading.Event().wait()
         if trouble == "exit" or (trouble == "exit once" and not Path(marker).exists()):
@@ -102,30 +115,26 @@ def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8):
 
     class Troubled(vf.MultiTurnEnv):
         async def env_response(self, messages, state, **kwargs):
-            if trouble == "turn":
+            if trouble_of(state["answer"]) == "turn":
                 raise vf.ToolCallError("no such tool") from ZeroDivisionError("division by zero")
-            if trouble in ("slow cleanup", "hang later") and int(state["answer"]) in bad:
-                await asyncio.Event().wait()
             return [vf.UserMessage(content="again")]
 
         async def setup_state(self, state, **kwargs):
+            trouble = trouble_of(state["answer"])
             if trouble == "setup":
                 raise KeyError("broken environment")
             if trouble in BASE and int(state["answer"]) in bad:
                 raise BASE[trouble]("broken environment")
-            if trouble == "hang at first" and not Path(marker).exists():
-                Path(marker).touch()
-                await asyncio.Event().wait()
             return state
 
         @vf.cleanup
         async def release(self, state):
-            if trouble in ("slow cleanup", "hang later"):
-                await asyncio.sleep(float(marker or 0))
-            if trouble == "exit in cleanup" and int(state["answer"]) in bad:
+            if trouble_of(state["answer"]) == "exit in cleanup" and int(state["answer"]) in bad:
                 sys.exit(5)
 
     rows = [{"question": f"say it {i}", "answer": str(i)} for i in range(examples)]
+    if trouble == "unseeded":
+        random.SystemRandom().shuffle(rows)
     rubric = vf.Rubric(funcs=[reward, worker, metric, open_files], weights=[1.0, 0.0, 0.0, 0.0])
     return Troubled(dataset=Dataset.from_list(rows) if rows else Dataset.from_dict({"question": [], "answer": []}),
                     rubric=rubric, max_turns=turns)
@@ -144,7 +153,7 @@ from datasets import Dataset
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-def load_environment(does=None, marker=None, cleanup_s=0.0):
+def load_environment(does=None, marker=None, cleanup_seconds=0.0):
     async def reward(completion):
         if does == "surrogate error":
             raise FileNotFoundError("no file caf\\udce9.txt")
@@ -168,7 +177,7 @@ def load_environment(does=None, marker=None, cleanup_s=0.0):
     class Cleaning(vf.Rubric):
         @vf.cleanup
         async def release(self, state):
-            await asyncio.sleep(cleanup_s)
+            await asyncio.sleep(cleanup_seconds)
             if marker is not None:
                 Path(marker).write_text("cleaned")
 
@@ -202,6 +211,17 @@ def load_environment(does=None, marker=None, cleanup_s=0.0):
 '''
 
 
+@asynccontextmanager
+async def ending_server(environment):
+    """End the server that a v1 environment starts for its agents."""
+    try:
+        yield
+    finally:
+        if task := getattr(environment, "_server_task", None):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory):
     """A directory of installed environments."""
@@ -225,21 +245,25 @@ def open_pool(host, tokenizer_dir, tmp_path, monkeypatch):
     async def opened(
         workers=1,
         timeout=None,
-        grace_s=1.0,
+        grace_seconds=1.0,
         retries=2,
         check_seq_len=None,
         access=None,
         name="troubled_environment",
         config=None,
         timeline=None,
+        split="train",
+        warn=lambda kind, env, text: None,
         **args,
     ):
         monkeypatch.setattr(environment_pool, "_MAX_RETRIES", retries)
-        limits = {"timeout_seconds": timeout, "cleanup_seconds": grace_s, "start_timeout_seconds": 120}
+        limits = {"timeout_seconds": timeout, "cleanup_seconds": grace_seconds, "start_timeout_seconds": 120}
         pool = EnvironmentPool(
             EnvConfig(id=name, args=args, **limits | (config or {})),
             host,
             access or ModelAccess("m", str(tokenizer_dir)),
+            split=split,
+            warn=warn,
             workers=workers,
             check_seq_len=check_seq_len,
             log=lambda name: tmp_path / f"{name}.log",

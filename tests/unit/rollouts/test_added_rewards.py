@@ -1,20 +1,20 @@
 """`env.rewards`: functions that the configuration adds to classic environments and v1 tasksets."""
 
-import asyncio
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.clients.inference_client import InferenceClient
-from prime_rl.rollouts.environments import environment_loader
-from prime_rl.rollouts.group_failures import EnvironmentFailed, UnsupportedEnvironment
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, UnsupportedEnvironment
 from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.workers import worker_main
 from tests.support.fake_engine import fake_engine
 from tests.support.tiny_model import make_tokenizer
+from tests.unit.rollouts.conftest import ending_server
 
 PACKAGES = Path(__file__).parents[2] / "support/packages"
 TOKENIZER = make_tokenizer()
@@ -83,16 +83,12 @@ async def rollouts(*rewards, env_id="rewarded_environment", warnings=None, **key
     rewards = [{"import_path": f"my_rewards:{name}", **options} for name, options in rewards]
     config = EnvConfig(id=env_id, rewards=rewards, **keys)
     warn = None if warnings is None else warnings.append
-    environment = environment_loader.load(config, Renderer(TOKENIZER), "train", warn=warn)
+    environment = worker_main.load(config, Renderer(TOKENIZER), "train", warn=warn)
     async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
         ids = TOKENIZER(SAYS, add_special_tokens=False)["input_ids"]
         fake.reply = lambda body: ([*ids, TOKENIZER.eos_token_id], "stop")
-        try:
+        async with ending_server(environment):
             return await environment.run_group(0, 3, engine, {"temperature": 1.0}, 512)
-        finally:
-            if task := getattr(environment, "_server_task", None):
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_rewards_add_to_a_classic_environment_with_their_own_metrics():
@@ -105,6 +101,7 @@ async def test_rewards_add_to_a_classic_environment_with_their_own_metrics():
         metrics = {name: rollout.metrics[name] for name in ("three", "is_short", "very_short", "letters")}
         assert metrics == {"three": 1.0, "is_short": 1.0, "very_short": 0.0, "letters": 207.0}
         assert rollout.reward == pytest.approx(1.0 + 0.5 + 2.07)
+        assert rollout.weights == {"num_turns": 0.0, "three": 1.0, "is_short": 0.5, "very_short": 0.0, "letters": 0.01}
 
 
 async def test_reward_of_a_group_adds_to_every_rollout():
@@ -129,6 +126,7 @@ async def test_rewards_add_to_a_taskset():
     for rollout, before in zip(group, plain, strict=True):
         assert rollout.reward == before.reward + 0.5
         assert (rollout.metrics["is_short"], rollout.metrics["count"]) == (1.0, 7.0)
+        assert rollout.weights == {**before.weights, "is_short": 0.5, "count": 0.0} and before.weights
 
 
 @pytest.mark.parametrize("env_id", ["rewarded_environment", "toy_taskset"])
@@ -148,11 +146,12 @@ async def test_failed_reward_drops_the_rollout_or_counts_as_zero(env_id):
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("missing", {}, r"env\.rewards\.0\.import_path of environment 'rewarded_environment' = .*has no 'missing'"),
+        ("missing", {},
+         r"env\.rewards\.0\.import_path of environment 'rewarded_environment' = .*has no function 'missing'"),
         ("NUMBER", {}, r"'NUMBER' is int, not a function"),
         ("letters", {"name": "three"}, r"two reward functions called 'three'; set env\.rewards\.name of one"),
     ],
-)
+)  # fmt: skip
 async def test_reward_that_cannot_be_added_is_one_line(name, options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         await rollouts((name, options))

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -10,17 +11,19 @@ import pytest
 import verifiers as vf
 from datasets import Dataset
 
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.environments import environment_loader
+from prime_rl.rollouts import environment_backend
+from prime_rl.rollouts.group_attempts import ZERO_HINT
+from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.replies import Generation
-from prime_rl.rollouts.verifiers import classic_patches, signatures
+from prime_rl.rollouts.verifiers import rubrics
 from prime_rl.rollouts.verifiers.classic_client import RolloutClient
 from prime_rl.rollouts.verifiers.rubrics import has_cleanup, score_group
+from prime_rl.rollouts.workers import worker_main
 from tests.support.tiny_model import make_tokenizer
 
-classic_patches.apply()
+rubrics.patch_verifiers()
 
 
 class StubEngine:
@@ -33,10 +36,10 @@ class StubEngine:
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
     """A single-turn environment whose reward function is a plain function."""
-    monkeypatch.setattr(vf, "load_environment", lambda name: make_environment())
-    (tmp_path / "patched_environment.py").write_text("def load_environment(): ...\n")
+    module = "from tests.unit.rollouts.test_classic_patches import make_environment as load_environment\n"
+    (tmp_path / "patched_environment.py").write_text(module)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return environment_loader.load(EnvConfig(id="patched-environment"), Renderer(make_tokenizer()), "train")
+    return worker_main.load(EnvConfig(id="patched-environment"), Renderer(make_tokenizer()), "train")
 
 
 def make_environment():
@@ -56,38 +59,17 @@ async def run(environment, count=3):
     return await environment.run_group(1, count, StubEngine(), {"max_tokens": 9}, 256)
 
 
-async def count_tasks(awaitable):
-    """Return how many tasks are created while `awaitable` runs."""
-    loop, created = asyncio.get_running_loop(), []
-
-    def make(loop, coroutine, **options):
-        created.append(coroutine)
-        return asyncio.Task(coroutine, loop=loop, **options)
-
-    loop.set_task_factory(make)
-    try:
-        await awaitable
-    finally:
-        loop.set_task_factory(None)
-    return len(created)
-
-
 async def test_signatures_are_read_once_for_all_rollouts(environment, monkeypatch):
     for cache in ("_of_functions", "_of_methods"):  # other tests in this process have filled them
-        monkeypatch.setattr(signatures, cache, WeakKeyDictionary())
-    read, read_now = [], signatures._read
-    monkeypatch.setattr(signatures, "_read", lambda func: read.append(func) or read_now(func))
+        monkeypatch.setattr(environment_backend, cache, WeakKeyDictionary())
+    read, read_now = [], environment_backend._read
+    monkeypatch.setattr(environment_backend, "_read", lambda func: read.append(func) or read_now(func))
     await run(environment)
     assert read
     assert len({getattr(func, "__func__", func) for func in read}) == len(read), "one is read twice"
     read.clear()
     assert (await run(environment))[0].reward == 1.0
     assert read == []
-
-
-async def test_rollout_needs_one_task(environment):
-    await run(environment, count=1)
-    assert await count_tasks(run(environment, count=8)) == 8
 
 
 async def test_reward_functions_that_wait_run_at_the_same_time():
@@ -104,8 +86,103 @@ async def test_reward_functions_that_wait_run_at_the_same_time():
         return together(answer)
 
     states = make_states(3)
-    assert await count_tasks(score_group(vf.Rubric(funcs=[together, at_once, later]), states)) == 6
+    async with asyncio.timeout(30):
+        assert await score_group(vf.Rubric(funcs=[together, at_once, later]), states) == {}
     assert [state["reward"] for state in states] == [0.0, 12.0, 24.0]
+
+
+async def test_scoring_with_functions_that_never_wait_creates_no_task():
+    async def at_once(answer):
+        return float(answer)
+
+    def plain(answer):
+        return 10 * float(answer)
+
+    def joint(states):
+        return [100.0] * len(states)
+
+    loop, created = asyncio.get_running_loop(), []
+    loop.set_task_factory(lambda loop, coro, **options: created.append(coro) or asyncio.Task(coro, loop=loop))
+    states = make_states(3)
+    assert await score_group(vf.Rubric(funcs=[at_once, plain, joint]), states) == {}
+    loop.set_task_factory(None)
+    assert [state["reward"] for state in states] == [100.0, 111.0, 122.0]
+    assert created == []
+
+
+def waits_in_comprehension(barrier):
+    async def reward(answer):
+        return sum([float(answer) for _ in range(1) if await barrier.wait() >= 0])
+
+    return reward
+
+
+def waits_in_nested_comprehension(barrier):
+    async def reward(answer):
+        return sum([sum([await barrier.wait() * 0 + float(answer) for _ in range(1)]) for _ in range(1)])
+
+    return reward
+
+
+def waits_in_async_generator(barrier):
+    async def values():
+        await barrier.wait()
+        yield 1
+
+    async def reward(answer):
+        return sum([float(answer) * value async for value in values()])
+
+    return reward
+
+
+def waits_in_async_with(barrier):
+    async def reward(answer):
+        async with barrier:
+            return float(answer)
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    "make", [waits_in_comprehension, waits_in_nested_comprehension, waits_in_async_generator, waits_in_async_with]
+)
+async def test_function_with_a_hidden_await_waits_beside_the_others(make):
+    states = make_states(3)
+    async with asyncio.timeout(30):
+        assert await score_group(vf.Rubric(funcs=[make(asyncio.Barrier(3))]), states) == {}
+    assert [state["reward"] for state in states] == [0.0, 1.0, 2.0]
+
+
+async def test_function_that_takes_everything_gets_everything_whatever_its_parameter_is_called():
+    def count(**info):
+        return float({"state", "prompt", "completion", "answer", "info"} <= info.keys())
+
+    states = make_states(2)
+    assert await score_group(vf.Rubric(funcs=[count]), states) == {}
+    assert [state["reward"] for state in states] == [1.0, 1.0]
+
+
+async def test_cancelled_scoring_cancels_the_functions_that_wait():
+    waiting, ended = asyncio.Event(), []
+
+    async def waits(answer):
+        try:
+            waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append(answer)
+
+    def slow(answer):
+        return time.sleep(2 * rubrics._TURN_SECONDS) or waits(answer)
+
+    task = asyncio.create_task(score_group(vf.Rubric(funcs=[slow]), make_states(3)))
+    async with asyncio.timeout(30):
+        await waiting.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        while not ended:
+            await asyncio.sleep(0)
+    assert task.cancelled() and asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_failing_function_without_await_is_a_failure_of_its_state():
@@ -114,8 +191,32 @@ async def test_failing_function_without_await_is_a_failure_of_its_state():
 
     failures = await score_group(vf.Rubric(funcs=[picky]), make_states(2))
     assert {index: str(failure) for index, failure in failures.items()} == {
-        0: "reward function picky raised ZeroDivisionError: division by zero"
+        0: f"reward function picky raised ZeroDivisionError: division by zero {ZERO_HINT}"
     }
+
+
+class Tasking(vf.Rubric):
+    """Makes tasks of its reward calls."""
+
+    async def score_group(self, states):
+        async with asyncio.TaskGroup() as tasks:
+            calls = [tasks.create_task(self._call_individual_reward_func(self.funcs[0], state)) for state in states]
+            ranks = tasks.create_task(self._call_group_reward_func(self.funcs[1], states))
+        for state, call, rank in zip(states, calls, ranks.result(), strict=True):
+            state["reward"], state["metrics"] = call.result() + rank, {}
+
+
+async def test_rubric_that_makes_tasks_of_its_reward_calls_scores():
+    def picky(answer):
+        return 1 / int(answer)
+
+    def ranks(states):
+        return [10.0 * index for index in range(len(states))]
+
+    states = make_states(3)
+    failures = await score_group(Tasking(funcs=[picky, ranks]), states)
+    assert [*failures] == [0]
+    assert [state["reward"] for state in states] == [0, 11, 20.5]
 
 
 async def test_tokens_are_parsed_without_a_thread(environment, monkeypatch):
@@ -153,7 +254,7 @@ async def test_states_of_a_group_do_not_share_their_input(environment):
 
 def test_copy_of_plain_values_equals_a_deep_copy():
     value = {"a": [1, {"b": None, "c": (1, [2])}], "d": np.arange(3), "e": {1: [2]}}
-    copied = classic_patches.copy_plain(value)
+    copied = rubrics.copy_plain(value)
     assert copied["a"] == value["a"]
     assert copied["e"] == value["e"]
     assert copied["d"].tolist() == [0, 1, 2]
@@ -178,9 +279,9 @@ def test_signatures_of_methods_partials_and_objects_equal_those_of_inspect():
         (partial(scorer.method, answer=1), {"answer", "info"}),
         (scorer, {"completion", "kwargs"}),
     ):
-        assert signatures.call_parameters(func).names == names
-    assert signatures.call_parameters(scorer).takes_all
-    assert signatures.call_parameters(scorer.method).select({"answer": 1, "state": 2}) == {"answer": 1}
+        assert environment_backend.call_parameters(func).names == names
+    assert environment_backend.call_parameters(scorer).takes_all
+    assert environment_backend.call_parameters(scorer.method).select({"answer": 1, "state": 2}) == {"answer": 1}
 
 
 def test_rubric_with_a_cleanup_handler_has_cleanup():
@@ -200,7 +301,7 @@ def test_rubric_with_a_cleanup_handler_has_cleanup():
 
 
 def test_another_release_raises_config_error(monkeypatch):
-    monkeypatch.setattr(classic_patches, "version", lambda name: "0.3.3")
+    monkeypatch.setattr(rubrics, "version", lambda name: "0.3.3")
     monkeypatch.delattr(vf.Rubric, "_prime_rl_patched")
     with pytest.raises(ConfigError, match=r"need verifiers 0\.3\.2\.dev22, but the installed release is 0\.3\.3; run"):
-        classic_patches.apply()
+        rubrics.patch_verifiers()

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import functools
 import importlib.machinery
 import json
 import os
@@ -16,34 +15,37 @@ import verifiers as vf
 from datasets import Dataset
 from verifiers.types import TrajectoryStep
 
-from prime_rl.configs.rollouts.options import RenderingConfig
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Credit
 from prime_rl.rollouts import group_attempts
-from prime_rl.rollouts.environments import environment_loader
-from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, GroupAccount, SampleTooLong
+from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.replies import Generation
+from prime_rl.rollouts.workers import worker_main
 from tests.support.tiny_model import make_tokenizer
+from tests.support.virtual_clock import virtual_clock
 
 TOKENIZER = make_tokenizer()
 RUN = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 20}
 
 
 class NumberingEngine:
-    """Answers call n with the word n, and keeps what it is asked for."""
+    """Answers call n with the word n, or as `says` of the prompt, and keeps what it is asked for."""
 
-    def __init__(self, renderer, cut=()):
+    def __init__(self, renderer, cut=(), says=None):
         self.renderer = renderer
         self.asked = []
         self.cut = cut
+        self.says = says
 
     async def generate(self, prompt_ids, sampling):
         self.asked.append(sampling)
         await asyncio.sleep(0)
         number = len(self.asked) - 1
-        ids = [*self.renderer._encode(f"answer {number}"), 2]
+        said = f"answer {number}" if self.says is None else self.says(TOKENIZER.decode(prompt_ids))
+        ids = [*self.renderer._encode(said), 2]
         n = len(ids)
         return Generation(
             np.array(ids, np.int32), np.full(n, -0.5, np.float32), np.zeros(n, np.int32), number in self.cut
@@ -79,13 +81,13 @@ def renderer():
 def load(monkeypatch, renderer):
     """Install an environment object and load it; its warnings are in `load.warnings`."""
 
-    def loaded(env, keep_messages=False, split="train"):
+    def loaded(env, keep_messages=False, split="train", **config):
         module = types.ModuleType("environment_of_a_test")
         module.load_environment = lambda: env
         module.__spec__ = importlib.machinery.ModuleSpec("environment_of_a_test", None, origin=__file__)
         monkeypatch.setitem(sys.modules, "environment_of_a_test", module)
-        config = EnvConfig(id="environment-of-a-test")
-        return environment_loader.load(config, renderer, split, keep_messages, loaded.warnings.append)
+        config = EnvConfig(id="environment-of-a-test", **config)
+        return worker_main.load(config, renderer, split, keep_messages, loaded.warnings.append)
 
     loaded.warnings = []
     return loaded
@@ -93,10 +95,13 @@ def load(monkeypatch, renderer):
 
 @pytest.fixture
 def play(load, renderer):
-    async def played(env, count=1, seq_len=400, sampling=RUN, cut=(), keep_messages=False):
-        played.engine = NumberingEngine(renderer, cut)
+    async def played(
+        env, count=1, seq_len=400, sampling=RUN, cut=(), keep_messages=False, says=None, account=None, **config
+    ):
+        played.engine = NumberingEngine(renderer, cut, says)
         played.warnings = load.warnings
-        return await load(env, keep_messages).run_group(0, count, played.engine, sampling, seq_len)
+        environment = load(env, keep_messages, **config)
+        return await environment.run_group(0, count, played.engine, sampling, seq_len, account=account)
 
     return played
 
@@ -111,7 +116,7 @@ def trained(renderer, rollout):
 
 class Cold(Chat):
     async def setup_state(self, state):
-        own = {"temperature": 0.1, "top_p": 0.5, "seed": id(state), "extra_body": {"top_k": 3}, "n": 2}
+        own = {"temperature": 0.1, "top_p": 0.5, "seed": id(state), "extra_body": {"top_k": 3}}
         state["sampling_args"] = {**state["sampling_args"], **own}
 
 
@@ -119,61 +124,51 @@ async def test_environment_sampling_parameters_are_ignored_with_a_warning(play):
     await play(make(Cold), count=2)  # each rollout asks for another seed
     for sampling in play.engine.asked:
         assert {name: sampling.get(name) for name in ("temperature", "top_p")} == {"temperature": 1.0, "top_p": 1.0}
-        assert not {"seed", "extra_body", "n"} & sampling.keys()
+        assert not {"seed", "extra_body"} & sampling.keys()
     (warning,) = play.warnings
     assert "temperature = 0.1" in warning and "top_p = 0.5" in warning and "seed = " in warning
 
 
-async def test_environment_with_default_sampling_gets_no_warning(play):
-    class Usual(Chat):
-        async def get_prompt_messages(self, state):
-            state["sampling_args"] = {**state["sampling_args"], "n": 1, "extra_body": {}, "logprobs": True}
-            return await super().get_prompt_messages(state)
-
-    await play(make(Usual))
-    assert play.warnings == []
-
-
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-@pytest.mark.parametrize(("asked", "limit"), [(5, 5), (1000, 20), (np.int64(6), 6), (None, 20)])
-async def test_environment_max_tokens_lowers_the_limit_of_the_run(play, name, asked, limit):
-    class Brief(Chat):
-        async def setup_state(self, state):
-            state["sampling_args"] = {name: asked}
-
-    await play(make(Brief))
-    assert {sampling["max_tokens"] for sampling in play.engine.asked} == {limit}
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens is 0, not a whole number"),
-        ({"max_tokens": "5"}, "max_tokens is '5', not a whole number"),
-        ({"max_tokens": True}, "max_tokens is True, not a whole number"),
-        ({"stop": [3]}, r"stop is \[3\], not a text"),
-        ({"stop": [""]}, r"stop is \[''\], not a text"),
-        (["temperature"], "sampling_args is .*, not a dictionary"),
-    ],
-)
-async def test_environment_with_invalid_sampling_raises(play, asked, message):
+async def test_sampling_args_that_are_no_dictionary_raise(play):
     class Odd(Chat):
         async def setup_state(self, state):
-            state["sampling_args"] = asked
+            state["sampling_args"] = ["temperature"]
 
-    with pytest.raises(EnvironmentFailed, match=message):
+    with pytest.raises(EnvironmentFailed, match=r"sampling_args is .*, not a dictionary"):
         await play(make(Odd))
 
 
 async def test_environment_stop_cuts_the_text_before_the_stop_string(play):
     class Stopping(Chat):
         async def setup_state(self, state):
-            state["sampling_args"] = {"stop": " 0"}
+            state["sampling_args"] = {"stop": " 0", "max_tokens": np.int64(6)}
 
     (rollout,) = await play(make(Stopping, max_turns=1))
-    assert play.engine.asked[0]["stop"] == [" 0"]
+    assert (play.engine.asked[0]["stop"], play.engine.asked[0]["max_tokens"]) == ([" 0"], 6)
     assert rollout.text[-1] == ("assistant", "answer")
     assert rollout.samples[0].loss_mask.sum() == len(play.engine.renderer._encode("answer 0")) + 1
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "min_tokens", "text"),
+    [
+        ("a b c b", "b", 0, "a "),
+        ("a b c b", "b", 4, "a b c "),
+        ("a b c b", ["b", "c"], 4, "a b "),
+        ("abcabc", "bca", 0, "a"),
+        ("abcabc", "cab", 4, "ab"),  # it begins before, and ends after
+        ("abcabc", "abc", 3, "abc"),
+        ("abcabc", "bc", 20, "abcabc"),
+        ("abc", "x", 2, "abc"),
+        ("abc", ["abc", "b"], 0, "a"),  # the engine stops at the one that ends first
+    ],
+)
+async def test_stop_string_before_min_tokens_stays_in_the_text(play, renderer, said, stop, min_tokens, text):
+    """vLLM looks for stop strings in what follows the first `min_tokens` tokens; here each character is one."""
+    assert len(renderer._encode(said)) == len(said)
+    env = make(max_turns=1, sampling_args={"stop": stop})
+    (rollout,) = await play(env, sampling={**RUN, "min_tokens": min_tokens}, says=lambda asked: said)
+    assert rollout.text[-1] == ("assistant", text)
 
 
 async def test_min_tokens_is_lowered_to_the_available_tokens(play, load, renderer):
@@ -274,17 +269,43 @@ async def test_replies_of_another_model_in_the_trajectory_are_not_trained(play, 
     assert trained(renderer, rollout) == ["answer 1"]
 
 
-async def test_truncated_call_outside_the_trajectory_does_not_truncate_the_rollout(play):
-    (rollout,) = await play(make(Simulated), cut={1})
-    assert not rollout.is_truncated
+@pytest.mark.parametrize(
+    ("kind", "cut", "truncated"),
+    [(Chat, {0}, True), (Chat, {1}, True), (Chat, {2}, True), (Chat, (), False), (Simulated, {1}, False)],
+)
+async def test_rollout_is_truncated_if_any_turn_is(play, kind, cut, truncated):
+    (rollout,) = await play(make(kind, max_turns=3), cut=cut)
+    assert rollout.is_truncated is truncated
 
 
-@pytest.mark.parametrize("cut", [{0}, {1}, {2}])
-async def test_rollout_is_truncated_if_any_turn_is(play, cut):
-    (rollout,) = await play(make(max_turns=3), cut=cut)
-    assert rollout.is_truncated
-    (whole,) = await play(make(max_turns=3))
-    assert not whole.is_truncated
+class Hanging(Chat):
+    """Waits for ever after so many answers; its cleanup takes longer than the limit."""
+
+    def __init__(self, answers, **kwargs):
+        self.answers = answers
+        super().__init__(**kwargs)
+
+    async def setup_state(self, state):
+        if self.answers == 0:
+            await asyncio.Event().wait()
+
+    async def env_response(self, messages, state, **kwargs):
+        await asyncio.Event().wait()
+
+    @vf.cleanup
+    async def release(self, state):
+        await asyncio.sleep(30)
+
+
+@virtual_clock
+async def test_rollout_that_exceeds_the_time_limit_is_truncated_and_scored_if_it_has_a_turn(play):
+    stuck = []
+    account, limits = GroupAccount(on_stuck=lambda: stuck.append(1)), {"timeout_seconds": 5, "cleanup_seconds": 60}
+    (rollout,) = await play(make(Hanging, answers=1), account=account, **limits)
+    assert (rollout.reward, rollout.is_truncated, rollout.metrics["num_turns"]) == (1.0, True, 1)
+    assert (stuck, account.discarded) == ([], {})
+    with pytest.raises(EnvironmentFailed, match=r"a rollout of example 0 took longer than 5 s \(env.timeout_seconds\)"):
+        await play(make(Hanging, answers=0), **limits)
 
 
 async def test_too_long_auxiliary_prompt_does_not_truncate_the_rollout(play):
@@ -304,18 +325,6 @@ async def test_conversation_counts_only_the_tokens_of_turns(play):
 
 
 # Masks and tokens of steps
-
-
-async def test_tokens_masked_by_the_environment_are_not_trained(play, renderer):
-    class Masking(Chat):
-        async def add_trajectory_step(self, state, trajectory_step):
-            tokens = trajectory_step["tokens"]
-            if len(state["trajectory"]) == 0:
-                tokens["completion_mask"] = [0] * len(tokens["completion_ids"])
-            await super().add_trajectory_step(state, trajectory_step)
-
-    (rollout,) = await play(make(Masking))
-    assert trained(renderer, rollout) == ["answer 1"]
 
 
 async def test_tokens_beyond_the_environments_max_seq_len_are_not_trained(play, load, renderer):
@@ -415,22 +424,15 @@ class Own(Single):
         state["trajectory"].append(step)
 
 
-class Pictured(Chat):
-    async def env_response(self, messages, state, **kwargs):
-        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-        return [vf.UserMessage(content=[picture])]
-
-
 @pytest.mark.parametrize(
-    ("kind", "error", "message"),
+    ("kind", "message"),
     [
-        (Scripted, EnvironmentFailed, "never called its client"),
-        (Trackless, EnvironmentFailed, "the model answered 1 calls, but no answer is the `response` of a step"),
-        (Pictured, EnvironmentFailed, "content of the type 'image_url'; only text can be trained on"),
+        (Scripted, "never called its client"),
+        (Trackless, "the model answered 1 calls, but no answer is the `response` of a step"),
     ],
 )
-async def test_environment_without_trainable_turns_raises_with_the_reason(play, kind, error, message):
-    with pytest.raises(error, match=message) as raised:
+async def test_environment_without_trainable_turns_raises_with_the_reason(play, kind, message):
+    with pytest.raises(EnvironmentFailed, match=message) as raised:
         await play(make(kind))
     assert "\n" not in str(raised.value)
 
@@ -439,11 +441,6 @@ async def test_environment_with_its_own_rollout_is_trained_by_its_trajectory(pla
     (rollout,) = await play(make(Own))
     assert trained(renderer, rollout) == ["answer 0"]
     assert rollout.text == (("user", "say it"), ("assistant", "answer 0"))
-
-
-async def test_environment_with_a_too_long_prompt_raises_sample_too_long(play):
-    with pytest.raises(SampleTooLong):
-        await play(make(Own), seq_len=3)
 
 
 # Scores
@@ -484,21 +481,12 @@ async def test_rubric_with_only_score_rollout_is_called(play, rubric, reward):
     assert [rollout.reward for rollout in rollouts] == [reward] * 2
 
 
-async def test_partial_reward_functions_get_unique_names(play):
-    def scaled(completion, factor):
-        return factor * 1.0
-
-    functions = [functools.partial(scaled, factor=2), functools.partial(functools.partial(scaled), factor=3), rewarded]
-    (rollout,) = await play(make(rubric=vf.Rubric(funcs=functions)))
-    assert rollout.reward == 6.0
-    assert rollout.metrics == {"scaled": 2.0, "scaled_2": 3.0, "rewarded": 1.0, "num_turns": 2.0}
-
-
+@virtual_clock
 async def test_answer_that_exceeds_the_grading_timeout_fails_instead_of_scoring_0(play):
     """As MathRubric does it: what waits longer for its process pool counts 0, without an exception."""
 
     class Grading(vf.Rubric):
-        HARD_TIMEOUT_SECONDS = 0.05
+        HARD_TIMEOUT_SECONDS = 5
 
         async def correct(self, completion):
             await asyncio.sleep(2 * self.HARD_TIMEOUT_SECONDS)
@@ -506,7 +494,7 @@ async def test_answer_that_exceeds_the_grading_timeout_fails_instead_of_scoring_
 
     rubric = Grading()
     rubric.add_reward_func(rubric.correct)
-    with pytest.raises(EnvironmentFailed, match="reward function correct did not end within 0 s: its process pool is"):
+    with pytest.raises(EnvironmentFailed, match="reward function correct did not end within 5 s: its process pool is"):
         await play(make(rubric=rubric))
 
 
@@ -534,8 +522,10 @@ class StepAdvantages(StepRewarding):
 
 
 class StateAdvantage(Chat):
+    value = 1.0
+
     async def setup_state(self, state):
-        state["advantage"] = 1.0
+        state["advantage"] = self.value
 
 
 async def test_step_rewards_log_one_warning(play):
@@ -569,22 +559,16 @@ class MaskedStart(StepAdvantages):
         await super().add_trajectory_step(state, trajectory_step)
 
 
-async def test_turns_are_numbered_as_steps_also_if_one_is_masked(play):
+async def test_turn_that_the_environment_masks_is_not_trained_and_keeps_its_number(play, renderer):
     (rollout,) = await play(make(MaskedStart))
+    assert trained(renderer, rollout) == ["answer 1"]
     assert [credit.name for credit in rollout.credits] == ["turn 1"]
-
-
-class OddAdvantage(Chat):
-    value = "high"
-
-    async def setup_state(self, state):
-        state["advantage"] = self.value
 
 
 @pytest.mark.parametrize("value", ["high", float("nan")])
 async def test_environment_advantage_that_is_no_number_raises(play, value):
     with pytest.raises(EnvironmentFailed, match=r"state\['advantage'\] is .*number"):
-        await play(make(type("Odd", (OddAdvantage,), {"value": value})))
+        await play(make(type("Odd", (StateAdvantage,), {"value": value})))
 
 
 def test_environment_that_overrides_group_methods_raises(load):
@@ -592,15 +576,32 @@ def test_environment_that_overrides_group_methods_raises(load):
         async def _run_group_states(self, *args):
             raise AssertionError("not called")
 
-    with pytest.raises(ConfigError, match=r"overrides _run_group_states\(\), which is not called"):
+    class HookedGroup(vf.EnvGroup):
+        async def rollout(self, *args):
+            raise AssertionError("not called")
+
+    with pytest.raises(ConfigError, match=r"overrides _run_group_states\(\) of Environment, which is not called"):
         load(make(Hooked))
+    with pytest.raises(ConfigError, match=r"overrides rollout\(\) of EnvGroup, which .*of the environments in the Env"):
+        load(vf.EnvGroup([HookedGroup([make()])]))
+    patched = vf.EnvGroup([make()])
+    patched.rollout = None
+    with pytest.raises(ConfigError, match=r"overrides rollout\(\) of EnvGroup"):
+        load(patched)
 
 
-def test_constructor_sampling_args_log_a_warning(load):
-    load(make(sampling_args={"temperature": 0.2}))
-    assert load.warnings == [
-        "its sampling_args are ignored (temperature); set them in `sampling` of the environment's configuration"
-    ]
+@pytest.mark.parametrize("is_group", [False, True])
+async def test_constructor_sampling_args_are_treated_as_those_of_a_call(play, is_group):
+    def given(**own):
+        return vf.EnvGroup([make()], sampling_args=own) if is_group else make(sampling_args=own)
+
+    await play(given(stop=" 0", max_tokens=7, temperature=0))
+    for asked in play.engine.asked:
+        assert (asked["max_tokens"], asked["stop"], asked["temperature"]) == (7, [" 0"], 1)
+    (warning,) = play.warnings
+    assert "temperature = 0)" in warning
+    with pytest.raises(EnvironmentFailed, match="n > 1 is not supported"):
+        await play(given(n=4))
 
 
 # Cleanup
@@ -617,47 +618,30 @@ class Cleaning(vf.Rubric):
         self.cleaned.append(state["trajectory_id"])
 
 
-async def test_rubric_cleans_up_after_scoring_raises(play):
-    def broken(completion):
-        raise KeyError("broken reward")
-
-    rubric = Cleaning(funcs=[broken])
-    with pytest.raises(EnvironmentFailed, match="broken reward"):
-        await play(make(rubric=rubric), count=3)
-    assert len(set(rubric.cleaned)) == 3
-
-
-async def test_rubric_cleans_up_after_a_rollout_raises(play):
-    class Breaking(Chat):
-        async def env_response(self, messages, state, **kwargs):
-            raise KeyError("broken environment")
-
-    rubric = Cleaning(funcs=[rewarded])
-    with pytest.raises(EnvironmentFailed, match="broken environment"):
-        await play(make(Breaking, rubric=rubric), count=2)
-    assert len(set(rubric.cleaned)) == 2
-
-
 @pytest.mark.parametrize("where", ["turn", "score"])
-async def test_rubric_cleans_up_after_the_group_is_cancelled(play, where):
-    waiting = asyncio.Event()
+@pytest.mark.parametrize("how", ["raises", "is cancelled"])
+async def test_rubric_cleans_up_after_a_group_that_ends_early(play, where, how):
+    reached = asyncio.Event()
 
-    async def wait():
-        waiting.set()
+    async def end():
+        reached.set()
+        if how == "raises":
+            raise KeyError("broken")
         await asyncio.Event().wait()
 
-    class Waiting(Chat):
+    class Ending(Chat):
         async def env_response(self, messages, state, **kwargs):
-            await wait()
+            await end()
 
-    async def slow(completion):
-        await wait()
+    async def score(completion):
+        await end()
 
-    rubric = Cleaning(funcs=[slow if where == "score" else rewarded])
-    group = asyncio.create_task(play(make(Waiting if where == "turn" else Chat, rubric=rubric), count=2))
-    await asyncio.wait_for(waiting.wait(), 60)
-    group.cancel()
-    with pytest.raises(asyncio.CancelledError):
+    rubric = Cleaning(funcs=[score if where == "score" else rewarded])
+    group = asyncio.create_task(play(make(Ending if where == "turn" else Chat, rubric=rubric), count=2))
+    await asyncio.wait_for(reached.wait(), 60)
+    if how == "is cancelled":
+        group.cancel()
+    with pytest.raises(EnvironmentFailed if how == "raises" else asyncio.CancelledError):
         await group
     assert len(set(rubric.cleaned)) == 2
 
@@ -693,8 +677,8 @@ class Raw(Single):
         state["completion"] = messages[1:]
 
 
-class RawWithTools(Raw):
-    request = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}], "max_tokens": 7}  # noqa: RUF012
+SAY = {"role": "user", "content": "say it"}
+TOOL = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 
 
 async def test_raw_client_is_trained_on_the_replies_in_the_completion(play, renderer):
@@ -712,11 +696,6 @@ async def test_raw_client_is_trained_on_the_replies_in_the_completion(play, rend
     assert "temperature = 0.2" in play.warnings[0]
 
 
-async def test_raw_client_passes_tools_and_length(play):
-    await play(make(RawWithTools))
-    assert {asked["max_tokens"] for asked in play.engine.asked} == {7, 20}
-
-
 class Twins(Raw):
     async def talk(self, state):
         create = state["client"].client.chat.completions.create
@@ -724,33 +703,186 @@ class Twins(Raw):
         state["completion"] = [{"role": "assistant", "content": replies[0].choices[0].message.content}]
 
 
-async def test_raw_client_with_an_ambiguous_completion_is_refused(play, monkeypatch):
-    monkeypatch.setattr(NumberingEngine, "generate", same_answer(NumberingEngine.generate))
+class AskedTheSame(Raw):
+    """Has a system prompt, which the completion lacks, and a judge that is asked what a user says."""
+
+    async def talk(self, state):
+        create = state["client"].client.chat.completions.create
+        messages = [SAY]
+        for said in ("no", "ok", "ok"):
+            reply = await create(model="m", messages=[{"role": "system", "content": "Be brief."}, *messages])
+            if len(messages) == 1:
+                await create(model="m", messages=[{"role": "user", "content": "no"}])
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+            messages.append({"role": "user", "content": said})
+        state["completion"] = messages[1:-1]
+
+
+def answers_alike(asked):
+    return "no" if asked.count("assistant") == 1 and "say" in asked else "yes"
+
+
+@pytest.mark.parametrize(("kind", "says"), [(Twins, lambda asked: "same"), (AskedTheSame, answers_alike)])
+async def test_raw_client_with_an_ambiguous_completion_is_refused(play, kind, says):
+    """Another turn with the same text does not make room for the judge's answer."""
     with pytest.raises(EnvironmentFailed, match="2 calls were answered with the same message"):
-        await play(make(Twins))
+        await play(make(kind), says=says)
 
 
-def same_answer(generate):
-    async def answered(self, prompt_ids, sampling):
-        self.asked.clear()
-        return await generate(self, prompt_ids, sampling)
-
-    return answered
+# Other calls of the policy whose answers equal its replies
 
 
+class Conversation(Raw):
+    """A conversation of `turns`; in each, a call plays the user and sees the roles exchanged, and a judge is asked.
+
+    Attributes:
+        routes: of the policy, the user and the judge: raw, own (client) or classic.
+        repeats: number of calls for each reply of the policy; the last one is taken.
+    """
+
+    routes = ("raw", "raw", "raw")
+    turns = 3
+    repeats = 1
+    keeps = ("role", "content", "tool_calls")
+    extra = ()
+    request = {}  # noqa: RUF012
+
+    async def ask(self, state, route, messages):
+        if route == "classic":
+            response = await self.get_model_response(state, messages)
+            return {"role": "assistant", "content": response.message.content}
+        client = state["client"].client
+        if route == "own":
+            client = openai.AsyncOpenAI(base_url=state["client"].base_url, api_key=state["client"].api_key)
+        reply = await client.chat.completions.create(model="m", messages=[*self.extra, *messages], **self.request)
+        message = reply.choices[0].message.model_dump(exclude_none=True)
+        return {name: value for name, value in message.items() if name in self.keeps}
+
+    async def talk(self, state):
+        policy, user, judge = self.routes
+        messages = [{"role": "user", "content": "say it"}]
+        for _ in range(self.turns):
+            for _ in range(self.repeats):
+                reply = await self.ask(state, policy, messages)
+            messages.append(reply)
+            turned = {"user": "assistant", "assistant": "user"}
+            seen = [{"role": turned[one["role"]], "content": str(one["content"])} for one in messages]
+            said = await self.ask(state, user, [{"role": "user", "content": "Be a user."}, *seen])
+            await self.ask(state, judge, [{"role": "user", "content": f"Good? {reply['content']}"}])
+            messages.append({"role": "user", "content": said["content"]})
+        state["completion"] = messages[1:-1]
+
+
+def role_of(asked):
+    """Return who is asked in a prompt."""
+    return "judge" if "Good?" in asked else "user" if "Be a user." in asked else "policy"
+
+
+def trained_contexts(rollout):
+    """Return the text before each trained reply, and the replies."""
+    found = []
+    for sample in rollout.samples:
+        mask = np.append(sample.loss_mask, False)
+        for start in np.flatnonzero(mask & ~np.insert(mask[:-1], 0, False)):
+            stop = start + int(np.argmin(mask[start:]))
+            found.append((TOKENIZER.decode(sample.tokens[:start]), TOKENIZER.decode(sample.tokens[start : stop - 1])))
+    return found
+
+
+COLLISIONS = {
+    "always equal": lambda asked: "yes",
+    "empty": lambda asked: "",
+    "user says it earlier": lambda asked: "yes" if role_of(asked) == "user" else f"{asked.count('assistant')}"[:1],
+    "user repeats the policy": lambda asked: {"policy": "ok", "user": "ok", "judge": "no"}[role_of(asked)],
+    "judge repeats the policy": lambda asked: {"policy": "1", "user": "go on", "judge": "1"}[role_of(asked)],
+}
+
+
+@pytest.mark.parametrize("says", COLLISIONS.values(), ids=COLLISIONS)
 @pytest.mark.parametrize(
-    ("request_", "message"),
+    ("changes", "count"),
     [
-        ({"stream": True}, "stream is not supported"),
-        ({"n": 2}, "n > 1 is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
-        ({"tool_choice": "required"}, "only tool_choice auto and none are supported"),
+        ({}, 3),
+        ({"turns": 1}, 1),
+        ({"repeats": 3}, 3),
+        ({"routes": ("own", "own", "own")}, 3),
+        ({"routes": ("raw", "classic", "own")}, 3),
+        ({"routes": ("raw", "own", "classic"), "turns": 1}, 1),
+        ({"extra": [{"role": "system", "content": "Be brief."}], "turns": 1}, 1),
     ],
 )
-async def test_raw_client_refuses_what_the_trainer_does_not_know(play, request_, message):
-    kind = type("Refused", (Raw,), {"request": request_})
-    with pytest.raises(EnvironmentFailed, match=message):
-        await play(make(kind))
+async def test_calls_outside_the_completion_with_the_texts_of_replies_are_not_trained(play, says, changes, count):
+    rollouts = await play(make(type("Talk", (Conversation,), changes)), count=2, seq_len=4000, says=says)
+    for rollout in rollouts:
+        contexts = trained_contexts(rollout)
+        assert [role_of(before) for before, _ in contexts] == ["policy"] * count
+        assert len({before for before, _ in contexts}) == count
+        assert [said for _, said in contexts] == [text for role, text in rollout.text if role == "assistant"]
+
+
+async def test_raw_replies_that_the_environment_strips_are_trained(play):
+    class Stripping(Conversation):
+        async def ask(self, state, route, messages):
+            message = await super().ask(state, route, messages)
+            return {**message, "content": message["content"].strip()}
+
+    said = {"policy": "yes \n", "user": "yes", "judge": "no"}
+    (rollout,) = await play(make(Stripping), seq_len=4000, says=lambda asked: said[role_of(asked)])
+    assert [(role_of(before), text) for before, text in trained_contexts(rollout)] == [("policy", "yes \n")] * 3
+
+
+async def test_equal_tool_calls_of_other_calls_are_not_trained(play):
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    for keeps in (Conversation.keeps, ("role", "content", "tool_calls", "reasoning_content")):
+        kind = type("Talk", (Conversation,), {"request": {"tools": TOOL}, "turns": 1, "keeps": keeps})
+        (rollout,) = await play(make(kind), seq_len=4000, says=lambda asked: call)
+        assert [(role_of(before), said) for before, said in trained_contexts(rollout)] == [("policy", call)]
+
+
+class RawSimulated(Chat):
+    """Plays the user through the raw client; the policy's turns are in the trajectory."""
+
+    async def env_response(self, messages, state, **kwargs):
+        client, asked = state["client"].client, [{"role": "user", "content": "Be a user."}]
+        for _ in range(2):
+            reply = await client.chat.completions.create(model="m", messages=asked)
+        return [vf.UserMessage(content=reply.choices[0].message.content)]
+
+
+class MaskedSimulated(RawSimulated):
+    async def add_trajectory_step(self, state, trajectory_step):
+        tokens = trajectory_step["tokens"]
+        if state["trajectory"]:
+            trajectory_step["tokens"] = {**tokens, "completion_mask": [0] * len(tokens["completion_ids"])}
+        await super().add_trajectory_step(state, trajectory_step)
+
+
+@pytest.mark.parametrize("says", COLLISIONS.values(), ids=COLLISIONS)
+@pytest.mark.parametrize(("kind", "count"), [(RawSimulated, 3), (MaskedSimulated, 1)])
+async def test_raw_calls_beside_a_trajectory_are_not_trained(play, says, kind, count):
+    async def judge(state):
+        asked = [{"role": "user", "content": "Good?"}]
+        await state["client"].client.chat.completions.create(model="m", messages=asked)
+        return 1.0
+
+    (rollout,) = await play(make(kind, vf.Rubric(funcs=[judge]), 3), seq_len=4000, says=says)
+    assert [role_of(before) for before, _ in trained_contexts(rollout)] == ["policy"] * count
+
+
+class Judged(Raw):
+    async def talk(self, state):
+        reply = await state["client"].client.chat.completions.create(model="m", messages=[SAY])
+        state["completion"] = [{"role": "assistant", "content": reply.choices[0].message.content}]
+
+
+async def test_judge_of_a_reward_function_with_the_text_of_a_reply_is_not_trained(play):
+    async def judge(state):
+        await state["client"].client.chat.completions.create(model="m", messages=[SAY])
+        return 1.0
+
+    (rollout,) = await play(make(Judged, vf.Rubric(funcs=[judge])), says=lambda asked: "yes")
+    ((_, said),) = trained_contexts(rollout)
+    assert said == "yes" and len(play.engine.asked) == 2
 
 
 class Lists(Raw):
@@ -761,8 +893,12 @@ class Lists(Raw):
 async def test_raw_client_has_chat_completions_only(play):
     with pytest.raises(EnvironmentFailed, match="only chat completions are supported"):
         await play(make(Lists))
+
+
+@pytest.mark.parametrize("kind", [Own, Raw])
+async def test_environment_with_a_too_long_prompt_raises_sample_too_long(play, kind):
     with pytest.raises(SampleTooLong):
-        await play(make(Raw), seq_len=3)
+        await play(make(kind), seq_len=3)
 
 
 class OwnClient(Raw):
@@ -799,12 +935,6 @@ async def test_own_client_needs_no_proxy(play, monkeypatch):
     (rollout,) = await play(make(OwnClient))
     assert rollout.samples
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == ".example,127.0.0.1,localhost"
-
-
-@pytest.mark.parametrize(("request_", "message"), [({"stream": True}, "stream is not supported"), ({"n": 2}, "n > 1")])
-async def test_own_client_refuses_what_the_raw_client_refuses(play, request_, message):
-    with pytest.raises(EnvironmentFailed, match=message):
-        await play(make(type("Refused", (OwnClient,), {"request": request_})))
 
 
 STRICT = (

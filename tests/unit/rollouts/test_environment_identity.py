@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.environments.environment_id import find_environment
-from prime_rl.rollouts.environments.environment_identity import identify, identify_all, identify_environments
+from prime_rl.rollouts.environment_id import (
+    find_environment,
+    identify,
+    identify_all,
+    identify_environments,
+)
 
 ROOT = Path(__file__).parents[3]
 PRIME = """#!{python}
@@ -97,6 +101,28 @@ def test_identity_of_a_file_has_no_version(folder):
     assert not warnings
     with pytest.raises(ConfigError, match=r"owner/my_env@1\.0 is not installed"):
         find_environment("owner/my_env@1.0")
+
+
+@pytest.mark.parametrize(
+    "import_path", ["rewards_of_mine:score", "rewards_of_mine.py:score", "own_package.rewards:score"]
+)
+def test_identity_changes_with_the_files_of_added_rewards(import_path, folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("rewards_of_mine.py", "own_package/__init__.py", "own_package/rewards.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("def score(text): return 0.0\n")
+    config = EnvConfig(id="reverse_text", rewards=[{"import_path": import_path}])
+    ((before,), _), ((same,), _) = warnings_of(config), warnings_of(config)
+    for name in ("rewards_of_mine.py", "own_package/rewards.py"):
+        (folder / name).write_text("def score(text): return 1.0\n")
+    (after,), warnings = warnings_of(before)
+    assert before.identity == same.identity != after.identity
+    assert warnings == [f"env.0: environment 'reverse_text' was {before.identity} and is now {after.identity}"]
+
+
+def test_identity_without_the_files_of_added_rewards_is_left_to_their_import():
+    config = EnvConfig(id="reverse_text", rewards=[{"import_path": "no_such_module.part:score"}])
+    assert warnings_of(config)[0][0].identity == warnings_of(EnvConfig(id="reverse_text"))[0][0].identity
 
 
 def test_local_package_that_stands_in_for_the_hub_warns_once():

@@ -7,19 +7,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Group
-from prime_rl.orchestrator.algorithms.advantages import advantage_function
-from prime_rl.orchestrator.algorithms.credit_assignment import has_only_zero_advantages, part_advantages
-from prime_rl.orchestrator.batching.packing import pack
-from prime_rl.rollouts.group_failures import EnvironmentFailed
+from prime_rl.orchestrator.algorithms.advantages import advantage_function, has_only_zero_advantages, part_advantages
+from prime_rl.orchestrator.packing import pack
+from prime_rl.rollouts.environment_backend import EnvironmentBackend
+from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
 from tests.support.fake_engine import fake_engine
@@ -70,136 +71,58 @@ SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
 SECOND = {"More than 4?": ["9"], "More than 8?": ["6"]}
 
 KINDS_AND_RESULTS = [
-    Kind(
-        "classic/single_turn.py",
-        {"Reverse abc.": ["<answer>cba</answer>", "cba"]},
-        [[SYSTEM + turn("Reverse abc.", said)] for said in ("<answer>cba</answer>", "cba")],
-        [1.0, 0.5],
-        {"correct": 1.0, "short": 0.0},
-    ),
-    Kind(
-        "classic/multi_turn.py",
-        {"Guess.": ["5", "7"], "higher": ["7"]},
-        [[turn("Guess.", "5") + turn("higher", "7", first=False)], [turn("Guess.", "7")]],
-        [0.5, 1.0],
-        {"num_turns": 2.0},
-    ),
-    Kind(
-        "classic/tools.py",
-        {"Shout abc.": [CALL % "shout"], TOOL_RESULT % "ABC": ["ABC", "abc"]},
-        [
-            [f"…{turn('Shout abc.', CALL % 'shout')}{turn(TOOL_RESULT % 'ABC', said, first=False)}"]
-            for said in ("ABC", "abc")
-        ],
-        [1.0, 0.0],
-        {"shout_calls": 1.0},
-    ),
-    Kind(
-        "classic/stateful_tools.py",
-        {"Remember abc.": [CALL % "remember", "no"], TOOL_RESULT % "1": ["ok"]},
-        [
-            [f"…{turn('Remember abc.', CALL % 'remember')}{turn(TOOL_RESULT % '1', 'ok', first=False)}"],
-            [f"…{turn('Remember abc.', 'no')}"],
-        ],
-        [1.0, 0.0],
-    ),
-    Kind(
-        "classic/group_of_environments.py",
-        {"Go on.": ["abc", "a"]},
-        [[turn("Go on.", s)] for s in ("abc", "a")],
-        [3, 1],
-    ),
+    Kind("classic/single_turn.py", {"Reverse abc.": ["<answer>cba</answer>", "cba"]},
+        [[SYSTEM + turn("Reverse abc.", said)] for said in ("<answer>cba</answer>", "cba")], [1.0, 0.5],
+        {"correct": 1.0, "short": 0.0}),
+    Kind("classic/multi_turn.py", {"Guess.": ["5", "7"], "higher": ["7"]},
+        [[turn("Guess.", "5") + turn("higher", "7", first=False)], [turn("Guess.", "7")]], [0.5, 1.0],
+        {"num_turns": 2.0}),
+    Kind("classic/tools.py", {"Shout abc.": [CALL % "shout"], TOOL_RESULT % "ABC": ["ABC", "abc"]},
+        [[f"…{turn('Shout abc.', CALL % 'shout')}{turn(TOOL_RESULT % 'ABC', said, first=False)}"]
+         for said in ("ABC", "abc")], [1.0, 0.0], {"shout_calls": 1.0}),
+    Kind("classic/stateful_tools.py", {"Remember abc.": [CALL % "remember", "no"], TOOL_RESULT % "1": ["ok"]},
+        [[f"…{turn('Remember abc.', CALL % 'remember')}{turn(TOOL_RESULT % '1', 'ok', first=False)}"],
+         [f"…{turn('Remember abc.', 'no')}"]], [1.0, 0.0]),
+    Kind("classic/group_of_environments.py", {"Go on.": ["abc", "a"]}, [[turn("Go on.", s)] for s in ("abc", "a")],
+        [3, 1]),
     Kind("classic/group_of_environments.py", {"Stop.": ["abc"]}, [[turn("Stop.", "abc")]] * 2, [-1, -1], example=1),
-    Kind(
-        "classic/own_client.py",
-        {"Talk.": ["abc", "de"], "Ask.": ["why"], "why": ["so"]},
-        [[turn("Talk.", said) + turn("why", "so", first=False)] for said in ("abc", "de")],
-        [5.0, 4.0],
-    ),
-    Kind(
-        "classic/judge.py",
-        {"Reverse abc.": ["cba", "no"], "Good? cba": ["0.5"], "Good? no": ["0.25"]},
-        [[turn("Reverse abc.", said)] for said in ("cba", "no")],
-        [1.05, 0.025],
-        {"other": 1.0, "policy": 0.5},
-    ),
-    Kind(
-        "classic/odd_rewards.py",
-        {"Speak.": ["aa", "b"]},
-        [[turn("Speak.", said)] for said in ("aa", "b")],
-        [512.0, 500.0],
-        {"Counter": 2.0, "at_least": 1.0, "at_least_2": 0.0, "half": 0.5},
-    ),
+    Kind("classic/own_client.py", {"Talk.": ["abc", "de"], "Ask.": ["why"], "why": ["so"]},
+        [[turn("Talk.", said) + turn("why", "so", first=False)] for said in ("abc", "de")], [5.0, 4.0]),
+    Kind("classic/judge.py", {"Reverse abc.": ["cba", "no"], "Good? cba": ["0.5"], "Good? no": ["0.25"]},
+        [[turn("Reverse abc.", said)] for said in ("cba", "no")], [1.05, 0.025], {"other": 1.0, "policy": 0.5}),
+    Kind("classic/odd_rewards.py", {"Speak.": ["aa", "b"]}, [[turn("Speak.", said)] for said in ("aa", "b")],
+        [512.0, 500.0], {"Counter": 2.0, "at_least": 1.0, "at_least_2": 0.0, "half": 0.5}),
     Kind("classic/group_rewards.py", {"Speak.": ["abc", "a"]}, [[turn("Speak.", s)] for s in ("abc", "a")], [1, 0]),
     # Rewards 1 and 3 of the first turn, 2 of the second, 10 at the end: the second turns earn the same.
     Kind("classic/step_rewards.py", WALK, WALKS, [13, 15], {"end": 10}, [[-1, 0], [1, 0]], {}, {"step_rewards": "add"}),
-    Kind(
-        "classic/step_rewards.py",
-        WALK,
-        WALKS,
-        [13, 15],
-        {"end": 13},
-        [[-1, 0], [1, 0]],
-        {"sums": True},
-        {"step_rewards": "included"},
-    ),
+    Kind("classic/step_rewards.py", WALK, WALKS, [13, 15], {"end": 13}, [[-1, 0], [1, 0]], {"sums": True},
+        {"step_rewards": "included"}),
     # Only the second rollout has a reward of a step; its turns are compared with those of the first.
-    Kind(
-        "classic/step_rewards.py",
-        WALK,
-        WALKS,
-        [10, 13],
-        {},
-        [[-1.5, 0], [1.5, 0]],
-        {"sets": "some rewards"},
-        {"step_rewards": "add"},
-    ),
+    Kind("classic/step_rewards.py", WALK, WALKS, [10, 13], {}, [[-1.5, 0], [1.5, 0]], {"sets": "some rewards"},
+        {"step_rewards": "add"}),
     Kind("classic/step_rewards.py", WALK, WALKS, [13, 15], {}, [[-1, -1], [1, 1]], {"sums": True}),
     Kind("classic/step_rewards.py", WALK, WALKS, [10, 10], {}, [[-2, -2], [-2, -2]], {"sets": "state"}),
     # Only the second turns have an advantage; the first ones are compared as rollouts.
     Kind("classic/step_rewards.py", WALK, WALKS, [10, 10], {}, [[0, 2], [0, 2]], {"sets": "advantage"}),
-    Kind(
-        "agents/arithmetic.py", {"1 + 1?": ["2", "3"]}, [[turn("1 + 1?", said)] for said in "23"], [2, 0], {"right": 1}
-    ),
+    Kind("agents/arithmetic.py", {"1 + 1?": ["2", "3"]}, [[turn("1 + 1?", said)] for said in "23"], [2, 0],
+        {"right": 1}),
     # The first agent says 4 and 8, the second 9 and 6. Each agent is compared with itself.
-    Kind(
-        "agents/self_play.py",
-        {"A number?": ["4", "8"], **SECOND},
-        [
-            [turn("A number?", "4"), turn("More than 4?", "9")],
-            [turn("A number?", "8"), turn("More than 8?", "6")],
-        ],
-        [0.5, 0.5],
-        {"first/reward": 0.0, "second/reward": 1.0, "second/won": 1.0, "first/num_turns": 1.0},
-        [[-0.5, 0.5], [0.5, -0.5]],
-    ),
+    Kind("agents/self_play.py", {"A number?": ["4", "8"], **SECOND},
+        [[turn("A number?", "4"), turn("More than 4?", "9")], [turn("A number?", "8"), turn("More than 8?", "6")]],
+        [0.5, 0.5], {"first/reward": 0.0, "second/reward": 1.0, "second/won": 1.0, "first/num_turns": 1.0},
+        [[-0.5, 0.5], [0.5, -0.5]]),
     # The second agent runs in one of two episodes; the first is compared with itself in both.
-    Kind(
-        "agents/challenge.py",
-        {"Bet?": ["no", "yes"], "Call?": ["ok"]},
-        [[turn("Bet?", "no")], [turn("Bet?", "yes"), turn("Call?", "ok")]],
-        [0.5, 0.5],
-        {"better/reward": 0.5, "better/kept": 0.5},
-        [[0.25], [-0.25, 0]],
-    ),
+    Kind("agents/challenge.py", {"Bet?": ["no", "yes"], "Call?": ["ok"]},
+        [[turn("Bet?", "no")], [turn("Bet?", "yes"), turn("Call?", "ok")]], [0.5, 0.5],
+        {"better/reward": 0.5, "better/kept": 0.5}, [[0.25], [-0.25, 0]]),
     # Each proposal has two attempts, which are compared with each other; proposals are compared across the group.
-    Kind(
-        "agents/proposer_solver.py",
-        {
-            "Propose.": ["a", "b"],
-            "Solve a": ["x", "y"],
-            "Solve b": ["z"],
-            **{f"Good? {said}": [score] for said, score in (("x", "1"), ("y", "0"), ("z", "0"))},
-        },
-        [
-            [turn("Propose.", "a"), turn("Solve a", "x"), turn("Solve a", "y")],
-            [turn("Propose.", "b"), turn("Solve b", "z"), turn("Solve b", "z")],
-        ],
-        [2 / 3, 0.0],
-        {"proposer/reward": 1.0, "solver/reward": 0.5, "solver/good": 0.5},
-        [[0.5, 0.5, -0.5], [-0.5, 0, 0]],
-    ),
-]
+    Kind("agents/proposer_solver.py",
+        {"Propose.": ["a", "b"], "Solve a": ["x", "y"], "Solve b": ["z"],
+         **{f"Good? {said}": [score] for said, score in (("x", "1"), ("y", "0"), ("z", "0"))}},
+        [[turn("Propose.", "a"), turn("Solve a", "x"), turn("Solve a", "y")],
+         [turn("Propose.", "b"), turn("Solve b", "z"), turn("Solve b", "z")]], [2 / 3, 0.0],
+        {"proposer/reward": 1.0, "solver/reward": 0.5, "solver/good": 0.5}, [[0.5, 0.5, -0.5], [-0.5, 0, 0]]),
+]  # fmt: skip
 
 
 def scripted(replies: Mapping[str, Sequence[str]]):
@@ -286,6 +209,38 @@ async def test_environment_gives_the_right_tokens_rewards_and_advantages(open_ki
     assert has_only_zero_advantages(group, config) == (not np.any([value for values in expected for value in values]))
 
 
+@pytest.mark.parametrize(
+    ("file", "asked", "answer"),
+    [
+        ("classic/single_turn.py", "Reverse abc.", "cba"),
+        ("classic/multi_turn.py", "Guess.", None),
+        ("agents/arithmetic.py", "1 + 1?", "2"),
+    ],
+)
+async def test_rollout_has_the_reference_answer_of_its_example(open_kind, file, asked, answer):
+    async with fake_engine() as engine, open_kind(file) as pool:
+        engine.step, engine.reply = VERSION, scripted({asked: ["7"]})
+        assert [rollout.answer for rollout in await play(pool, engine)] == [answer] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        ({}, None),
+        ({"answer": None}, None),
+        ({"answer": ""}, None),
+        ({"answer": 0}, "0"),
+        ({"answer": ["a", "b"]}, "['a', 'b']"),
+        ({"answer": "é" * 2_000}, "é" * 2_000),
+        ({"answer": "é" * 2_001}, "é" * 2_000 + "… (2,001 characters)"),
+        (SimpleNamespace(answer="x"), "x"),
+        (SimpleNamespace(prompt="x"), None),
+    ],
+)
+async def test_answer_of_an_example_is_short_text_or_none(row, answer):
+    assert EnvironmentBackend.answer(SimpleNamespace(_row=lambda example: row), 0) == answer
+
+
 def rank(samples: Sequence[str], expected: Sequence[Sequence[str]]) -> int:
     """The index of the expected rollout with these samples."""
     return next(i for i, texts in enumerate(expected) if samples[0].endswith(texts[0].removeprefix("…")))
@@ -310,20 +265,12 @@ async def test_unsupported_environment_is_refused_at_the_start(open_kind, file, 
     [
         ("classic/refused.py", {"does": "picture later"}, EnvironmentFailed, "image_url"),
         ("classic/refused.py", {"does": "stream"}, EnvironmentFailed, "stream is not supported"),
-        (
-            "classic/step_rewards.py",
-            {"rubric_sets": "reward", "sets": None},
-            ConfigError,
-            "rubric sets `reward` of single",
-        ),
-        (
-            "classic/step_rewards.py",
-            {"rubric_sets": "advantage", "sets": None},
-            ConfigError,
-            "rubric sets `advantage` of",
-        ),
+        ("classic/step_rewards.py", {"rubric_sets": "reward", "sets": None}, ConfigError,
+         "rubric sets `reward` of single"),
+        ("classic/step_rewards.py", {"rubric_sets": "advantage", "sets": None}, ConfigError,
+         "rubric sets `advantage` of"),
     ],
-)
+)  # fmt: skip
 async def test_unsupported_environment_is_refused_in_its_first_group(open_kind, file, args, error, message):
     async with fake_engine() as engine, open_kind(file, args) as pool:
         engine.reply = scripted({"say it": ["a"], **WALK})

@@ -1,23 +1,26 @@
 """The rollouts of a group: retries, survivors, clocks, and what foreign code may raise."""
 
 import asyncio
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 import verifiers as vf
 
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared.blocks import EnvConfig
-from prime_rl.rollouts import group_attempts
 from prime_rl.rollouts.clients.inference_client import InferenceServerLost
-from prime_rl.rollouts.group_attempts import GroupAttempts, RolloutClock
-from prime_rl.rollouts.group_failures import (
+from prime_rl.rollouts.group_attempts import (
     EnvironmentFailed,
+    GroupAccount,
+    GroupAttempts,
+    RolloutClock,
     RolloutTimedOut,
     contain_failures,
     is_infrastructure,
 )
-from prime_rl.rollouts.token_accounting import GroupAccount
+from prime_rl_sandbox.execution import SandboxError
+from tests.support.virtual_clock import virtual_clock
 
 
 class Custom(BaseException):
@@ -28,13 +31,8 @@ class Overloaded(Exception):
     status_code = 503
 
 
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch):
-    monkeypatch.setattr(group_attempts, "RETRY_PAUSE_SECONDS", 0.001)
-
-
-def make_group(count=4, is_train=True, account=None, **config):
-    return GroupAttempts(EnvConfig(id="e", **config), 3, count, None, None, account or GroupAccount(), is_train)
+def make_group(count=4, is_train=True, account=None, server=None, **config):
+    return GroupAttempts(EnvConfig(id="e", **config), 3, count, server, None, account or GroupAccount(), is_train)
 
 
 def failing(fails):
@@ -51,6 +49,7 @@ def failing(fails):
     return attempt, tried
 
 
+@virtual_clock
 async def test_group_retries_only_the_rollout_with_an_infrastructure_failure():
     attempt, tried = failing({(1, 0): EnvironmentFailed("sandbox", is_infrastructure=True)})
     account = GroupAccount()
@@ -66,6 +65,7 @@ async def test_group_with_an_environment_error_is_not_retried():
     assert (1, 1) not in tried
 
 
+@virtual_clock
 async def test_group_without_retries_left_fails():
     fault = EnvironmentFailed("sandbox", is_infrastructure=True)
     attempt, tried = failing({(1, number): fault for number in range(3)})
@@ -142,71 +142,93 @@ def raised_from(error, cause):
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (vf.InfraError("x"), True),
-        (vf.SandboxError("x"), True),
-        (ConnectionRefusedError("x"), True),
-        (TimeoutError("x"), True),
-        (aiohttp.ServerDisconnectedError(), True),
+        (vf.InfraError("x"), True), (vf.SandboxError("x"), True), (SandboxError("x"), True),
+        (ConnectionRefusedError("x"), True), (TimeoutError("x"), True), (aiohttp.ServerDisconnectedError(), True),
         (Overloaded("x"), True),
         (raised_from(RuntimeError("judge"), ConnectionError("x")), True),
-        (raised_from(vf.ToolCallError("x"), ZeroDivisionError("x")), False),
-        (KeyError("x"), False),
+        (raised_from(vf.ToolCallError("x"), ZeroDivisionError("x")), False), (KeyError("x"), False),
         (FileNotFoundError("x"), False),
     ],
-)
+)  # fmt: skip
 def test_is_infrastructure_recognises_infrastructure_failures(error, expected):
     assert is_infrastructure(error) is expected
 
 
+@virtual_clock
 async def test_clock_stops_while_paused():
     stuck = []
-    clock = RolloutClock(0.05, 60, lambda: stuck.append(1))
-    async with clock:
+    async with RolloutClock(1, 60, lambda: stuck.append(1)) as clock:
         with clock.paused(), clock.paused():
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(3)
     assert not clock.expired
-    with pytest.raises(RolloutTimedOut, match=r"a rollout took longer than 0\.05 s"):
-        async with (clock := RolloutClock(0.05, 60, lambda: stuck.append(1))):
-            await asyncio.Event().wait()
-    assert clock.expired
-    await asyncio.sleep(0.05)
+    with pytest.raises(RolloutTimedOut, match="a rollout took longer than 10 s"):
+        async with (clock := RolloutClock(10, 60, lambda: stuck.append(1))):
+            for _ in range(9):
+                await asyncio.sleep(4)
+                with clock.paused():
+                    await asyncio.sleep(4)
+    assert clock.expired and clock.running_seconds == 10
+    await asyncio.sleep(100)
     assert stuck == []
 
 
-async def test_clock_measures_running_and_paused_time(monkeypatch):
-    now = [10.0]
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
-
-    def passes(seconds):
-        now[0] += seconds
-
+@virtual_clock
+async def test_clock_measures_running_and_paused_time():
     async with RolloutClock(None, 60, lambda: None) as clock:
-        passes(1)
+        await asyncio.sleep(1)
         with clock.paused():
-            passes(2)
+            await asyncio.sleep(2)
             with clock.paused():
-                passes(4)
-            passes(8)
-        passes(16)
+                await asyncio.sleep(4)
+            await asyncio.sleep(8)
+        await asyncio.sleep(16)
     assert (clock.running_seconds, clock.paused_seconds) == (17, 14)
 
 
-async def test_group_adds_the_seconds_of_its_finished_rollouts(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+@virtual_clock
+async def test_sampling_time_does_not_count_for_the_time_limit():
+    async def generate(prompt_ids, sampling):
+        await asyncio.sleep(60)
+        return SimpleNamespace(token_ids=[7])
+
+    async def attempt(this):
+        async with this.clock:
+            await this.server.generate([1], {})
+        return this.sampled
+
+    group = make_group(2, server=SimpleNamespace(generate=generate), timeout_seconds=1)
+    assert await group.run(attempt) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"timeout_seconds": 9}, r"9 s \(env\.timeout_seconds\)"),
+        ({"timeout_seconds": 9, "scoring_timeout_seconds": 1}, r"1 s \(env\.scoring_timeout_seconds\)"),
+    ],
+)
+@virtual_clock
+async def test_scoring_has_its_own_time_limit(limits, message):
+    with pytest.raises(RolloutTimedOut, match=f"the scoring of example 3 took longer than {message}"):
+        await make_group(**limits).repeat(asyncio.Event().wait)
+
+
+@virtual_clock
+async def test_group_adds_the_seconds_of_its_finished_rollouts():
     account = GroupAccount()
     group = make_group(2, account=account)
 
     async def attempt(this):
         if this.index == 1:
+            await asyncio.sleep(9)
             raise EnvironmentFailed("it does not count")
         async with this.clock:
-            now[0] += 1
+            await asyncio.sleep(1)
             with this.clock.paused():
-                now[0] += 2
+                await asyncio.sleep(2)
 
     async def score():
-        now[0] += 4
+        await asyncio.sleep(4)
 
     with pytest.raises(EnvironmentFailed):
         await group.run(attempt)
@@ -214,9 +236,10 @@ async def test_group_adds_the_seconds_of_its_finished_rollouts(monkeypatch):
     assert account.seconds == {"environment": 1, "engine": 2, "scoring": 4}
 
 
+@virtual_clock
 async def test_clock_reports_a_block_that_does_not_end():
     stuck = asyncio.Event()
-    clock = RolloutClock(0.01, 0.02, stuck.set)
+    clock = RolloutClock(1, 2, stuck.set)
     async with clock:
         while not stuck.is_set():
             try:

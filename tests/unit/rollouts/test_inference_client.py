@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from contextlib import suppress
 
 import pytest
 from aiohttp import web
 
+from prime_rl.evaluation.eval_session import lease_servers
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
 from tests.support.fake_engine import fake_engine
 
@@ -105,7 +107,10 @@ async def test_generate_repeated_connection_reset_raises_server_lost():
 
 
 async def test_generate_hanging_server_raises_at_the_timeout():
-    async with fake_engine() as fake, InferenceClient(fake.url, "m", "run", timeout_s=0.3, probe_s=0.1) as engine:
+    async with (
+        fake_engine() as fake,
+        InferenceClient(fake.url, "m", "run", timeout_seconds=0.3, probe_seconds=0.1) as engine,
+    ):
         stuck = asyncio.Event()
         fake.gate = lambda body: stuck.wait()
         with pytest.raises(
@@ -124,7 +129,7 @@ async def test_probe_requests_have_a_separate_timeout():
 
     server = await asyncio.start_server(hang, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with InferenceClient(url, "m", "run", timeout_s=60, probe_s=0.2) as engine:
+    async with InferenceClient(url, "m", "run", timeout_seconds=60, probe_seconds=0.2) as engine:
         for call in (engine.policy, engine.peek_policy, engine.release, engine.metrics):
             with pytest.raises(
                 InferenceServerLost, match=r"did not respond within 0\.2 s \(client\.probe_timeout_seconds\)"
@@ -133,7 +138,65 @@ async def test_probe_requests_have_a_separate_timeout():
     server.close()
 
 
-@pytest.mark.parametrize("text", ["[]", '{"step": 1}', '{"branch": 0, "step": "x", "hash": "h"}', "nonsense"])
+async def test_probe_timeout_limits_the_whole_response():
+    async def trickle(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    server = await asyncio.start_server(trickle, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with InferenceClient(url, "m", "run", probe_seconds=0.2) as engine:
+        with pytest.raises(InferenceServerLost, match=r"did not respond within 0\.2 s"):
+            await engine.policy()
+    server.close()
+
+
+async def test_control_requests_reach_a_server_that_restarted_at_the_same_address(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not used
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "run") as engine:
+        await engine.reset()
+        assert (await engine.policy()).is_ours
+        await fake.die()
+        with pytest.raises(InferenceServerLost, match=r"cannot be reached: Connection refused$"):
+            await engine.policy()
+        await fake.start(int(fake.url.rpartition(":")[2]))
+        assert not (await engine.policy()).is_ours
+        await fake.die()
+        await fake.start(int(fake.url.rpartition(":")[2]))
+        assert (await engine.reset()).is_ours, "the idle connection to the earlier server is not used"
+
+
+@pytest.mark.parametrize("slot", ["alpha", None])
+async def test_reset_of_a_server_that_will_not_be_free_raises_at_once(slot):
+    """Named adapters do not expire, and a lease that was renewed will be renewed again."""
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "run", slot=slot) as engine:
+        if slot is None:
+            fake.holder, fake.lease_left = "other", lambda: 30.0
+        fake.full_of_adapters = slot is not None
+        async with asyncio.timeout(30):
+            with pytest.raises(InferenceError, match="in use" if slot else "leased by other"):
+                await engine.reset()
+        assert fake.num_policy_requests == 0
+
+
+@pytest.mark.parametrize(("slot", "resets"), [("alpha", 1), (None, 2)])
+async def test_leased_servers_serve_the_base_model_afterwards(slot, resets):
+    """A slot is freed with its weights, and a second slot could not be waited for."""
+    async with fake_engine() as fake:
+        async with lease_servers([InferenceClient(fake.url, "m", "run", slot=slot)]):
+            assert fake.holder == "run"
+        assert (fake.calls, fake.holder) == (["reset"] * resets, None)
+
+
+DEEP = '{"step": ' + "[" * 9000 + "]" * 9000 + "}"
+
+
+@pytest.mark.parametrize("text", ["[]", '{"step": 1}', '{"branch": 0, "step": "x", "hash": "h"}', "nonsense", DEEP])
 async def test_policy_invalid_response_raises_inference_error(text):
     async def nonsense(reader, writer):
         await reader.readuntil(b"\r\n\r\n")

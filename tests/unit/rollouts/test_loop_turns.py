@@ -2,7 +2,7 @@
 
 import asyncio
 
-from prime_rl.rollouts.loop_turns import LoopTurns
+from prime_rl.rollouts.clients.generation_stream import LoopTurns
 
 
 async def test_resolve_sets_a_limited_number_of_results_per_turn() -> None:

@@ -1,22 +1,22 @@
 """Rollouts over any OpenAI-compatible server: what is sent, what is understood, and what ends a rollout."""
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.types import Conversation
 from prime_rl.evaluation.eval_results import RolloutRow
 from prime_rl.rollouts.clients import openai_chat_client
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer, PromptTooLong
-from prime_rl.rollouts.environments import environment_loader
 from prime_rl.rollouts.recorder import Recorder
+from prime_rl.rollouts.workers import worker_main
 from prime_rl.rollouts.workers.protocol import GroupFinished, decode_report, frame
 from tests.support.fake_chat import calls, fake_chat, says
+from tests.unit.rollouts.conftest import ending_server
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
 ASK = [{"role": "user", "content": "2 + 2?"}]
@@ -124,6 +124,16 @@ async def test_group_is_pinned_on_our_own_server():
         assert fake.pins == [], "given back, however it ends"
 
 
+async def test_server_pins_again_after_its_slot_was_missing():
+    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
+        fake.pins, fake.lacks_slot = [], True
+        async with server.pinned() as same:
+            assert same is server
+        fake.lacks_slot = False
+        async with server.pinned() as pinned:
+            assert pinned is not server
+
+
 async def test_other_server_gets_one_pin_request():
     async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
         for _ in range(2):
@@ -153,17 +163,13 @@ async def test_busy_server_is_retried(status):
     [
         (401, {"error": {"message": "wrong key"}}, InferenceError, "401: wrong key"),
         (404, {"detail": "no such model"}, InferenceError, "404"),
-        (
-            400,
-            {"error": {"message": "This model's maximum context length is 9 tokens"}},
-            PromptTooLong,
-            "context length",
-        ),
+        (400, {"error": {"message": "This model's maximum context length is 9 tokens"}}, PromptTooLong,
+         "context length"),
         (400, {"error": {"message": "bad", "code": "x"}}, InferenceError, "400: bad"),
         (200, {"choices": []}, InferenceError, "invalid response"),
         (200, "nonsense", InferenceError, "invalid response"),
     ],
-)
+)  # fmt: skip
 async def test_refused_request_raises(status, body, error, words):
     async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
         fake.fault = lambda _: web.json_response(body, status=status)
@@ -187,14 +193,11 @@ async def test_unreachable_server_raises_server_lost():
 
 async def test_v1_taskset_runs_without_a_tokenizer(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "support/packages"))
-    environment = environment_loader.load(EnvConfig(id="toy_taskset"), None, "eval")
+    environment = worker_main.load(EnvConfig(id="toy_taskset"), None, "eval")
     async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
         fake.reply = lambda body: says("it is 3")
-        try:
+        async with ending_server(environment):
             rollouts = await environment.run_group(3, 2, server, {"temperature": 1.0}, 8)
-        finally:
-            environment._server_task.cancel()
-            await asyncio.gather(environment._server_task, return_exceptions=True)
     for rollout in rollouts:
         assert isinstance(rollout, Conversation)
         assert (rollout.reward, rollout.samples, rollout.sampled_tokens) == (2.0, (), 3)

@@ -7,7 +7,7 @@ import pytest
 from loguru import logger
 
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.group_failures import EnvironmentFailed
+from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from tests.support.fake_engine import fake_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -77,28 +77,24 @@ async def test_worker_sizes_thread_and_process_pools_like_verifiers(open_peculia
     assert metrics["processes"] == min(4, os.cpu_count())
 
 
-@pytest.mark.parametrize("how", ["close", "cancel and close"])
-async def test_closing_a_pool_waits_for_the_cleanup_of_its_groups(open_peculiar, tmp_path, how):
+@pytest.mark.parametrize(
+    ("cancels", "cleanup_seconds", "grace_seconds", "left"),
+    [(False, 2.5, 60.0, "cleaned"), (True, 2.5, 60.0, "cleaned"), (False, 1000.0, 0.5, "waiting")],
+    ids=["close", "cancel and close", "cleanup takes too long"],
+)
+async def test_closing_a_pool_waits_for_the_cleanup_of_its_groups(
+    open_peculiar, tmp_path, cancels, cleanup_seconds, grace_seconds, left
+):
     marker = tmp_path / "marker"
     async with fake_engine() as engine:
-        async with open_peculiar("cleanup", marker=str(marker), cleanup_s=2.5, grace_s=60.0) as pool:
+        async with open_peculiar(
+            "cleanup", marker=str(marker), cleanup_seconds=cleanup_seconds, grace_seconds=grace_seconds
+        ) as pool:
             group = asyncio.create_task(play(pool, engine))
             async with asyncio.timeout(60):
                 while not marker.exists():
                     await asyncio.sleep(0.01)
-            if how == "cancel and close":
+            if cancels:
                 group.cancel()
         await asyncio.gather(group, return_exceptions=True)
-    assert marker.read_text() == "cleaned"
-
-
-async def test_closing_a_pool_kills_a_worker_whose_cleanup_takes_too_long(open_peculiar, tmp_path):
-    marker = tmp_path / "marker"
-    async with fake_engine() as engine:
-        async with open_peculiar("cleanup", marker=str(marker), cleanup_s=1000.0, grace_s=0.5) as pool:
-            group = asyncio.create_task(play(pool, engine))
-            async with asyncio.timeout(60):
-                while not marker.exists():
-                    await asyncio.sleep(0.01)
-        await asyncio.gather(group, return_exceptions=True)
-    assert marker.read_text() == "waiting"
+    assert marker.read_text() == left

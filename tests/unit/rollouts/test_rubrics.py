@@ -3,11 +3,10 @@
 import pytest
 import verifiers as vf
 
-from prime_rl.rollouts.group_failures import EnvironmentFailed
-from prime_rl.rollouts.verifiers import classic_patches
-from prime_rl.rollouts.verifiers.rubrics import score_group
+from prime_rl.rollouts.group_attempts import EnvironmentFailed
+from prime_rl.rollouts.verifiers.rubrics import patch_verifiers, reward_weights, score_group
 
-classic_patches.apply()
+patch_verifiers()
 
 
 def make_states(count):
@@ -34,7 +33,8 @@ async def test_reward_failure_of_one_state_does_not_affect_the_others():
     states = make_states(3)
     failures = await score_group(vf.Rubric(funcs=[picky]), states)
     assert {index: str(failure) for index, failure in failures.items()} == {
-        1: "reward function picky raised KeyError: 'broken'"
+        1: "reward function picky raised KeyError: 'broken' "
+        '(env.reward_errors = "zero" counts it as 0, as verifiers does)'
     }
     assert not failures[1].is_infrastructure
     assert [states[0]["reward"], states[2]["reward"]] == [1.0, 1.0]
@@ -47,7 +47,7 @@ async def test_reward_failure_counts_0_if_configured_except_for_infrastructure()
     assert [state["metrics"]["reward_errors"] for state in states] == [0, 1, 0]
     failures = await score_group(vf.Rubric(funcs=[unreachable]), make_states(3), zero=True)
     assert [*failures] == [1]
-    assert failures[1].is_infrastructure
+    assert failures[1].is_infrastructure and "reward_errors" not in str(failures[1])
 
 
 async def test_failed_metric_is_missing_and_logs_a_warning():
@@ -105,3 +105,14 @@ async def test_reward_functions_get_the_objects_of_verifiers(has_provider):
     assert seen["some"]["info"] == ({} if has_provider else "of the class")
     assert seen["all"] == expected
     assert seen["column"] == 5
+
+
+def test_weights_of_functions_with_one_name_are_left_out():
+    def first(completion): ...
+    def second(completion): ...
+
+    both = vf.Rubric(funcs=[first, second, first], weights=[0.5, -2.0, 1.0])
+    assert reward_weights(both) == {"second": -2.0}
+    assert reward_weights(vf.RubricGroup([vf.Rubric(funcs=[first]), vf.Rubric(funcs=[first, second])])) == {
+        "second": 1.0
+    }

@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.rollouts.rendering.tool_calls import (
+from prime_rl.rollouts.rendering.messages import (
     MAX_CALLS,
     MAX_DEPTH,
     PARSERS,
+    Parsed,
+    ToolCall,
     hermes,
     llama3_json,
     mistral,
     qwen3_coder,
     split_reasoning,
 )
-from prime_rl.rollouts.replies import Parsed, ToolCall
 
 SUM = ToolCall("add", '{"a": 1, "b": {"c": [2]}}')
 JSON = '{"name": "add", "arguments": {"a": 1, "b": {"c": [2]}}}'
@@ -44,25 +45,15 @@ def test_hermes(text, content, calls):
 
 
 MALFORMED = [
-    '{"name": "add", "arguments": {"a": 1}',
-    '{"name": "add", "arguments": [1]}',
-    '{"name": "add", "arguments": "{}"}',
-    '{"name": "add"}',
-    '{"name": "", "arguments": {}}',
-    '{"name": 7, "arguments": {}}',
-    '{"arguments": {}}',
-    '{"name": "add", "arguments": {"a": NaN}}',
-    '{"name": "add", "arguments": {"a": 1e999}}',
-    '{"name": "add", "arguments": {"a": "\\ud800"}}',
-    '{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}",
+    '{"name": "add", "arguments": {"a": 1}', '{"name": "add", "arguments": [1]}', '{"name": "add", "arguments": "{}"}',
+    '{"name": "add"}', '{"name": "", "arguments": {}}', '{"name": 7, "arguments": {}}', '{"arguments": {}}',
+    '{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": {"a": 1e999}}',
+    '{"name": "add", "arguments": {"a": "\\ud800"}}', '{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}",
     '{"name": "add", "arguments": {"a": ' + "[" * 100_000 + "}}",
     '{"name": "add", "arguments": {"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}}",
-    '{"name": "' + "a" * 300 + '", "arguments": {}}',
-    "{'name': 'add', 'arguments': {}}",
-    "add(1, 2)",
-    "",
+    '{"name": "' + "a" * 300 + '", "arguments": {}}', "{'name': 'add', 'arguments': {}}", "add(1, 2)", "",
     JSON + " and so on",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", MALFORMED, ids=lambda body: body[:40])
@@ -157,23 +148,11 @@ def test_parsers_never_raise_and_calls_are_json_objects(name, text):
 
 
 HOSTILE = [
-    "<tool_call>",
-    '<tool_call>{"name": "',
-    '<tool_call>{"a": [1, ',
-    "<tool_call>" + " " * 50,
-    "<tool_call><function=f>",
-    "<tool_call><function=f><parameter=p>",
-    "<function=",
-    "[TOOL_CALLS]",
-    "[TOOL_CALLS]f[ARGS]{",
-    '[TOOL_CALLS][{"name":',
-    '{"name": "a", "parameters": {}};',
-    "[",
-    '{"a":',
-    '"\\',
-    "<think>",
+    "<tool_call>", '<tool_call>{"name": "', '<tool_call>{"a": [1, ', "<tool_call>" + " " * 50,
+    "<tool_call><function=f>", "<tool_call><function=f><parameter=p>", "<function=", "[TOOL_CALLS]",
+    "[TOOL_CALLS]f[ARGS]{", '[TOOL_CALLS][{"name":', '{"name": "a", "parameters": {}};', "[", '{"a":', '"\\', "<think>",
     " ",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PARSERS)

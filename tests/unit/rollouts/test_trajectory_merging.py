@@ -1,7 +1,8 @@
 import numpy as np
+import pytest
 
-from prime_rl.rollouts.replies import Generation
-from prime_rl.rollouts.trajectory_merging import SampleBuilder
+from prime_rl.rollouts.recorder import SampleBuilder
+from prime_rl.rollouts.rendering.messages import Generation
 
 
 def generation(ids, version=3):
@@ -15,50 +16,50 @@ def build(*turns, branching=False):
     return builder, [builder.add(np.array(prompt, np.int32), generation(*sampled)) for prompt, *sampled in turns]
 
 
-def test_builder_turns_that_extend_each_other_give_one_sample():
+CALLS_BETWEEN = [([1], [2]), ([1, 2, 7], [8]), ([1, 2, 9], [3]), ([1, 2, 9, 3, 7], [8]), ([1, 2, 9, 3, 9], [4])]
+CASES = {  # turns of (prompt, sampled, version 3 if not given), those that are trained; tokens and mask of each sample
+    "turns that extend each other give one sample": (
+        [([1, 2], [3, 4]), ([1, 2, 3, 4, 9], [7])], None, [([1, 2, 3, 4, 9, 7], "..xx.x")]),
+    "a turn with another prefix starts a new sample": (
+        [([1, 2], [3, 4]), ([1, 2, 8], [7])], None, [([1, 2, 3, 4], "..xx"), ([1, 2, 8, 7], "...x")]),
+    "a turn that goes back continues the earlier sample": (
+        [([1], [2]), ([5], [6]), ([1, 2, 9], [3])], None, [([1, 2, 9, 3], ".x.x"), ([5, 6], ".x")]),
+    "an untrained turn is context of later turns": (
+        [([1], [2, 3]), ([1, 2, 3, 9], [4]), ([1, 2, 3, 9, 4, 8], [5])], [1], [([1, 2, 3, 9, 4], "....x")]),
+    "all of these turns are trained": (
+        [([1], [2, 3]), ([1, 2, 3, 9], [4]), ([1, 2, 3, 9, 4, 8], [5])], None, [([1, 2, 3, 9, 4, 8, 5], ".xx.x.x")]),
+    "a sequence without a trained turn gives no sample": ([([1], [2]), ([7], [8])], [1], [([7, 8], ".x")]),
+    "no trained turn gives no sample": ([([1], [2]), ([7], [8])], [], []),
+    "a call outside the conversation does not split it": (CALLS_BETWEEN, [0, 2, 4], [([1, 2, 9, 3, 9, 4], ".x.x.x")]),
+    "turns that extend the same one train it once": (
+        [([1], [2]), ([1, 2, 8], [3]), ([1, 2, 9], [4])], None, [([1, 2, 8, 3], ".x.x"), ([1, 2, 9, 4], "...x")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("turns", "trained", "expected"), CASES.values(), ids=CASES)
+def test_builder_merges_turns_into_samples(turns, trained, expected):
+    builder, made = build(*turns)
+    kept = [made[i] for i in (range(len(made)) if trained is None else trained)]
+    samples = builder.samples(lambda turn: turn in kept)
+    assert [sample.tokens.tolist() for sample in samples] == [tokens for tokens, _ in expected]
+    for sample, (_, mask) in zip(samples, expected, strict=True):
+        is_trained = [letter == "x" for letter in mask]
+        assert sample.loss_mask.tolist() == is_trained
+        assert sample.versions.tolist() == [3 if each else -1 for each in is_trained]
+        assert sample.logprobs.tolist() == pytest.approx([-0.1 if each else 0.0 for each in is_trained])
+
+
+def test_builder_keeps_the_version_of_each_turn():
     builder, turns = build(([1, 2], [3, 4], 5), ([1, 2, 3, 4, 9], [7], 6))
     (sample,) = builder.samples()
     assert turns[0].sequence is turns[1].sequence
-    assert sample.tokens.tolist() == [1, 2, 3, 4, 9, 7]
-    assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
     assert sample.versions.tolist() == [-1, -1, 5, 5, -1, 6]
-
-
-def test_builder_turn_with_another_prefix_starts_a_new_sample():
-    first, second = build(([1, 2], [3, 4]), ([1, 2, 8], [7]))[0].samples()
-    assert (first.tokens.tolist(), second.tokens.tolist()) == ([1, 2, 3, 4], [1, 2, 8, 7])
-    assert second.loss_mask.tolist() == [False, False, False, True]
-
-
-def test_builder_turn_that_goes_back_continues_the_earlier_sample():
-    first, second = build(([1], [2]), ([5], [6]), ([1, 2, 9], [3]))[0].samples()
-    assert (first.tokens.tolist(), second.tokens.tolist()) == ([1, 2, 9, 3], [5, 6])
-    assert first.loss_mask.tolist() == [False, True, False, True]
 
 
 def test_builder_branching_gives_one_sample_per_turn():
     first, second = build(([1, 2], [3, 4]), ([1, 2, 3, 4, 9], [7]), branching=True)[0].samples()
-    assert first.tokens.tolist() == [1, 2, 3, 4]
-    assert second.tokens.tolist() == [1, 2, 3, 4, 9, 7]
+    assert (first.tokens.tolist(), second.tokens.tolist()) == ([1, 2, 3, 4], [1, 2, 3, 4, 9, 7])
     assert second.loss_mask.tolist() == [False] * 5 + [True]
-
-
-def test_builder_untrained_turn_is_context_of_later_turns():
-    builder, (_, second, _) = build(([1], [2, 3]), ([1, 2, 3, 9], [4]), ([1, 2, 3, 9, 4, 8], [5]))
-    (sample,) = builder.samples(lambda turn: turn is second)
-    assert sample.tokens.tolist() == [1, 2, 3, 9, 4]
-    assert sample.loss_mask.tolist() == [False, False, False, False, True]
-    assert sample.versions.tolist() == [-1, -1, -1, -1, 3]
-    assert sample.logprobs[:4].tolist() == [0.0] * 4
-    (whole,) = builder.samples()
-    assert whole.loss_mask.tolist() == [False, True, True, False, True, False, True]
-
-
-def test_builder_sequence_without_a_trained_turn_gives_no_sample():
-    builder, (_, second) = build(([1], [2]), ([7], [8]))
-    (sample,) = builder.samples(lambda turn: turn is second)
-    assert sample.tokens.tolist() == [7, 8]
-    assert builder.samples(lambda turn: False) == ()
 
 
 def test_builder_stores_the_ids_of_a_prompt_once():
@@ -75,18 +76,3 @@ def test_builder_masks_single_tokens_of_a_turn():
     assert sample.tokens.tolist() == [1, 2, 3]
     assert sample.loss_mask.tolist() == [False, False, True]
     assert sample.versions.tolist() == [-1, -1, 3]
-
-
-def test_builder_call_outside_the_conversation_does_not_split_it():
-    turns = [([1], [2]), ([1, 2, 7], [8]), ([1, 2, 9], [3]), ([1, 2, 9, 3, 7], [8]), ([1, 2, 9, 3, 9], [4])]
-    builder, made = build(*turns)
-    (sample,) = builder.samples(lambda turn: turn in made[::2])
-    assert sample.tokens.tolist() == [1, 2, 9, 3, 9, 4]
-    assert sample.loss_mask.tolist() == [False, True, False, True, False, True]
-
-
-def test_builder_turns_that_extend_the_same_one_train_it_once():
-    first, second = build(([1], [2]), ([1, 2, 8], [3]), ([1, 2, 9], [4]))[0].samples()
-    assert (first.tokens.tolist(), second.tokens.tolist()) == ([1, 2, 8, 3], [1, 2, 9, 4])
-    assert first.loss_mask.tolist() == [False, True, False, True]
-    assert second.loss_mask.tolist() == [False, False, False, True]

@@ -8,14 +8,15 @@ import textwrap
 import numpy as np
 import pytest
 
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.clients.inference_client import InferenceServerLost
-from prime_rl.rollouts.environments import environment_loader
-from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.replies import Generation
+from prime_rl.rollouts.workers import worker_main
 from tests.support.tiny_model import make_tokenizer
+from tests.support.virtual_clock import virtual_clock
 
 ENVIRONMENTS = '''
 import asyncio
@@ -79,6 +80,51 @@ async def loses_server(state):
     raise InferenceServerLost("inference is gone")
 
 
+def extra(info):
+    route = info["env_id"]
+    return {"a": 10.0, "b": 20.0, "xa": 30.0, "ya": 40.0}["".join(route)]
+
+
+def hundred(completion):
+    return 100.0
+
+
+class Cleaning(vf.Rubric):
+    cleaned = []
+
+    @vf.cleanup
+    async def release(self, state):
+        self.cleaned.append(state["info"]["env_id"])
+
+
+class Doubling(vf.RubricGroup):
+    async def score_group(self, states):
+        await super().score_group(states)
+        for state in states:
+            state["reward"] *= 2
+
+
+def number(state):
+    """The number of a rollout in its group."""
+    return int(state["completion"][-1]["content"].split()[-1])
+
+
+def broken_for_one(state):
+    if number(state) == 3:
+        raise KeyError("cannot grade")
+    return 0.0
+
+
+def best(states):
+    return [float(number(state) == max(map(number, states))) for state in states]
+
+
+class Best(vf.Rubric):
+    async def score_group(self, states):
+        for state, value in zip(states, best(states), strict=True):
+            state["reward"], state["metrics"] = value, {"best": value}
+
+
 class Judge:
     class chat:
         class completions:
@@ -130,14 +176,28 @@ def single(*funcs, **kwargs):
     return vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=list(funcs)), **kwargs)
 
 
+SINGLE_TURN = {
+    "plain": [fine], "broken": [fine, broken], "broken later": [broken_later], "none": [none], "group": [fine, ranks],
+    "broken group": [fine, broken_ranks], "short group": [short_ranks], "nan group": [nan_ranks],
+    "asks_policy": [asks_policy], "asks_policy_or_zero": [asks_policy_or_zero], "loses_server": [loses_server],
+    "group_asks_policy": [group_asks_policy],
+    # The second rollout cannot be graded; ranks and best depend on which rollouts there are.
+    "partly broken": [broken_for_one, ranks, best],
+}
+
+
 def load_environment(kind):
     data = Dataset.from_list(ROWS)
+    if kind in SINGLE_TURN:
+        return single(*SINGLE_TURN[kind])
     match kind:
+        case "no answers" | "no answers, own class":
+            own = type("Own", (vf.SingleTurnEnv,), {})  # might set the answer during the rollout
+            kind = vf.SingleTurnEnv if kind == "no answers" else own
+            return kind(dataset=data.rename_column("answer", "solution"), rubric=vf.Rubric(funcs=[fine]))
         case "text prompt":
             rows = [{"prompt": f"say {i}", "answer": str(i)} for i in range(4)]
             return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[fine]))
-        case "plain":
-            return single(fine)
         case "tokens":
 
             def total(state):
@@ -147,26 +207,12 @@ def load_environment(kind):
                 return sum(tokens["prompt_ids"]) + 1000 * sum(tokens["completion_ids"])
 
             return single(total)
-        case "broken":
-            return single(fine, broken)
-        case "broken later":
-            return single(broken_later)
-        case "asks_policy" | "asks_policy_or_zero" | "group_asks_policy" | "loses_server":
-            return single(globals()[kind])
-        case "none":
-            return single(none)
-        case "group":
-            return single(fine, ranks)
-        case "broken group":
-            return single(fine, broken_ranks)
-        case "short group":
-            return single(short_ranks)
-        case "nan group":
-            return single(nan_ranks)
         case "rubric group":
             return vf.SingleTurnEnv(dataset=data, rubric=vf.RubricGroup([vf.Rubric([fine]), vf.Rubric([fine, broken])]))
         case "judge":
             return vf.SingleTurnEnv(dataset=data, rubric=judged())
+        case "partly broken, own score_group":
+            return vf.SingleTurnEnv(dataset=data, rubric=vf.RubricGroup([vf.Rubric([broken_for_one]), Best()]))
         case "broken metric":
             env = single(fine)
             env.rubric.add_metric(broken)
@@ -178,6 +224,28 @@ def load_environment(kind):
         case "nested env group" | "broken env group":
             inner = vf.EnvGroup([single(fine), single(fine, broken) if kind.startswith("broken") else single(fine)])
             return vf.EnvGroup([inner, vf.EnvGroup([single(fine, fine)])], env_names=["inner", "other"])
+        case "added to env group":
+            group = vf.EnvGroup([single(fine), single(fine, fine)], env_names=["a", "b"])
+            group.add_rubric(Cleaning(funcs=[extra]))
+            group.add_rubric(vf.Rubric(funcs=[ranks]))
+            group.rubric.add_reward_func(hundred)
+            group.envs[1].rubric.add_reward_func(hundred, weight=0.5)
+            group.rubric.add_metric(broken)
+            return group
+        case "added to nested env group":
+            groups = [vf.EnvGroup([single(fine), single(fine)], env_names=["a", "b"]) for _ in range(2)]
+            groups[1].add_rubric(vf.Rubric(funcs=[hundred]))
+            outer = vf.EnvGroup(groups, env_names=["x", "y"])
+            outer.rubric = Doubling([outer.rubric, vf.Rubric(funcs=[extra])])
+            return outer
+        case "replaced rubric":
+            group = vf.EnvGroup([single(fine)])
+            group.rubric = vf.Rubric(funcs=[fine])
+            return group
+        case "added advantages":
+            group = vf.EnvGroup([single(fine)])
+            group.add_rubric(type("Advantages", (vf.Rubric,), {"has_advantages": True})(funcs=[fine]))
+            return group
         case "chat":
             return Chat(dataset=data, rubric=vf.Rubric(funcs=[fine]), max_turns=9)
         case "unscored":
@@ -193,21 +261,26 @@ def load_environment(kind):
 '''
 
 
-class StubEngine:
-    """Answers every turn with the same completed word."""
+HINT = r'\(env\.reward_errors = "zero" counts it as 0, as verifiers does\)'
 
-    def __init__(self, renderer, lost_after=None):
-        self.ids = [*renderer._encode("word"), 2]
+
+class StubEngine:
+    """Answers every turn with the same completed word, with `numbers` also with the number of the call."""
+
+    def __init__(self, renderer, lost_after=None, numbers=False):
+        self.encode = renderer._encode
+        self.numbers = numbers
         self.asked = 0
         self.lost_after = lost_after
 
     async def generate(self, prompt_ids, sampling):
-        self.asked += 1
+        number, self.asked = self.asked, self.asked + 1
         await asyncio.sleep(0)
         if self.lost_after is not None and self.asked > self.lost_after:
             raise InferenceServerLost("inference is gone")
-        n = len(self.ids)
-        return Generation(np.array(self.ids, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), False)
+        ids = [*self.encode(f"word {number}" if self.numbers else "word"), 2]
+        n = len(ids)
+        return Generation(np.array(ids, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), False)
 
 
 @pytest.fixture(scope="module")
@@ -219,48 +292,44 @@ def renderer():
 def load(tmp_path, monkeypatch, renderer):
     (tmp_path / "classic_environments.py").write_text(textwrap.dedent(ENVIRONMENTS))
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield lambda kind: environment_loader.load(
-        EnvConfig(id="classic-environments", args={"kind": kind}), renderer, "train"
+    yield lambda kind, **keys: worker_main.load(
+        EnvConfig(id="classic-environments", args={"kind": kind}, **keys), renderer, "train"
     )
     sys.modules.pop("classic_environments", None)
 
 
 @pytest.fixture
 def play(load, renderer):
-    async def played(kind, example=1, count=3, seq_len=256, **engine):
-        return await load(kind).run_group(example, count, StubEngine(renderer, **engine), {"max_tokens": 9}, seq_len)
+    async def played(kind, example=1, count=3, seq_len=256, keys=None, **engine):
+        environment = load(kind, **(keys or {}))
+        return await environment.run_group(example, count, StubEngine(renderer, **engine), {"max_tokens": 9}, seq_len)
 
     return played
 
 
-@pytest.mark.parametrize("kind", ["broken", "broken later", "rubric group", "added"])
-async def test_reward_function_that_raises_fails_the_group_in_every_rubric(play, kind):
-    name = "broken_later" if kind == "broken later" else "broken"
-    with pytest.raises(EnvironmentFailed, match=f"^reward function {name} raised KeyError: 'broken reward'$"):
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        *((kind, "broken raised KeyError: 'broken reward'") for kind in ("broken", "rubric group", "added")),
+        ("broken later", "broken_later raised KeyError: 'broken reward'"),
+        ("broken group", "broken_ranks raised KeyError: 'broken reward'"),
+        ("short group", r"short_ranks returned \[1.0\] for a group of 3"),
+        ("nan group", "nan_ranks is nan, not a finite number"),
+    ],
+)
+async def test_failed_reward_function_fails_the_group_in_every_rubric(play, kind, message):
+    with pytest.raises(EnvironmentFailed, match=f"^reward function {message} {HINT}$"):
         await play(kind)
 
 
 async def test_a_reward_that_is_none_is_an_error(play):
-    with pytest.raises(EnvironmentFailed, match=r"^reward function none is None, not a number$"):
+    with pytest.raises(EnvironmentFailed, match=rf"^reward function none is None, not a number {HINT}$"):
         await play("none")
 
 
 async def test_failed_judge_fails_the_group(play):
     with pytest.raises(EnvironmentFailed, match=r"reward function verdict raised RuntimeError: .*no judge here"):
         await play("judge")
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("broken group", "reward function broken_ranks raised KeyError: 'broken reward'"),
-        ("short group", r"reward function short_ranks returned \[1.0\] for a group of 3"),
-        ("nan group", "reward function nan_ranks is nan, not a finite number"),
-    ],
-)
-async def test_group_reward_functions_are_checked(play, kind, message):
-    with pytest.raises(EnvironmentFailed, match=f"^{message}$"):
-        await play(kind)
 
 
 async def test_the_group_is_scored_as_one(play):
@@ -286,10 +355,54 @@ async def test_groups_of_environments_are_scored_at_every_depth(play, kind, exam
     assert rollouts[0].text[0] == ("user", f"say {example % 4}")
 
 
+async def test_rubrics_and_functions_that_are_added_to_an_env_group_count(play):
+    """extra and hundred of the group, ranks 0, 1/2; the second environment counts the answer twice, and 50 more."""
+    rollouts = await play("added to env group", example=1, count=2)
+    assert [rollout.reward for rollout in rollouts] == [1 + 10 + 100, 1 + 10 + 100 + 0.5]
+    assert rollouts[1].metrics == {"fine": 1, "num_turns": 1, "extra": 10, "ranks": 0.5, "hundred": 100}
+    assert sys.modules["classic_environments"].Cleaning.cleaned == ["a", "a"]
+    rollouts = await play("added to env group", example=7, count=2)
+    assert [rollout.reward for rollout in rollouts] == [6 + 50 + 20 + 100, 6 + 50 + 20 + 100 + 0.5]
+
+
+@pytest.mark.parametrize(("example", "reward"), [(1, 2 * (1 + 30)), (9, 2 * (1 + 100 + 40))])
+async def test_rubrics_of_nested_env_groups_count_at_every_depth(play, example, reward):
+    (rollout,) = await play("added to nested env group", example=example, count=1)
+    assert rollout.reward == reward
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("replaced rubric", "replaces the rubric of an EnvGroup.*call add_rubric"),
+        ("added advantages", "computes advan"),
+    ],
+)
+def test_rubric_of_an_env_group_that_would_be_ignored_raises(load, kind, message):
+    with pytest.raises(ConfigError, match=message):
+        load(kind)
+
+
+def test_examples_without_the_answer_that_a_reward_function_takes_raise(load):
+    with pytest.raises(ConfigError, match=r"examples have no column 'answer' \(but .*'solution'.*function fine takes"):
+        load("no answers")
+    load("no answers, own class")
+
+
 async def test_failed_reward_in_an_env_group_fails_the_group(play):
     assert (await play("broken env group", example=2))[0].reward == 2.0
     with pytest.raises(EnvironmentFailed, match="reward function broken raised KeyError"):
         await play("broken env group", example=6)
+
+
+@pytest.mark.parametrize("kind", ["partly broken", "partly broken, own score_group"])
+async def test_rollout_that_cannot_be_graded_does_not_take_part_in_rewards_of_the_group(play, kind):
+    rollouts = await play(kind, count=4, keys={"min_rollouts": 2}, numbers=True)
+    assert [rollout.metrics["best"] for rollout in rollouts] == [0, 0, 1]
+    if kind == "partly broken":
+        assert [rollout.metrics["ranks"] for rollout in rollouts] == pytest.approx([0, 1 / 3, 2 / 3])
+    with pytest.raises(EnvironmentFailed, match="cannot grade"):
+        await play(kind, count=4, keys={"min_rollouts": 4}, numbers=True)
 
 
 async def test_unscored_rollouts_are_not_scored(play):
@@ -322,6 +435,7 @@ async def test_conversation_that_exceeds_seq_len_is_truncated(play):
         await play("chat", count=1, seq_len=12)
 
 
+@virtual_clock
 async def test_environment_time_limit_truncates_unless_there_is_no_turn(play):
     (rollout,) = await play("late", count=1)
     assert rollout.is_truncated
@@ -373,9 +487,35 @@ def test_package_that_cannot_be_imported_raises_config_error(tmp_path, monkeypat
     (tmp_path / "unimportable_environment.py").write_text("import no_such_module_at_all\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot be imported: ModuleNotFoundError: No module named 'no_such_modul"):
-        environment_loader.load(EnvConfig(id="unimportable-environment"), renderer, "train")
+        worker_main.load(EnvConfig(id="unimportable-environment"), renderer, "train")
 
 
 def test_missing_environment_raises_with_the_install_command(renderer):
     with pytest.raises(ConfigError, match=r"someone/no-such-env@1.0 is .*prime env install someone/no-such-env@1.0"):
-        environment_loader.load(EnvConfig(id="someone/no-such-env@1.0"), renderer, "train")
+        worker_main.load(EnvConfig(id="someone/no-such-env@1.0"), renderer, "train")
+
+
+def test_own_error_of_an_environment_names_the_environment(tmp_path, monkeypatch):
+    code = "from prime_rl import ConfigError\ndef load_environment():\n    raise ConfigError('data_path is missing')\n"
+    (tmp_path / "refusing_env.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        worker_main.load(EnvConfig(id="refusing_env"), None, "train")
+    assert str(error.value) == "environment 'refusing_env' with env.args = {} does not load: data_path is missing"
+
+
+@pytest.mark.parametrize("name", ["PythonEnv", "SandboxEnv"])
+def test_verifiers_sandbox_environments_name_the_local_one(name, tmp_path, monkeypatch):
+    code = f"""
+import verifiers as vf
+from datasets import Dataset
+
+def load_environment():
+    return vf.{name}(dataset=Dataset.from_list([{{"question": "", "answer": ""}}]), rubric=vf.Rubric())
+"""
+    (tmp_path / f"remote_{name.lower()}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("atexit.register", lambda *arguments: None)  # a half-constructed environment fails at the exit
+    with pytest.raises(ConfigError, match=r"derive .* from prime_rl_sandbox.python_env.PythonEnv") as error:
+        worker_main.load(EnvConfig(id=f"remote_{name.lower()}"), None, "train")
+    assert "\n" not in str(error.value)

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Conversation
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
-from prime_rl.rollouts.environments import environment_loader
-from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.verifiers.verifiers_v1 import TasksetEnvironment
+from prime_rl.rollouts.workers import worker_main
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
-from prime_rl.sandbox.settings import SandboxSettings, use_settings
 from tests.support.fake_engine import fake_engine
 from tests.support.tiny_model import make_tokenizer
+from tests.unit.rollouts.conftest import ending_server
 
 PACKAGES = Path(__file__).parents[2] / "support/packages"
 SAMPLING = {"temperature": 1.0, "max_tokens": 300}
@@ -37,7 +37,7 @@ def installed(monkeypatch):
 
 def load(name="toy_taskset", strategy="interleaved", runtime="sandbox", warn=None, **args):
     config = EnvConfig(id=name, args=args, runtime=runtime)
-    return environment_loader.load(config, Renderer(TOKENIZER, strategy=strategy), "train", warn=warn)
+    return worker_main.load(config, Renderer(TOKENIZER, strategy=strategy), "train", warn=warn)
 
 
 def says(text, cut=False):
@@ -51,11 +51,8 @@ async def playing(name="toy_taskset", strategy="interleaved", **args):
     environment = load(name, strategy, **args)
     async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
         fake.reply = lambda body: says("it is 3")
-        try:
+        async with ending_server(environment):
             yield environment, fake, engine
-        finally:
-            environment._server_task.cancel()
-            await asyncio.gather(environment._server_task, return_exceptions=True)
 
 
 async def test_group_returns_the_tokens_that_the_server_reported():
@@ -82,16 +79,7 @@ async def test_group_returns_the_tokens_that_the_server_reported():
     assert {request["sampling_params"]["temperature"] for request in fake.requests} == {1.0}
 
 
-async def test_seeds_repeat():
-    async with playing() as (environment, fake, engine):
-        for _ in range(2):
-            await environment.run_group(3, 2, engine, SAMPLING, 256, seed=[7])
-        await environment.run_group(3, 2, engine, SAMPLING, 256)
-    seeds = [request["sampling_params"].get("seed") for request in fake.requests]
-    assert sorted(seeds[:2]) == sorted(seeds[2:4]) and seeds[4:] == [None, None]
-
-
-async def test_truncated_completion_is_scored_and_marked():
+async def test_truncated_completion_is_scored_and_marked_and_seeds_repeat():
     async with playing() as (environment, fake, engine):
         fake.reply = lambda body: says("it is 3, as"[: body["sampling_params"]["max_tokens"]], cut=True)
         (rollout,) = await environment.run_group(3, 1, engine, {"max_tokens": 9}, 256)
@@ -99,6 +87,10 @@ async def test_truncated_completion_is_scored_and_marked():
         prompt = len(fake.requests[0]["token_ids"])
         await environment.run_group(3, 1, engine, {"max_tokens": 9}, prompt + 4)
         assert fake.requests[1]["sampling_params"]["max_tokens"] == 4
+        for seed in ([7], [7], None):
+            await environment.run_group(3, 2, engine, SAMPLING, 256, seed=seed)
+        seeds = [request["sampling_params"].get("seed") for request in fake.requests[2:]]
+        assert sorted(seeds[:2]) == sorted(seeds[2:4]) and seeds[4:] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -110,25 +102,18 @@ async def test_failed_task_fails_its_group(fail, message):
             await environment.run_group(3, 2, engine, SAMPLING, 256)
 
 
-async def test_server_refusal_raises_inference_error():
-    async with playing() as (environment, fake, engine):
-        fake.fault = lambda body: web.json_response({"error": "no such model"}, status=404)
-        with pytest.raises(InferenceError, match="no such model"):
-            await environment.run_group(3, 2, engine, SAMPLING, 256)
-        assert len(fake.requests) <= 2  # nobody tried again
-
-
-async def test_lost_server_raises_server_lost():
-    async with playing() as (environment, _, _), InferenceClient("http://127.0.0.1:9", "m", "") as gone:
-        with pytest.raises(InferenceServerLost):
-            await environment.run_group(3, 2, gone, SAMPLING, 256)
-
-
-async def test_too_long_prompt_raises_sample_too_long():
+async def test_group_that_cannot_be_sampled_raises_the_reason():
     async with playing() as (environment, fake, engine):
         with pytest.raises(SampleTooLong):
             await environment.run_group(3, 2, engine, SAMPLING, environment.prompt_tokens(3))
         assert fake.requests == []
+        async with InferenceClient("http://127.0.0.1:9", "m", "") as gone:
+            with pytest.raises(InferenceServerLost):
+                await environment.run_group(3, 2, gone, SAMPLING, 256)
+        fake.fault = lambda body: web.json_response({"error": "no such model"}, status=404)
+        with pytest.raises(InferenceError, match="no such model"):
+            await environment.run_group(3, 2, engine, SAMPLING, 256)
+        assert len(fake.requests) <= 2  # nobody tried again
 
 
 async def test_cancelled_group_leaves_no_trace_clients():
@@ -194,10 +179,9 @@ async def test_two_trainable_agents_are_evaluated():
     async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
         fake.reply = lambda body: says("it is 3")
         config = EnvConfig(id="talking_taskset", args={"env": {"train_both": True}})
-        environment = environment_loader.load(config, Renderer(TOKENIZER), "eval", keep_messages=True)
-        (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
-        environment._server_task.cancel()
-        await asyncio.gather(environment._server_task, return_exceptions=True)
+        environment = worker_main.load(config, Renderer(TOKENIZER), "eval", keep_messages=True)
+        async with ending_server(environment):
+            (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
     assert isinstance(rollout, Conversation)
     assert {message["agent"] for message in rollout.messages} == {"agent", "other"}
     assert rollout.completion_tokens == 6 * len(says("it is 3")[0])
@@ -214,13 +198,21 @@ async def test_agent_limit_ends_the_conversation_which_is_scored():
         assert fake.requests == []
 
 
-async def test_agent_sampling_uses_only_max_tokens():
-    sampling = {"max_tokens": 5, "temperature": 0.2}
-    async with playing(env={"agent": {"sampling": sampling}}) as (environment, fake, engine):
-        await environment.run_group(3, 1, engine, SAMPLING, 256)
+async def test_agent_sampling_is_used_ignored_with_a_warning_or_refused():
+    warnings = []
+    sampling = {"max_tokens": 5, "stop": "3", "temperature": 0.2}
+    async with playing(warn=warnings.append, env={"agent": {"sampling": sampling}}) as (environment, fake, engine):
+        (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
         await environment.run_group(3, 1, engine, {**SAMPLING, "max_tokens": 4}, 256)
     asked = [request["sampling_params"] for request in fake.requests]
-    assert [(one["max_tokens"], one["temperature"]) for one in asked] == [(5, 1.0), (4, 1.0)]
+    assert [(one["max_tokens"], one["stop"], one["temperature"]) for one in asked] == [(5, ["3"], 1.0), (4, ["3"], 1.0)]
+    assert rollout.text[-1][1].strip() == "it is"
+    (warning,) = warnings
+    assert "temperature = 0.2)" in warning
+    async with playing(env={"agent": {"sampling": {"logit_bias": {"5": 1}}}}) as (environment, fake, engine):
+        with pytest.raises(EnvironmentFailed, match="logit_bias is not supported"):
+            await environment.run_group(3, 1, engine, SAMPLING, 256)
+        assert fake.requests == []
 
 
 async def test_agents_use_the_chat_harness_by_default():
@@ -250,15 +242,6 @@ def test_shell_on_this_machine_raises_unless_allowed():
         assert len(warnings) == 1 and "agent 'other'" in warnings[0] and "without isolation" in warnings[0]
 
 
-def test_shell_in_webassembly_is_refused():
-    use_settings(SandboxSettings(backend="wasm"))
-    try:
-        with pytest.raises(ConfigError, match="backend wasm runs Python code only"):
-            load(env={"agent": SHELL})
-    finally:
-        use_settings(SandboxSettings())
-
-
 @pytest.mark.parametrize("runtime", ["docker", "prime"])
 def test_shell_in_a_container_needs_no_permission(runtime):
     environment = load(env={"agent": SHELL | {"runtime": {"type": runtime}}})
@@ -269,6 +252,12 @@ def test_permission_without_a_shell_logs_a_warning():
     warnings = []
     load("talking_taskset", runtime="subprocess", warn=warnings.append, env={"other": {"harness": {"id": "null"}}})
     assert warnings == ["runtime = 'subprocess' has no effect: none of its agents runs programs"]
+
+
+def test_model_of_an_agent_without_a_client_logs_a_warning():
+    warnings = []
+    load(warn=warnings.append, env={"agent": {"model": "other"}})
+    assert len(warnings) == 1 and "args.env.agent.model = 'other' has no effect" in warnings[0]
 
 
 async def test_replies_outside_the_trace_are_not_trained():
@@ -321,6 +310,8 @@ async def test_arguments_configure_the_taskset():
         ({"examples": 0}, "has no tasks"),
         ({"endless": True}, r"env\.args\.env\.num_tasks"),
         ({"env": {"agent": {"harness": {"id": "nothing_such"}}}}, "nothing_such"),
+        ({"env": 3}, r"env\.args\.env = 3"),
+        ({"env": None}, r"env\.args\.env = None"),
     ],
 )
 async def test_invalid_arguments_raise_with_their_name(args, message):
@@ -332,7 +323,7 @@ async def test_invalid_arguments_raise_with_their_name(args, message):
 async def test_module_without_environment_raises_with_its_name(tmp_path, monkeypatch):
     (tmp_path / "no_environment.py").write_text("x = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match="nor as a taskset"):
+    with pytest.raises(ConfigError, match=r"defines no load_environment\(\); write"):
         load("no_environment")
 
 

@@ -12,15 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.configs.shared.blocks import EnvConfig
 from prime_rl.core.api_key import withheld_from_environments
 from prime_rl.core.errors import RunError
-from prime_rl.rollouts.token_accounting import DiscardedWork, RolloutSeconds
 from prime_rl.rollouts.workers import worker_launcher
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
-from prime_rl.rollouts.workers.worker_handle import WorkerHandle
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +31,7 @@ def test_workers_inherit_no_withheld_variable_and_exit_when_main_is_killed(packa
     """The variable is neither in the environment nor in the kernel's copy of the first environment."""
     script = f"""
     import asyncio
-    from prime_rl.configs.shared.blocks import EnvConfig
+    from prime_rl.configs.environment import EnvConfig
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
     from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
     from prime_rl.rollouts.workers.protocol import ModelAccess
@@ -117,12 +115,3 @@ async def test_stopped_fork_server_raises_at_the_timeout(monkeypatch):
 def test_orchestrator_withholds_the_key_of_its_servers_unless_an_environment_names_it(keys, withheld):
     config = OrchestratorConfig.load(keys)
     assert withheld_from_environments([config.client.api_key_var], config.model_dump()) == withheld | {"RELAY_API_KEY"}
-
-
-@pytest.mark.parametrize(("timeout_seconds", "silence_s"), [(None, 7), (20, 7), (2, 5)])
-async def test_worker_takes_its_silence_limit_from_the_configuration(timeout_seconds, silence_s):
-    config = EnvConfig(id="x", silence_timeout_seconds=7, timeout_seconds=timeout_seconds, cleanup_seconds=3)
-    async with worker_launcher.WorkerLauncher() as launcher:
-        worker = WorkerHandle(launcher, await launcher.start(None), config, DiscardedWork(), RolloutSeconds(), print)
-        assert worker._silence_s == silence_s
-        await worker.close(0)

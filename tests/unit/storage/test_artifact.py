@@ -1,15 +1,17 @@
-"""Artifacts are complete or absent (I4), and hashes verify their contents."""
+"""Artifacts are complete or absent (I4), and hashes verify their contents; paths of a run."""
 
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from prime_rl.storage.artifact import ArtifactError, publish_artifact, read_manifest
+from prime_rl.storage.artifact import ArtifactError, publish_artifact, read_manifest, visibility_timeout
+from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.tensor_hashes import content_hash, hash_tensors
 
 
@@ -74,6 +76,14 @@ def test_read_manifest_of_damaged_artifact_names_the_damage(tmp_path, damage, me
         read_manifest(tmp_path / "step_3", "test/1")
 
 
+def test_file_system_of_a_directory_is_that_of_the_nearest_mount(tmp_path, monkeypatch):
+    mounts = [
+        SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in (("/", "ext4"), (str(tmp_path), "nfs4"))
+    ]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    assert visibility_timeout(tmp_path / "run" / "step_3") > 0 == visibility_timeout(tmp_path.with_name("other") / "a")
+
+
 def test_content_hash_is_independent_of_files_but_not_of_bytes(tmp_path):
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.int32)}
     for name in ("one", "two", "three", "four"):
@@ -94,3 +104,11 @@ def test_hash_tensors_of_truncated_file_names_the_file(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(data[:-10])
     with pytest.raises(ArtifactError, match=r"model\.safetensors is truncated"):
         hash_tensors(tmp_path)
+
+
+def test_log_hint_names_a_log_that_exists_only(tmp_path):
+    paths = RunPaths(tmp_path)
+    assert paths.log_hint("trainer") == "", "started alone, a process has no log file"
+    paths.log("trainer").parent.mkdir()
+    paths.log("trainer").touch()
+    assert paths.log_hint("trainer") == f" (log {tmp_path / 'logs/trainer.log'})"

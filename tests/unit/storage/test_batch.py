@@ -2,10 +2,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from prime_rl.storage import batch as batch_files
 from prime_rl.storage.artifact import ArtifactError
-from prime_rl.storage.batch import ROWS_FILE, TRAIN_FILE, Batch, delete_rows, read_batch, write_batch
+from prime_rl.storage.batch import ROWS_FILE, SHOWN_FILE, TRAIN_FILE, Batch, delete_rows, read_batch, write_batch
 from prime_rl.storage.paths import RunPaths
 
 
@@ -54,6 +55,10 @@ def test_read_batch_of_another_step_raises(tmp_path):
         ("logprobs", np.zeros(9, np.float64), "logprobs is float64"),
         ("advantages", np.zeros(8, np.float32), "advantages has shape"),
         ("row_offsets", np.array([0, 4, 9], np.int64), "seq_lens do not divide"),
+        ("segment_ids", np.zeros(9, np.int32), "segment_ids are not the indices"),
+        ("segment_ids", np.arange(9, dtype=np.int32), "segment_ids are not the indices"),
+        ("segment_ids", make_batch().segment_ids[::-1].copy(), "segment_ids are not the indices"),
+        ("segment_ids", make_batch().segment_ids + np.int32(1), "segment_ids are not the indices"),
     ],
 )
 def test_validate_names_the_invalid_array(field, value, message):
@@ -63,12 +68,62 @@ def test_validate_names_the_invalid_array(field, value, message):
         batch.validate()
 
 
+def test_validate_refuses_an_empty_row():
+    batch = make_batch()
+    object.__setattr__(batch, "row_offsets", np.insert(batch.row_offsets, 1, batch.row_offsets[1]))
+    object.__setattr__(batch, "row_cost", np.append(batch.row_cost, np.float32(0)))
+    with pytest.raises(ValueError, match="row_offsets do not divide the tokens into non-empty rows"):
+        batch.validate()
+
+
 def test_delete_rows_keeps_those_that_are_kept(tmp_path):
     paths = RunPaths(tmp_path)
     for step in range(4):
         write_batch(paths.rollouts(step), make_batch(), {"branch": 0, "step": step, "async_level": 2})
     delete_rows(paths, below=3, keeps=lambda step: step == 1)
     assert [(paths.rollouts(step) / ROWS_FILE).exists() for step in range(4)] == [False, True, False, True]
+
+
+def test_deleted_rows_leave_the_tokens_of_the_first_groups(tmp_path, monkeypatch):
+    batch = make_batch()
+    first = np.lexsort((batch.sample_rollout, batch.sample_group))[0]
+    monkeypatch.setattr(batch_files, "MAX_SHOWN_TOKENS", int(batch.seq_lens[first]))
+    paths = RunPaths(tmp_path)
+    folder = paths.rollouts(0)
+    write_batch(folder, batch, {"branch": 0, "step": 0, "async_level": 2})
+    values = np.arange(len(batch.tokens), dtype=np.float32)
+    save_file({"entropy": values}, folder / TRAIN_FILE)
+    delete_rows(paths, below=1)
+    begin = int(batch.seq_lens[:first].sum())
+    place = slice(begin, begin + int(batch.seq_lens[first]))
+    shown = load_file(folder / SHOWN_FILE)
+    assert shown["sample_group"] == [batch.sample_group[first]]
+    np.testing.assert_array_equal(shown["tokens"], batch.tokens[place])
+    np.testing.assert_array_equal(shown["train.entropy"], values[place])
+    (folder / ROWS_FILE).write_bytes(b"damaged")
+    (folder / SHOWN_FILE).unlink()
+    delete_rows(paths, below=1)
+    assert sorted(file.name for file in folder.iterdir()) == ["manifest.json", TRAIN_FILE]
+
+
+@pytest.mark.parametrize(("count", "length", "shown", "reads"), [(512, 20, 512, 1), (512, 20, 8, 3), (12, 5000, 3, 3)])
+def test_tokens_of_near_samples_are_kept_with_one_read(tmp_path, monkeypatch, count, length, shown, reads):
+    paths, cuts, cut = RunPaths(tmp_path), [], batch_files._cut
+    monkeypatch.setattr(batch_files, "MAX_SHOWN_TOKENS", length * shown)
+    monkeypatch.setattr(
+        batch_files, "_cut", lambda file, name, parts: cuts.append(len(parts)) or cut(file, name, parts)
+    )
+    groups = np.random.default_rng(0).permutation(count).astype(np.int64)
+    arrays = {"seq_lens": np.full(count, length, np.int32), "sample_group": groups, "sample_rollout": groups * 0}
+    names = ("tokens", "loss_mask", "logprobs", "advantages", "versions")
+    values = {name: np.arange(count * length, dtype=np.float32) + i for i, name in enumerate(names)}
+    paths.rollouts(0).mkdir(parents=True)
+    save_file({**arrays, **values}, paths.rollouts(0) / ROWS_FILE)
+    delete_rows(paths, below=1)
+    assert len(cuts) == len(names) and max(cuts) <= reads
+    kept = load_file(paths.rollouts(0) / SHOWN_FILE)
+    for name in names:
+        np.testing.assert_array_equal(kept[name], values[name].reshape(count, length)[groups < shown].reshape(-1))
 
 
 def test_read_batch_ignores_what_the_trainer_added(tmp_path):

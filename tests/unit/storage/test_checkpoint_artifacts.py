@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from prime_rl.core.errors import ConfigError
 from prime_rl.storage import checkpoint_artifacts
 from prime_rl.storage.artifact import MANIFEST, ArtifactError
 from prime_rl.storage.checkpoint_artifacts import COMMITTED
@@ -75,15 +76,21 @@ def test_find_checkpoints_reports_the_reason_for_a_damaged_one(directory, damage
     assert name.startswith("step_2") and reason in why
 
 
+def test_find_checkpoints_refuses_one_of_a_newer_release(directory):
+    """Left out, the run would resume at step 10."""
+    file = directory / "step_20/trainer" / MANIFEST
+    file.write_text(file.read_text().replace("prime_rl.checkpoint/1", "prime_rl.checkpoint/2"))
+    with pytest.raises(ConfigError, match=r"checkpoint/2, and this release of prime-rl reads .*checkpoint/1; update"):
+        checkpoint_artifacts.find_checkpoints(directory)
+
+
 def test_find_checkpoints_reports_unknown_names_but_not_its_own_files(directory):
     (directory / "step_30.tmp").mkdir()
     (directory / ".tmp-x").mkdir()
     checkpoint_artifacts.write_json(directory / checkpoint_artifacts.RESUME, {"step": 5, "branch": 1})
     assert checkpoint_artifacts.find_checkpoints(directory).broken == {"step_30.tmp": "is not named step_N"}
-
-
-def test_find_checkpoints_without_folder_is_empty(tmp_path):
-    assert checkpoint_artifacts.find_checkpoints(tmp_path / "none") == checkpoint_artifacts.CheckpointListing((), {})
+    nothing = checkpoint_artifacts.CheckpointListing((), {})
+    assert checkpoint_artifacts.find_checkpoints(directory / "none") == nothing
 
 
 def test_check_hashes_finds_a_flipped_bit_on_the_rank_of_the_file(directory):
@@ -117,14 +124,9 @@ def test_prepare_part_replaces_only_uncommitted_parts(directory):
 
 @pytest.mark.parametrize(
     ("last", "interval", "kept"),
-    [
-        (None, None, [5, 10, 15, 20]),
-        (2, None, [15, 20]),
-        (1, 10, [10, 20]),
-        (None, 10, [5, 10, 15, 20]),
-        (9, 3, [5, 10, 15, 20]),
-    ],
-)
+    [(None, None, [5, 10, 15, 20]), (2, None, [15, 20]), (1, 10, [10, 20]), (None, 10, [5, 10, 15, 20]),
+     (9, 3, [5, 10, 15, 20])],
+)  # fmt: skip
 def test_remove_old_checkpoints_keeps_last_and_interval(directory, last, interval, kept):
     write_checkpoint(directory, 15)
     assert checkpoint_artifacts.remove_old_checkpoints(directory, last, interval) == kept

@@ -16,24 +16,24 @@ import pytest
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
 from prime_rl.liveness.heartbeat_monitor import HeartbeatMonitor, ProcessState
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.storage.artifact import is_local, retry_until_complete, visibility_timeout
 from prime_rl.storage.batch import read_batch, write_batch
-from prime_rl.storage.fs_consistency import is_local, retry_until_complete, visibility_timeout
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import branch_of_batch
-from prime_rl.storage.wait_for import wait_for
+from prime_rl.storage.wait_for import wait_for, wait_until
 from tests.support.fake_engine import fake_engine, publish_version
 from tests.unit.orchestrator.test_inference_pool import policy_of
 from tests.unit.storage.test_batch import make_batch
 
-LAG_S = 1.0
+LAG_SECONDS = 1.0
 FIELDS = {"branch": 0, "async_level": 2}
 
 
 @contextmanager
-def mounted(source, target, lag_s):
-    """Mount `source` at `target`; changes below `source` appear there up to `lag_s` seconds later."""
+def mounted(source, target, lag_seconds):
+    """Mount `source` at `target`; changes below `source` appear there up to `lag_seconds` seconds later."""
     target.mkdir()
-    options = ",".join(f"{name}_timeout={lag_s}" for name in ("attr", "entry", "negative"))
+    options = ",".join(f"{name}_timeout={lag_seconds}" for name in ("attr", "entry", "negative"))
     done = subprocess.run(["bindfs", "-o", options, source, target], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"bindfs cannot mount here: {done.stderr.strip()[:200]}")
@@ -53,14 +53,14 @@ pytestmark = [
 def machines(tmp_path):
     """The run directory as its writer and as its reader sees it."""
     (tmp_path / "here").mkdir()
-    with mounted(tmp_path / "here", tmp_path / "there", LAG_S) as there:
+    with mounted(tmp_path / "here", tmp_path / "there", LAG_SECONDS) as there:
         yield RunPaths(tmp_path / "here"), RunPaths(there)
 
 
 def test_mount_lags_and_counts_as_a_network_file_system(tmp_path):
     here = RunPaths(tmp_path / "here")
     here.root.mkdir()
-    with mounted(here.root, tmp_path / "there", lag_s=600.0) as root:
+    with mounted(here.root, tmp_path / "there", lag_seconds=600.0) as root:
         there = RunPaths(root)
         assert not there.run_toml.exists()
         here.run_toml.write_text("a")
@@ -91,7 +91,7 @@ def test_batch_of_the_new_branch_is_waited_for(machines):
     assert branch_of_batch(there.rollouts(0)) == 0
     here.rollouts(0).rename(here.root / "archived")
     write_batch(here.rollouts(0), make_batch(((5,),)), {**FIELDS, "step": 0, "branch": 1})
-    wait_for(there.rollouts(0), 120, "the orchestrator", is_valid=lambda: branch_of_batch(there.rollouts(0)) == 1)
+    wait_until(there.rollouts_dir, lambda: branch_of_batch(there.rollouts(0)) == 1, 120, "the batch of branch 1")
     read = partial(read_batch, there.rollouts(0), 0)
     batch, _ = retry_until_complete(read, visibility_timeout(there.rollouts(0)))
     assert len(batch.tokens) == 5

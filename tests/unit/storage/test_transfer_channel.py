@@ -65,7 +65,7 @@ def test_receive_message_above_the_limit_raises(pair):
     here.send({"n": 1})
     assert there.receive(60, max_bytes=7) == {"n": 1}
     here.send({"n": 10})
-    with pytest.raises(ChannelError, match=r"the first sent a malformed message: 8 bytes .limit 7"):
+    with pytest.raises(ChannelError, match=r"the first sent a malformed message: a frame has 8 bytes, more than 7"):
         there.receive(60, max_bytes=7)
 
 

@@ -1,7 +1,6 @@
 """`rl` over small scripts: python -m ...driver OUTPUT_DIR ROLES_JSON TIMEOUTS_JSON [KEYS].
 
-A role is a script, or {"script": ..., "after": another role}. A restarted script has the argument "again". TIMEOUTS are
-fields of `SupervisorTimeouts`.
+A role is a script. A restarted script has the argument "again". TIMEOUTS are fields of `SupervisorTimeouts`.
 """
 
 import json
@@ -9,13 +8,13 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.entry_point import ERROR_FILE, run_main
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor import launch as module
 from prime_rl.supervisor.child_processes import ProcessSpec
-from prime_rl.supervisor.launch_specs import is_serving
 from prime_rl.supervisor.supervisor import supervise
 
 
@@ -26,8 +25,7 @@ def main():
     def make_specs(config, paths):
         return [make_role(config, paths, name, script) for name, script in roles.items()]
 
-    def make_role(config, paths, name, role):
-        script, after = (role["script"], role["after"]) if isinstance(role, dict) else (role, None)
+    def make_role(config, paths, name, script):
         env = {ERROR_FILE: str(paths.error(name)), "METRICS": str(paths.metrics(name)), "RUN": str(paths.root)}
         role = ProcessSpec(
             name=name,
@@ -37,8 +35,9 @@ def main():
             error=paths.error(name),
             must_finish=name != "inference",
             is_last=name == "trainer",
-            start_after=after,
-            is_ready=lambda pid: is_serving(paths, pid),
+            fails_alone=name.startswith("run_"),
+            is_over=lambda: (paths.root / f"{name}.over").exists(),
+            in_use=lambda: (paths.root / "in_use").exists(),
             max_restarts=config.max_restarts,
             num_launcher_restarts=lambda: len(list(paths.root.glob(f"{name}.attempt_*"))),
             needs_rerun=lambda: name == "orchestrator" and (paths.root / "undone").exists(),
@@ -51,11 +50,11 @@ def main():
         return supervise(specs, replace(timeouts, **chosen), events, health, keep_serving)
 
     module.make_process_specs = make_specs
-    module.check_before_start = lambda config: None
+    module.check_before_start = module.check_on_hub = lambda *_: None
     module.unreachable_servers = lambda config: []
     module.supervise = supervise_sooner
     keys = ["--output-dir", str(paths.root), "--max-steps", "3", *sys.argv[4:]]
-    run_main(lambda: sys.exit(module.run(RLConfig.load(keys))))
+    run_main(lambda: sys.exit(module.run(RLConfig.load(keys), SimpleNamespace(run=lambda config: 0))))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 from prime_rl.configs.rl import RLConfig
 from prime_rl.liveness.heartbeat_limits import HeartbeatLimits
 from prime_rl.liveness.heartbeat_monitor import HeartbeatRecord, KernelState, LivenessReport, ProcessState
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.storage.checkpoint_artifacts import ResumeRecord, write_resume
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.health_monitor import HealthMonitor, StopTracker
@@ -96,7 +97,7 @@ def test_check_traced_process_is_not_returned(scene):
 
 
 @pytest.mark.parametrize(
-    ("state", "life", "for_s", "phase", "killed", "event"),
+    ("state", "life", "for_seconds", "phase", "killed", "event"),
     [
         (ProcessState.ALIVE, KernelState.RUNNING, 1, "step 3", False, None),
         (ProcessState.SILENT, KernelState.RUNNING, 6, "step 3", False, "silent"),
@@ -110,8 +111,8 @@ def test_check_traced_process_is_not_returned(scene):
         (ProcessState.ENDED, KernelState.RUNNING, 61, "ended", True, None),
     ],
 )
-def test_check_heartbeat_states_are_reported_or_returned(scene, state, life, for_s, phase, killed, event):
-    report = LivenessReport("trainer_0", state, replace(BEAT, phase=phase), for_s, life, True, "is so")
+def test_check_heartbeat_states_are_reported_or_returned(scene, state, life, for_seconds, phase, killed, event):
+    report = LivenessReport("trainer_0", state, replace(BEAT, phase=phase), for_seconds, life, True, "is so")
     found = scene.look([RANK], [report])
     assert [one.name for one in found] == ["trainer_0"] * killed
     assert scene.events == ([(event, "trainer_0")] if event else [])
@@ -253,3 +254,31 @@ def test_process_started_again_is_not_ended_for_the_silence_of_its_predecessor(s
     assert [one.pid for one in scene.look([replace(RANK, pid=2)], [silent])] == [2]
     assert scene.look([replace(RANK, pid=3)], [silent], roles={1: "orchestrator", 3: "trainer"}) == []
     assert scene.forgotten == ["trainer_1"]
+
+
+@pytest.mark.parametrize(("names", "root"), [(("run_a", "run_b"), ""), (("run_a",), "run_a")])
+def test_check_silent_orchestrator_of_one_of_several_runs_is_named_after_its_run(tmp_path, names, root):
+    """The trainer's heartbeat in the folder of a run ends with the run; the process continues."""
+    runs = {name: RunPaths(tmp_path / name) for name in names}
+    now, printed = [0.0], []
+    health = HealthMonitor(
+        RunPaths(tmp_path / root), HeartbeatLimits(5, 60), EventLog(None, printed.append), lambda: now[0], runs=runs
+    )
+    health.process_tree = SimpleNamespace(scan=lambda roles: [RANK])
+    for paths in runs.values():
+        paths.heartbeats_dir.mkdir(parents=True)
+        HeartbeatWriter(paths, "trainer_0", "trainer")._write()
+        writer = HeartbeatWriter(paths, "orchestrator", "orchestrator")
+        writer.enter("sample batch 3", 1)
+        writer._write()
+    found = []
+    for _ in range(90):
+        now[0] += 1
+        record = json.loads(runs["run_a"].heartbeat("orchestrator").read_text())
+        record["beat"] += 1  # alive, but without progress
+        runs["run_a"].heartbeat("orchestrator").write_text(json.dumps(record))
+        member = replace(RANK, pid=os.getpid())
+        health.process_tree = SimpleNamespace(scan=lambda roles, member=member: [member])
+        found += health.check({os.getpid(): "run_a"})
+    assert {(one.name, one.role) for one in found} == {("run_a", "run_a")}
+    assert "run_a (pid" in found[0].reason and "is stuck" in found[0].reason

@@ -19,6 +19,7 @@ from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.ports import find_free_port
 from prime_rl.liveness.heartbeat_monitor import read_heartbeats
+from prime_rl.liveness.heartbeat_writer import NodeHeartbeat
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor.launch_specs import make_process_specs
 from prime_rl.supervisor.nodes import node_agent
@@ -26,7 +27,8 @@ from prime_rl.supervisor.nodes.node_launcher import RemoteOptions, make_script, 
 from prime_rl.supervisor.nodes.node_probe import num_gpus
 from prime_rl.supervisor.nodes.placement import check_nodes, spread_over_nodes
 from prime_rl.supervisor.preflight import check_gpus_of_nodes
-from tests.support.command import PROGRESS_TIMEOUT_S, alive, until
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS, alive, until
+from tests.support.virtual_clock import virtual_clock
 
 SSH = """\
 #!/usr/bin/env bash
@@ -81,7 +83,7 @@ def run(start, tmp_path):
 
     def run(*arguments, **environment):
         process = start(*arguments, **environment)
-        output, _ = process.communicate(timeout=PROGRESS_TIMEOUT_S)
+        output, _ = process.communicate(timeout=PROGRESS_TIMEOUT_SECONDS)
         return process.returncode, output, (tmp_path / "calls").read_text()
 
     return run
@@ -143,7 +145,7 @@ def test_end_of_the_launcher_leaves_no_process_on_the_nodes(start, tmp_path, num
     until(lambda: sum("sleep" in c.name() for c in children(recursive=True)) == 2, "its processes")
     there = children(recursive=True)
     process.send_signal(number)
-    assert process.wait(PROGRESS_TIMEOUT_S) == (128 + number if number == signal.SIGTERM else -number)
+    assert process.wait(PROGRESS_TIMEOUT_SECONDS) == (128 + number if number == signal.SIGTERM else -number)
     until(lambda: not any(map(alive, there)), "the end")
 
 
@@ -163,7 +165,7 @@ def agent(silence, program, stdin=subprocess.PIPE):
 def test_agent_kills_its_command_after_silence():
     process = agent(0.4, SLEEPS)
     children = psutil.Process(process.pid).children
-    output, _ = process.stdout.read(), process.wait(PROGRESS_TIMEOUT_S)
+    output, _ = process.stdout.read(), process.wait(PROGRESS_TIMEOUT_SECONDS)
     assert process.returncode == 137
     assert output.splitlines()[-2:] == ["prime_rl.node silent", "prime_rl.node ended -9"]
     with pytest.raises(psutil.NoSuchProcess):
@@ -172,20 +174,20 @@ def test_agent_kills_its_command_after_silence():
 
 def test_agent_reports_the_end_of_its_command():
     process = agent(60, "pass")
-    assert process.wait(PROGRESS_TIMEOUT_S) == 0  # while its stdin is open
+    assert process.wait(PROGRESS_TIMEOUT_SECONDS) == 0  # while its stdin is open
     assert process.stdout.read().splitlines()[-1] == "prime_rl.node ended 0"
 
 
+@virtual_clock
 async def test_agent_that_hears_its_launcher_in_each_silence_continues(monkeypatch):
-    """The launcher and the agent are in one event loop, so that no pause of this process is a silence."""
     answers = []
     monkeypatch.setattr(node_agent, "_write", lambda _, line: answers.append(line))
     reading, writing = os.pipe()
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        following = asyncio.ensure_future(node_agent._follow_launcher(0.2))
+        following = asyncio.ensure_future(node_agent._follow_launcher(60))
         for _ in range(node_agent._SILENCE_PARTS + 2):
-            await asyncio.sleep(0.08)  # longer than a part of the silence
+            await asyncio.sleep(25)  # longer than a part of the silence
             os.write(writing, b"\n")
         assert not following.done()
         assert await following is False
@@ -237,6 +239,39 @@ def test_server_over_several_nodes_is_one_process_with_a_head(tmp_path, monkeypa
     assert [(part["headless"], part["start_rank"]) for part in parts] == [(False, 0), (True, 4)]
 
 
+@pytest.mark.parametrize(
+    ("roles", "servers", "trainers"),
+    [
+        (["--inference-nodes", "2", "--trainer-nodes", "2"], ["a", "b"], "b,c"),
+        (["--inference-nodes", "3", "--trainer-nodes", "3"], ["a", "b", "c"], "a,b,c"),
+        (["--inference-nodes", "1", "--trainer-nodes", "3"], ["a"], "a,b,c"),
+    ],
+)
+def test_node_with_both_roles_divides_its_gpus(tmp_path, monkeypatch, roles, servers, trainers):
+    monkeypatch.setenv(KEY, "k")
+    arguments = [*ON_NODES, *THREE, *roles, "--inference-gpus", "3", "--trainer-gpus", "5"]
+    config = spread_over_nodes(RLConfig.load([*arguments, "--output-dir", str(tmp_path)]))
+    assert config.inference.gpu_memory_utilization == 0.9, "no GPU is shared"
+    assert config.orchestrator.client.urls == [f"http://{node}:8000" for node in servers]
+    *inference, _, trainer = make_process_specs(config, RunPaths(tmp_path))
+    assert [spec.name for spec in inference] == [f"inference_{node}" for node in servers]
+    assert {spec.env["CUDA_VISIBLE_DEVICES"] for spec in inference} == {"0,1,2"}
+    assert trainer.env["CUDA_VISIBLE_DEVICES"] == "3,4,5,6,7"
+    words = list(trainer.argv)
+    assert words[words.index("--nodes") + 1] == trainers
+    assert {f"--nnodes={len(trainers.split(','))}", "--nproc-per-node=5", f"--master-addr={trainers[0]}"} <= set(words)
+    with pytest.raises(ConfigError, match=r"trainer_gpu_ids = .* and a has 7|trainer_gpu_ids = .* and b has 7"):
+        check_gpus_of_nodes(config, dict.fromkeys("abc", 7))
+
+
+def test_node_with_both_roles_has_a_heartbeat_of_each(tmp_path):
+    paths = RunPaths(tmp_path)
+    for role, pid in ("inference_a", 1), ("trainer", 2):
+        NodeHeartbeat(paths, "a", role).write(pid)
+    found = read_heartbeats(paths).values()
+    assert sorted((beat.role, beat.pid) for beat in found) == [("inference_a", 1), ("trainer", 2)]
+
+
 def test_gpus_count_from_zero_on_each_node():
     config = RLConfig.load([*ON_NODES, *THREE, "--inference-gpus", "8", "--trainer-gpus", "8"])
     assert config.inference_gpu_ids == config.trainer_gpu_ids == list(range(8))
@@ -256,13 +291,18 @@ def test_ranks_of_all_trainer_nodes_are_divided(nodes):
     [
         (["--slurm.nodes", "4", "--trainer.model.dp-replicate", "2"], "dp_replicate 2 does not divide the 3 ranks"),
         ([*THREE, "--inference-nodes", "3"], "leaves none of the 3 nodes for the trainer"),
+        ([*THREE, "--trainer-nodes", "4"], "trainer_nodes = 4, but there are 3 nodes"),
+        ([*THREE, "--trainer-nodes", "1"], "inference_nodes = 1 and trainer_nodes = 1 are fewer than 3 nodes"),
+        ([*THREE, "--trainer-nodes=3", "--inference-gpu-ids=0,1", "--trainer-gpu-ids=1,2"], "both name GPU 1, but no"),
+        (["--slurm.nodes=2", "--slurm.inference-nodes=2", "--slurm.trainer-nodes=2", "--inference-gpu-ids=0",
+          "--trainer-gpu-ids=0"], "both name GPU 0, but nodes have both roles"),
         (["--nodes", "a,-oProxyCommand=x"], "'-oProxyCommand=x' is not the name"),
         (["--nodes", "a,b,a"], "nodes names a twice"),
         (["--nodes", "a,b", "--bench"], "nodes cannot be combined with bench"),
         ([*THREE, "--inference.parallel.dp=3", "--inference.parallel.dp-local=1"], r"dp = 3 .* is not dp_local \* inf"),
         ([*THREE, "--inference.parallel.start-rank=1", "--inference.parallel.headless"], "headless"),
     ],
-)
+)  # fmt: skip
 def test_nodes_that_cannot_work_are_refused(arguments, message):
     with pytest.raises((ConfigError, ValidationError), match=message):
         RLConfig.load([*ON_NODES, *arguments])

@@ -14,16 +14,27 @@ import pytest
 
 from prime_rl.configs.rl import PageConfig
 from prime_rl.storage.paths import RunPaths
-from prime_rl.supervisor import page_process
-from prime_rl.supervisor.page_process import serve_page
+from prime_rl.supervisor import launch
+from prime_rl.supervisor.launch import serve_page
 from prime_rl.supervisor.process_tree import ProcessTree
-from tests.support.command import PROGRESS_TIMEOUT_S
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS
 from tests.support.server import free_port
 
 
-def fetch(url):
-    with urllib.request.urlopen(url, timeout=5) as response:
-        return response.status
+async def fetch(url, page):
+    """Status and body of a response of the page, as soon as it answers."""
+
+    def get():
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status, response.read()
+
+    async with asyncio.timeout(PROGRESS_TIMEOUT_SECONDS):
+        while True:
+            try:
+                return await asyncio.to_thread(get)
+            except OSError:  # refused, or no answer in time
+                assert not page.done()
+                await asyncio.sleep(0.1)
 
 
 @pytest.fixture
@@ -33,20 +44,13 @@ def paths(tmp_path):
 
 
 async def test_page_is_served_until_the_run_ends(paths, monkeypatch):
-    monkeypatch.setattr(page_process, "_STOP_SECONDS", 60.0)
+    monkeypatch.setattr(launch, "_PAGE_STOP_SECONDS", 60.0)
     lines, tree, port = [], ProcessTree(), free_port()
     task = asyncio.ensure_future(serve_page(PageConfig(port=port), paths, lines.append, tree.ignored))
-    async with asyncio.timeout(PROGRESS_TIMEOUT_S):
-        while True:
-            try:
-                status = await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/")
-                break
-            except OSError:  # refused, or no answer in time
-                assert not task.done(), lines
-                await asyncio.sleep(0.1)
+    status, _ = await fetch(f"http://127.0.0.1:{port}/", task)
     assert status == 200 and lines == [f"page: http://127.0.0.1:{port}, log {paths.log('page')}"]
     (pid,) = tree.ignored
-    assert "prime_rl.entrypoints.page" in psutil.Process(pid).cmdline()
+    assert "prime_rl_page" in psutil.Process(pid).cmdline()
     assert pid not in [member.pid for member in tree.scan({})]
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -55,12 +59,14 @@ async def test_page_is_served_until_the_run_ends(paths, monkeypatch):
 
 
 async def test_page_that_does_not_end_is_killed(paths, monkeypatch):
-    monkeypatch.setattr(page_process, "_STOP_SECONDS", 0.1)
-    monkeypatch.setattr(page_process, "_KILL_SECONDS", 60.0)
+    monkeypatch.setattr(launch, "_PAGE_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "_PAGE_KILL_SECONDS", 60.0)
     lines, ignored = [], set()
     task = asyncio.ensure_future(serve_page(PageConfig(port=0), paths, lines.append, ignored))
-    while not lines:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PROGRESS_TIMEOUT_SECONDS):
+        while "page: http" not in (paths.log("page").read_text() if paths.log("page").exists() else ""):
+            assert not task.done(), lines
+            await asyncio.sleep(0.1)
     (pid,) = ignored
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED)  # until then SIGTERM would end it
@@ -68,21 +74,9 @@ async def test_page_that_does_not_end_is_killed(paths, monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not psutil.pid_exists(pid)
-
-
-async def test_port_zero_takes_a_free_port_and_shows_it(paths):
-    lines = []
-    task = asyncio.ensure_future(serve_page(PageConfig(port=0), paths, lines.append, set()))
-    async with asyncio.timeout(PROGRESS_TIMEOUT_S):
-        while "page: http" not in (paths.log("page").read_text() if paths.log("page").exists() else ""):
-            assert not task.done(), lines
-            await asyncio.sleep(0.1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
     (line,) = lines
     address = line.split()[1].removesuffix(",")
-    assert address in paths.log("page").read_text() and not address.endswith(":0")
+    assert address in paths.log("page").read_text() and not address.endswith(":0"), "port 0 takes a free one"
 
 
 async def test_page_on_a_full_disk_serves_and_states_damaged_lines(paths):
@@ -93,15 +87,7 @@ async def test_page_on_a_full_disk_serves_and_states_damaged_lines(paths):
     port, lines = free_port(), []
     task = asyncio.ensure_future(serve_page(PageConfig(port=port), paths, lines.append, set()))
     url = f"http://127.0.0.1:{port}/api/runs/{paths.root.name}/overview"
-    async with asyncio.timeout(PROGRESS_TIMEOUT_S):
-        while True:
-            try:
-                with await asyncio.to_thread(urllib.request.urlopen, url, timeout=5) as response:
-                    overview = json.load(response)
-                break
-            except OSError:  # refused, or no answer in time
-                assert not task.done(), lines
-                await asyncio.sleep(0.1)
+    overview = json.loads((await fetch(url, task))[1])
     assert overview["headline"]["num_damaged"] == 1, "the half line at the end is not damaged, but not complete yet"
     assert next(one["count"] for one in overview["metrics"] if one["name"] == "trainer:loss") == 2
     task.cancel()
@@ -110,11 +96,18 @@ async def test_page_on_a_full_disk_serves_and_states_damaged_lines(paths):
 
 
 def test_page_of_a_directory_without_a_run_says_so(tmp_path):
-    command = [sys.executable, "-m", "prime_rl.entrypoints.page", str(tmp_path / "typo"), "--port", "0"]
+    command = [sys.executable, "-m", "prime_rl_page", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         lines = process.stdout.readline(), process.stdout.readline()
         process.terminate()
-    assert lines[0].startswith("page: http") and "typo contains no run yet" in lines[1]
+    assert lines[0].startswith("page: http") and "contains no run yet" in lines[1]
+
+
+def test_page_of_a_missing_directory_is_refused(tmp_path):
+    command = [sys.executable, "-m", "prime_rl_page", str(tmp_path / "typo")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/typo does not exist; pass the output_dir of a run")
 
 
 async def test_page_that_cannot_start_is_a_warning(paths):

@@ -2,22 +2,26 @@
 
 import fcntl
 import json
-import os
 import socket
+import threading
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 
 from prime_rl.configs.rl import RLConfig
+from prime_rl.core.entry_point import ERROR_FILE, ReportedError, read_error_file, run_main
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.ports import claim_port
-from prime_rl.liveness.file_locks import check_no_writer, hold_run_lock
 from prime_rl.liveness.parent_process import SUPERVISED
+from prime_rl.storage.file_locks import check_no_writer, hold_run_lock
+from prime_rl.storage.model_files import check_model, check_on_hub
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor import launch, launch_specs, preflight, slurm_launch
-from prime_rl.supervisor.console.run_progress import JsonTail, RunProgress
 from prime_rl.supervisor.launch import tail
 from prime_rl.supervisor.launch_specs import make_process_specs
+from prime_rl.supervisor.run_progress import RunProgress
 
 
 def refused(call, *args):
@@ -42,14 +46,14 @@ def test_check_port_in_use_names_port_and_flag():
 
 
 def test_check_model_without_a_directory_is_rejected(tmp_path):
-    preflight.check_model("Qwen/Qwen3-0.6B")
+    check_model("Qwen/Qwen3-0.6B")
     for name in ("configs/no/model", "./model", str(tmp_path / "model")):
-        assert name in refused(preflight.check_model, name)
-    assert "config.json" in refused(preflight.check_model, str(tmp_path))
+        assert name in refused(check_model, name)
+    assert "config.json" in refused(check_model, str(tmp_path))
     (tmp_path / "model_000650.pt").touch()
-    assert "convert_nanochat_checkpoints.py" in refused(preflight.check_model, str(tmp_path))
+    assert "convert_nanochat_checkpoints.py" in refused(check_model, str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    preflight.check_model(str(tmp_path))
+    check_model(str(tmp_path))
 
 
 def test_check_gpus_missing_ids_are_rejected():
@@ -62,6 +66,20 @@ def test_check_gpus_missing_ids_are_rejected():
     shared = RLConfig.load(["--inference", "--trainer-gpu-ids", "0", "--inference-gpu-ids", "0"])
     preflight.check_gpus(shared, ["0"])
     assert "trainer_ranks = 3" in refused(preflight.check_gpus, RLConfig.load(["--trainer-ranks", "3"]), ["0", "1"])
+
+
+@pytest.mark.parametrize(
+    ("visible", "arguments", "named"),
+    [
+        ("", ["--trainer-gpus", "2"], "trainer_gpu_ids = [1, 2]"),
+        ("", ["--inference", "--trainer-gpu-ids", "0", "--inference-gpus", "2"], "trainer_gpu_ids = [0], inference_"),
+        ("", ["--inference"], None),
+        ("0,1,2", ["--trainer-gpus", "2"], None),
+    ],
+)
+def test_gpus_are_named_where_there_are_none(monkeypatch, visible, arguments, named):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert (preflight.gpus_that_are_not_there(RLConfig.load(arguments)) or "None").startswith(str(named))
 
 
 def test_visible_gpus_reads_cuda_visible_devices(monkeypatch):
@@ -93,44 +111,46 @@ def earlier_run(tmp_path):
     paths = RunPaths(tmp_path)
     for file in (paths.rollouts(0), paths.weights(1), paths.checkpoint(1), paths.torchrun_logs):
         file.mkdir(parents=True)
-    for file in (
-        paths.metrics("trainer"),
-        paths.samples(0),
-        paths.ledger(0),
-        paths.spool(0),
-        tmp_path / "mine.txt",
-        paths.log("trainer"),
-    ):
+    written = paths.metrics("trainer"), paths.samples(0), paths.ledger(0), paths.spool(0), paths.log("trainer")
+    for file in (*written, tmp_path / "mine.txt"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x")
     return paths
 
 
-def test_clear_run_directory_keeps_checkpoints_of_an_earlier_run(earlier_run):
-    removed = preflight.clear_run_directory(RLConfig(), earlier_run)
-    assert len(removed) == 7
-    left = {path.name for path in earlier_run.root.iterdir()}
-    assert left == {"mine.txt", "logs", "abandoned"}
-    (moved,) = earlier_run.abandoned_dir.iterdir()
-    assert (moved / "checkpoints/step_1").is_dir()
-    assert preflight.clear_run_directory(RLConfig(clean=False), earlier_run) == []
+def test_clear_run_directory_moves_an_earlier_run_or_removes_it(earlier_run):
+    """A resumed run keeps it, and all keep the files of a server that was started without `rl`."""
+    assert preflight.clear_run_directory(RLConfig.load(["--ckpt.resume-step", "1"]), earlier_run) is None
+    assert earlier_run.weights(1).is_dir() and not earlier_run.earlier_dir.exists()
+    for file in (earlier_run.log("inference"), earlier_run.heartbeat("inference")):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("alive")
+    line = preflight.clear_run_directory(RLConfig(), earlier_run)
+    (moved,) = earlier_run.earlier_dir.iterdir()
+    assert line == f"moved an earlier run (0.0 MB) to {moved}"
+    assert (moved / "checkpoints/step_1").is_dir() and (moved / "logs/trainer.log").is_file()
+    assert {path.name for path in earlier_run.root.iterdir()} == {"mine.txt", "logs", "earlier"}
+    assert earlier_run.log("inference").exists()
+    assert preflight.clear_run_directory(RLConfig(), earlier_run) is None
+    moved.joinpath("weights").rename(earlier_run.weights_dir)
+    assert "removed an earlier run" in preflight.clear_run_directory(RLConfig(clean=True), earlier_run)
+    assert not earlier_run.weights_dir.exists() and moved.is_dir()
 
 
-def test_clear_run_directory_symbolic_links_are_emptied_and_checkpoints_kept(earlier_run, tmp_path_factory):
-    """The run directory itself, its rollouts and its checkpoints are links to another disk."""
-    disk = tmp_path_factory.mktemp("disk")
-    for path in (earlier_run.rollouts_dir, earlier_run.checkpoints_dir):
-        path.rename(disk / path.name)
-        path.symlink_to(os.path.relpath(disk / path.name, path.parent))
-    link = disk / "run"
-    link.symlink_to(earlier_run.root)
-    paths = RunPaths(link)
-    assert len(preflight.clear_run_directory(RLConfig(), paths)) == 7
-    assert paths.rollouts_dir.is_symlink() and list((disk / "rollouts").iterdir()) == []
-    (moved,) = paths.abandoned_dir.iterdir()
-    assert (moved / "checkpoints/step_1").is_dir()
-    assert not paths.checkpoints_dir.exists()
-    assert preflight.clear_run_directory(RLConfig(clean=False), paths) == []
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("--model.name", "{}/weights/step_1"),
+        ("--orchestrator.env.0.args.data_path", "{}/samples/step_0.jsonl"),
+        ("--orchestrator.env.0.rewards", "{}/metrics/trainer.jsonl.py:score"),
+    ],
+)
+def test_clear_run_directory_refuses_a_run_that_reads_the_earlier_one(earlier_run, key, value):
+    (earlier_run.root / "metrics/trainer.jsonl.py").touch()
+    config = RLConfig.load(["--orchestrator.env.0.id", "dataset", key, value.format(earlier_run.root)])
+    message = refused(preflight.clear_run_directory, config, earlier_run)
+    assert "belongs to the earlier run in output_dir, which would be moved" in message
+    assert earlier_run.weights(1).is_dir()
 
 
 @pytest.mark.parametrize("name", ["weights", "heartbeats"])
@@ -141,21 +161,15 @@ def test_clear_run_directory_broken_symbolic_link_is_rejected(tmp_path, name):
     assert f"{tmp_path / name} is a symbolic link to /mnt/not_mounted, which does not exist" in message
 
 
-def test_clear_run_directory_without_clean_or_with_resume_keeps_the_earlier_run(earlier_run):
-    assert "rollouts/ of an earlier run" in refused(preflight.clear_run_directory, RLConfig(clean=False), earlier_run)
-    assert preflight.clear_run_directory(RLConfig.load(["--ckpt.resume-step", "1"]), earlier_run) == []
-    assert earlier_run.weights(1).is_dir()
-
-
 @pytest.mark.parametrize("slurm", [[], ["--slurm.nodes", "2", "--no-slurm.submit"]])
 def test_run_in_the_directory_of_a_standalone_trainer_is_refused(earlier_run, monkeypatch, slurm):
     for module in (launch, slurm_launch):
-        monkeypatch.setattr(module, "check_no_writer", partial(check_no_writer, timeout_s=0))
+        monkeypatch.setattr(module, "check_no_writer", partial(check_no_writer, timeout_seconds=0))
     config = RLConfig.load(["--inference", "--output-dir", str(earlier_run.root), *slurm])
     with earlier_run.role_lock("trainer").open("w") as trainer:
         fcntl.flock(trainer, fcntl.LOCK_EX)
         with pytest.raises(RunError, match=r"is in use: another process is its trainer"):
-            slurm_launch.submit_to_slurm(config) if slurm else launch.run(config)
+            slurm_launch.submit_to_slurm(config) if slurm else launch.run(config, None)
     assert earlier_run.weights(1).is_dir()
 
 
@@ -169,6 +183,40 @@ def test_check_resume_missing_checkpoint_is_rejected(tmp_path):
     assert preflight.starts_without_checkpoint(latest)
     assert not preflight.starts_without_checkpoint(config)
     assert not preflight.starts_without_checkpoint(RLConfig.load(["--output-dir", str(tmp_path), "--ckpt"]))
+
+
+def test_check_resume_of_a_checkpoint_after_max_steps_is_rejected(tmp_path, monkeypatch):
+    found = SimpleNamespace(steps=[2, 4], broken={})
+    monkeypatch.setattr(preflight, "find_checkpoints", lambda directory: found)
+    for step in ("-1", "4"):
+        arguments = ["--output-dir", str(tmp_path), "--ckpt.resume-step", step, "--max-steps"]
+        preflight.check_resume(RLConfig.load([*arguments, "4"]))
+        message = refused(preflight.check_resume, RLConfig.load([*arguments, "3"]))
+        assert "max_steps = 3, but the checkpoint to resume from has completed 4 steps" in message
+    elsewhere = ["--output-dir", str(tmp_path), "--ckpt.path", "/other/disk"]
+    message = refused(preflight.check_resume, RLConfig.load(elsewhere))
+    assert "/other/disk has checkpoints of an earlier run (steps 2 to 4)" in message
+
+
+def test_check_on_hub_names_the_reason(monkeypatch, tmp_path):
+    check_on_hub(str(tmp_path), None)
+    assert "neither a directory nor a name" in refused(check_on_hub, "no such:model", None)
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error({"/api/models/me/model": 200, "/api/models/me/busy": 503}.get(self.path, 404))
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(3)])
+        thread.start()
+        check_on_hub("me/model", None)
+        check_on_hub("me/busy", None)  # a later attempt may succeed
+        assert "no model of the hub that you can read (HTTP 404)" in refused(check_on_hub, "me/modle", None)
+        thread.join()
+    assert "cannot be reached: [Errno 111]" in refused(check_on_hub, "me/model", None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused(check_on_hub, "me/model", None)
 
 
 def test_make_process_specs_sets_configuration_gpus_and_files(tmp_path, monkeypatch):
@@ -197,32 +245,6 @@ def test_make_process_specs_without_gpu_or_server(tmp_path, monkeypatch):
     assert [role.name for role in made] == ["orchestrator", "trainer"]
     assert "CUDA_VISIBLE_DEVICES" not in made[1].env
     assert "--nproc-per-node=2" in made[1].argv
-
-
-def test_json_tail_incomplete_line_is_read_later(tmp_path):
-    file = tmp_path / "trainer.jsonl"
-    lines = JsonTail(file)
-    assert list(lines.read()) == []
-    file.write_text('{"step": 0}\n{"st')
-    assert list(lines.read()) == [{"step": 0}]
-    with file.open("a") as more:
-        more.write('ep": 1}\n')
-    assert list(lines.read()) == [{"step": 1}]
-
-
-def test_json_tail_file_replaced_by_a_rollback_yields_only_new_lines(tmp_path):
-    """It starts at the beginning of a line and does not repeat the lines that both files have."""
-    file = tmp_path / "trainer.jsonl"
-    lines = JsonTail(file)
-    file.write_text("".join(f'{{"step": {step}, "old": true}}\n' for step in range(4)))
-    assert len(list(lines.read())) == 4
-    cut = tmp_path / "cut"
-    cut.write_text("".join(file.read_text().splitlines(keepends=True)[:2]) + '{"step": 2, "new": "and rather long"}\n')
-    cut.rename(file)
-    assert list(lines.read()) == [{"step": 2, "new": "and rather long"}]
-    with file.open("a") as more:
-        more.write('{"step": 3}\n')
-    assert list(lines.read()) == [{"step": 3}]
 
 
 def test_run_progress_joins_the_metrics_of_trainer_and_orchestrator():
@@ -255,9 +277,6 @@ def test_tail_returns_the_last_lines_of_a_log(tmp_path):
 
 
 def test_error_file_keeps_the_first_error(tmp_path, monkeypatch):
-    from prime_rl.core.entry_point import ERROR_FILE, ReportedError, read_error_file, run_main
-    from prime_rl.core.errors import RunError
-
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
 
     def fail(error):
@@ -277,3 +296,29 @@ def test_error_file_keeps_the_first_error(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     fail(ConfigError("no file a\udcff.toml"))
     assert read_error_file(tmp_path / "error.json") == ReportedError(2, "no file a?.toml", "2")
+
+
+def config(*arguments):
+    sizes = ["--orchestrator.batch-size", "32", "--orchestrator.rollouts-per-example", "4"]  # 8 examples per step
+    return RLConfig.load(["--orchestrator.env.id", "reverse_text", *sizes, *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        (["--max-epochs", "1"], 12),
+        (["--max-epochs", "2"], 25),
+        (["--max-epochs", "0.5", "--max-steps", "100"], 6),
+        (["--max-epochs", "2", "--max-steps", "7"], 7),
+        (["--max-steps", "7"], 7),
+        ([], None),
+    ],
+)
+def test_epochs_limit_the_steps_of_all_processes(arguments, steps):
+    limited = launch.limit_to_epochs(config(*arguments), 100)
+    assert limited.max_steps == limited.trainer.max_steps == limited.orchestrator.max_steps == steps
+
+
+def test_less_than_one_step_is_refused():
+    with pytest.raises(ConfigError, match=r"max_epochs = 0\.01 of 100 examples is less than one step of 8"):
+        launch.limit_to_epochs(config("--max-epochs", "0.01"), 100)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.support.command import until
-from tests.unit.supervisor.test_supervisor import FOREVER, IMPORTS, STUBBORN, Run, assert_gone
+from tests.unit.supervisor.test_supervisor import FOREVER, IMPORTS, STUBBORN, assert_gone
 
 pytestmark = pytest.mark.extended
 
@@ -32,23 +32,9 @@ from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.storage.paths import RunPaths
 with HeartbeatWriter(RunPaths(pathlib.Path(os.environ["RUN"])), "trainer_0", "trainer", interval_seconds=0.2) as heart:
     if "again" not in sys.argv:
-        heart.enter("step 3", deadline_s=0.5)
+        heart.enter("step 3", deadline_seconds=0.5)
         time.sleep(600)
 """
-
-
-@pytest.fixture
-def start(tmp_path):
-    runs = []
-
-    def _start(roles, *keys, **kwargs):
-        runs.append(Run(tmp_path / "out", roles, keys=keys, **kwargs))
-        return runs[-1]
-
-    yield _start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
 
 
 def events(run):

@@ -12,36 +12,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from prime_rl.configs.rl import RLConfig
-from prime_rl.liveness.heartbeat_monitor import ENDED, SERVING, read_heartbeat
+from prime_rl.liveness.heartbeat_monitor import ENDED, SERVING
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor import child_processes
 from prime_rl.supervisor import supervisor as module
 from prime_rl.supervisor.child_processes import ChildProcess, ProcessSpec, kill_all
-from prime_rl.supervisor.launch_specs import make_process_specs
 from prime_rl.supervisor.lifecycle_events import EventLog
 from prime_rl.supervisor.process_tree import ProcessTree
 from prime_rl.supervisor.supervisor import SupervisorTimeouts
-from tests.support.command import PROGRESS_TIMEOUT_S, until
-from tests.unit.supervisor.test_supervisor import FOREVER, REPORT, Run, assert_gone
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS, until
+from tests.support.virtual_clock import virtual_clock
+from tests.unit.supervisor.test_health_monitor import roles_of
+from tests.unit.supervisor.test_supervisor import FOREVER, REPORT, assert_gone
 
 REPOSITORY = Path(__file__).parents[3]
-# A server that is ready as soon as the file `go_<its number>` is there.
-SERVER = """
-import os, pathlib, sys, time
-from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
-from prime_rl.liveness.heartbeat_monitor import SERVING
-from prime_rl.storage.paths import RunPaths
-root = pathlib.Path(os.environ["RUN"])
-go = root / ("go_2" if "again" in sys.argv else "go_1")
-heart = HeartbeatWriter(RunPaths(root), "inference", "inference", interval_seconds=0.1)
-heart.start()
-print("up", os.getpid(), flush=True)
-while not go.exists(): time.sleep(0.02)
-heart.enter(SERVING)
-time.sleep(600)
-"""
 # Its first thread has ended, another has not: the kernel calls it a zombie.
 HALF_DEAD = """
 import ctypes, threading, time
@@ -74,17 +59,11 @@ class Scene:
             )
             for name in make
         ]
-        monkeypatch.setattr(module, "CHECK_INTERVAL_SECONDS", 0.02)
         monkeypatch.setattr(module.ChildProcess, "start", self._start)
         monkeypatch.setattr(ProcessTree, "leftovers", lambda self, role, roles: [])
         stopped = asyncio.get_running_loop().create_future()
-        self.run = module._Supervision(
-            self.roles,
-            SupervisorTimeouts(exit_seconds=0.2, startup_seconds=0.0, culprit_seconds=0.05),
-            EventLog(None, print),
-            None,
-            stopped,
-        )
+        timeouts = SupervisorTimeouts(exit_seconds=2, startup_seconds=0, culprit_seconds=1)
+        self.run = module._Supervision(self.roles, timeouts, EventLog(None, print), None, stopped)
         self.outcome = asyncio.ensure_future(self.run.until_over())
 
     def _start(self, spec, reason=None):
@@ -94,14 +73,15 @@ class Scene:
     async def started(self, name, times=1):
         async with asyncio.timeout(60):
             while len(found := [child for child in self.children if child.spec.name == name]) < times:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
         return found[-1]
 
 
+@virtual_clock
 async def test_supervise_last_child_ends_while_orphans_are_ended_succeeds(monkeypatch, tmp_path):
-    async def end_slowly(find, kill_s):
+    async def end_slowly(find, kill_seconds):
         orchestrator.end(0)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
         return []
 
     monkeypatch.setattr(module, "kill_all", end_slowly)
@@ -112,24 +92,26 @@ async def test_supervise_last_child_ends_while_orphans_are_ended_succeeds(monkey
     assert (await scene.outcome).ok
 
 
+@virtual_clock
 async def test_supervise_bad_input_while_orphans_are_ended_is_not_delayed(monkeypatch, tmp_path):
     """A process that is about to be restarted is not the culprit."""
 
-    async def end_never(find, kill_s):
+    async def end_never(find, kill_seconds):
         await asyncio.sleep(60)
 
     monkeypatch.setattr(module, "kill_all", end_never)
     scene = Scene(monkeypatch, tmp_path)
     (await scene.started("inference")).end(-9)
     (await scene.started("orchestrator")).end(2)
-    outcome = await asyncio.wait_for(scene.outcome, 60)
+    outcome = await scene.outcome
     assert (outcome.culprit.name, outcome.code) == ("orchestrator", 2)
 
 
+@virtual_clock
 async def test_supervise_second_failure_while_orphans_are_ended_restarts_both(monkeypatch, tmp_path):
     released = asyncio.Event()
 
-    async def end_when_released(find, kill_s):
+    async def end_when_released(find, kill_seconds):
         await released.wait()
         return []
 
@@ -137,7 +119,7 @@ async def test_supervise_second_failure_while_orphans_are_ended_restarts_both(mo
     scene = Scene(monkeypatch, tmp_path)
     (await scene.started("inference")).end(-9)
     (await scene.started("trainer")).end(1)
-    await asyncio.sleep(0.4)  # longer than `straggle`: the orchestrator is not late, since the trainer is not done
+    await asyncio.sleep(4)  # longer than `straggle`: the orchestrator is not late, since the trainer is not done
     assert [child.spec.name for child in scene.children] == ["inference", "orchestrator", "trainer"]
     released.set()
     await scene.started("inference", 2)
@@ -146,39 +128,55 @@ async def test_supervise_second_failure_while_orphans_are_ended_restarts_both(mo
     assert (await scene.outcome).ok
 
 
+@virtual_clock
 async def test_supervise_orphan_that_does_not_end_fails_with_its_pid(monkeypatch, tmp_path):
-    async def end_in_vain(find, kill_s):
+    async def end_in_vain(find, kill_seconds):
         return [4711]
 
     monkeypatch.setattr(module, "kill_all", end_in_vain)
     scene = Scene(monkeypatch, tmp_path)
     (await scene.started("inference")).end(-9)
-    outcome = await asyncio.wait_for(scene.outcome, 60)
+    outcome = await scene.outcome
     assert (outcome.culprit.name, outcome.code) == ("inference", -9)
     assert "process 4711" in outcome.reason
     assert len(scene.children) == 3, "it is not restarted"
 
 
-async def test_supervise_start_after_waits_until_the_server_is_ready(monkeypatch, tmp_path):
+@virtual_clock
+async def test_supervise_start_after_waits_until_the_server_is_ready(monkeypatch, tmp_path, capsys):
     serving = set()
     fields = {"inference": {"is_ready": serving.__contains__}, "trainer": {"start_after": "inference"}}
     scene = Scene(monkeypatch, tmp_path, **fields)
     server, orchestrator = await scene.started("inference"), await scene.started("orchestrator")
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(60)
     assert len(scene.children) == 2
     serving.add(server.pid)
     trainer = await scene.started("trainer")
     server.end(-9)
     trainer.end(-9)
     second = await scene.started("inference", 2)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(60)
     assert len(scene.children) == 4, "the trainer waits for the new server"
     serving.add(second.pid)
     (await scene.started("trainer", 2)).end(0)
     orchestrator.end(0)
     assert (await scene.outcome).ok
+    assert capsys.readouterr().out.count("trainer starts when inference is ready") == 2
 
 
+@virtual_clock
+async def test_supervise_servers_alone_are_not_finished_until_a_signal(monkeypatch, tmp_path):
+    """As those of `tinker-server`."""
+    server = {"must_finish": False, "is_last": False}
+    scene = Scene(monkeypatch, tmp_path, orchestrator=server, trainer=server)
+    await scene.started("trainer")
+    await asyncio.sleep(5)
+    assert not scene.outcome.done()
+    scene.run._stopped.set_result(signal.SIGTERM)
+    assert (await scene.outcome).stopped_by is signal.SIGTERM
+
+
+@virtual_clock
 async def test_supervise_start_after_an_unknown_process_is_rejected(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="start_after = evaluation of trainer is not one of"):
         Scene(monkeypatch, tmp_path, trainer={"start_after": "evaluation"})
@@ -219,7 +217,7 @@ async def test_stop_all_third_signal_gives_up_on_what_cannot_be_killed(monkeypat
     child, hurry = ChildProcess.start(role), asyncio.Event()
     rounds = []
 
-    async def kill_in_vain(find, kill_s, own):
+    async def kill_in_vain(find, kill_seconds, own):
         rounds.append(list(find()))
         await asyncio.Event().wait()
 
@@ -262,11 +260,6 @@ async def test_child_start_sets_the_death_signal_and_a_session_and_ignores_no_si
     child = ChildProcess.start(replace(role, argv=["grep", "SigIgn", "/proc/self/status"]))
     assert await asyncio.wait_for(child.exited, 120) == 0
     assert not int(role.log.read_text().split()[1], 16) & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
-
-
-def roles_of(tmp_path, *keys):
-    config = RLConfig.load(["--output-dir", str(tmp_path), "--inference", *keys])
-    return {role.name: role for role in make_process_specs(config, config.run_paths)}, config.run_paths
 
 
 @pytest.mark.parametrize(
@@ -320,53 +313,6 @@ def test_inference_is_ready_only_as_the_started_process(tmp_path):
     assert not serves(os.getpid())
 
 
-@pytest.fixture
-def start(tmp_path):
-    runs = []
-
-    def _start(roles, *keys, **kwargs):
-        runs.append(Run(tmp_path / "out", roles, keys=keys, **kwargs))
-        return runs[-1]
-
-    yield _start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
-
-
-def test_trainer_on_a_shared_gpu_starts_and_restarts_after_inference(start):
-    """Real processes: the order in `events.jsonl`, compared with the heartbeats of each server."""
-    roles = {"inference": SERVER, "orchestrator": FOREVER, "trainer": {"script": FOREVER, "after": "inference"}}
-    run = start(roles, "--max-restarts", "1")
-    heartbeat = RunPaths(run.output_dir).heartbeat("inference")
-
-    def events(name):
-        lines = map(json.loads, (run.output_dir / "events.jsonl").read_text().splitlines())
-        return [line["time"] for line in lines if line["name"] == name and line["event"] in ("started", "restarted")]
-
-    def serve(number, since):
-        until(lambda: (b := read_heartbeat(heartbeat)) and b.pid != since and b.beat > 15, "no heartbeat")
-        assert len(events("trainer")) == number - 1
-        (run.output_dir / f"go_{number}").touch()
-        until(lambda: len(events("trainer")) == number, "the trainer was not started")
-        beat = read_heartbeat(heartbeat)
-        assert beat.phase == SERVING
-        assert events("inference")[-1] < beat.phase_since <= events("trainer")[-1]
-        return beat.pid
-
-    first = serve(1, None)
-    trainer = int(run.wait_for_log("trainer", "up").split()[1])
-    os.kill(first, signal.SIGKILL)
-    # A server that is dying still counts as ready.
-    until(lambda: len(events("inference")) == 2, "inference was not restarted")
-    os.kill(trainer, signal.SIGKILL)
-    serve(2, first)
-    run.process.send_signal(signal.SIGTERM)
-    code, output = run.end()
-    assert code == 143, output
-    assert "trainer starts when inference is ready" in output
-
-
 @pytest.mark.parametrize(
     ("wrapper", "code"),
     [(["setsid", "--ctty"], 129), (["setsid", "--ctty", "nohup"], 0), (["setsid"], 0)],
@@ -391,7 +337,7 @@ def test_rl_closed_terminal_ends_only_a_run_that_belongs_to_it(tmp_path, monkeyp
         os.close(master)
         if code == 0:
             (out / "done").touch()
-        assert process.wait(PROGRESS_TIMEOUT_S) == code
+        assert process.wait(PROGRESS_TIMEOUT_SECONDS) == code
     finally:
         process.kill()
 

@@ -1,16 +1,13 @@
 """`rl` over real processes and signals: a run ends soon, names the culprit, and leaves no process behind (I7)."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
-from tests.support.command import PROGRESS_TIMEOUT_S, alive, until
+from tests.support.command import alive, until
 
 IMPORTS = "from prime_rl.core.entry_point import run_main\nfrom prime_rl.core.errors import ConfigError\n"
 FOREVER = "import time, os; print('up', os.getpid(), flush=True); time.sleep(600)"
@@ -31,48 +28,9 @@ path.write_text("".join(json.dumps({"step": n, **row}) + "\\n" for n, row in enu
 """
 
 
-class Run:
-    """`rl` over small scripts."""
-
-    def __init__(self, output_dir, roles, keys=(), **timeouts):
-        self.output_dir = output_dir
-        driver = [sys.executable, "-m", "tests.unit.supervisor.driver", str(output_dir)]
-        self.process = subprocess.Popen(
-            [*driver, json.dumps(roles), json.dumps(timeouts), *keys],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def wait_for_log(self, role, text):
-        """Wait for a text in the log of a process, and return the complete lines of the log."""
-        log = self.output_dir / "logs" / f"{role}.log"
-
-        def lines():
-            # `print` without a buffer writes the parts of a line one by one.
-            return "".join(log.read_text().rpartition("\n")[:2]) if log.exists() else ""
-
-        def contains():
-            ended = self.process.poll() is not None  # read first, because work before the exit counts
-            found = text in lines()
-            assert found or not ended, f"rl ended before {log} contained {text!r}"
-            return found
-
-        until(contains, f"{text!r} in {log}")
-        return lines()
-
-    def pids(self):
-        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
-
-    def end(self):
-        """Wait for the end; return exit code and output."""
-        output, _ = self.process.communicate(timeout=PROGRESS_TIMEOUT_S)
-        return self.process.returncode, output
-
-
 def assert_gone(pids):
     """Check that no process is left, except zombies."""
-    until(lambda: not any(is_left(pid) for pid in pids), f"the end of the processes {pids}", timeout_s=60)
+    until(lambda: not any(is_left(pid) for pid in pids), f"the end of the processes {pids}", timeout_seconds=60)
 
 
 def is_left(pid):
@@ -80,20 +38,6 @@ def is_left(pid):
         return alive(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return False
-
-
-@pytest.fixture
-def start(tmp_path):
-    runs = []
-
-    def _start(roles, **kwargs):
-        runs.append(Run(tmp_path / "out", roles, **kwargs))
-        return runs[-1]
-
-    yield _start
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.kill()
 
 
 def test_rl_success_stops_the_server(start):
@@ -107,13 +51,19 @@ def test_rl_success_stops_the_server(start):
     assert "logs" in output
 
 
-@pytest.mark.parametrize("victim", ["inference", "orchestrator", "trainer"])
-def test_rl_killed_process_stops_the_others_and_is_named(start, victim):
-    run = start({"inference": FOREVER, "orchestrator": FOREVER, "trainer": FOREVER})
+def start_all(start, **roles):
+    """Start three processes; return the run and the process ids when all are up."""
+    run = start({"inference": FOREVER, "orchestrator": FOREVER, "trainer": FOREVER} | roles)
     for role in ("inference", "orchestrator", "trainer"):
         run.wait_for_log(role, "up")
     pids = run.pids()
     assert len(pids) == 3
+    return run, pids
+
+
+@pytest.mark.parametrize("victim", ["inference", "orchestrator", "trainer"])
+def test_rl_killed_process_stops_the_others_and_is_named(start, victim):
+    run, pids = start_all(start)
     os.kill(int((run.output_dir / f"logs/{victim}.log").read_text().split()[1]), signal.SIGKILL)
     code, output = run.end()
     assert code == 1
@@ -173,10 +123,7 @@ def test_rl_process_that_does_not_exit_after_the_last_step_is_named(start):
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_rl_signal_stops_all_processes(start, number, expected):
-    run = start({"inference": FOREVER, "orchestrator": FOREVER, "trainer": FOREVER})
-    for role in ("inference", "orchestrator", "trainer"):
-        run.wait_for_log(role, "up")
-    pids = run.pids()
+    run, pids = start_all(start)
     run.process.send_signal(number)
     code, output = run.end()
     assert code == expected
@@ -213,10 +160,7 @@ def test_rl_second_ctrl_c_skips_the_stop_timeout(start):
 
 
 def test_rl_killed_takes_its_children_with_it(start):
-    run = start({"inference": STUBBORN, "orchestrator": FOREVER, "trainer": FOREVER})
-    for role in ("inference", "orchestrator", "trainer"):
-        run.wait_for_log(role, "up")
-    pids = run.pids()
+    run, pids = start_all(start, inference=STUBBORN)
     run.process.kill()
     assert_gone(pids)
 
@@ -232,7 +176,7 @@ def test_rl_full_disk_ends_the_run(start, tmp_path):
 
 
 def test_rl_prints_steps_and_summary_from_the_metrics(start):
-    shipped = [{"reward/mean": 0.1 * n, "staleness/max": n, "tokens/wasted": 0} for n in range(3)]
+    shipped = [{"reward/mean": 0.1 * n, "staleness/max": n, "tokens/unaccounted": 0} for n in range(3)]
     trained = [{"loss": 0.5, "perf/tokens_per_second": 1234.5} for _ in range(3)]
     roles = {
         "orchestrator": REPORT.replace("ROWS", repr(shipped)),
@@ -242,7 +186,8 @@ def test_rl_prints_steps_and_summary_from_the_metrics(start):
     assert code == 0
     assert "step 3/3 | reward 0.2 | loss 0.5 | staleness 2 | tokens/s 1234" in output
     assert "3 of 3" in output
-    assert "0.100 (first 3 steps) -> 0.100 (last 5)" in output
+    assert "0.000 (first 1) -> 0.200 (last 1)" in output
+    assert "uv run page " in output
 
 
 def test_rl_second_run_in_a_directory_is_rejected(start):
@@ -256,3 +201,114 @@ def test_rl_second_run_in_a_directory_is_rejected(start):
     first.process.send_signal(signal.SIGKILL)
     first.end()
     assert start({"orchestrator": DONE, "trainer": DONE}).end()[0] == 0
+
+
+def runs(start, *keys, exit_seconds=600.0, **roles):
+    """Start a server, two runs, and the trainer, which ends after a file says so."""
+    trainer = "import os, pathlib, time\nend = pathlib.Path(os.environ['RUN']) / 'end'\nprint('up', flush=True)\n"
+    trainer += "while not end.exists(): time.sleep(0.02)"
+    return start(
+        {"inference": FOREVER, "run_a": FOREVER, "run_b": FOREVER, "trainer": trainer} | roles,
+        *keys,
+        exit_seconds=exit_seconds,
+    )
+
+
+BAD = IMPORTS + "def main(): raise ConfigError('rank is too large')\nrun_main(main)"
+
+
+def test_rl_failed_run_does_not_end_the_others_and_decides_the_exit_code(start):
+    wait = "import os, pathlib, time\nend = pathlib.Path(os.environ['RUN']) / 'end'\n"
+    run = runs(start, run_a=BAD, run_b=f"{wait}while not end.exists(): time.sleep(0.02)")
+    run.wait_for_log("trainer", "up")
+    events = run.output_dir / "events.jsonl"
+    until(lambda: '"event": "failed"' in events.read_text(), "the failure of run_a")
+    assert run.process.poll() is None
+    (run.output_dir / "end").touch()
+    code, output = run.end()
+    assert code == 2
+    assert f"run_a exited with code 2: rank is too large; log {run.output_dir}" in output
+    assert output.splitlines()[-1].startswith("error: run_a: rank is too large (log ")
+
+
+def test_rl_all_runs_failed_ends_an_unused_trainer(start):
+    run = runs(start, run_a="raise SystemExit(1)", run_b=BAD)
+    code, _ = run.end()
+    assert code == 2, "the largest of both"
+
+
+def test_rl_all_runs_failed_leaves_the_trainer_to_a_run_that_joined(start, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/in_use").touch()
+    run = runs(start, run_a="raise SystemExit(1)", run_b=BAD)
+    events = run.output_dir / "events.jsonl"
+    until(lambda: events.exists() and events.read_text().count('"event": "failed"') == 2, "the failure of both runs")
+    run.wait_for_log("trainer", "up")
+    time.sleep(3)  # several checks
+    assert run.process.poll() is None
+    (run.output_dir / "end").touch()
+    code, _ = run.end()
+    assert code == 2
+
+
+def test_rl_failed_run_that_joined_another_trainer_ends_rl(start):
+    code, output = start({"run_a": BAD}).end()
+    assert code == 2
+    assert "error: run_a: rank is too large" in output
+
+
+def test_rl_lost_trainer_of_several_runs_ends_all(start):
+    run = runs(start, run_a="raise SystemExit(1)", trainer="import time; time.sleep(3); raise SystemExit(3)")
+    code, output = run.end()
+    assert code == 1
+    assert "error: trainer exited with code 3" in output
+
+
+def test_rl_run_of_several_is_restarted_alone(start):
+    again = "import sys\nif 'again' not in sys.argv: raise SystemExit(1)\n" + DONE
+    run = runs(start, "--max-restarts", "1", run_a=again, run_b=DONE)
+    run.wait_for_log("run_a", "done")
+    (run.output_dir / "end").touch()
+    code, output = run.end()
+    assert code == 0 and "run_a exited with code 1; restart 1 of 1" in output
+
+
+def test_rl_run_of_several_that_is_over_is_not_restarted(start):
+    fail = "import os, pathlib\n(pathlib.Path(os.environ['RUN']) / 'run_a.over').touch()\nraise SystemExit(1)"
+    run = runs(start, "--max-restarts", "1", run_a=fail, run_b=DONE)
+    events = run.output_dir / "events.jsonl"
+    until(lambda: events.exists() and '"event": "failed"' in events.read_text(), "the failure of run_a")
+    (run.output_dir / "end").touch()
+    code, output = run.end()
+    assert code == 1 and "restart" not in output
+
+
+def test_rl_succeeds_if_its_runs_do_and_one_that_joined_dies(start, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/in_use").touch()
+    run = runs(start, run_a=DONE, run_b=DONE)
+    for name in ("run_a", "run_b"):
+        run.wait_for_log(name, "done")
+    time.sleep(2)  # several checks
+    assert run.process.poll() is None
+    (tmp_path / "out/in_use").unlink()
+    (run.output_dir / "end").touch()
+    assert run.end()[0] == 0
+
+
+def test_rl_trainer_that_outlives_its_runs_is_the_culprit(start):
+    code, output = runs(start, run_a=DONE, run_b=DONE, exit_seconds=1).end()
+    assert code == 1
+    assert "error: trainer did not exit" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_rl_signal_stops_all_runs(start, number):
+    run = runs(start)
+    for name in ("inference", "run_a", "run_b", "trainer"):
+        run.wait_for_log(name, "up")
+    pids = run.pids()
+    os.kill(run.process.pid, number)
+    code, _ = run.end()
+    assert code == 128 + number
+    assert_gone(pids)

@@ -1,4 +1,6 @@
-"""Fixtures of several tests: a tiny model, a world of one rank, a folder for weights."""
+"""Fixtures of several tests: a tiny model, a data set, a world of one rank, a folder for weights."""
+
+import json
 
 import pytest
 
@@ -8,6 +10,16 @@ from tests.support.tiny_model import make_tiny_model
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A data set of words to be reversed."""
+    file = tmp_path_factory.mktemp("words") / "words.jsonl"
+    pairs = [f"{a}{b}c" for a in "abcdef" for b in "ghijklm"]
+    chats = [[{"role": "user", "content": w}, {"role": "assistant", "content": w[::-1]}] for w in pairs]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return file
 
 
 @pytest.fixture

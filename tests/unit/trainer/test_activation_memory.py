@@ -12,21 +12,23 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import CheckpointPolicy
 
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.trainer import AIPOLossConfig, FakeDataConfig, TrainerConfig
-from prime_rl.configs.training.memory import ActivationCheckpointConfig, ActivationOffloadConfig, CompileConfig
-from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
+from prime_rl.configs.training.model import (
+    ActivationCheckpointConfig,
+    ActivationOffloadConfig,
+    CompileConfig,
+    TrainerModelConfig,
+)
 from prime_rl.configs.training.optim import AdamWConfig, MuonConfig, SGDConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.trainer.losses import build_loss
-from prime_rl.trainer.memory import activation_checkpointing, activation_offload, optimizer_offload
-from prime_rl.trainer.memory.activation_checkpointing import prepare_optimizer
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer import memory_savings
+from prime_rl.trainer.memory_savings import prepare_optimizer
+from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
-from prime_rl.trainer.rl.rl_objective import rl_objective
 from prime_rl.trainer.train_step import TrainStep
 from prime_rl.trainer.weights.policy_loading import make_policy
-from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.test_train_step import OBJECTIVE
 from tests.unit.trainer.world import run_world
 
 FULL, SELECTIVE = ActivationCheckpointConfig(), ActivationCheckpointConfig(mode="selective")
@@ -47,11 +49,6 @@ OPTIMIZERS = {"adamw": AdamWConfig(lr=1e-3), "sgd": SGDConfig(lr=1e-3), "muon": 
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("memory"))
-
-
-@pytest.fixture(scope="module")
 def world():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield World(rank=0, size=1, device=torch.device("cpu"))
@@ -60,10 +57,10 @@ def world():
 
 @pytest.fixture(autouse=True)
 def everything_is_large_enough(monkeypatch):
-    monkeypatch.setattr(activation_offload, "_MIN_BYTES", 0)
-    monkeypatch.setattr(activation_offload.ActivationOffload.__init__, "__defaults__", (0,))
-    monkeypatch.setattr(optimizer_offload, "_PART_BYTES", 20_000)
-    monkeypatch.setattr(optimizer_offload.offload_state, "__defaults__", (20_000,))
+    monkeypatch.setattr(memory_savings, "_MIN_BYTES", 0)
+    monkeypatch.setattr(memory_savings.ActivationOffload.__init__, "__defaults__", (0,))
+    monkeypatch.setattr(memory_savings, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(memory_savings.offload_state, "__defaults__", (20_000,))
 
 
 def batch(step):
@@ -77,8 +74,7 @@ def train(path, world, optim=OPTIMIZERS["adamw"], steps=2, **keys):
     policy = make_policy(config, 0, world)
     optimizer = prepare_optimizer(build_optimizer(optim, policy), config)
     engine = TrainStep(policy, optimizer, world, max_norm=1.0)
-    objective = rl_objective(build_loss(AIPOLossConfig()))
-    results = [engine.step(split_batch(batch(n), n, 1, world, 60), objective, 1.0) for n in range(steps)]
+    results = [engine.step(split_batch(batch(n), n, 1, world, 60), OBJECTIVE, 1.0) for n in range(steps)]
     weights = {name: float(p.detach().full_tensor().double().abs().sum()) for name, p in policy.named_parameters()}
     return [(r.loss, r.grad_norm) for r in results], weights
 
@@ -140,7 +136,7 @@ def count(path, **keys):
     from prime_rl.trainer.weights.policy_loading import load_policy
 
     policy = load_policy(TrainerModelConfig(name=str(path), **keys), 0)
-    activation_checkpointing.prepare_blocks(policy, TrainerModelConfig(name=str(path), **keys))
+    memory_savings.prepare_blocks(policy, TrainerModelConfig(name=str(path), **keys))
     (minibatch,) = split_batch(batch(0), 0, 1, World(0, 1, torch.device("cpu")), 60)
     calls = Calls()
     with calls.mode():
@@ -178,17 +174,14 @@ def test_recomputation_repeats_the_expected_operators(tiny):
 def test_selective_recomputation_saves_products_and_attention(operator):
     name, overload = operator.split(".")
     packet = getattr(getattr(torch.ops.aten, name), overload)
-    assert activation_checkpointing._keep_costly(None, packet) == CheckpointPolicy.MUST_SAVE
-    assert activation_checkpointing._keep_costly(None, torch.ops.aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
-    assert (
-        activation_checkpointing._keep_costly(None, torch.ops.torch_attn._varlen_attn.default)
-        == CheckpointPolicy.MUST_SAVE
-    )
+    assert memory_savings._keep_costly(None, packet) == CheckpointPolicy.MUST_SAVE
+    assert memory_savings._keep_costly(None, torch.ops.aten.silu.default) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert memory_savings._keep_costly(None, torch.ops.torch_attn._varlen_attn.default) == CheckpointPolicy.MUST_SAVE
 
 
 def test_offload_copies_activations_and_keeps_weights():
     block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
-    offload = activation_offload.ActivationOffload(pin_memory=True, inflight=2, min_bytes=0)
+    offload = memory_savings.ActivationOffload(pin_memory=True, inflight=2, min_bytes=0)
     saved = []
     save = offload._save
     offload._save = lambda kept, tensor: saved.append((tensor, save(kept, tensor))) or saved[-1][1]
@@ -211,7 +204,7 @@ def test_offload_copies_activations_and_keeps_weights():
 
 
 def test_offload_copies_a_tensor_that_is_saved_twice_once():
-    offload = activation_offload.ActivationOffload(pin_memory=False, inflight=4, min_bytes=0)
+    offload = memory_savings.ActivationOffload(pin_memory=False, inflight=4, min_bytes=0)
     x = torch.randn(4, 8)
     one, two = offload._save(set(), x), offload._save(set(), x)
     assert one is two and one.uses == 2
@@ -226,7 +219,7 @@ def test_optimizer_offload_updates_in_parts_and_leaves_state_on_the_host():
     optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
     sizes = []
     optimizer.register_step_pre_hook(lambda o, *_: sizes.append(sum(len(g["params"]) for g in o.param_groups)))
-    optimizer_offload.offload_state(optimizer, part_bytes=800)
+    memory_savings.offload_state(optimizer, part_bytes=800)
     for p in parameters:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -250,8 +243,8 @@ def test_optimizer_offload_resumes_from_a_checkpoint():
         optimizer.step()
 
     plain, offloaded, resumed = make(), make(), make()
-    optimizer_offload.offload_state(offloaded[1], part_bytes=64)
-    optimizer_offload.offload_state(resumed[1], part_bytes=64)
+    memory_savings.offload_state(offloaded[1], part_bytes=64)
+    memory_savings.offload_state(resumed[1], part_bytes=64)
     for _ in range(2):
         step(*plain)
         step(*offloaded)
@@ -302,6 +295,7 @@ def test_compiled_blocks_of_all_row_lengths_share_one_graph(tiny, world, plain, 
     assert one_graph(plain, tiny, world, steps=3, **keys) <= 3
 
 
+@pytest.mark.release
 @pytest.mark.extended  # the test above shows the same without the C++ compiler, which runs for 40 s of processor time
 @pytest.mark.slow
 @pytest.mark.timeout(900)

@@ -1,19 +1,22 @@
 """The comparison of version 0 with inference's base model before the first update (I6)."""
 
+import copy
+import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl.configs.trainer import FakeDataConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.storage.batch import write_batch
 from prime_rl.storage.paths import RunPaths
-from prime_rl.storage.weights.canary import PolicyCanary
-from prime_rl.trainer.policy_canary import canary_row, check_base_canaries, measure_canary
+from prime_rl.storage.weights.canary import PolicyCanary, canary_tokens
 from prime_rl.trainer.rl.batch_source import fake_batch
+from prime_rl.trainer.weight_sync.publisher import canary_row, check_base_canaries, measure_canary
 from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.unit.trainer.test_policy_model import save
 from tests.unit.trainer.test_rope import LONGEST, ORIGINAL, config
@@ -45,9 +48,8 @@ def test_base_canary_of_the_same_model_passes(tiny, world):
 def test_base_canary_of_another_model_is_one_line(other, tiny, world):
     served = served_by(tiny)
     served["logprobs"][30] += other
-    with pytest.raises(
-        ConfigError, match=r"^model\.name: version 0 of inference at here .* largest difference"
-    ) as caught:
+    message = r"^model\.name: version 0 of inference at here .* largest difference"
+    with pytest.raises(ConfigError, match=message) as caught:
         compare(tiny, world, served_by(tiny), served)
     assert "\n" not in str(caught.value)
     if other == 0.001:
@@ -90,5 +92,99 @@ def test_trainer_compares_version_0_before_the_first_update(off, code, tiny, tmp
     got, error = run_command("trainer", arguments)
     assert got == code, error
     assert paths.weights(1).exists() == (code == 0)
+    if code == 0:
+        canary = json.loads((paths.weights(1) / "manifest.json").read_text())["canary"]
+        assert canary["base_logprobs"] == pytest.approx(served["logprobs"], abs=1e-4) != canary["logprobs"]
     said = [line for line in error.splitlines() if "version 0 of inference at here is not the trainer's" in line]
     assert len(said) == (code == 2) and "Traceback" not in error
+
+
+def deep_model(seed=0, layers=40):
+    """A random model whose rounding in bfloat16 is that of a large one, with logits of a trained one."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.06, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    model.lm_head.weight.data *= 5
+    return model.eval()
+
+
+@torch.no_grad()
+def score(model, dtype=torch.bfloat16):
+    tokens = torch.from_numpy(canary_tokens(512))
+    logprobs = copy.deepcopy(model).to(dtype)(tokens[None]).logits[0, :-1].float().log_softmax(-1)
+    return tuple(logprobs.gather(1, tokens[1:, None])[:, 0].tolist())
+
+
+def quantized(model):
+    """Round each matrix of the blocks to fp8, by row."""
+    model = copy.deepcopy(model)
+    for parameter in model.model.layers.parameters():
+        if parameter.dim() == 2:
+            scale = parameter.data.abs().amax(1, keepdim=True) / 448
+            parameter.data = (parameter.data / scale).to(torch.float8_e4m3fn).float() * scale
+    return model
+
+
+def trained(model, rate=0.003):
+    torch.manual_seed(7)
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data += rate * torch.randn_like(parameter)
+    return model
+
+
+def wrong_models(base, version):
+    """Weights that are not those of `version`, by the kind of mistake."""
+    exchanged, rotated, shifted, head, embedding = (copy.deepcopy(version) for _ in range(5))
+    layers = exchanged.model.layers
+    layers[5], layers[30] = layers[30], layers[5]
+    rotated.model.layers = torch.nn.ModuleList([*version.model.layers[1:], version.model.layers[0]])
+    shifted.lm_head.weight.data = version.lm_head.weight.data.roll(1, 0)
+    far = trained(base, rate=0.3)
+    head.lm_head.weight.data = far.lm_head.weight.data
+    embedding.model.embed_tokens.weight.data = far.model.embed_tokens.weight.data
+    return {"two layers exchanged": exchanged, "layers rotated": rotated, "rows of the head shifted": shifted,
+            "head of another version": head, "embedding of another version": embedding,
+            "another seed": deep_model(1)}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
+def test_canary_accepts_the_rounding_of_a_deep_model_and_refuses_wrong_weights(precision):
+    served = quantized if precision == "fp8" else lambda model: model
+    base = deep_model()
+    ids = tuple(canary_tokens(512).tolist())
+    # The trainer computes in float32 here, as another kernel that rounds less.
+    mine, theirs = score(base, torch.float32), PolicyCanary(ids, score(served(base)), precision)
+    compared = PolicyCanary(ids, mine, "bfloat16").compare_base(theirs)
+    assert compared.passes and compared.difference > 0.05, "more than the default"
+    version = trained(base)
+    canary = PolicyCanary(ids, score(version, torch.float32), "bfloat16", mine)
+    right = score(served(version))
+    compared = canary.compare(right, "bfloat16", None, theirs)
+    assert compared.passes and compared.difference > 0.05
+    assert not canary.compare(right, "bfloat16").passes, "without the base model"
+    assert not canary.compare(right, "bfloat16", 0.05, theirs).passes, "a configured tolerance is kept"
+    for kind, wrong in wrong_models(base, version).items():
+        measured = score(served(wrong))
+        assert not canary.compare(measured, "bfloat16", None, theirs).passes, kind
+        wrong_base = PolicyCanary(ids, measured, precision)
+        assert not PolicyCanary(ids, mine, "bfloat16").compare_base(wrong_base).passes, kind
+        assert not canary.compare(measured, "bfloat16", None, wrong_base).passes, f"{kind}, in the base too"
+
+
+def test_canary_with_another_base_canary_uses_the_default():
+    ids, near = (5, 6, 7), (-1.0, -9.0)
+    canary = PolicyCanary(ids, near, "bfloat16", near)
+    served = PolicyCanary(ids, (-1.1, -9.1), "bfloat16")
+    assert canary.compare([-1.2, -9.2], "bfloat16", None, served).passes
+    others = [
+        None, replace(served, token_ids=(5, 6, 8)), replace(served, logprobs=(-3.0, -9.0)),
+        replace(served, logprobs=(math.nan, -9.0)),
+    ]  # fmt: skip
+    for other in others:
+        assert canary.compare([-1.2, -9.2], "bfloat16", None, other).tolerance == 0.05
+    assert replace(canary, base_logprobs=()).compare([-1.2, -9.2], "bfloat16", None, served).tolerance == 0.05
+    assert not canary.compare([-1.2, math.nan], "bfloat16", None, served).passes

@@ -4,20 +4,14 @@ import json
 
 import pytest
 
-from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_command
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize("command", ["trainer", "sft"])
-def test_bench_reports_steps_after_the_first(command, model, tmp_path):
+def test_bench_reports_steps_after_the_first(command, tiny, tmp_path):
     (tmp_path / "weights").mkdir()  # of a run that goes on
     data = ["--data.fake.seq-len", "24"] if command == "trainer" else ["--data.type", "fake", "--data.batch-size", "3"]
-    arguments = ["--model.name", model, "--output-dir", tmp_path, "--device", "cpu", "--bench", *data]
+    arguments = ["--model.name", tiny, "--output-dir", tmp_path, "--device", "cpu", "--bench", *data]
     for steps in (4, 3):
         code, error = run_command(command, [*arguments, "--bench-steps", steps])
         assert code == 0, error[-3000:]
@@ -34,9 +28,9 @@ def test_bench_reports_steps_after_the_first(command, model, tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("command", ["trainer", "sft"])
-def test_bench_with_wandb_writes_distributions_and_figures(command, model, tmp_path):
+def test_bench_with_wandb_writes_distributions_and_figures(command, tiny, tmp_path):
     data = ["--data.fake.seq-len", "24"] if command == "trainer" else ["--data.type", "fake", "--data.batch-size", "3"]
-    arguments = ["--model.name", model, "--output-dir", tmp_path, "--device", "cpu", "--bench", "--bench-steps", 3]
+    arguments = ["--model.name", tiny, "--output-dir", tmp_path, "--device", "cpu", "--bench", "--bench-steps", 3]
     wandb = ["--wandb.offline", "--wandb.log-extras.interval", 2]
     code, error = run_command(command, [*arguments, *data, *wandb])
     assert code == 0, error[-3000:]
@@ -50,8 +44,8 @@ def test_bench_with_wandb_writes_distributions_and_figures(command, model, tmp_p
     assert b"bench/perf/tokens_per_second/mean" in written.read_bytes()
 
 
-def test_trace_contains_steps(model, tmp_path):
-    arguments = ["--model.name", model, "--output-dir", tmp_path, "--device", "cpu", "--data.fake.seq-len", "16"]
+def test_trace_contains_steps(tiny, tmp_path):
+    arguments = ["--model.name", tiny, "--output-dir", tmp_path, "--device", "cpu", "--data.fake.seq-len", "16"]
     code, error = run_command("trainer", [*arguments, "--bench", "--trace-path", tmp_path / "trace"])
     assert code == 0, error[-3000:]
     events = json.loads((tmp_path / "trace/rank_0.json").read_text())["traceEvents"]
@@ -59,8 +53,8 @@ def test_trace_contains_steps(model, tmp_path):
     assert {"aten::mm", "ProfilerStep#2", "ProfilerStep#3"} <= names
 
 
-def test_memory_snapshot_without_gpu_exits(model, tmp_path):
-    arguments = ["--model.name", model, "--output-dir", tmp_path, "--device", "cpu", "--bench"]
+def test_memory_snapshot_without_gpu_exits(tiny, tmp_path):
+    arguments = ["--model.name", tiny, "--output-dir", tmp_path, "--device", "cpu", "--bench"]
     code, error = run_command("trainer", [*arguments, "--memory-profiler-path", tmp_path / "memory"])
     assert code == 2
     [line] = [line for line in error.splitlines() if line.startswith("error: ")]

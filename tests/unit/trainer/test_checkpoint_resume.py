@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from prime_rl.configs.trainer import FakeDataConfig
 from prime_rl.liveness.heartbeat_monitor import read_heartbeat
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
-from prime_rl.storage.batch import ROWS_FILE, write_batch
+from prime_rl.storage.batch import ROWS_FILE
 from prime_rl.storage.checkpoint_artifacts import COMMITTED, find_checkpoints
 from prime_rl.storage.paths import RunPaths
-from prime_rl.trainer.rl.batch_source import fake_batch
 from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.test_rl_train import ship
 from tests.unit.trainer.world import run_command
 
 TIMES = ("time/", "perf/", "publish/", "weight_sync/")
@@ -27,14 +26,6 @@ TIMES = ("time/", "perf/", "publish/", "weight_sync/")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model"), std=0.05)
-
-
-def ship(root, steps, first=0):
-    """Write batches as the orchestrator would."""
-    config = FakeDataConfig(batch_size=6, seq_len=24, micro_batch_size=2, variable_length=True)
-    for step in range(first, steps):
-        batch = fake_batch(config, 103, row_length=48, seed=5, step=step)
-        write_batch(RunPaths(root).rollouts(step), batch, {"branch": 0, "step": step, "async_level": 2})
 
 
 def trainer(model, root, *more, **keys):
@@ -55,15 +46,6 @@ def stop_in_phase(root, phase, rank=0):
             time.sleep(0.02)
 
     threading.Thread(target=stop, daemon=True).start()
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    file = tmp_path_factory.mktemp("words") / "words.jsonl"
-    pairs = [f"{a}{b}c" for a in "abcdef" for b in "ghijklm"]
-    chats = [[{"role": "user", "content": w}, {"role": "assistant", "content": w[::-1]}] for w in pairs]
-    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    return file
 
 
 def sft(model, words, root, *more):
@@ -130,6 +112,17 @@ def test_resumed_rl_is_bit_identical(whole, halves):
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
+def test_checkpoints_rows_and_branches_of_a_resumed_run(whole, halves):
+    assert find_checkpoints(RunPaths(whole).checkpoints_dir).steps == [3, 6, 8], "each third, and the last"
+    assert find_checkpoints(RunPaths(halves).checkpoints_dir).steps == [4, 8]
+    rows = [(RunPaths(whole).rollouts(step) / ROWS_FILE).exists() for step in range(8)]
+    assert rows == [False] * 3 + [True] * 5, "kept for kept checkpoints"
+    manifests = [read_manifest(RunPaths(halves).weights(step), WEIGHTS_FORMAT) for step in (3, 4, 5)]
+    assert [manifest["branch"] for manifest in manifests] == [0, 1, 1]
+    aside = RunPaths(halves).abandoned(0) / "weights" / "step_4"
+    assert read_manifest(aside, WEIGHTS_FORMAT)["hash"] == manifests[1]["hash"]
+
+
 @pytest.mark.parametrize(("ranks", "signalled"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.extended)])
 def test_trainer_sigterm_saves_a_checkpoint_from_which_it_resumes(whole, model, tmp_path, ranks, signalled):
     """SIGTERM ends the wait for a batch, on all ranks; the checkpoint is no multiple of the interval."""
@@ -167,23 +160,6 @@ def test_sft_sigterm_saves_a_checkpoint_from_which_it_resumes(model, words, tmp_
     assert weights_hash(tmp_path / "run", step + 2) == weights_hash(tmp_path / "whole", step + 2)
 
 
-def test_last_step_and_multiples_of_interval_are_saved(whole, halves):
-    assert find_checkpoints(RunPaths(whole).checkpoints_dir).steps == [3, 6, 8]
-    assert find_checkpoints(RunPaths(halves).checkpoints_dir).steps == [4, 8]
-
-
-def test_resume_publishes_version_in_new_branch(halves):
-    manifests = [read_manifest(RunPaths(halves).weights(step), WEIGHTS_FORMAT) for step in (3, 4, 5)]
-    assert [manifest["branch"] for manifest in manifests] == [0, 1, 1]
-    aside = RunPaths(halves).abandoned(0) / "weights" / "step_4"
-    assert read_manifest(aside, WEIGHTS_FORMAT)["hash"] == manifests[1]["hash"]
-
-
-def test_rows_are_kept_for_kept_checkpoints(whole):
-    rows = [(RunPaths(whole).rollouts(step) / ROWS_FILE).exists() for step in range(8)]
-    assert rows == [False] * 3 + [True] * 5
-
-
 def test_kept_batches_reproduce_the_run(model, tmp_path):
     """Neither a commit deletes them nor, without checkpoints, the next step."""
     run, again = tmp_path / "run", tmp_path / "again"
@@ -202,38 +178,13 @@ def test_resume_of_earlier_step_archives_later_ones(whole, model, tmp_path):
     shutil.copytree(RunPaths(root).checkpoint(8), RunPaths(root).checkpoint(5))
     (RunPaths(root).checkpoint(5) / COMMITTED).unlink()
     error = succeed(trainer(model, root, "--max-steps", "8", "--ckpt.resume-step", "6", "--ckpt.interval", "3"))
-    assert "step_5 is not used: was not finished" in error
+    assert "step_5 is not used: was not finished" in error and "resumed from" in error
     assert metrics_of(root) == metrics_of(whole)
     assert weights_hash(root, 8) == weights_hash(whole, 8)
     aside = RunPaths(root).abandoned(0)
     assert sorted(p.name for p in (aside / "weights").iterdir()) == ["step_6", "step_7", "step_8"]
     assert [p.name for p in (aside / "checkpoints").iterdir()] == ["step_8"]
     assert [json.loads(x)["step"] for x in (aside / "metrics/trainer.jsonl").read_text().splitlines()] == [6, 7]
-
-
-def test_resume_chooses_newest_complete_checkpoint_and_logs_others(whole, model, tmp_path):
-    root = tmp_path / "run"
-    shutil.copytree(whole, root)
-    paths = RunPaths(root)
-    shard = next((paths.checkpoint(8) / "trainer").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)  # of the right size: only its hash tells
-    shutil.copytree(paths.checkpoint(6), paths.checkpoint(7))
-    next((paths.checkpoint(7) / "trainer").glob("*.distcp")).write_bytes(b"")
-    (paths.checkpoints_dir / "step_30.tmp").mkdir()
-    error = succeed(trainer(model, root, "--max-steps", "7", "--ckpt.resume-step", "-1"))
-    for name in ("step_8", "step_7", "step_30.tmp"):
-        assert any(f"{name} is not used" in line for line in error.splitlines()), name
-    assert "resumed from" in error and "step_6" in error
-    assert weights_hash(root, 7) == weights_hash(whole, 7)
-    assert find_checkpoints(paths.checkpoints_dir).steps == [3, 6, 7]
-
-
-def test_resume_of_missing_step_lists_existing_ones(whole, model):
-    line = fail(trainer(model, whole, "--max-steps", "8", "--ckpt.resume-step", "5"), 2)
-    assert "5" in line and "3, 6, 8" in line
-    assert find_checkpoints(RunPaths(whole).checkpoints_dir).steps == [3, 6, 8]
 
 
 def test_resume_of_damaged_checkpoint_exits(whole, model, tmp_path):
@@ -259,9 +210,11 @@ def test_resume_of_another_model_or_command_exits(whole, model, words, tmp_path)
     assert "was written by trainer" in fail(sft(model, words, root, *more), 2)
 
 
-def test_existing_checkpoints_without_resume_step_exit(whole, model):
-    line = fail(trainer(model, whole, "--max-steps", "8", "--ckpt"), 2)
-    assert line.startswith("error: output_dir:")
+def test_resume_of_a_missing_step_or_without_resume_step_exits(whole, model):
+    line = fail(trainer(model, whole, "--max-steps", "8", "--ckpt.resume-step", "5"), 2)
+    assert "5" in line and "3, 6, 8" in line
+    assert find_checkpoints(RunPaths(whole).checkpoints_dir).steps == [3, 6, 8]
+    assert fail(trainer(model, whole, "--max-steps", "8", "--ckpt"), 2).startswith("error: output_dir:")
 
 
 def test_invalid_checkpoint_folder_exits_before_first_step(model, tmp_path):

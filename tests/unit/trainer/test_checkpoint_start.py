@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prime_rl.configs.shared.blocks import CkptConfig
+from prime_rl.configs.checkpoint import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.liveness import run_takeover
@@ -209,27 +209,14 @@ def empty_commit(part):
 
 @pytest.mark.parametrize("part", [TRAINER, ORCHESTRATOR])
 @pytest.mark.parametrize("damage", [damage_shard, empty_shard, empty_part, empty_commit])
-def test_newest_complete_checkpoint_is_chosen_and_others_are_logged(paths, damage, part):
+def test_newest_complete_checkpoint_is_chosen_and_others_are_logged(paths, damage, part, said):
     for step in (5, 10):
         write_checkpoint(paths, step)
     damage(paths.checkpoint(10) / part)
     (paths.checkpoints_dir / "step_30.tmp").mkdir()
-    warnings = []
-    handler = files_warnings(warnings)
-    try:
-        assert choose(paths, CkptConfig(resume_step=-1)).step == 5
-    finally:
-        handler()
-    assert any(f"{paths.checkpoint(10)} is not used" in line for line in warnings), warnings
-    assert any("step_30.tmp is not used" in line for line in warnings), warnings
-
-
-def files_warnings(lines):
-    """Collect what is logged, until the returned function is called."""
-    from loguru import logger
-
-    number = logger.add(lambda message: lines.append(str(message)), level="WARNING")
-    return lambda: logger.remove(number)
+    assert choose(paths, CkptConfig(resume_step=-1)).step == 5
+    for path in (paths.checkpoint(10), "step_30.tmp"):
+        assert any(f"{path} is not used" in line for line in said()), said()
 
 
 def test_read_ignores_batches_of_other_branches(paths, monkeypatch):

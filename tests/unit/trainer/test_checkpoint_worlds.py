@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import Qwen3MoeConfig
 
-from prime_rl.configs.shared.blocks import CkptConfig
+from prime_rl.configs.checkpoint import CkptConfig
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
-from prime_rl.configs.training.lora import LoRAConfig
-from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.configs.training.model import LoRAConfig, TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig, MuonConfig
 from prime_rl.core.errors import RunError
 from prime_rl.storage import checkpoint_artifacts as files
@@ -22,7 +22,7 @@ from prime_rl.storage.checkpoint_artifacts import find_checkpoints
 from prime_rl.storage.paths import RunPaths
 from prime_rl.trainer.checkpoints.checkpointer import Checkpointer
 from prime_rl.trainer.checkpoints.trainer_state import model_tensors, optimizer_tensors
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.device_mesh import Layout
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
 from prime_rl.trainer.rl.rl_objective import build_objective
@@ -48,7 +48,7 @@ LAYOUTS = {
 }
 
 
-def make_config(root, name, resume, **more):
+def make_config(root, name, resume=False, **more):
     optimizer, _, kind = name.partition("+")
     lora = LoRAConfig(rank=4, target_modules=["q_proj", "down_proj"]) if kind == "lora" else None
     return TrainerConfig(
@@ -94,7 +94,7 @@ def digest(policy, optimizer):
 
 
 def write(world, root):
-    return {name: go(world, make_config(root, name, False), 0, BEFORE) for name in NAMES}
+    return {name: go(world, make_config(root, name), 0, BEFORE) for name in NAMES}
 
 
 def resume(world, argument):
@@ -163,63 +163,66 @@ def test_only_trained_parameters_are_saved(written):
     assert keys and all("lora_" in key for key in keys)
 
 
-def save_badly(world, argument):
-    """Rank 1 cannot write its shard of the second checkpoint; what every rank then says, and when."""
-    root, save_async = argument
-    base = make_config(root, "adamw", False)
-    config = base.model_copy(
-        update={"ckpt": CkptConfig(interval=1, save_async=save_async), "output_dir": Path(root) / f"bad{save_async}"}
+def start_saving(world, root, directory="", **options):
+    """Restore nothing, count the first step, and return the parts of a run that saves every step."""
+    config = make_config(root, "adamw").model_copy(
+        update={"ckpt": CkptConfig(interval=1, **options), "output_dir": Path(root) / directory}
     )
     checkpoints = Checkpointer(config, RunPaths(config.output_dir), world)
     policy = make_policy(config.model, 0, world)
     progress = checkpoints.restore(policy, build_optimizer(config.optim, policy))
     progress.count(1, 1)
-    checkpoints.step_done(progress, last=False)
-    checkpoints._wait()
-    if world.rank == 1:
-        dcp.FileSystemWriter.write_data = _no_space
-    progress.count(1, 1)
-    try:
+    return config, checkpoints, policy, progress
+
+
+def save_badly(world, root):
+    """Rank 1 cannot write its shard of the second checkpoint; what every rank then says, and when, for both ways."""
+    answers, write_data = [], dcp.FileSystemWriter.write_data
+    for save_async in (False, True):
+        _, checkpoints, _, progress = start_saving(world, root, f"bad{save_async}", save_async=save_async)
         checkpoints.step_done(progress, last=False)
-        while True:  # a step without a save, until the background has failed
-            checkpoints._options = checkpoints._options.model_copy(update={"interval": 100})
-            progress.count(1, 1)
+        checkpoints._wait()
+        if world.rank == 1:
+            dcp.FileSystemWriter.write_data = _no_space
+        progress.count(1, 1)
+        try:
             checkpoints.step_done(progress, last=False)
-    except RunError as error:
-        return [str(error), progress.step]
+            while True:  # a step without a save, until the background has failed
+                checkpoints._options = checkpoints._options.model_copy(update={"interval": 100})
+                progress.count(1, 1)
+                checkpoints.step_done(progress, last=False)
+        except RunError as error:
+            answers.append([str(error), progress.step])
+        dcp.FileSystemWriter.write_data = write_data
+    return answers
 
 
 def _no_space(self, plan, planner):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("save_async", [False, True])
-def test_full_disk_raises_on_every_rank_and_keeps_earlier_checkpoints(written, save_async):
+def test_full_disk_raises_on_every_rank_and_keeps_earlier_checkpoints(written):
     root, _ = written
-    answers = run_world(2, save_badly, (str(root), save_async), root)
-    for message, _step in answers:
-        assert "step_2" in message and "No space left on device" in message and "GiB free" in message
-        assert "\n" not in message
-    assert save_async or [step for _, step in answers] == [2, 2]
-    found = find_checkpoints(RunPaths(root / f"bad{save_async}").checkpoints_dir)
-    assert found.steps == [1]
-    assert not list((root / f"bad{save_async}").rglob(".tmp-*"))
+    for answers in run_world(2, save_badly, str(root), root):
+        for message, _step in answers:
+            assert "step_2" in message and "No space left on device" in message and "GiB free" in message
+            assert "\n" not in message
+        assert answers[0][1] == 2, "without a background"
+    for save_async in (False, True):
+        found = find_checkpoints(RunPaths(root / f"bad{save_async}").checkpoints_dir)
+        assert found.steps == [1]
+        assert not list((root / f"bad{save_async}").rglob(".tmp-*"))
 
 
-def test_background_save_contains_its_step(tmp_path):
+def test_background_save_contains_its_step(written):
     """Training goes on in place while the copies are written."""
-    make_tiny_model(tmp_path / "model")
-    (answer,) = run_world(1, overtake, str(tmp_path), tmp_path)
+    root, _ = written
+    (answer,) = run_world(1, overtake, str(root), root)
     assert answer["moved"] and answer["restored"] == answer["then"]
 
 
 def overtake(world, root):
-    config = make_config(root, "adamw", False)
-    config = config.model_copy(update={"ckpt": CkptConfig(interval=1, save_async=True)})
-    checkpoints = Checkpointer(config, RunPaths(config.output_dir), world)
-    policy = make_policy(config.model, 0, world)
-    progress = checkpoints.restore(policy, build_optimizer(config.optim, policy))
-    progress.count(1, 1)
+    config, checkpoints, policy, progress = start_saving(world, root, "overtaken", save_async=True)
     names = dict(policy.named_parameters())
     then = {name: float(p.full_tensor().double().sum()) for name, p in names.items()}
     release = _hold(checkpoints)
@@ -240,8 +243,6 @@ def overtake(world, root):
 
 def _hold(checkpoints):
     """Keep the background from writing until the returned function is called."""
-    import threading
-
     gate = threading.Event()
     save = checkpoints._save
     checkpoints._save = lambda *arguments: (gate.wait(60), save(*arguments))[1]
@@ -259,16 +260,10 @@ POINTS = {
 
 def die_and_resume(world, root):
     """Die at each point of saving checkpoint 2; say what counts then, and what does after a resume to step 3."""
-    config = make_config(root, "adamw", False)
     answers = {}
     for point in POINTS:
-        mine = config.model_copy(update={"output_dir": Path(root) / point, "ckpt": CkptConfig(interval=1)})
-        paths = RunPaths(mine.output_dir)
-        checkpoints = Checkpointer(mine, paths, world)
-        policy = make_policy(config.model, 0, world)
-        optimizer = build_optimizer(config.optim, policy)
-        progress = checkpoints.restore(policy, optimizer)
-        progress.count(1, 1)
+        mine, checkpoints, policy, progress = start_saving(world, root, point)
+        paths, optimizer = RunPaths(mine.output_dir), build_optimizer(mine.optim, policy)
         checkpoints.step_done(progress, last=False)
         whole = getattr(files, point)
         setattr(files, point, _die)
@@ -297,9 +292,9 @@ def _die(*_args, **_kwargs):
     raise _Killed
 
 
-def test_kill_during_save_keeps_earlier_checkpoints(tmp_path):
-    make_tiny_model(tmp_path / "model")
-    (answers,) = run_world(1, die_and_resume, str(tmp_path), tmp_path)
+def test_kill_during_save_keeps_earlier_checkpoints(written):
+    root, _ = written
+    (answers,) = run_world(1, die_and_resume, str(root), root)
     for point, counts in POINTS.items():
         before, start, after, left = answers[point]
         assert before == counts and start == counts[-1], point
@@ -310,14 +305,7 @@ def test_kill_during_save_keeps_earlier_checkpoints(tmp_path):
 def lose_a_rank(world, argument):
     """Rank 1 is killed while it writes its shard."""
     root, save_async = argument
-    config = make_config(root, "adamw", False)
-    config = config.model_copy(
-        update={"output_dir": Path(root) / f"lost{save_async}", "ckpt": CkptConfig(interval=1, save_async=save_async)}
-    )
-    checkpoints = Checkpointer(config, RunPaths(config.output_dir), world)
-    policy = make_policy(config.model, 0, world)
-    progress = checkpoints.restore(policy, build_optimizer(config.optim, policy))
-    progress.count(1, 1)
+    _, checkpoints, _, progress = start_saving(world, root, f"lost{save_async}", save_async=save_async)
     checkpoints.step_done(progress, last=False)
     checkpoints._wait()
     if world.rank == 1:

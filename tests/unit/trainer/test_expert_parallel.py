@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from prime_rl.trainer.parallel.expert_parallel import apply_expert_parallel
+from prime_rl.trainer.fsdp import apply_expert_parallel
+from prime_rl.trainer.memory_savings import checkpoint_forward
 from tests.unit.trainer.world import run_world
 
 CONFIG = {
@@ -58,3 +60,31 @@ def run_experts(world, argument):
 def test_experts_on_two_ranks_give_the_results_of_one_rank(route, implementation, tmp_path):
     tokens = run_world(2, run_experts, (implementation, ROUTES[route]), tmp_path)
     assert (tokens[1] == 0) == (route == "first")
+
+
+def count_exchanges(world, _):
+    """Return the exchanges of a step with full activations, and of one with selective recomputation."""
+    torch.manual_seed(world.rank)
+    counts = []
+    for selective in (False, True):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG))
+        apply_expert_parallel(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("ep",)))
+        block = model.model.layers[0].mlp
+        forward = checkpoint_forward(block.forward, selective=True) if selective else block.forward
+        with CountExchanges() as exchanges:
+            forward(torch.randn(1, TOKENS, 8, requires_grad=True)).sum().backward()
+        counts.append(exchanges.count)
+    return counts
+
+
+class CountExchanges(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "alltoall" in str(function) or "all_to_all" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_repeats_no_exchange(tmp_path):
+    """The numbers of tokens, the tokens and their results; in the backward pass the gradients of the last two."""
+    assert run_world(2, count_exchanges, None, tmp_path) == [[5, 5], [5, 5]]

@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from prime_rl.configs.training.model import LoRAConfig
 from prime_rl.trainer.model import lm_head
 from prime_rl.trainer.model.lm_head import token_logprobs
+from prime_rl.trainer.model.lora import LowRank
+from prime_rl.trainer.model.policy_model import _head_logprobs
 
 
 def full(hidden, weight, targets, temperature, softcap=None):
@@ -99,3 +104,57 @@ def test_frozen_head_gets_no_gradient():
     logprobs, *_ = token_logprobs(hidden, weight.detach(), targets, temperature)
     logprobs.sum().backward()
     assert hidden.grad is not None
+
+
+def adapted_head(width, vocabulary, dtype=torch.float32):
+    """A frozen output head with a bias and a trained adapter."""
+    torch.manual_seed(1)
+    head = torch.nn.Linear(width, vocabulary, dtype=dtype).requires_grad_(False)
+    head.config = LoRAConfig(rank=4, alpha=8)
+    head.lora_A = LowRank(4, width, zero=False, device="cpu")
+    head.lora_B = LowRank(vocabulary, 4, zero=False, device="cpu")
+    return head
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_and_adapter_equal_more_columns_of_the_weight(dtype, softcap):
+    hidden, _, targets, temperature = make(dtype=dtype)
+    head = adapted_head(16, 101, dtype)
+    factors = [head.lora_A.weight, head.lora_B.weight]
+    logprobs, entropy, _ = _head_logprobs(head, hidden, targets, temperature, 8, None, softcap)
+    low = hidden @ factors[0].T.to(dtype) * 2
+    wide = torch.cat([hidden, hidden.new_ones(len(hidden), 1), low], 1)
+    weight = torch.cat([head.weight, head.bias[:, None], factors[1].to(dtype)], 1)
+    expected, wanted, _ = token_logprobs(wide, weight, targets, temperature, 8, softcap=softcap)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy, wanted, rtol=1e-6, atol=2e-6)
+    gradient, leaves = torch.linspace(-2, 2, len(hidden)), [hidden, *factors]
+    got, same = (torch.autograd.grad(x, leaves, gradient) for x in (logprobs, expected))
+    for a, b in zip(got, same, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4 if dtype == torch.float32 else 0.02, atol=2e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The number of bytes of the largest tensor that an operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        views = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in views:
+                self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def test_adapter_makes_no_copy_of_the_head():
+    hidden, _, targets, temperature = make(n=16, width=256, vocabulary=4000)
+    head = adapted_head(256, 4000)
+    with Largest() as seen:
+        _head_logprobs(head, hidden, targets, temperature, 8, None, None)[0].sum().backward()
+    assert 0 < seen.num_bytes < head.weight.untyped_storage().nbytes() / 10
+    assert head.lora_B.weight.grad.abs().max() > 0

@@ -5,11 +5,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from prime_rl.configs.training.loss import LossConfig
+from prime_rl.configs.training.loss import KLConfig, LossConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.trainer.losses import LOSSES, build_loss
-from prime_rl.trainer.losses.auxiliary_losses import cross_entropy, distillation, kl_penalty
+from prime_rl.trainer.losses.loss_functions import LOSSES, build_loss, cross_entropy, distillation, kl_penalty
 from prime_rl.trainer.losses.loss_inputs import LossInputs, LossOutput
+from prime_rl.trainer.micro_batch import make_micro_batch
+from prime_rl.trainer.rl.rl_objective import rl_objective
+from prime_rl.trainer.train_step import Counts, ScoredRow
 from tests.unit.trainer import golden_losses as golden
 
 INF = float("inf")
@@ -81,6 +83,8 @@ def check(name, variant, row):
     np.testing.assert_allclose(output.loss.detach().numpy(), losses, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
     assert not (output.low | output.high | output.masked)[~inputs.mask].any()
+    if name in ("ppo", "grpo", "gspo", "decoupled_ppo"):
+        assert not gradient[output.low | output.high].any(), "a clipped token has no gradient"
     return output
 
 
@@ -158,27 +162,29 @@ def test_kl_penalty_equals_formula(estimator, straight_through):
         np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
 
 
-def test_kl_penalty_estimates_kl_and_k2_its_gradient():
-    """Expectations over a whole distribution: k1 and k3 give the KL, k2 (or straight_through) its gradient."""
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    policy = torch.log_softmax(logits, 0)
-    reference = torch.log_softmax(torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64), 0)
-    everywhere = torch.ones(50, dtype=torch.bool)
-    kl = (policy.exp() * (policy - reference)).sum()
-    (exact,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    gradients = {}
-    for estimator in ("k1", "k2", "k3"):
-        for straight_through in (False, True):
-            value = kl_penalty(policy, reference, everywhere, estimator, straight_through)
-            expected = (policy.exp().detach() * value).sum()
-            if estimator != "k2":
-                assert expected.item() == pytest.approx(kl.item(), rel=1e-9)
-            (gradients[estimator, straight_through],) = torch.autograd.grad(expected, logits, retain_graph=True)
-    torch.testing.assert_close(gradients["k2", False], exact)
-    torch.testing.assert_close(gradients["k1", True], exact)
-    torch.testing.assert_close(gradients["k3", True], exact)
-    assert gradients["k1", False].abs().max() < 1e-9
-    assert (gradients["k3", False] - exact).abs().max() > 1e-3
+@pytest.mark.parametrize("straight_through", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_penalty_with_importance_weight_has_the_gradient_of_the_kl_off_policy(estimator, straight_through):
+    """Expectations over the sampler's whole distribution, through the objective."""
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    policy, sampler, reference = (
+        torch.log_softmax(logits if seed == 0 else torch.randn(50, generator=torch.Generator().manual_seed(seed)), 0)
+        for seed in range(3)
+    )
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    # Each token once, weighted with its probability, after a first token that is not trained.
+    weights = {"rl_weights": sampler.exp(), "ref_logprobs": reference}
+    streams = {name: np.append(0, value.numpy()).astype(np.float32) for name, value in weights.items()}
+    logprobs = np.append(0, sampler.numpy()).astype(np.float32)
+    row = make_micro_batch(np.zeros(51), np.arange(51) > 0, [51], logprobs=logprobs, streams=streams)
+    found = {}
+    for weighted in (False, True):
+        kl = KLConfig(coef=1, estimator=estimator, straight_through=straight_through, importance_weight=weighted)
+        objective = rl_objective(build_loss(config_of("reinforce", {})), kl=kl)
+        scored = ScoredRow(row, torch.cat([torch.zeros(1), policy]), torch.zeros(51), True, Counts(1))
+        (found[weighted],) = torch.autograd.grad(objective(scored).loss, logits, retain_graph=True)
+    torch.testing.assert_close(found[True], exact, rtol=1e-4, atol=1e-6)
+    assert (found[False] - exact).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("extreme", [None, *EXTREMES])
@@ -267,7 +273,7 @@ def test_custom_loss_without_trained_tokens_needs_no_gradient():
         ("broken", "failed: KeyError"),
         ("without_gradient", "returned losses without a gradient"),
         ("half_an_output", "returned NoneType; return one loss per token"),
-        ("x", "has no 'x'"),
+        ("x", "has no function 'x'"),
     ],
 )
 def test_invalid_custom_loss_raises_one_line(function, said):

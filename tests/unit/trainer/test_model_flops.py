@@ -10,13 +10,11 @@ import transformers
 from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.configs.training.model import TrainerModelConfig
-from prime_rl.trainer import model_flops
+from prime_rl.trainer import trainer_metrics
 from prime_rl.trainer.fsdp import shard_policy
 from prime_rl.trainer.model.policy_model import PolicyModel
-from prime_rl.trainer.model_flops import ModelFlops, peak_flops
-from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.trainer_metrics import ModelFlops, peak_flops
 from prime_rl.trainer.weights.policy_loading import load_policy
-from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.test_policy_model import ARCHITECTURES, save
 
 
@@ -55,18 +53,13 @@ def test_upstream_flops_equal_published_formula(tmp_path):
         assert measured == pytest.approx(mfu, abs=0.0005)
 
 
-def test_flops_do_not_depend_on_sharding(tmp_path):
-    import torch.distributed as dist
-
-    config = TrainerModelConfig(name=str(make_tiny_model(tmp_path)))
+def test_flops_do_not_depend_on_sharding(tiny, world):
+    config = TrainerModelConfig(name=str(tiny))
     policy = load_policy(config, seed=0)
     before = ModelFlops.of(policy)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    shard_policy(policy, config, World(0, 1, torch.device("cpu")))
-    after, sharded = ModelFlops.of(policy), [isinstance(block, FSDPModule) for block in policy.blocks]
-    dist.destroy_process_group()
-    assert after == before
-    assert sharded == [True, True]
+    shard_policy(policy, config, world)
+    assert ModelFlops.of(policy) == before
+    assert [isinstance(block, FSDPModule) for block in policy.blocks] == [True, True]
 
 
 def test_flops_count_active_experts_only(tmp_path):
@@ -100,7 +93,7 @@ def test_flops_count_experts_for_all_configuration_names():
 
 def test_measured_peak_equals_matrix_product(monkeypatch):
     """On the clock of this thread, which does not count the time in which other processes have the core."""
-    monkeypatch.setattr(model_flops, "time", SimpleNamespace(perf_counter=time.thread_time))
+    monkeypatch.setattr(trainer_metrics, "time", SimpleNamespace(perf_counter=time.thread_time))
     roof = peak_flops(torch.device("cpu"), torch.float32)
     a = torch.randn(1024, 1024)
     times = []
@@ -109,3 +102,68 @@ def test_measured_peak_equals_matrix_product(monkeypatch):
         a @ a
         times.append(time.thread_time() - begin)
     assert 0.1 < 2 * 1024**3 / min(times) / roof < 10
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H800", 989),
+        ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835), ("NVIDIA GH200 480GB", 989), ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500), ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A800-SXM4-80GB", 312), ("NVIDIA A40", 149.7), ("NVIDIA A10G", 70),
+        ("NVIDIA A10", 125), ("NVIDIA L4", 121), ("NVIDIA L40", 181), ("NVIDIA L40S", 362), ("NVIDIA L20", 119.5),
+        ("NVIDIA RTX A6000", 154.8), ("NVIDIA RTX 6000 Ada Generation", 364.2), ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9),
+        ("AMD Instinct MI300X", 1307), ("AMD Instinct MI325X", 1307), ("AMD Instinct MI355X", 2517),
+        ("AMD Instinct MI250X", 191.5), ("AMD Instinct MI210", 181),  # torch shows the two dies of an MI250X as devices
+        # Other GPUs whose names contain those of the table.
+        ("NVIDIA RTX A1000", None), ("NVIDIA RTX A4000", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA GeForce RTX 5090 Laptop GPU", None), ("NVIDIA GB10", None),
+        ("Quadro RTX 6000", None), ("A new GPU", None),
+    ],
+)  # fmt: skip
+def test_peak_of_a_gpu_is_that_of_its_data_sheet_or_unknown(name, tflops, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    device = torch.device("cuda", 0)
+    assert peak_flops(device, torch.bfloat16) == (None if tflops is None else pytest.approx(tflops * 1e12))
+    assert peak_flops(device, torch.float32) is None
+
+
+def attention_flops(config, lengths):
+    with torch.device("meta"):
+        flops = ModelFlops.of(PolicyModel(transformers.AutoModelForCausalLM.from_config(config)))
+    return flops.total(np.array(lengths), scored=0) - flops.body * sum(lengths)
+
+
+LAYERS = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "windowed"),
+    [
+        (transformers.Gemma3TextConfig(**LAYERS, sliding_window=6, layer_types=["sliding_attention"] * 4), 4),
+        (transformers.Gemma2Config(**LAYERS, sliding_window=6), 2),
+        (transformers.MistralConfig(**LAYERS, sliding_window=6), 4),
+        (transformers.MistralConfig(**LAYERS, sliding_window=None), 0),
+        (transformers.Qwen3Config(**LAYERS, sliding_window=6, use_sliding_window=False), 0),
+        (transformers.Qwen3Config(**LAYERS, sliding_window=6, use_sliding_window=True, max_window_layers=3), 1),
+    ],
+)
+def test_attention_flops_count_pairs_inside_the_window_only(config, windowed):
+    """Four products of a head and token pair, forward and twice backward; continuous, so a pair counts a half less."""
+    for length in (5, 6, 20):
+        inside = length**2 / 2 if length <= 6 else 6 * length - 6**2 / 2
+        pairs = windowed * inside + (4 - windowed) * length**2 / 2
+        assert attention_flops(config, [length]) == pytest.approx(12 * 4 * 8 * pairs)
+
+
+@pytest.mark.parametrize("kind", [transformers.DeepseekV3Config, transformers.DeepseekV2Config])
+def test_attention_flops_of_latent_attention_use_the_dimensions_of_keys_and_values(kind):
+    """DeepSeek-V3: keys of 128 + 64, values of 128; its `head_dim` is 64."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    latent = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 16, "q_lora_rank": 16}
+    config = kind(**sizes, **latent, first_k_dense_replace=2, intermediate_size=32, vocab_size=64)
+    keys_and_values = 2 * (192 + 128)
+    assert attention_flops(config, [10]) == pytest.approx(3 * 2 * 4 * keys_and_values * 10**2 / 2)

@@ -1,33 +1,17 @@
 """Load balance metrics equal explicit counts and do not depend on the world size (I9)."""
 
-import dataclasses
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from prime_rl.configs.shared.blocks import TokenizerConfig
-from prime_rl.configs.training.loss import AIPOLossConfig
-from prime_rl.configs.training.memory import ActivationCheckpointConfig
 from prime_rl.configs.training.model import TrainerModelConfig
-from prime_rl.configs.training.optim import SGDConfig
-from prime_rl.core.types import PolicyVersion
-from prime_rl.trainer.losses import build_loss
 from prime_rl.trainer.micro_batch import masked_row
-from prime_rl.trainer.model.policy_model import load_tokenizer
-from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.rl.batch_source import split_batch
-from prime_rl.trainer.rl.rl_objective import rl_objective
-from prime_rl.trainer.train_step import TrainStep
-from prime_rl.trainer.weight_sync.publisher import Publisher
-from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
+from prime_rl.trainer.model.policy_model import PolicyModel
+from prime_rl.trainer.weights.policy_loading import load_policy
 from tests.support.tiny_model import make_tokenizer
 from tests.unit.trainer.test_policy_model import SMALL, pack, segments
-from tests.unit.trainer.test_train_step import ROOM, make_batch
-from tests.unit.trainer.world import run_world
 
 EXPERTS, CHOSEN, LAYERS = 8, 2, 3
 CPU = torch.device("cpu")
@@ -86,33 +70,81 @@ def test_dense_model_has_no_metrics(tmp_path):
     assert policy.routing.reduce(lambda counts: counts, CPU) == {}
 
 
-def train(world, argument):
-    """Runs on every rank: two steps; publishes what comes out."""
-    config = TrainerModelConfig(name=argument, ac=ActivationCheckpointConfig(freq=2))
-    policy = make_policy(config, 0, world)
-    engine = TrainStep(policy, build_optimizer(SGDConfig(lr=1e-2), policy), world, max_norm=1.0)
-    objective = rl_objective(build_loss(AIPOLossConfig()))
-    steps = [engine.step(split_batch(make_batch(n), n, 1, world, ROOM), objective, 1.0) for n in range(2)]
-    tokenizer = load_tokenizer(TokenizerConfig(), config)
-    target = Path(argument) / f"out/{world.size}"
-    Publisher(policy, tokenizer, torch.float32, world).publish(target, PolicyVersion(0, 2))
-    return [dataclasses.asdict(step) for step in steps]
+class Products(TorchDispatchMode):
+    """Records the dtypes of matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("mm", "addmm", "linear"):
+            self.dtypes.append(args[-1].dtype)
+        return function(*args, **(kwargs or {}))
 
 
-def test_training_and_metrics_do_not_depend_on_the_world_size(mixture, tmp_path):
-    alone, several = (run_world(size, train, str(mixture), tmp_path) for size in (1, 2))
-    assert several[0] == several[1]
-    for mine, other in zip(alone[0], several[0], strict=True):
-        assert other["loss"] == pytest.approx(mine["loss"], abs=1e-5)
-        assert other["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-5)
-        assert other["means"]["moe/max_violation"] == pytest.approx(mine["means"]["moe/max_violation"])
-        assert other["means"] == pytest.approx(mine["means"], rel=1e-4, abs=1e-5)
-    one, two = (load_file(mixture / f"out/{size}/model.safetensors") for size in (1, 2))
-    before = load_file(mixture / "model.safetensors")
-    assert one.keys() == two.keys() == before.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-5)
-    assert any(not torch.equal(before[name], one[name]) for name in one if ".experts." in name)
-    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(mixture / "out/2", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert loaded.config.num_experts == EXPERTS
+FAMILIES = {
+    "Qwen3MoeConfig": {"num_experts": 4, "moe_intermediate_size": 16},
+    "Qwen2MoeConfig": {"num_experts": 4, "moe_intermediate_size": 16},
+    "MixtralConfig": {"num_local_experts": 4},
+    "OlmoeConfig": {"num_experts": 4},
+    "FlexOlmoConfig": {"num_experts": 4},
+    "GptOssConfig": {"num_local_experts": 4, "head_dim": 8},
+    "GraniteMoeConfig": {"num_local_experts": 4},
+    "PhimoeConfig": {"num_local_experts": 4},
+    "MiniMaxM2Config": {"num_local_experts": 4, "head_dim": 8},
+    "Glm4MoeConfig": {"n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 0, "head_dim": 8},
+    "Dots1Config": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 0,
+    },
+    "Ernie4_5_MoeConfig": {"moe_num_experts": 4, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
+    "HunYuanMoEV1Config": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "AfmoeConfig": {"num_experts": 4, "moe_intermediate_size": 16, "num_dense_layers": 0, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_of_half_precision_models_multiply_in_float32(family):
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": 0}
+    config = getattr(transformers, family)(**sizes, **FAMILIES[family])
+    torch.manual_seed(0)
+    options = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
+    causal_lm = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
+    PolicyModel(causal_lm)
+    routers = {}
+    for block in (module for module in causal_lm.modules() if "experts" in module._modules):
+        router, products = block._modules.get("gate", block._modules.get("router")), Products()
+        router.forward = within(products, router.forward)
+        routers[router] = products
+    before = {name: id(parameter) for name, parameter in causal_lm.named_parameters()}
+    causal_lm(torch.arange(8)[None]).logits.float().square().sum().backward()
+    assert [products.dtypes for products in routers.values()] == [[torch.float32]] * 2
+    assert {name: id(parameter) for name, parameter in causal_lm.named_parameters()} == before
+    weights = [parameter for router in routers for parameter in router.parameters() if parameter.grad is not None]
+    assert len(weights) >= 2 and all(weight.grad.dtype == weight.dtype for weight in weights)
+
+
+def within(mode, forward):
+    def run(*arguments):
+        with mode:
+            return forward(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_router_in_float32_is_compiled_with_its_block_in_one_graph(backend):
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, vocab_size=32,
+    )  # fmt: skip
+    causal_lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    PolicyModel(causal_lm)
+    block, states = causal_lm.model.layers[0].mlp, torch.randn(1, 7, 32, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    compiled = torch.compile(block.forward, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(states), block(states), rtol=0, atol=0)

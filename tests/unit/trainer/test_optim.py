@@ -1,12 +1,13 @@
 """Parameter groups, schedules and optimizers."""
 
 import math
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loguru import logger
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -20,57 +21,50 @@ from prime_rl.configs.training.optim import (
     SGDConfig,
 )
 from prime_rl.core.errors import ConfigError
-from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.optim.lr_schedule import LearningRates, schedule_factor, warn_if_warmup_exceeds_run
-from prime_rl.trainer.weights.policy_loading import load_policy
+from prime_rl.trainer.optim import optimizers
+from prime_rl.trainer.optim.optimizers import Muon, build_optimizer, orthogonalise
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.rl.batch_source import split_batch
+from prime_rl.trainer.train_step import LearningRates, TrainStep, schedule_factor, warn_if_warmup_exceeds_run
+from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.support.tiny_model import make_tiny_model
+from tests.unit.trainer.test_train_step import OBJECTIVE, ROOM, make_batch
+from tests.unit.trainer.world import run_world
 
 
 def factors(config, steps, peak=1.0):
     return [schedule_factor(config, peak, step, steps) for step in range(steps)]
 
 
-def test_schedule_constant_is_one():
-    assert factors(ConstantSchedulerConfig(), 4) == [1.0] * 4
-    assert schedule_factor(ConstantSchedulerConfig(), 0.5, 10**6, None) == 1.0
-
-
-def test_schedule_factor_scales_all_but_the_floor():
-    assert factors(ConstantSchedulerConfig(warmup_steps=1, factor=0.5), 3) == pytest.approx([0.25, 0.5, 0.5])
-    assert factors(LinearSchedulerConfig(factor=0.5, min_lr=0.1), 4) == pytest.approx([0.5, 0.4, 0.3, 0.2])
-
-
-def test_schedule_warm_up_is_linear():
-    assert factors(ConstantSchedulerConfig(warmup_steps=3), 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (ConstantSchedulerConfig(), [1.0] * 4),
+        (ConstantSchedulerConfig(warmup_steps=1, factor=0.5), [0.25, 0.5, 0.5]),
+        (ConstantSchedulerConfig(warmup_steps=3), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        (LinearSchedulerConfig(factor=0.5, min_lr=0.1), [0.5, 0.4, 0.3, 0.2]),  # scales all but the floor
+        (LinearSchedulerConfig(warmup_steps=1, decay_steps=4, min_lr=0.2), [0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4]),
+        (LinearSchedulerConfig(warmup_steps=2), [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
+        # Longer than the run: the peak is reached all the same.
+        (LinearSchedulerConfig(warmup_steps=2, decay_steps=100), [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
+    ],
+)
+def test_schedule_factors_of_a_run(config, wanted):
+    assert factors(config, len(wanted)) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(("warmup", "steps", "warns"), [(5, 4, True), (5, 5, False), (5, None, False)])
-def test_schedule_warm_up_longer_than_run_logs_warning(warmup, steps, warns):
-    told = []
-    sink = logger.add(told.append, level="WARNING")
+def test_schedule_warm_up_longer_than_run_logs_warning(warmup, steps, warns, said):
     warn_if_warmup_exceeds_run(ConstantSchedulerConfig(warmup_steps=warmup), steps)
-    logger.remove(sink)
-    assert ["scheduler.warmup_steps = 5 is more than max_steps = 4" in line for line in told] == [True] * warns
+    assert ["scheduler.warmup_steps = 5 is more than max_steps = 4" in line for line in said()] == [True] * warns
 
 
-def test_schedule_linear_decays_over_last_steps():
-    config = LinearSchedulerConfig(warmup_steps=1, decay_steps=4, min_lr=0.2)
-    assert factors(config, 8) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4])
-    assert schedule_factor(config, 1.0, 8, 8) == pytest.approx(0.2)
-    assert schedule_factor(config, 1.0, 80, 8) == pytest.approx(0.2)
-
-
-def test_schedule_floor_is_a_rate():
+def test_schedule_floor_is_a_rate_that_stays():
     config = LinearSchedulerConfig(min_lr=0.2)
-    assert schedule_factor(config, 2.0, 8, 8) * 2.0 == pytest.approx(0.2)
+    for step in (8, 80):
+        assert schedule_factor(config, 2.0, step, 8) * 2.0 == pytest.approx(0.2)
     assert schedule_factor(LinearSchedulerConfig(), 0.0, 4, 8) == 0.5, "a peak of zero divides nothing"
-
-
-def test_schedule_decay_defaults_to_all_steps_after_warm_up():
-    wanted = [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]
-    assert factors(LinearSchedulerConfig(warmup_steps=2), 6) == pytest.approx(wanted)
-    longer = LinearSchedulerConfig(warmup_steps=2, decay_steps=100)
-    assert factors(longer, 6) == pytest.approx(wanted), "the peak is reached all the same"
+    assert schedule_factor(ConstantSchedulerConfig(), 0.5, 10**6, None) == 1.0
 
 
 def test_schedule_cosine_is_half_in_the_middle():
@@ -147,19 +141,13 @@ def test_learning_rates_multiply_peaks_by_factor(models):
     rates = LearningRates(optimizer)
     optimizer.param_groups[0]["lr"] = 77.0  # as a checkpoint of another configuration would
     assert rates.apply(0.5) == {"lr": 0.5, "lr/embedding": 1.0}
-    assert {group["role"]: group["lr"] for group in optimizer.param_groups} == {
-        "embedding": 1.0,
-        "matrix": 0.5,
-        "vector": 0.5,
-    }
+    applied = {group["role"]: group["lr"] for group in optimizer.param_groups}
+    assert applied == {"embedding": 1.0, "matrix": 0.5, "vector": 0.5}
 
 
-def test_parameter_groups_without_effect_log_warning(models):
-    said = list[str]()
-    handler = logger.add(said.append, format="{message}", level="WARNING")
+def test_parameter_groups_without_effect_log_warning(models, said):
     build_optimizer(AdamWConfig(embedding_lr=2.0, unembedding_lr=3.0), load(models[True]))
-    logger.remove(handler)
-    assert said == ["optim.unembedding_lr has no effect: the output head is tied to the embedding\n"]
+    assert said() == ["optim.unembedding_lr has no effect: the output head is tied to the embedding"]
 
 
 def test_parameter_groups_omit_frozen_parameters(models):
@@ -175,3 +163,183 @@ def test_build_optimizer_selects_type(models):
     assert isinstance(build_optimizer(SGDConfig(momentum=0), policy), torch.optim.SGD)
     adamw = build_optimizer(AdamWConfig(beta2=0.9), policy)
     assert isinstance(adamw, torch.optim.AdamW) and adamw.defaults["betas"] == (0.9, 0.9)
+
+
+# Muon against NumPy, and equal weights for any sharding (I9)
+
+
+STEPS = 3
+# Tall, wide and square; an odd number of equal ones; fewer rows than ranks; two stacks; and what AdamW takes.
+SHAPES = [(7, 5), (7, 5), (7, 5), (4, 9), (6, 6), (2, 8), (5, 4, 6), (3, 6, 4), (9,)]
+
+
+def numpy_orthogonalise(matrix, steps=5):
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / np.sqrt((x**2).sum())
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def numpy_muon(weight, gradients, lr, mu, decay, nesterov, original):
+    momentum = np.zeros_like(weight)
+    for gradient in gradients:
+        momentum = mu * momentum + (1 - mu) * gradient
+        update = mu * momentum + (1 - mu) * gradient if nesterov else momentum
+        m, n = weight.shape[-2:]
+        scale = max(1, m / n) ** 0.5 if original else 0.2 * max(m, n) ** 0.5
+        stack = update.reshape(-1, m, n)
+        orthogonal = np.stack([numpy_orthogonalise(x) for x in stack]).reshape(weight.shape)
+        weight = weight * (1 - lr * decay) - lr * scale * orthogonal
+    return weight
+
+
+def numpy_adamw(weight, gradients, lr, betas, eps=1e-8):
+    mean, square = np.zeros_like(weight), np.zeros_like(weight)
+    for t, gradient in enumerate(gradients, 1):
+        mean = betas[0] * mean + (1 - betas[0]) * gradient
+        square = betas[1] * square + (1 - betas[1]) * gradient**2
+        weight = weight - lr * mean / (1 - betas[0] ** t) / (np.sqrt(square / (1 - betas[1] ** t)) + eps)
+    return weight
+
+
+def draw(shapes=SHAPES):
+    """Weights, and the gradients of every step."""
+    random = np.random.default_rng(0)
+    return [random.normal(size=shape) for shape in shapes], [
+        [random.normal(size=shape) * 2.0**-i for i, shape in enumerate(shapes)] for _ in range(STEPS)
+    ]
+
+
+def groups(parameters):
+    matrices = [p for p in parameters if p.ndim > 1]
+    return [
+        {"params": matrices, "role": "matrix", "lr": 0.02, "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim == 1], "role": "vector", "lr": 0.1, "weight_decay": 0.0},
+    ]
+
+
+def train(parameters, gradients, place=lambda i, tensor: tensor, **options):
+    optimizer = Muon(groups(parameters), lr=0.1, **options)
+    for step in gradients:
+        for i, (parameter, gradient) in enumerate(zip(parameters, step, strict=True)):
+            parameter.grad = place(i, torch.tensor(gradient, dtype=torch.float32))
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
+def test_muon_equals_numpy(nesterov, adjust_lr):
+    weights, gradients = draw()
+    parameters = [torch.nn.Parameter(torch.tensor(w, dtype=torch.float32)) for w in weights]
+    train(parameters, gradients, nesterov=nesterov, adjust_lr=adjust_lr)
+    for i, (parameter, weight) in enumerate(zip(parameters, weights, strict=True)):
+        mine = [step[i] for step in gradients]
+        if weight.ndim == 1:
+            wanted = numpy_adamw(weight, mine, 0.1, (0.9, 0.95))
+        else:
+            wanted = numpy_muon(weight, mine, 0.02, 0.95, 0.1, nesterov, adjust_lr == "original")
+        np.testing.assert_allclose(parameter.detach(), wanted, atol=2e-6, err_msg=str(SHAPES[i]))
+
+
+def test_orthogonalise_brings_singular_values_near_one():
+    matrix = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalise(matrix))
+    assert values.min() > 0.3 and values.max() < 1.3
+    assert torch.equal(orthogonalise(torch.zeros(4, 3)), torch.zeros(4, 3)), "an adapter's B begins with no gradient"
+
+
+def train_sharded(world: World, argument: str):
+    """Runs on every rank: the shapes in every layout; returns the whole weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    line = init_device_mesh("cpu", (world.size,))
+    square = init_device_mesh("cpu", (world.size // 2, 2))
+    # Mesh, and the placements of a vector, a matrix and a stack of matrices.
+    rows, columns, copies = Shard(0), Shard(1), Replicate()
+    layouts = {
+        "rows": (line, [[rows], [rows], [rows]]),
+        "columns": (line, [[rows], [columns], [Shard(2)]]),
+        "copies": (line, [[copies], [copies], [copies]]),
+        "hybrid": (square, [[copies, rows], [copies, rows], [copies, rows]]),
+        "tensor_parallel": (square, [[rows, copies], [rows, columns], [rows, Shard(2)]]),
+        "stacks_cut_inside": (square, [[copies, rows], [rows, copies], [rows, columns]]),
+    }
+    weights, gradients = draw()
+    results = {}
+    for name, (mesh, placements) in layouts.items():
+
+        def place(_, tensor, mesh=mesh, placements=placements):
+            return distribute_tensor(tensor, mesh, placements[tensor.ndim - 1])
+
+        parameters = [torch.nn.Parameter(place(i, torch.tensor(w, dtype=torch.float32))) for i, w in enumerate(weights)]
+        train(parameters, gradients, place)
+        results[name] = [p.detach().full_tensor().tolist() for p in parameters]
+    return results
+
+
+def test_muon_does_not_depend_on_world_size_and_layout(tmp_path):
+    weights, gradients = draw()
+    alone = [torch.nn.Parameter(torch.tensor(w, dtype=torch.float32)) for w in weights]
+    train(alone, gradients)
+    for answer in run_world(4, train_sharded, "", tmp_path):
+        for layout, sharded in answer.items():
+            for whole, mine in zip(sharded, alone, strict=True):
+                np.testing.assert_allclose(whole, mine.detach(), atol=1e-6, err_msg=layout)
+
+
+def train_policy(world: World, argument: tuple[str, list[int]]):
+    """Runs on every rank: three steps of the engine per layout; returns the learning rates and the whole weights."""
+    path, replicas = argument
+    results = []
+    for copies in replicas:
+        policy = make_policy(TrainerModelConfig(name=path, dp_replicate=copies), 0, world)
+        optim = MuonConfig(lr=1e-3, embedding_lr=2e-3, matrix_lr=5e-3, weight_decay=0.1)
+        engine = TrainStep(policy, build_optimizer(optim, policy), world, max_norm=1.0)
+        rates = [engine.step(split_batch(make_batch(n), n, 1, world, ROOM), OBJECTIVE, 0.5).rates for n in range(STEPS)]
+        whole = {name: p.detach().full_tensor().flatten().tolist() for name, p in policy.named_parameters()}
+        results.append({"rates": rates[-1], "weights": whole})
+    return results
+
+
+def test_muon_training_does_not_depend_on_world_size(tmp_path):
+    path = make_tiny_model(tmp_path / "tiny")
+    layouts = {1: [1], 4: [1, 2]}  # ranks -> copies of the sharded model
+    results = {
+        size: run_world(size, train_policy, (str(path), copies), tmp_path)[0] for size, copies in layouts.items()
+    }
+    [alone] = results.pop(1)
+    assert alone["rates"] == {"lr": 5e-4, "lr/embedding": 1e-3, "lr/matrix": 2.5e-3}
+    for copies, answer in zip(layouts[4], results[4], strict=True):
+        assert answer["weights"].keys() == alone["weights"].keys()
+        for name, values in answer["weights"].items():
+            np.testing.assert_allclose(values, alone["weights"][name], atol=2e-5, err_msg=f"{copies} {name}")
+
+
+def test_updates_are_formed_one_exchange_at_a_time(monkeypatch):
+    """All of them would be 6 bytes for every parameter of the rank's shards, on CUDA."""
+    formed, alive = [], []
+    lerp, iterate = torch.Tensor.lerp, optimizers.orthogonalise
+
+    def forming(*args):
+        update = lerp(*args)
+        formed.append(weakref.ref(update))
+        return update
+
+    def iterating(*args):
+        alive.append(sum(update() is not None for update in formed))
+        return iterate(*args)
+
+    monkeypatch.setattr(torch.Tensor, "lerp", forming)
+    monkeypatch.setattr(optimizers, "orthogonalise", iterating)
+    parameters = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(6)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(4, 4)
+    Muon([{"params": parameters, "role": "matrix", "lr": 0.1, "weight_decay": 0.0}], lr=0.1).step()
+    assert len(alive) == 6
+    assert max(alive) <= 2  # the one that is computed, and the one before, which the loop still names

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
+from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
-from prime_rl.trainer.data.row_assignment import PADDING_ROW, assign_rows
-from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
+from prime_rl.trainer.micro_batch import PADDING_ROW, assign_rows, make_micro_batch, masked_row
 from prime_rl.trainer.model.policy_model import load_tokenizer
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.packing_check import check_packing
 from prime_rl.trainer.parallel.device_mesh import Layout
 from prime_rl.trainer.parallel.process_group import World, wrap_rank_errors
@@ -38,18 +38,19 @@ from tests.unit.trainer.world import run_world
 
 # name -> (ranks, models, model keys)
 LAYOUTS = {
-    "shard": (2, ("dense", "experts"), {}),
+    "shard": (2, ("dense", "experts", "hybrid"), {}),
     "replicate": (2, ("dense",), {"dp_replicate": 2}),
     "cp": (2, ("dense", "sliding"), {"cp": {"degree": 2}}),
     "tp": (2, ("dense", "experts"), {"tp": 2}),
     "ep": (2, ("experts",), {"ep": 2}),
 }
-# Combinations of what the layouts above cover, on four ranks.
+# Combinations of what the layouts above cover, on more ranks.
 EXTENDED_LAYOUTS = {
-    "reshard_pairs": (4, ("dense",), {"reshard_ranks": 2}),
+    "reshard_pairs": (4, ("dense", "few"), {"reshard_ranks": 2}),
     "replicate_cp": (4, ("dense",), {"dp_replicate": 2, "cp": {"degree": 2}, "fsdp_cpu_offload": True}),
     "tp_cp": (4, ("dense",), {"tp": 2, "cp": {"degree": 2}, "ac": {"freq": 1}}),
     "ep_cp": (4, ("experts",), {"ep": 4, "cp": {"degree": 2}, "ac": {"freq": 1}}),
+    "columns_of_experts": (3, ("experts",), {}),  # the rows of one matrix, and the columns of the other
     "inside_experts": (4, ("few",), {}),  # more ranks than experts
     "ep_inside_experts": (4, ("few",), {"ep": 2}),  # one expert for two ranks
     "replicate_shard": (4, ("dense",), {"dp_replicate": 2}),
@@ -60,7 +61,7 @@ EXTENDED_LAYOUTS = {
     "ep_tp": (4, ("experts",), {"ep": 2, "tp": 2}),
     "ep_replicate": (4, ("experts",), {"ep": 2, "dp_replicate": 2}),
 }
-MODELS = ("dense", "sliding", "experts", "few")
+MODELS = ("dense", "sliding", "experts", "few", "hybrid")
 
 
 def layout_cases(layouts):
@@ -136,7 +137,7 @@ def run_layouts(world, argument):
         results[name] = [dataclasses.asdict(step) for step in steps]
         if world.is_main:
             save_file(gradients, root / f"gradients_{name}.safetensors")
-        tokenizer = load_tokenizer(_no_tokenizer(), config)
+        tokenizer = load_tokenizer(TokenizerConfig(), config)
         Publisher(policy, tokenizer, torch.float32, world).publish(root / f"out_{name}", PolicyVersion(0, 3))
     return results
 
@@ -153,12 +154,6 @@ def record_gradients(optimizer, policy):
     return kept
 
 
-def _no_tokenizer():
-    from prime_rl.configs.shared.blocks import TokenizerConfig
-
-    return TokenizerConfig()
-
-
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, request):
     """Train in the layouts of the selected tests; return the models' directory and the steps of each case."""
@@ -167,7 +162,7 @@ def worlds(tmp_path_factory, request):
     mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     selected = {item.callspec.params.get("case") for item in mine}
     results = {}
-    for size in (1, 2, 4):
+    for size in (1, 2, 3, 4):
         chosen = {f"{source}-alone": (source, {}) for source in MODELS} if size == 1 else {}
         for name, (ranks, model, keys) in CASES.items():
             if ranks == size and name in selected:
@@ -182,7 +177,11 @@ def worlds(tmp_path_factory, request):
 def make_models(root):
     make_tiny_model(root / "dense")
     make_variant(root / "sliding", Qwen3Config, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    config = AutoConfig.from_pretrained(root / "sliding")
+    assert config.layer_types == ["full_attention", "sliding_attention"] and config.sliding_window == 5
     make_variant(root / "experts", Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+    delta = {f"linear_{key}": 4 for key in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
+    make_variant(root / "hybrid", Qwen3_5TextConfig, layer_types=["linear_attention", "full_attention"], **delta)
     make_variant(root / "few", Qwen3MoeConfig, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=48)
 
 
@@ -219,11 +218,6 @@ def test_layout_gives_the_gradients_and_weights_of_one_rank(worlds, case):
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=2e-4)
 
 
-def test_sliding_model_has_a_sliding_window(worlds):
-    config = AutoConfig.from_pretrained(worlds[0] / "sliding")
-    assert config.layer_types == ["full_attention", "sliding_attention"] and config.sliding_window == 5
-
-
 @pytest.mark.parametrize(
     ("size", "keys", "message"),
     [
@@ -239,13 +233,9 @@ def test_layout_that_does_not_divide_the_ranks_is_refused(size, keys, message):
         Layout.of(TrainerModelConfig(**keys), size)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [({"cp": {}, "attn": "sdpa"}, "model.attn='varlen'"), ({"lora": {}, "tp": 2}, "set model.tp=1")],
-)
-def test_conflicting_parallelism_options_are_refused(keys, message):
-    with pytest.raises(ValueError, match=message):
-        TrainerModelConfig(**keys)
+def test_context_parallelism_with_another_attention_is_refused():
+    with pytest.raises(ValueError, match=r"model\.attn='varlen'"):
+        TrainerModelConfig(cp={}, attn="sdpa")
 
 
 def test_ranks_of_one_model_parallel_group_have_the_same_data_rank():
@@ -267,11 +257,8 @@ def refuse(world, argument):
     for model, keys in argument:
         config = TrainerModelConfig(name=model, **keys)
         with pytest.raises(ConfigError) as caught:
-            make_policy(
-                config,
-                0,
-                dataclasses.replace(world, model_parallel_size=Layout.of(config, world.size).model_parallel_size),
-            )
+            layout = Layout.of(config, world.size)
+            make_policy(config, 0, dataclasses.replace(world, model_parallel_size=layout.model_parallel_size))
         messages.append(str(caught.value))
     return messages
 
@@ -320,13 +307,8 @@ def gradient_bytes(policy):
 
 def collectives_in(action):
     """Count the collectives that `action` calls, under the names of torch 2.11 and 2.13."""
-    names = (
-        "reduce_scatter_tensor",
-        "reduce_scatter_single",
-        "all_reduce",
-        "all_gather_into_tensor",
-        "all_gather_single",
-    )
+    names = ("reduce_scatter_tensor", "reduce_scatter_single", "all_reduce", "all_gather_into_tensor",
+             "all_gather_single")  # fmt: skip
     counts = dict.fromkeys(("reduce_scatter", "all_reduce", "all_gather"), 0)
     with pytest.MonkeyPatch.context() as patch:
         for name in (name for name in names if hasattr(torch.distributed, name)):
@@ -341,30 +323,17 @@ def collectives_in(action):
     return counts
 
 
-@pytest.fixture(scope="module")
-def accumulations(tmp_path_factory):
-    root = tmp_path_factory.mktemp("accumulations")
-    make_tiny_model(root / "dense")
-    return run_world(2, count_collectives, str(root / "dense"), root)
-
-
-def test_gradients_by_default_are_reduced_for_every_row_and_stay_sharded(accumulations):
-    for answers in accumulations:
+def test_gradients_are_reduced_for_every_row_or_once_with_equal_norms(tmp_path):
+    """By default for every row, so that they stay sharded; with `reduce_once` in the last row only."""
+    path = str(make_tiny_model(tmp_path / "dense"))
+    for answers in run_world(2, count_collectives, path, tmp_path):
         every, once = answers["shard every row"], answers["shard once"]
         assert [counts["reduce_scatter"] for counts in every["counts"]] == [3, 15], "two blocks and the root"
+        assert [counts["reduce_scatter"] for counts in once["counts"]] == [3, 3]
         assert every["held"] < 0.6 * once["held"]
-
-
-def test_gradients_with_reduce_once_are_reduced_in_the_last_row_only(accumulations):
-    for answers in accumulations:
-        assert [counts["reduce_scatter"] for counts in answers["shard once"]["counts"]] == [3, 3]
         for name in ("replicate once", "replicate every row"):  # copies sum over each other with the last row alone
             one, five = answers[name]["counts"]
             assert one["all_reduce"] == five["all_reduce"] > 3
-
-
-def test_gradients_reduced_once_or_for_every_row_have_equal_norms(accumulations):
-    for answers in accumulations:
         for name in ("shard", "replicate"):
             every, once = answers[f"{name} every row"]["steps"], answers[f"{name} once"]["steps"]
             assert len(every) == 3
@@ -375,7 +344,7 @@ def test_gradients_reduced_once_or_for_every_row_have_equal_norms(accumulations)
 def lose_a_rank(world, argument):
     """Runs on two ranks: the second ends, or stops answering, between two steps."""
     path, how = argument
-    world = dataclasses.replace(world, model_parallel_size=2, timeout_s=10.0)
+    world = dataclasses.replace(world, model_parallel_size=2, timeout_seconds=10.0)
     dist.barrier()  # with the limit of `join_world`: no rank waits below until another is ready
     policy = make_policy(TrainerModelConfig(name=path, cp={"degree": 2}), 0, world)
     engine = TrainStep(policy, build_optimizer(AdamWConfig(), policy), world, max_norm=None)
@@ -385,7 +354,7 @@ def lose_a_rank(world, argument):
         os._exit(1) if how == "dies" else signal.pause()
     begin = time.monotonic()
     try:
-        with wrap_rank_errors(world.timeout_s):
+        with wrap_rank_errors(world.timeout_seconds):
             engine.step([minibatch_of(make_rows(1), world)], sequence_objective, 1.0)
     except RunError as error:
         return [str(error), time.monotonic() - begin]

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.model import DebugModelConfig, TrainerModelConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.micro_batch import make_micro_batch
-from prime_rl.trainer.model.output_head_check import check_output_head
+from prime_rl.trainer.model.lm_head import check_output_head
 from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.support.tiny_model import make_tiny_model
@@ -75,11 +75,6 @@ def pack(parts, temperature=1.0):
         [len(p) for p in parts],
         temperature=np.full(len(tokens), temperature, np.float32),
     )
-
-
-def scores(policy, row):
-    logprobs, entropy = policy(row)
-    return logprobs, entropy
 
 
 def save(config, path: Path):
@@ -201,24 +196,21 @@ def test_master_weights_of_a_bfloat16_file_are_float32(tmp_path):
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", ["/no/such/model", "./no/such/model", "a/b/c"])
-def test_missing_path_raises_one_line(name):
-    with pytest.raises(ConfigError, match="does not exist") as caught:
-        load_policy(TrainerModelConfig(name=name), seed=0)
-    assert "\n" not in str(caught.value)
-
-
-def test_directory_without_a_model_raises_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.name") as caught:
-        load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [*((name, "does not exist") for name in ("/no/such/model", "./no/such/model", "a/b/c")), ("{}", r"model\.name")],
+)
+def test_missing_model_raises_one_line(name, message, tmp_path):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_policy(TrainerModelConfig(name=name.format(tmp_path)), seed=0)
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"tokenizer\.name"):
         load_tokenizer(TokenizerConfig(name=str(tmp_path)), TrainerModelConfig())
 
 
 REFUSED = {
-    "linear_attention": lambda: transformers.Qwen3NextConfig(
-        **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    "linear_attention": lambda: transformers.MiniMaxConfig(
+        **SMALL, head_dim=8, num_local_experts=4, layer_types=["linear_attention", "full_attention", "linear_attention"]
     ),
     "more than one matrix": lambda: transformers.RecurrentGemmaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, lru_width=32
@@ -228,6 +220,18 @@ REFUSED = {
     ),
     "does not use transformers' attention interface": lambda: transformers.BloomConfig(
         vocab_size=64, hidden_size=32, n_layer=2, n_head=4
+    ),
+    "blocks that share weights": lambda: transformers.Zamba2Config(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        mamba_ngroups=1,
+        n_mamba_heads=4,
+        mamba_d_state=8,
+        num_mem_blocks=1,
+        adapter_rank=4,
+        layers_block_type=[*["mamba"] * 3, "hybrid", *["mamba"] * 2],
     ),
     "is not a decoder": lambda: transformers.BertConfig(vocab_size=64, hidden_size=32, num_attention_heads=4),
     "is quantized": lambda: transformers.LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}),
@@ -258,29 +262,23 @@ def test_unsupported_model_is_refused(reason, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_output_head_check_of_a_plain_model_passes_and_restores_it():
+@pytest.mark.parametrize(
+    ("name", "divisor", "softcap", "others"),
+    [
+        ("granite_scaled_logits", 2.0, None, [(1.0, None), (3.0, None)]),
+        ("nanochat_softcapped_logits", 1.0, 3.0, [(1.0, None), (1.0, 2.9)]),
+    ],
+)
+def test_output_head_with_another_scale_or_softcap_is_refused(name, divisor, softcap, others):
+    """The check leaves the model as it was."""
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES["granite_scaled_logits"]())
+        model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]())
     before = dict(model.named_modules())
-    check_output_head("tiny", model, divisor=2.0)
+    check_output_head("tiny", model, divisor, softcap)
     assert dict(model.named_modules()) == before
-
-
-@pytest.mark.parametrize("softcap", [None, 2.9])
-def test_output_head_with_another_softcap_is_refused(softcap):
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES["nanochat_softcapped_logits"]())
-    check_output_head("tiny", model, 1.0, softcap=3.0)
-    with pytest.raises(ConfigError, match="more than one matrix"):
-        check_output_head("tiny", model, 1.0, softcap)
-
-
-@pytest.mark.parametrize("divisor", [1.0, 3.0])
-def test_output_head_with_another_scale_is_refused(divisor):
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(ARCHITECTURES["granite_scaled_logits"]())
-    with pytest.raises(ConfigError, match="more than one matrix"):
-        check_output_head("tiny", model, divisor)
+    for other in others:
+        with pytest.raises(ConfigError, match="more than one matrix"):
+            check_output_head("tiny", model, *other)
 
 
 def test_output_head_that_scales_states_first_is_refused():
@@ -295,30 +293,31 @@ def test_output_head_that_scales_states_first_is_refused():
         check_output_head("tiny", Scaled(ARCHITECTURES["llama"]()), 1.0)
 
 
-def test_sdpa_that_ignores_the_softcap_of_scores_is_refused(tmp_path):
-    ARCHITECTURES["gemma2_softcapped_logits"]().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="sdpa' ignores"):
-        load_policy(TrainerModelConfig(name=str(tmp_path), attn="sdpa"), seed=0)
+@pytest.mark.parametrize(
+    ("name", "attn", "message"),
+    [
+        ("gemma2_softcapped_logits", "sdpa", "sdpa' ignores"),
+        ("gpt_oss_sinks_window", "eager", "without position ids"),  # its mask ignores segments
+    ],
+)
+def test_attention_that_ignores_a_setting_of_the_model_is_refused(name, attn, message, tmp_path):
+    ARCHITECTURES[name]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_policy(TrainerModelConfig(name=str(tmp_path), attn=attn), seed=0)
 
 
-def test_model_whose_mask_ignores_segments_is_refused(tmp_path):
-    ARCHITECTURES["gpt_oss_sinks_window"]().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="without position ids"):
-        load_policy(TrainerModelConfig(name=str(tmp_path), attn="eager"), seed=0)
-
-
-def test_model_that_does_not_pass_segments_to_attention_is_refused(tmp_path):
-    save(transformers.NemotronConfig(**SMALL), tmp_path)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: transformers.NemotronConfig(**SMALL), "does not get the segment boundaries"),
+        # Keeps some of the tokens before it only; without the mask it would attend to all.
+        (lambda: transformers.DogeConfig(**SMALL, head_dim=8), "DogeAttention creates its own attention mask"),
+    ],
+)
+def test_model_that_does_not_pass_segments_to_attention_is_refused(config, message, tmp_path):
+    save(config(), tmp_path)
     policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
-    with pytest.raises(ConfigError, match="does not get the segment boundaries"):
-        policy(pack(segments(64)))
-
-
-def test_model_with_its_own_attention_mask_is_refused(tmp_path):
-    """Doge keeps some of the tokens before it only; without the mask it would attend to all."""
-    save(transformers.DogeConfig(**SMALL, head_dim=8), tmp_path)
-    policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
-    with pytest.raises(ConfigError, match="DogeAttention creates its own attention mask"):
+    with pytest.raises(ConfigError, match=message):
         policy(pack(segments(64)))
 
 

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
 
-from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.broadcast import FileBroadcastConfig, IPCBroadcastConfig, NCCLBroadcastConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError
@@ -21,18 +21,17 @@ from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest, remove_arti
 from prime_rl.storage.paths import steps_in
 from prime_rl.storage.tensor_hashes import content_hash, hash_tensors
 from prime_rl.storage.wait_for import DeadlineError, wait_for
-from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor
+from prime_rl.storage.weights.transfer_channel import TransferDescriptor
 from prime_rl.trainer.fsdp import shard_policy
 from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.parallel.process_group import World, join_world
-from prime_rl.trainer.policy_canary import canary_row, measure_canary, unsharded_copy
-from prime_rl.trainer.weight_sync import delta, filesystem, gather_plan, publisher
-from prime_rl.trainer.weight_sync.publisher import Publisher
+from prime_rl.trainer.weight_sync import gather_plan, publisher, transport
+from prime_rl.trainer.weight_sync.publisher import Publisher, canary_row, measure_canary, unsharded_copy
 from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import _context, run_world
 
-PATIENCE_S = 60
+PATIENCE_SECONDS = 60
 
 
 class Training:
@@ -59,21 +58,21 @@ def slow_disk(monkeypatch):
     class Disk:
         started, written = threading.Semaphore(0), threading.Semaphore(0)
 
-    write = filesystem.write_safetensors
+    write = transport.write_safetensors
 
     def slowly(path, tensors):
         Disk.started.release()
-        assert Disk.written.acquire(timeout=PATIENCE_S)
+        assert Disk.written.acquire(timeout=PATIENCE_SECONDS)
         return write(path, tensors)
 
-    monkeypatch.setattr(filesystem, "write_safetensors", slowly)
+    monkeypatch.setattr(transport, "write_safetensors", slowly)
     return Disk
 
 
 def test_start_with_slow_disk_returns_and_publishes_weights_of_its_step(tiny, world, weights, slow_disk):
     training = Training(tiny, world)
     training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
-    assert slow_disk.started.acquire(timeout=PATIENCE_S)
+    assert slow_disk.started.acquire(timeout=PATIENCE_SECONDS)
     for value in (1.0, 2.0, 3.0):
         training.update(value)
     assert training.publisher.metrics()["weight_sync/seconds"] is None
@@ -92,7 +91,7 @@ def test_update_waits_until_weights_are_copied(tiny, world, weights, monkeypatch
     run = Publisher._run
 
     def late(*arguments):
-        assert may_copy.wait(PATIENCE_S)
+        assert may_copy.wait(PATIENCE_SECONDS)
         run(*arguments)
 
     monkeypatch.setattr(Publisher, "_run", late)
@@ -101,7 +100,7 @@ def test_update_waits_until_weights_are_copied(tiny, world, weights, monkeypatch
     updating.start()
     assert not updated.wait(0.3)
     may_copy.set()
-    assert updated.wait(PATIENCE_S)
+    assert updated.wait(PATIENCE_SECONDS)
     updating.join()
     training.publisher.close()
     assert hash_tensors(weights / "step_1") == hash_tensors(tiny)
@@ -110,7 +109,7 @@ def test_update_waits_until_weights_are_copied(tiny, world, weights, monkeypatch
 def test_start_waits_for_previous_version_and_skips_none(tiny, world, weights, slow_disk, monkeypatch):
     training, seen = Training(tiny, world), []
     training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
-    slow_disk.started.acquire(timeout=PATIENCE_S)
+    slow_disk.started.acquire(timeout=PATIENCE_SECONDS)
 
     def release():
         seen.append(steps_in(weights))
@@ -130,30 +129,12 @@ def test_start_waits_for_previous_version_and_skips_none(tiny, world, weights, s
     assert hashes[0] != hashes[1]
 
 
-def test_check_after_full_disk_raises_and_leaves_no_files(tiny, world, weights, monkeypatch):
-    training, write = Training(tiny, world), filesystem.write_safetensors
-
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(filesystem, "write_safetensors", fail)
-    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
-    training.update()
-    training.publisher._job.done.exception(PATIENCE_S)
-    with pytest.raises(RunError, match=r"cannot publish .*step_1: No space left on device"):
-        training.publisher.check()
-    assert list(weights.iterdir()) == []
-    monkeypatch.setattr(filesystem, "write_safetensors", write)
-    training.publisher.publish(weights / "step_2", PolicyVersion(0, 2))
-    assert steps_in(weights) == [2]
-
-
 def test_batch_wait_raises_publication_error(tiny, world, weights):
     training = Training(tiny, world)
     (weights / "step_1").mkdir(parents=True)
     training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
     with pytest.raises(RunError, match="exists already"):
-        wait_for(weights.parent / "rollouts" / "step_1", PATIENCE_S, "nobody", training.publisher.check)
+        wait_for(weights.parent / "rollouts" / "step_1", PATIENCE_SECONDS, "nobody", training.publisher.check)
 
 
 def die_while_writing(path, weights):
@@ -166,7 +147,7 @@ def die_while_writing(path, weights):
         (weights.parent / "now").touch()
         return threading.Event().wait()
 
-    write, filesystem.write_safetensors = filesystem.write_safetensors, stop
+    write, transport.write_safetensors = transport.write_safetensors, stop
     with join_world("cpu", 60) as world:
         training = Training(path, world, shard_bytes=60_000)
         training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
@@ -177,7 +158,7 @@ def test_kill_while_writing_leaves_no_version_and_next_run_cleans_up(tiny, world
     """I4."""
     process = _context.Process(target=die_while_writing, args=(tiny, weights))
     process.start()
-    wait_for(weights.parent / "now", PATIENCE_S, "the test")
+    wait_for(weights.parent / "now", PATIENCE_SECONDS, "the test")
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     (left,) = weights.iterdir()
@@ -199,13 +180,15 @@ def publish_on_ranks(world, argument):
 
 
 def publish_from_one_rank(world, argument):
-    """Runs on every rank: the first one writes two versions, in full and as a delta; return the writers."""
+    """Runs on every rank: IPC is refused; the first one writes two versions, in full and as a delta."""
     gather_plan._LEAST_FILE_BYTES = 1
     root = Path(argument)
+    with pytest.raises(ConfigError, match=r"'ipc' is for one trainer rank .* there are 2; use 'nccl' or"):
+        Training(root / "tiny", world, IPCBroadcastConfig(port=0))
     options = FileBroadcastConfig(delta={})
     training = Training(root / "tiny", world, options, shard_bytes=30_000, num_writers=1)
-    written, write = [], filesystem.fsync
-    filesystem.fsync = delta.fsync = lambda path: (written.append(path.name), write(path))
+    written, write = [], transport.fsync
+    transport.fsync = lambda path: (written.append(path.name), write(path))
     for step in (1, 2):
         training.publisher.publish(root / "one" / f"step_{step}", PolicyVersion(0, step))
         training.update()
@@ -227,7 +210,7 @@ def test_publish_on_several_ranks_writes_the_bytes_of_one(tmp_path):
     """I9."""
     make_tiny_model(tmp_path / "tiny")
     manifests = []
-    for size in (1, 2, 4):
+    for size in (1, 4):
         (owners, *_) = run_world(size, publish_on_ranks, str(tmp_path), tmp_path)
         assert set(owners) == set(range(size))
         target = tmp_path / f"out{size}" / "step_1"
@@ -280,7 +263,7 @@ def test_slow_canary_delays_only_the_update(tiny, world, weights, monkeypatch):
     config, may_score, updated = TrainerModelConfig(name=str(tiny)), threading.Event(), threading.Event()
 
     def late(policy, row):
-        assert may_score.wait(PATIENCE_S)
+        assert may_score.wait(PATIENCE_SECONDS)
         return measure_canary(policy, row)
 
     monkeypatch.setattr(publisher, "measure_canary", late)
@@ -292,7 +275,7 @@ def test_slow_canary_delays_only_the_update(tiny, world, weights, monkeypatch):
     updating.start()
     assert not updated.wait(0.3)
     may_score.set()
-    assert updated.wait(PATIENCE_S)
+    assert updated.wait(PATIENCE_SECONDS)
     training.publisher.close()
     manifest = read_manifest(weights / "step_1", WEIGHTS_FORMAT)
     assert manifest["canary"]["logprobs"] == pytest.approx(expected, abs=1e-6)
@@ -326,10 +309,11 @@ def test_directory_versions_are_linked_and_last_is_at_its_target(tiny, world, we
     assert steps_in(weights) == [2] and list(memory.glob("*/*")) == []
 
 
-def test_directory_without_free_space_raises(tiny, world, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("delta", "versions"), [(None, 2), ({"full_interval": 10}, 3)])
+def test_directory_without_free_space_raises(tiny, world, tmp_path, monkeypatch, delta, versions):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(ConfigError, match=r"weight_broadcast\.directory: .* has 0\.0 GiB free, but 2 versions need"):
-        Training(tiny, world, FileBroadcastConfig(directory=tmp_path / "memory"))
+    with pytest.raises(ConfigError, match=rf"t\.directory: .* has 0\.0 GiB free, but {versions} versions need"):
+        Training(tiny, world, FileBroadcastConfig(directory=tmp_path / "memory", delta=delta))
 
 
 def _hold_in_memory(world, argument):
@@ -341,10 +325,9 @@ def _hold_in_memory(world, argument):
     training.publisher.wait()
     held = {}
     if world.is_main:
-        sender = training.publisher._memory._sender
-        held = {
-            digest: {n: t.tolist() for n, t in tensors.items()} for digest, (_, tensors) in sender._versions.items()
-        }
+        sender = training.publisher._transport._sender
+        versions = sender._versions.items()
+        held = {digest: {n: t.tolist() for n, t in tensors.items()} for digest, (_, tensors) in versions}
     training.publisher.close()
     return held
 
@@ -363,29 +346,20 @@ def test_memory_transport_version_equals_files_and_last_is_in_files(tiny, tmp_pa
     assert "transfer" not in last and last["tensors"] == hash_tensors(weights / "step_2")
 
 
-def _refuse_ipc(world, tiny):
-    with pytest.raises(ConfigError, match=r"'ipc' is for one trainer rank .* there are 2; use 'nccl' or"):
-        Training(Path(tiny), world, IPCBroadcastConfig(port=0))
-
-
-def test_ipc_with_several_ranks_raises(tiny, tmp_path):
-    run_world(2, _refuse_ipc, str(tiny), tmp_path)
-
-
 def test_hanging_disk_raises_at_the_deadline(tiny, world, weights, slow_disk):
     training = Training(tiny, world, FileBroadcastConfig(timeout_seconds=0.3))
     training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
-    assert slow_disk.started.acquire(timeout=PATIENCE_S)
+    assert slow_disk.started.acquire(timeout=PATIENCE_SECONDS)
     message = r"step_1 to be written \(weight_broadcast\.timeout_seconds\): .*disk of .*weights"
     with pytest.raises(DeadlineError, match=message):
         training.publisher.start(weights / "step_2", PolicyVersion(0, 2))
     assert steps_in(weights) == []
     holding = [thread for thread in threading.enumerate() if thread.name == "publication-end"]
     for thread in holding:  # these alone would keep the process from its end
-        thread.join(PATIENCE_S)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
     slow_disk.written.release()
-    wait_for(weights / "step_1", PATIENCE_S, "the disk")
+    wait_for(weights / "step_1", PATIENCE_SECONDS, "the disk")
 
 
 def test_full_file_system_leaves_nothing_and_names_file_and_free_space(tiny, world, weights):
@@ -393,9 +367,8 @@ def test_full_file_system_leaves_nothing_and_names_file_and_free_space(tiny, wor
     earlier = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, earlier[1]))
     try:
-        with pytest.raises(
-            RunError, match=r"cannot publish .*step_1: File too large: .*model\.safetensors \(.* MiB free"
-        ):
+        message = r"cannot publish .*step_1: File too large: .*model\.safetensors \(.* MiB free"
+        with pytest.raises(RunError, match=message):
             training.publisher.publish(weights / "step_1", PolicyVersion(0, 1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, earlier)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import RunError
 from prime_rl.core.types import PolicyVersion
@@ -18,10 +18,9 @@ from prime_rl.storage.tensor_hashes import content_hash, hash_tensors
 from prime_rl.trainer.fsdp import shard_policy
 from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.parallel.process_group import World
-from prime_rl.trainer.weight_sync import filesystem as files
+from prime_rl.trainer.weight_sync import transport as files
 from prime_rl.trainer.weight_sync.publisher import Publisher
 from prime_rl.trainer.weights.policy_loading import load_policy
-from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.test_policy_model import ARCHITECTURES, save
 from tests.unit.trainer.world import run_world
 
@@ -31,11 +30,6 @@ def make_publisher(world, path, tokenizer_path, dtype=torch.float32, **options):
     policy = shard_policy(load_policy(config, seed=0), config, world)
     tokenizer = load_tokenizer(TokenizerConfig(name=str(tokenizer_path)), config)
     return Publisher(policy, tokenizer, dtype, world, **options)
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    return make_tiny_model(tmp_path / "tiny")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -96,10 +90,10 @@ def test_publish_existing_target_raises(world, tmp_path, tiny):
         publisher.publish(target, PolicyVersion(0, 1))
 
 
-def fail_to_publish(world: World, argument: str):
+def fail_to_publish(world: World, argument: list[str]):
     """Runs on every rank: the first publication fails before, the second amid the gathers, the third works."""
-    root = Path(argument)
-    publisher = make_publisher(world, root / "tiny", root / "tiny", shard_bytes=60_000)
+    root, tiny = map(Path, argument)
+    publisher = make_publisher(world, tiny, tiny, shard_bytes=60_000)
     messages = []
 
     def attempt(target):
@@ -124,7 +118,7 @@ def _full_disk(*_, **__):
 
 
 def test_publish_error_on_rank_0_raises_on_all_ranks(tmp_path, tiny):
-    leader, other = run_world(2, fail_to_publish, str(tmp_path), tmp_path, timeout=100)
+    leader, other = run_world(2, fail_to_publish, [str(tmp_path), str(tiny)], tmp_path, timeout=100)
     assert "exists already" in leader[0] and "No space left on device" in leader[1]
     assert leader == other and len(leader) == 2
     assert hash_tensors(tmp_path / "fine" / "step_1") == hash_tensors(tiny)

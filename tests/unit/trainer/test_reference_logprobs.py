@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
-from prime_rl.configs.training.lora import LoRAConfig
 from prime_rl.configs.training.loss import (
     AIPOLossConfig,
     DecoupledPPOLossConfig,
@@ -17,12 +16,11 @@ from prime_rl.configs.training.loss import (
     KLConfig,
     ReferenceConfig,
 )
-from prime_rl.configs.training.model import DebugModelConfig, TrainerModelConfig
+from prime_rl.configs.training.model import DebugModelConfig, LoRAConfig, TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
-from prime_rl.trainer.rl.reference_logprobs import References
-from prime_rl.trainer.rl.rl_objective import build_objective
+from prime_rl.trainer.rl.rl_objective import References, build_objective
 from prime_rl.trainer.train_step import TrainStep
 from prime_rl.trainer.weights.policy_loading import make_policy
 from tests.support.tiny_model import make_tiny_model
@@ -102,22 +100,12 @@ def test_reference_kl_starts_at_zero_and_grows(worlds):
         kl = [step["means"]["kl/reference"] for step in worlds[1][0][case]]
         assert kl[0] == pytest.approx(0, abs=1e-7) and kl[2] > 1e-4
     assert worlds[1][0]["other"][0]["means"]["kl/reference"] > 1e-4
-
-
-def test_policy_without_adapters_equals_base(worlds):
-    """The frozen copy, and the trained policy whose adapters are off, after three steps."""
-    assert worlds[1][0]["gap"] < 1e-5
+    assert worlds[1][0]["gap"] < 1e-5, "between a frozen copy and the trained policy without its adapters"
 
 
 @pytest.fixture
-def lone(tmp_path):
-    import torch.distributed as dist
-
-    from prime_rl.trainer.parallel.process_group import World
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, torch.device("cpu")), str(make_tiny_model(tmp_path / "policy"))
-    dist.destroy_process_group()
+def lone(world, tiny):
+    return world, str(tiny)
 
 
 def test_kl_penalty_reduces_distance_to_reference(lone):
@@ -142,18 +130,14 @@ def test_proximal_logprobs_are_those_before_the_first_update(lone):
     assert 0 < clipped < 1  # the later minibatches, after updates, leave the trust region here and there
 
 
-def test_proximal_logprobs_are_computed_only_for_decoupled_ppo(lone):
+def test_logprobs_are_computed_only_if_the_loss_needs_and_the_batch_lacks_them(lone):
     trained = Trained(*lone, loss=AIPOLossConfig(), minibatches=3)
     rows = [row for minibatch in trained.split(make_batch()) for row in minibatch.rows]
     assert all(row.proximal_logprobs is None and row.ref_logprobs is None for row in rows)
     assert trained.references._model is None
-
-
-def test_ref_logprobs_of_the_batch_are_kept(lone):
     batch = make_batch()
     batch = dataclasses.replace(batch, ref_logprobs=np.full(len(batch.tokens), -2.5, np.float32))
-    trained = Trained(*lone, loss=KL)
-    (minibatch,) = trained.split(batch)
+    (minibatch,) = Trained(*lone, loss=KL).split(batch)
     assert all((row.ref_logprobs == -2.5).all() for row in minibatch.rows)
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from prime_rl.configs.trainer import FakeDataConfig
 from prime_rl.configs.training.loss import KLConfig, LossConfig
 from prime_rl.core.errors import RunError
-from prime_rl.trainer.losses import build_loss
+from prime_rl.trainer.losses.loss_functions import build_loss
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
 from prime_rl.trainer.rl.rl_objective import build_objective, rl_objective
@@ -70,7 +70,7 @@ def evaluate(objective, batch, size=1, max_tokens=80, minibatches=1):
                 answer.loss.backward()
                 gradient.index_add_(0, row.tokens, logprobs.grad.double())
                 total += answer.loss.item()
-                means.add(answer.means)
+                means.add(answer.means | {f"loss/{k}": (part, torch.ones(())) for k, part in answer.parts.items()})
     return total, gradient, {name: tuple(pair.tolist()) for name, pair in means._totals.items()}
 
 
@@ -158,8 +158,7 @@ def test_streams_are_divided_by_their_counts(size):
     wanted, parts = golden_total(batch, 0.3)
     assert loss == pytest.approx(wanted, rel=1e-5)
     for name, part in parts.items():
-        total, count = means[f"loss/{name}"]
-        assert total / count == pytest.approx(part, rel=1e-5, abs=1e-7)
+        assert means[f"loss/{name}"][0] == pytest.approx(part, rel=1e-5, abs=1e-7)
 
 
 def test_padding_rows_have_the_same_metric_names():
@@ -172,15 +171,24 @@ def test_padding_rows_have_the_same_metric_names():
             logprobs = policy(row).requires_grad_()
             answer = objective(ScoredRow(row, logprobs, torch.zeros_like(logprobs), True, minibatch.counts))
             answer.loss.backward()
-            names.append(answer.means.keys())
+            names.append([*answer.means, *answer.parts])
             assert torch.isfinite(answer.loss) and torch.isfinite(logprobs.grad).all()
     assert all(keys == names[0] for keys in names)
-    assert {"loss/rl", "loss/kl", "loss/ce", "loss/ref_kl", "kl/reference"} <= names[0]
+    assert {"rl", "kl", "ce", "ref_kl", "kl/reference"} <= set(names[0])
 
 
 def test_objective_without_streams_reports_no_parts():
     _, _, means = evaluate(build_objective(config_of(type="aipo"), SEQ_LEN), make_batch())
     assert not [name for name in means if name.startswith(("loss/", "kl/"))]
+
+
+def test_metrics_of_a_batch_without_policy_gradient_are_over_its_trained_tokens():
+    batch = make_batch(STREAMS)
+    batch = dataclasses.replace(batch, rl_weights=np.zeros_like(batch.rl_weights))
+    _, _, means = evaluate(rl_objective(build_loss(config_of(type="aipo"))), batch)
+    assert means["logprob/mean"][1] == means["mismatch_kl"][1] == means["entropy"][1] == batch.loss_tokens
+    assert means["mismatch_kl"][0] > 0
+    assert means["importance_ratio/clipped"][1] == 0, "the loss that clips has no tokens"
 
 
 @pytest.mark.parametrize("streams", [(), ("ref_kl_weights",)])

@@ -20,11 +20,9 @@ from prime_rl.liveness.peer_monitor import PeerLost
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.storage.batch import ROWS_FILE, write_batch
 from prime_rl.storage.paths import RunPaths
-from prime_rl.storage.tensor_hashes import hash_tensors
 from prime_rl.storage.wait_for import DeadlineError, wait_for
 from prime_rl.trainer.rl.batch_source import BatchSource, fake_batch
-from tests.support.command import PROGRESS_TIMEOUT_S, alive
-from tests.support.tiny_model import make_tiny_model
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS, alive
 from tests.unit.trainer.world import run_command
 
 ROOT = Path(__file__).parents[3]
@@ -39,15 +37,10 @@ METRICS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def ship(root, steps=STEPS):
+def ship(root, steps=STEPS, first=0):
     """Write batches as the orchestrator would."""
     config = FakeDataConfig(batch_size=10, seq_len=40, micro_batch_size=2, variable_length=True)
-    for step in range(steps):
+    for step in range(first, steps):
         batch = fake_batch(config, 103, row_length=80, seed=5, step=step)
         write_batch(RunPaths(root).rollouts(step), batch, {"branch": 0, "step": step, "async_level": 2})
 
@@ -63,8 +56,8 @@ def run(arguments, ranks=1):
     return run_command("trainer", arguments, ranks=ranks)
 
 
-def base_arguments(model, root, *more):
-    fixed = ["--model.name", model, "--output-dir", root, "--max-steps", STEPS, "--optim.lr", "1e-3"]
+def base_arguments(tiny, root, *more):
+    fixed = ["--model.name", tiny, "--output-dir", root, "--max-steps", STEPS, "--optim.lr", "1e-3"]
     return [*fixed, "--device", "cpu", "--seed", "0", *more]
 
 
@@ -73,12 +66,12 @@ def metrics_of(root):
 
 
 @pytest.fixture(scope="module")
-def runs(model, tmp_path_factory):
+def runs(tiny, tmp_path_factory):
     """Train the same batches on one rank and on two."""
     roots = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     for ranks, root in roots.items():
         ship(root)
-        code, error = run(base_arguments(model, root, "--num-minibatches", "2"), ranks)
+        code, error = run(base_arguments(tiny, root, "--num-minibatches", "2"), ranks)
         assert code == 0, error
     return roots
 
@@ -143,22 +136,22 @@ def test_train_deletes_rows_of_earlier_steps_and_keeps_manifests(runs):
         assert all((paths.rollouts(n) / "manifest.json").exists() for n in range(STEPS))
 
 
-def test_train_where_no_timeline_can_be_written_trains(model, tmp_path):
+def test_train_where_no_timeline_can_be_written_trains(tiny, tmp_path):
     (tmp_path / "timeline").touch()
-    code, error = run(base_arguments(model, tmp_path, "--data.fake", "--data.fake.seq-len", "16"))
+    code, error = run(base_arguments(tiny, tmp_path, "--data.fake", "--data.fake.seq-len", "16"))
     assert code == 0, error
     assert error.count("timeline: phases are not recorded: File exists") == 2, "the rank's and its publications', once"
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(STEPS))
 
 
-def test_train_with_weights_of_earlier_run_exits(runs, model):
-    code, error = run(base_arguments(model, runs[1]))
+def test_train_with_weights_of_earlier_run_exits(runs, tiny):
+    code, error = run(base_arguments(tiny, runs[1]))
     assert code == 2
     assert error.splitlines()[-1].startswith("error: output_dir:") and "Traceback" not in error
 
 
-def test_train_with_fake_data_runs_twice(model, tmp_path):
-    arguments = base_arguments(model, tmp_path, "--data.fake", "{'batch_size': 4, 'seq_len': 16}")
+def test_train_with_fake_data_runs_twice(tiny, tmp_path):
+    arguments = base_arguments(tiny, tmp_path, "--data.fake", "{'batch_size': 4, 'seq_len': 16}")
     for _ in range(2):
         code, error = run(arguments)
         assert code == 0, error
@@ -166,9 +159,9 @@ def test_train_with_fake_data_runs_twice(model, tmp_path):
     assert not any(RunPaths(tmp_path).weights_dir.iterdir())
 
 
-def test_train_without_batch_times_out_and_names_orchestrator(model, tmp_path):
+def test_train_without_batch_times_out_and_names_orchestrator(tiny, tmp_path):
     ship(tmp_path, steps=1)
-    code, error = run(base_arguments(model, tmp_path, "--wait-timeout-seconds", "2"))
+    code, error = run(base_arguments(tiny, tmp_path, "--wait-timeout-seconds", "2"))
     last = error.splitlines()[-1]
     assert code == 1
     assert last.startswith("error: waited 2 s") and "step_1" in last and "orchestrator" in last
@@ -199,36 +192,37 @@ def test_read_with_dead_orchestrator_raises(tmp_path, monkeypatch):
     ("arguments", "key"),
     [(["--model.name", "/no/such/model"], "model.name"), (["--device", "cuda"], "device"), (["--lr", "1"], "lr")],
 )
-def test_train_with_invalid_input_exits_with_one_line(model, tmp_path, arguments, key):
+def test_train_with_invalid_input_exits_with_one_line(tiny, tmp_path, arguments, key):
     import torch
 
     if key == "device" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    code, error = run([*base_arguments(model, tmp_path), *arguments])
+    code, error = run([*base_arguments(tiny, tmp_path), *arguments])
     assert code == 2
     assert error.splitlines()[-1].startswith("error: ") and key in error and "Traceback" not in error
 
 
-def test_train_with_another_async_level_exits(model, tmp_path):
+def test_train_with_another_async_level_exits(tiny, tmp_path):
     ship(tmp_path, steps=1)
-    code, error = run(base_arguments(model, tmp_path, "--async-level", "1"))
+    code, error = run(base_arguments(tiny, tmp_path, "--async-level", "1"))
     assert code == 2
     assert error.splitlines()[-1].startswith("error: async_level = 1 here and 2 at the orchestrator")
     assert "Traceback" not in error
     assert not RunPaths(tmp_path).weights_dir.exists()
 
 
-def test_train_with_other_settings_than_the_orchestrator_does_not_roll_the_run_back(model, tmp_path):
+def test_train_with_other_settings_than_the_orchestrator_does_not_roll_the_run_back(tiny, tmp_path):
     """A trainer that joins a run with wrong settings; the run, whose orchestrator lives, is not changed."""
     paths = RunPaths(tmp_path)
     ship(tmp_path, steps=1)
     before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     with HeartbeatWriter(paths, "orchestrator", "orchestrator", settings={"max_steps": STEPS, "ckpt.interval": 2}):
-        code, error = run(base_arguments(model, tmp_path, "--ckpt.interval", 1, "--ckpt.resume-step", -1))
+        code, error = run(base_arguments(tiny, tmp_path, "--ckpt.interval", 1, "--ckpt.resume-step", -1))
         assert code == 2
         assert "error: ckpt.interval = 1 here and 2 at orchestrator (pid " in error.splitlines()[-1]
     after = {path for path in tmp_path.rglob("*") if path.is_file()}
     assert {path.relative_to(tmp_path).parts[0] for path in after - set(before)} <= {
+        "format.json",
         "heartbeats",
         "timeline",
         "logs",
@@ -238,22 +232,16 @@ def test_train_with_other_settings_than_the_orchestrator_does_not_roll_the_run_b
 
 
 @pytest.mark.extended  # by default: tests/unit/trainer/test_parallel.py without torchrun, test_whole_run.py with `rl`
-def test_death_of_a_rank_ends_the_other(model, tmp_path):
+def test_death_of_a_rank_ends_the_other(tiny, tmp_path):
     ship(tmp_path, steps=1)
-    with start_torchrun(2, base_arguments(model, tmp_path, "--wait-timeout-seconds", "280")) as p:
+    with start_torchrun(2, base_arguments(tiny, tmp_path, "--wait-timeout-seconds", "280")) as p:
         try:
-            wait_for(RunPaths(tmp_path).weights(1), PROGRESS_TIMEOUT_S, "the trainer")
+            wait_for(RunPaths(tmp_path).weights(1), PROGRESS_TIMEOUT_SECONDS, "the trainer")
             ranks = [c for c in psutil.Process(p.pid).children() if "train.py" in " ".join(c.cmdline())]
             assert len(ranks) == 2
             ranks[1].send_signal(signal.SIGKILL)
-            p.communicate(timeout=PROGRESS_TIMEOUT_S)
+            p.communicate(timeout=PROGRESS_TIMEOUT_SECONDS)
         finally:
             p.kill()
     assert p.returncode != 0
     assert not any(map(alive, ranks))
-
-
-def test_published_weights_differ_from_the_base(runs, model):
-    base, trained = hash_tensors(model), hash_tensors(RunPaths(runs[1]).weights(STEPS))
-    assert base.keys() == trained.keys()
-    assert np.mean([base[name] != trained[name] for name in base]) > 0.9

@@ -6,10 +6,9 @@ import torch
 
 from prime_rl.configs.training.loss import AIPOLossConfig
 from prime_rl.configs.training.model import TrainerModelConfig
-from prime_rl.trainer.losses import build_loss
+from prime_rl.trainer.losses.loss_functions import build_loss
 from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
-from prime_rl.trainer.model.lm_head import token_logprobs
-from prime_rl.trainer.model.sampling_mask import SamplingMask, kept_threshold
+from prime_rl.trainer.model.lm_head import SamplingMask, kept_threshold, token_logprobs
 from prime_rl.trainer.rl.rl_objective import rl_objective
 from prime_rl.trainer.train_step import Counts, ScoredRow
 from prime_rl.trainer.weights.policy_loading import load_policy

@@ -23,14 +23,10 @@ VALIDATE = ("--val.fraction", "0.2", "--val.interval", "4")
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    """A model, and a data set of words to be reversed."""
-    root = tmp_path_factory.mktemp("inputs")
-    make_tiny_model(root / "model", std=0.02)
-    words = [f"{a}{b}c" for a in "abcdef" for b in "ghijklm"]
-    chats = [[{"role": "user", "content": w}, {"role": "assistant", "content": w[::-1]}] for w in words]
-    (root / "words.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    return root
+def inputs(words):
+    """A model beside the data set."""
+    make_tiny_model(words.parent / "model", std=0.02)
+    return words.parent
 
 
 def sft_arguments(inputs, root, *more):

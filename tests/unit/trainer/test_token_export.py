@@ -1,5 +1,6 @@
 """The trainer's values of each token on disk, aligned with the rows of the batch."""
 
+import dataclasses
 import errno
 import os
 import threading
@@ -15,31 +16,24 @@ from prime_rl.storage.batch import ROWS_FILE, TRAIN_FILE, read_batch
 from prime_rl.storage.paths import RunPaths
 from prime_rl.trainer.losses.loss_inputs import LossInputs, LossOutput
 from prime_rl.trainer.micro_batch import make_micro_batch
-from prime_rl.trainer.parallel.process_group import join_world
 from prime_rl.trainer.rl.token_export import FORMAT, NAMES, TokenExporter
 from prime_rl.trainer.train_step import Counts, ScoredRow
-from tests.support.tiny_model import make_tiny_model
+from tests.support.command import until
 from tests.unit.trainer.test_rl_train import STEPS, base_arguments, metrics_of, run, ship
 
 EXPORT = ("--token-export.interval", "2")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def roots(model, tmp_path_factory):
+def roots(tiny, tmp_path_factory):
     """Train the same batches on one rank and on two."""
     found = {}
     for ranks, more in (
-        (1, ()),
-        (2, ("--token-export.keep-last", "1", "--ckpt.interval", "1", "--ckpt.keep-last", "1")),
-    ):
+        (1, ()), (2, ("--token-export.keep-last", "1", "--ckpt.interval", "1", "--ckpt.keep-last", "1")),
+    ):  # fmt: skip
         found[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
         ship(found[ranks])
-        code, error = run(base_arguments(model, found[ranks], *EXPORT, *more), ranks)
+        code, error = run(base_arguments(tiny, found[ranks], *EXPORT, *more), ranks)
         assert code == 0, error
     return found
 
@@ -78,19 +72,15 @@ def test_newest_exports_keep_their_rows(roots):
         assert all((folder / "manifest.json").exists() for folder in folders)
 
 
-@pytest.fixture
-def world():
-    with join_world("cpu", 30) as world:
-        yield world
-
-
-def score(positions, logprob):
+def score(positions, logprob, rl_weight=1.0):
     count = len(positions)
     mask = np.arange(count) > 0
     row = make_micro_batch(np.zeros(count), mask, [count], positions=np.array(positions))
+    row = dataclasses.replace(row, rl_weights=torch.full((count,), rl_weight))
     logprobs, off = torch.full((count,), logprob), torch.zeros(count, dtype=torch.bool)
     scored = ScoredRow(row, logprobs, torch.ones(count), True, Counts(1))
-    inputs = LossInputs(logprobs, row.sampler_logprobs, row.advantages, row.loss_mask, row.segment_ids)
+    used = row.loss_mask & (rl_weight != 0)
+    inputs = LossInputs(logprobs, row.sampler_logprobs, row.advantages, used, row.segment_ids)
     return scored, inputs, LossOutput(torch.zeros(count), off, ~off, off)
 
 
@@ -116,13 +106,26 @@ def files(paths, name):
 
 
 def test_values_are_at_the_positions_of_their_tokens(folders, world):
-    exporter = TokenExporter(TokenExportConfig(), folders, world)
-    export(exporter, [0])
-    exporter.close()
+    for config in (None, TokenExportConfig()):
+        assert files(folders, TRAIN_FILE) == [], "nothing without a configuration"
+        exporter = TokenExporter(config, folders, world)
+        export(exporter, [0])
+        exporter.close()
     values = load_file(folders.rollouts(0) / TRAIN_FILE)
     np.testing.assert_array_equal(values["logprobs"], [0, -2, -2, 0, -1])
     np.testing.assert_array_equal(values["clipped"], [0, 1, 1, 0, 1])
     np.testing.assert_allclose(values["ratio"], [0, np.exp(-2), np.exp(-2), 0, np.exp(-1)], rtol=1e-6)
+
+
+def test_tokens_that_only_distillation_trains_have_values(folders, world):
+    exporter = TokenExporter(TokenExportConfig(), folders, world)
+    exporter.start_step(0)
+    exporter.add(*score([0, 1, 2], -2.0, rl_weight=0.0))
+    exporter.finish_step(0, 3)
+    exporter.close()
+    values = load_file(folders.rollouts(0) / TRAIN_FILE)
+    np.testing.assert_array_equal(values["logprobs"], [0, -2, -2])
+    np.testing.assert_allclose(values["ratio"], [0, np.exp(-2), np.exp(-2)], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -131,18 +134,13 @@ def test_values_are_at_the_positions_of_their_tokens(folders, world):
 def test_rows_of_old_exports_are_deleted_unless_they_are_needed(folders, world, first_needed, rows):
     needed = None if first_needed is None else lambda: first_needed
     exporter = TokenExporter(TokenExportConfig(interval=2, keep_last=2), folders, world, needed)
-    export(exporter, range(8))
+    for step in range(8):
+        export(exporter, [step])  # a slow disk drops exports
+        until(lambda newest=step - step % 2: newest in files(folders, TRAIN_FILE), f"the export of step {step}")
     exporter.close()
     assert files(folders, TRAIN_FILE) == [4, 6]
     assert files(folders, ROWS_FILE) == rows
     assert [exporter.keeps_rows(step) for step in (3, 4)] == [False, True]
-
-
-def test_without_configuration_nothing_is_exported(folders, world):
-    exporter = TokenExporter(None, folders, world)
-    export(exporter, range(3))
-    exporter.close()
-    assert files(folders, TRAIN_FILE) == []
 
 
 def test_slow_disk_drops_exports_and_does_not_block(folders, world, monkeypatch):

@@ -1,20 +1,31 @@
-"""The report of the rank that a signal killed first."""
+"""`torchrun` reports the rank that a signal killed first, and listens on the loopback interface only."""
 
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from prime_rl.core import os_errors
+from prime_rl.configs.training.model import TrainerModelConfig
+from prime_rl.core import import_utils, os_errors
+from prime_rl.core.errors import ConfigError
 from prime_rl.liveness.parent_process import LAUNCHER
 from prime_rl.trainer import torchrun
+from prime_rl.trainer.parallel.process_group import choose_gloo_interface, join_world
+from prime_rl.trainer.process_setup import limit_process
 from prime_rl.trainer.torchrun import describe_first_failure
-from tests.support.command import PROGRESS_TIMEOUT_S, until
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS, until
+from tests.unit.trainer.world import run_world
+
+TORCHRUN = [sys.executable, "-m", "prime_rl.trainer.torchrun", "--standalone"]
 
 
 def failed(**ranks) -> ChildFailedError:
@@ -30,10 +41,7 @@ def failed(**ranks) -> ChildFailedError:
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        (
-            {"r1": (-9, 5), "r0": (1, 5), "r2": (-15, 5)},
-            "rank 1 (pid 101) was killed by SIGKILL, perhaps out of mem",
-        ),
+        ({"r1": (-9, 5), "r0": (1, 5), "r2": (-15, 5)}, "rank 1 (pid 101) was killed by SIGKILL, perhaps out of mem"),
         ({"r0": (1, 5), "r1": (-9, 8)}, None),  # the kill is torchrun's
         ({"r0": (1, 5), "r1": (-15, 5)}, None),
         ({"r0": (-6, 5), "r1": (-9, 5)}, "rank 1 (pid 101) was killed by SIGKILL"),
@@ -71,7 +79,7 @@ def test_rank_exits_if_torchrun_died_during_imports():
     )
     for parent, code in ((os.getpid(), 0), (1, 1)):
         done = subprocess.run(
-            [sys.executable, "-c", program, str(parent)], capture_output=True, timeout=PROGRESS_TIMEOUT_S
+            [sys.executable, "-c", program, str(parent)], capture_output=True, timeout=PROGRESS_TIMEOUT_SECONDS
         )
         assert done.returncode == code, done.stderr
     assert b"the process that started this one has exited" in done.stderr
@@ -84,13 +92,13 @@ def test_torchrun_signal_ignored_at_start_stays_ignored(tmp_path):
     rank += "pathlib.Path(sys.argv[1], 'up').write_text(str(hup))\n"
     rank += "while not pathlib.Path(sys.argv[1], 'go').exists(): time.sleep(0.05)\n"
     (tmp_path / "rank.py").write_text(rank)
-    command = ["nohup", sys.executable, "-m", "prime_rl.trainer.torchrun", "--standalone", "--nproc-per-node=1"]
-    process = subprocess.Popen([*command, str(tmp_path / "rank.py"), str(tmp_path)], stdin=subprocess.DEVNULL)
+    command = ["nohup", *TORCHRUN, "--nproc-per-node=1", str(tmp_path / "rank.py"), str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         until((tmp_path / "up").exists, "the rank")
         process.send_signal(signal.SIGHUP)
         (tmp_path / "go").touch()
-        assert process.wait(PROGRESS_TIMEOUT_S) == 0
+        assert process.wait(PROGRESS_TIMEOUT_SECONDS) == 0
         assert (tmp_path / "up").read_text() == "True"
     finally:
         process.kill()
@@ -104,8 +112,8 @@ def test_torchrun_second_sigterm_does_not_interrupt_the_wait_for_the_ranks(tmp_p
         "signal.signal(signal.SIGTERM, lambda *_: (here / 'asked').touch())\n(here / 'up').touch()\n"
         "while not (here / 'go').exists(): time.sleep(0.05)\n(here / 'saved').touch()\n"
     )
-    command = [sys.executable, "-m", "prime_rl.trainer.torchrun", "--standalone", "--nproc-per-node=1"]
-    process = subprocess.Popen([*command, str(tmp_path / "rank.py"), str(tmp_path)], stderr=subprocess.PIPE)
+    command = [*TORCHRUN, "--nproc-per-node=1", str(tmp_path / "rank.py"), str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         for name in ("up", "asked"):
             until((tmp_path / name).exists, name)
@@ -113,7 +121,7 @@ def test_torchrun_second_sigterm_does_not_interrupt_the_wait_for_the_ranks(tmp_p
         with pytest.raises(subprocess.TimeoutExpired):  # it waits for its rank
             process.wait(1)
         (tmp_path / "go").touch()
-        assert process.wait(PROGRESS_TIMEOUT_S) == 128 + signal.SIGTERM
+        assert process.wait(PROGRESS_TIMEOUT_SECONDS) == 128 + signal.SIGTERM
         assert (tmp_path / "saved").exists()
         assert b"Traceback" not in process.stderr.read()
     finally:
@@ -128,9 +136,147 @@ def test_cause_replaces_error_files_of_other_ranks(tmp_path):
     )
     error = tmp_path / "error.json"
     error.write_text(json.dumps({"code": 1, "message": "rank 0 lost another rank", "attempt": "0"}))
-    command = [sys.executable, "-m", "prime_rl.trainer.torchrun", "--standalone", "--nproc-per-node=2"]
+    command = [*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "rank.py")]
     environment = {**os.environ, "PRIME_RL_ERROR_FILE": str(error), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    done = subprocess.run([*command, str(tmp_path / "rank.py")], env=environment, timeout=120, capture_output=True)
+    done = subprocess.run(command, env=environment, timeout=120, capture_output=True)
     assert done.returncode == 1
     assert "rank 1 (pid " in json.loads(error.read_text())["message"]
     assert "was killed by SIGKILL" in json.loads(error.read_text())["message"]
+
+
+RANK = """
+import json, os, sys
+import psutil, torch
+from torch import distributed
+
+distributed.init_process_group("gloo")
+ours = torch.ones(1)
+distributed.all_reduce(ours)
+assert ours.item() == 2
+if distributed.get_rank() == 0:
+    listening = {}
+    for process in (psutil.Process(os.getppid()), psutil.Process()):
+        sockets = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        listening[process.pid == os.getpid()] = sorted(c.laddr.ip for c in sockets)
+    print(json.dumps({"agent": listening[False], "rank": listening[True], "at": os.environ["MASTER_ADDR"]}))
+distributed.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_stores_and_gloo_listen_on_loopback_only(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = [*TORCHRUN, "--nproc-per-node=2", str(script)]
+    env = {key: value for key, value in os.environ.items() if key not in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    assert told["agent"] and set(told["agent"]) == {"127.0.0.1"}, told
+    assert told["rank"] and set(told["rank"]) == {"127.0.0.1"}, told
+    assert told["at"] == "127.0.0.1"
+
+
+# The start of a rank: limits of its process, and the GPUs that it supports
+
+
+def start_with_few_files(world, _):
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    limit_process()
+    return [*resource.getrlimit(resource.RLIMIT_NOFILE), hard]
+
+
+def test_rank_raises_the_limit_of_open_files(tmp_path):
+    """Each process group of gloo connects a rank with each other one: 1024 ranks exceed the usual limit of 1024."""
+    for soft, hard, before in run_world(2, start_with_few_files, None, tmp_path):
+        assert hard == before and soft == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Simulate one GPU; set its name and capability in the returned dict."""
+    found = {"name": "Tesla T4", "capability": (7, 5)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: found["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: found["name"])
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    for name, value in (("get_rank", 0), ("get_world_size", 1), ("destroy_process_group", None)):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    return found
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5)])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_old_gpu_without_bfloat16_is_refused_in_one_line(gpu, capability, dtype):
+    gpu["capability"] = capability
+    message = r"Tesla T4 has compute capability .*set model\.dtype='float32'"
+    with pytest.raises(ConfigError, match=message) as error, join_world("auto", 60, TrainerModelConfig(dtype=dtype)):
+        pass
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 0), "float32"), ((8, 0), "auto"), ((12, 0), "bfloat16")])
+def test_supported_gpu_is_used(gpu, capability, dtype):
+    gpu["capability"] = capability
+    with join_world("auto", 60, TrainerModelConfig(dtype=dtype)) as world:
+        assert world.device == torch.device("cuda", 0)
+
+
+# The interface of gloo on hosts whose names are those of the loopback interface
+
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Choose the interface of rank 0 or 1, each on a node of its own, whose host has this name."""
+
+    def choose(rank, name, **variables):
+        monkeypatch.delenv(VARIABLE, raising=False)
+        monkeypatch.setattr(socket, "gethostname", lambda: name)
+        for key, value in {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": str(rank), **variables}.items():
+            monkeypatch.setenv(key, value)
+        store = dist.HashStore()
+        if rank == 0:
+            store.set("prime_rl/main_address", "127.0.0.1")
+        choose_gloo_interface(store, rank, 2)
+        return os.environ.get(VARIABLE)
+
+    return choose
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["localhost", "no-such-host.invalid"])
+def test_interface_to_the_other_node_replaces_the_loopback_name(choose, rank, name):
+    assert choose(rank, name) == "lo"  # the other node is this machine, too
+
+
+def test_interface_is_kept_if_the_name_is_reachable_or_the_user_has_set_one(choose):
+    assert choose(1, "192.0.2.7") is None
+    assert choose(1, "localhost", **{VARIABLE: "eth7"}) == "eth7"
+
+
+# The commands start without torch, and explain in one line how to install it
+
+
+def test_missing_torch_exits_with_one_line_that_names_the_command(monkeypatch):
+    monkeypatch.setattr(import_utils, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="uv sync --extra cpu") as caught:
+        import_utils.require_packages("torch")
+    assert "\n" not in str(caught.value)
+
+
+def test_invalid_keys_exit_before_torch_is_imported():
+    code = (
+        "import sys; sys.argv = ['trainer', '--no-such-key', '1']\n"
+        "from prime_rl.entrypoints import sft, trainer\n"
+        "try:\n    trainer.main()\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.stdout.split() == ["2", "False"]
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1

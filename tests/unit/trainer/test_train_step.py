@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.trainer import FakeDataConfig
 from prime_rl.configs.training.loss import AIPOLossConfig
-from prime_rl.configs.training.memory import ActivationCheckpointConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig, SGDConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
-from prime_rl.trainer.losses import build_loss
+from prime_rl.trainer.losses.loss_functions import build_loss
 from prime_rl.trainer.model.policy_model import load_tokenizer
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
 from prime_rl.trainer.rl.rl_objective import rl_objective
@@ -28,11 +28,11 @@ from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_world
 
-SIZES = (1, 2)  # four ranks: test_parallel.py
 VOCABULARY = 103
 ROOM = 100  # one row of a batch, or two short ones
-# name -> (tied embeddings, minibatches, activation checkpointing)
-CASES = {"tied": (True, 1, None), "untied": (False, 1, None), "minibatches": (True, 3, None), "ac": (True, 1, 2)}
+OBJECTIVE = rl_objective(build_loss(AIPOLossConfig()))
+# name -> (tied embeddings, minibatches)
+CASES = {"tied": (True, 1), "untied": (False, 1), "minibatches": (True, 3)}
 
 
 def make_batch(step):
@@ -46,8 +46,8 @@ def make_batch(step):
     return dataclasses.replace(batch, loss_mask=mask, versions=versions.astype(np.int32), logprobs=logprobs)
 
 
-def make_engine(world, path, ac=None, lr=1e-3):
-    config = TrainerModelConfig(name=str(path), ac=ac and ActivationCheckpointConfig(freq=ac))
+def make_engine(world, path, lr=1e-3):
+    config = TrainerModelConfig(name=str(path))
     policy = make_policy(config, 0, world)
     return policy, TrainStep(policy, build_optimizer(AdamWConfig(lr=lr), policy), world, max_norm=1.0)
 
@@ -55,22 +55,15 @@ def make_engine(world, path, ac=None, lr=1e-3):
 def train_everything(world: World, argument: str):
     """Runs on every rank: three steps of each case; publishes what comes out."""
     root, results = Path(argument), {}
-    objective = rl_objective(build_loss(AIPOLossConfig()))
-    for name, (tied, minibatches, ac) in CASES.items():
+    for name, (tied, minibatches) in CASES.items():
         source = root / ("tied" if tied else "untied")
-        policy, engine = make_engine(world, source, ac)
-        steps = [engine.step(split_batch(make_batch(n), n, minibatches, world, ROOM), objective, 1.0) for n in range(3)]
+        policy, engine = make_engine(world, source)
+        steps = [engine.step(split_batch(make_batch(n), n, minibatches, world, ROOM), OBJECTIVE, 1.0) for n in range(3)]
         results[name] = [dataclasses.asdict(step) for step in steps]
-        tokenizer = load_tokenizer(_no_tokenizer(), TrainerModelConfig(name=str(source)))
+        tokenizer = load_tokenizer(TokenizerConfig(), TrainerModelConfig(name=str(source)))
         target = root / f"out_{name}_{world.size}"
         Publisher(policy, tokenizer, torch.float32, world).publish(target, PolicyVersion(0, 3))
     return results
-
-
-def _no_tokenizer():
-    from prime_rl.configs.shared.blocks import TokenizerConfig
-
-    return TokenizerConfig()
 
 
 @pytest.fixture(scope="module")
@@ -78,34 +71,26 @@ def worlds(tmp_path_factory):
     root = tmp_path_factory.mktemp("worlds")
     make_tiny_model(root / "tied", tie_word_embeddings=True)
     make_tiny_model(root / "untied", tie_word_embeddings=False)
-    results = {size: run_world(size, train_everything, str(root), root) for size in SIZES}
+    results = {size: run_world(size, train_everything, str(root), root) for size in (1, 2)}  # four: test_parallel.py
     return root, results
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_train_step_does_not_depend_on_world_size(worlds, case, size):
+def test_train_step_does_not_depend_on_world_size(worlds, case):
     """I9: loss, gradient norm, every mean and the resulting weights are those of one rank, and the same on all."""
     root, results = worlds
     alone = results[1][0][case]
-    for rank in results[size]:
-        assert rank[case] == results[size][0][case]
-    for mine, other in zip(alone, results[size][0][case], strict=True):
+    for rank in results[2]:
+        assert rank[case] == results[2][0][case]
+    for mine, other in zip(alone, results[2][0][case], strict=True):
         for key in ("loss", "grad_norm"):
             assert other[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-5)
         assert other["means"] == pytest.approx(mine["means"], rel=1e-4, abs=1e-5)
         assert mine["skipped"] == other["skipped"] == 0
-    one, many = (load_file(root / f"out_{case}_{n}" / "model.safetensors") for n in (1, size))
+    one, many = (load_file(root / f"out_{case}_{n}" / "model.safetensors") for n in (1, 2))
     assert one.keys() == many.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(many[name], tensor, rtol=0, atol=2e-4)
-
-
-def test_activation_checkpointing_gives_equal_steps(worlds):
-    _, results = worlds
-    for plain, recomputed in zip(results[1][0]["tied"], results[1][0]["ac"], strict=True):
-        assert recomputed["loss"] == pytest.approx(plain["loss"], abs=1e-6)
-        assert recomputed["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
 
 
 def test_gradient_equals_plain_pytorch(worlds, tmp_path):
@@ -167,8 +152,8 @@ def poisoned(field, value):
 def test_non_finite_inputs_skip_the_update(lone_engine, field, value):
     """I10: whatever a batch holds, no weight becomes non-finite; what cannot be used is skipped and counted."""
     world, policy, engine = lone_engine
-    objective, before = rl_objective(build_loss(AIPOLossConfig())), digest(policy)
-    result = engine.step(split_batch(poisoned(field, value), 0, 1, world, ROOM), objective, 1.0)
+    before = digest(policy)
+    result = engine.step(split_batch(poisoned(field, value), 0, 1, world, ROOM), OBJECTIVE, 1.0)
     for parameter in policy.parameters():
         assert torch.isfinite(parameter.full_tensor()).all()
     if field == "logprobs" and not np.isnan(value):
@@ -176,29 +161,26 @@ def test_non_finite_inputs_skip_the_update(lone_engine, field, value):
     else:
         assert (result.skipped, result.grad_norm, result.loss) == (1, None, None)
         assert digest(policy) == before
-    good = engine.step(split_batch(make_batch(1), 1, 1, world, ROOM), objective, 1.0)
+    good = engine.step(split_batch(make_batch(1), 1, 1, world, ROOM), OBJECTIVE, 1.0)
     assert good.skipped == 0 and digest(policy) != before
 
 
 def test_non_finite_minibatch_does_not_affect_others(lone_engine):
     world, policy, engine = lone_engine
     before = digest(policy)
-    result = engine.step(
-        split_batch(poisoned("advantages", np.nan), 0, 3, world, ROOM), rl_objective(build_loss(AIPOLossConfig())), 1e-3
-    )
+    result = engine.step(split_batch(poisoned("advantages", np.nan), 0, 3, world, ROOM), OBJECTIVE, 1e-3)
     assert result.skipped == 1 and result.grad_norm is not None
     assert digest(policy) != before
 
 
 def test_three_skipped_steps_raise(lone_engine):
     world, _, engine = lone_engine
-    objective = rl_objective(build_loss(AIPOLossConfig()))
     bad = split_batch(poisoned("advantages", np.nan), 0, 1, world, ROOM)
     good = split_batch(make_batch(0), 0, 1, world, ROOM)
     for minibatches in (bad, bad, good, bad, bad):
-        engine.step(minibatches, objective, 1.0)
+        engine.step(minibatches, OBJECTIVE, 1.0)
     with pytest.raises(RunError, match="3 consecutive steps"):
-        engine.step(bad, objective, 1.0)
+        engine.step(bad, OBJECTIVE, 1.0)
 
 
 @pytest.mark.parametrize("action", ["step", "evaluate"])
@@ -207,9 +189,8 @@ def test_token_outside_vocabulary_raises(lone_engine, action):
     batch = make_batch(0)
     batch = dataclasses.replace(batch, tokens=np.where(batch.tokens == batch.tokens[3], 128, batch.tokens))
     (minibatch,) = split_batch(batch, 0, 1, world, ROOM)
-    objective = rl_objective(build_loss(AIPOLossConfig()))
     with pytest.raises(ConfigError, match=r"the batch contains token 128, but .* has 128 tokens"):
-        engine.step([minibatch], objective, 1.0) if action == "step" else engine.evaluate(minibatch, objective)
+        engine.step([minibatch], OBJECTIVE, 1.0) if action == "step" else engine.evaluate(minibatch, OBJECTIVE)
 
 
 def test_batch_without_trained_tokens_changes_nothing(lone_engine):
@@ -218,20 +199,31 @@ def test_batch_without_trained_tokens_changes_nothing(lone_engine):
     batch = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
     (minibatch,) = split_batch(batch, 0, 1, world, ROOM)
     assert minibatch.counts.tokens == 1
-    result = engine.step([minibatch], rl_objective(build_loss(AIPOLossConfig())), factor=0.0)
+    result = engine.step([minibatch], OBJECTIVE, factor=0.0)
     assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, 0)
     assert result.means["mismatch_kl"] is None
 
 
 def test_mismatch_is_measured_before_the_first_update_only(lone_engine):
-    world, _, engine = lone_engine
-    objective = rl_objective(build_loss(AIPOLossConfig()))
+    world, policy, engine = lone_engine
     minibatches = split_batch(make_batch(0), 0, 3, world, ROOM)
-    wanted = engine.step(minibatches[:1], objective, factor=0.0).means
-    got = engine.step(minibatches, objective, factor=100.0).means
+    before = digest(policy)
+    wanted = engine.step(minibatches[:1], OBJECTIVE, factor=0.0).means
+    assert digest(policy) == before, "a learning rate of 0"
+    got = engine.step(minibatches, OBJECTIVE, factor=100.0).means
     for name in ("mismatch_kl", "mismatch_kl/on_policy"):
         assert got[name] == pytest.approx(wanted[name], rel=1e-6)
     assert got["importance_ratio/mean"] != pytest.approx(wanted["importance_ratio/mean"], rel=1e-3)
+
+
+def test_parts_of_the_loss_add_up_to_it(lone_engine):
+    """Over minibatches of different sizes too."""
+    world, _, engine = lone_engine
+    batch = make_batch(0)
+    batch = dataclasses.replace(batch, ce_weights=np.linspace(0, 2, len(batch.tokens), dtype=np.float32))
+    result = engine.step(split_batch(batch, 0, 3, world, ROOM), OBJECTIVE, factor=1.0)
+    parts = [result.means[f"loss/{name}"] for name in ("rl", "ce")]
+    assert sum(parts) == pytest.approx(result.loss, rel=1e-5) and parts[0] != pytest.approx(result.loss, rel=1e-2)
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3, None])
@@ -242,15 +234,8 @@ def test_update_has_length_of_clipped_gradient(world, tmp_path, max_norm):
     engine = TrainStep(policy, build_optimizer(descent, policy), world, max_norm)
     before = [p.full_tensor().detach().clone() for p in policy.parameters()]
     minibatches = split_batch(make_batch(0), 0, 1, world, ROOM)
-    result = engine.step(minibatches, rl_objective(build_loss(AIPOLossConfig())), 1.0)
+    result = engine.step(minibatches, OBJECTIVE, 1.0)
     moved = [(p.full_tensor().detach() - b).double() for p, b in zip(policy.parameters(), before, strict=True)]
     length = sum(difference.square().sum() for difference in moved).sqrt().item()
     assert result.grad_norm > 1e-2
     assert length == pytest.approx(min(result.grad_norm, max_norm or np.inf), rel=1e-3)
-
-
-def test_learning_rate_zero_keeps_the_weights(lone_engine):
-    world, policy, engine = lone_engine
-    before = digest(policy)
-    engine.step(split_batch(make_batch(0), 0, 2, world, ROOM), rl_objective(build_loss(AIPOLossConfig())), factor=0.0)
-    assert digest(policy) == before

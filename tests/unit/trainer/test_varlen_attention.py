@@ -8,8 +8,9 @@ import torch.nn.attention.varlen as varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_rl.configs.training.model import TrainerModelConfig
-from prime_rl.trainer.attention import varlen_attention
 from prime_rl.trainer.fsdp import shard_policy
+from prime_rl.trainer.model import varlen_attention
+from prime_rl.trainer.model.varlen_attention import packed_attention, segment_attention
 from prime_rl.trainer.parallel.process_group import join_world
 from prime_rl.trainer.weights.policy_loading import load_policy
 from tests.support.tiny_model import make_tiny_model
@@ -128,32 +129,60 @@ def test_packed_samples_on_cuda_have_the_logprobs_of_single_ones(tmp_path, dtype
         ("auto", None, True, False),
         ("auto", (9, 0), False, False),
         ("varlen", (9, 0), True, False),
+        ("auto", (9, 0), True, None),  # it fails to load
     ],
 )
 def test_auto_activates_flash_attention_3_on_hopper_if_installed(monkeypatch, attn, capability, installed, activated):
     calls = []
+
+    def activate(name):
+        calls.append(name)
+        if activated is None:
+            raise RuntimeError("Module 'flash_attn_interface' does not expose FA3 kernels")
+
     monkeypatch.setattr(varlen_attention, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(varlen_attention.torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(varlen_attention.torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(varlen_attention, "activate_flash_attention_impl", calls.append)
+    monkeypatch.setattr(varlen_attention, "activate_flash_attention_impl", activate)
     varlen_attention._activate_flash_attention_3.cache_clear()
     assert varlen_attention.implementation(attn) == varlen_attention.ATTENTION_NAME
-    assert calls == (["FA3"] if activated else [])
-    varlen_attention._activate_flash_attention_3.cache_clear()
-
-
-def test_flash_attention_3_that_fails_to_load_is_not_used(monkeypatch):
-    def fail(name):
-        raise RuntimeError("Module 'flash_attn_interface' does not expose FA3 kernels")
-
-    monkeypatch.setattr(varlen_attention, "find_spec", lambda name: object())
-    monkeypatch.setattr(varlen_attention.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(varlen_attention.torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(varlen_attention, "activate_flash_attention_impl", fail)
-    varlen_attention._activate_flash_attention_3.cache_clear()
-    assert varlen_attention.implementation("auto") == varlen_attention.ATTENTION_NAME
+    assert calls == ([] if activated is False else ["FA3"])
     varlen_attention._activate_flash_attention_3.cache_clear()
 
 
 def test_attn_of_transformers_is_passed_on():
     assert [varlen_attention.implementation(a) for a in ("sdpa", "eager")] == ["sdpa", "eager"]
+
+
+# The attention operator of compiled blocks on a CPU equals eager attention (I8)
+
+
+BOUNDS = torch.tensor([0, 4, 5, 17], dtype=torch.int32)
+
+
+def inputs(heads=4, kv_heads=2, dtype=torch.float32):
+    random = torch.Generator().manual_seed(0)
+    shapes = ((1, heads, 17, 16), (1, kv_heads, 17, 16), (1, kv_heads, 17, 16))
+    return [torch.randn(s, generator=random).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_segment_attention_equals_eager_attention(window, kv_heads, dtype):
+    eager, ours = inputs(kv_heads=kv_heads, dtype=dtype), inputs(kv_heads=kv_heads, dtype=dtype)
+    shared = {"cu_seq_lens_q": BOUNDS, "max_length_q": 12, "scaling": 0.3, "sliding_window": window}
+    wanted, _ = packed_attention(torch.nn.Module(), *eager, None, **shared)
+    got = segment_attention(*ours, BOUNDS, 0.3, window)[0].transpose(1, 2)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (wanted * weights).sum().backward()
+    (got * weights).sum().backward()
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
+    for mine, theirs in zip(ours, eager, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=2 * tolerance)
+
+
+def test_segment_attention_passes_torchs_operator_checks():
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(segment_attention, (*inputs(), BOUNDS, 0.3, 3), test_utils=tests)

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,12 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from prime_rl.configs.training.model import DebugModelConfig, TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError
-from prime_rl.storage.wait_for import DeadlineError
-from prime_rl.trainer.parallel import dtensor_slices
-from prime_rl.trainer.parallel.dtensor_slices import fill_tensor, local_ranges
-from prime_rl.trainer.weights import hf_weights, model_download
-from prime_rl.trainer.weights.initial_weights import init_buffers, materialize
-from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
+from prime_rl.trainer.parallel import device_mesh
+from prime_rl.trainer.parallel.device_mesh import fill_tensor, local_ranges
+from prime_rl.trainer.weights import hf_weights
+from prime_rl.trainer.weights.policy_loading import init_buffers, load_policy, make_policy, materialize
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.test_policy_model import ARCHITECTURES, save
 from tests.unit.trainer.world import run_world
@@ -57,9 +52,9 @@ def test_parameters_and_buffers_equal_those_of_transformers(name, models):
 
 
 def load_all(world, argument):
-    """Runs on every rank: load, gather and compare with transformers; return what differs and what was read."""
+    """Runs on every rank: load, gather and compare with transformers; return what differs, was read, and refused."""
     read, differs, random = {}, [], {}
-    cut, whole_of = dtensor_slices.read_ranges, hf_weights.HFWeights._whole
+    cut, whole_of = device_mesh.read_ranges, hf_weights.HFWeights._whole
     for name in SHARDED:
         path = Path(argument) / name
         elements = []
@@ -69,17 +64,20 @@ def load_all(world, argument):
                 e.append(part)
             return part
 
-        dtensor_slices.read_ranges = lambda source, runs, note=noted: note(cut(source, runs), source)
+        device_mesh.read_ranges = lambda source, runs, note=noted: note(cut(source, runs), source)
         hf_weights.HFWeights._whole = lambda reader, key, note=noted: note(whole_of(reader, key), key)
         policy = make_policy(TrainerModelConfig(name=str(path)), 0, world)
-        dtensor_slices.read_ranges, hf_weights.HFWeights._whole = cut, whole_of
+        device_mesh.read_ranges, hf_weights.HFWeights._whole = cut, whole_of
         whole = sum(parameter.numel() for parameter in policy.parameters())
         read[name] = sum(part.numel() for part in elements) / whole
         reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         differs += [f"{name}: {what}" for what in differences(policy.causal_lm, reference)]
         drawn = make_policy(random_weights(path), SEED, world)
         random[name] = {key: value.full_tensor().double().sum().item() for key, value in drawn.named_parameters()}
-    return {"differs": differs, "read": read, "random": random}
+    try:
+        make_policy(TrainerModelConfig(name=str(path) if world.rank else "/no/such/model"), 0, world)
+    except (ConfigError, RunError) as error:
+        return {"differs": differs, "read": read, "random": random, "refusal": str(error)}
 
 
 def random_weights(path):
@@ -100,27 +98,18 @@ def differences(loaded, reference):
     yield from (name for name in our_buffers if not torch.equal(our_buffers[name], their_buffers[name]))
 
 
-@pytest.fixture(scope="module")
-def loaded(models, tmp_path_factory):
-    return run_world(2, load_all, str(models), tmp_path_factory.mktemp("scratch"))
-
-
-def test_shards_equal_those_of_transformers(loaded):
+def test_two_ranks_read_their_parts_and_equal_transformers(models, tmp_path):
+    """They read the model once, but for what both need (buffers) and rows that do not divide."""
+    loaded = run_world(2, load_all, str(models), tmp_path)
     assert [answer["differs"] for answer in loaded] == [[], []]
-
-
-def test_rank_reads_its_part_only(loaded):
-    """Two ranks read the model once, but for what both need (buffers) and rows that do not divide."""
+    lacks, has = (answer["refusal"] for answer in loaded)
+    assert "does not exist" in lacks and "another rank" in has, "a model that one node lacks (I7)"
     for name in SHARDED:
         parts = [answer["read"][name] for answer in loaded]
         assert sum(parts) < 1.01 and max(parts) < 0.6
-
-
-def test_random_weights_do_not_depend_on_the_world_size(loaded, models):
-    for name in SHARDED:
         drawn = load_policy(random_weights(models / name), SEED).named_parameters()
-        assert {key: value.double().sum().item() for key, value in drawn} == loaded[0]["random"][name]
-        assert loaded[0]["random"][name] == loaded[1]["random"][name]
+        alone = {key: value.double().sum().item() for key, value in drawn}
+        assert loaded[0]["random"][name] == loaded[1]["random"][name] == alone, "of no world size"
 
 
 def place_all(world, _):
@@ -181,20 +170,40 @@ def refusal(path, **options):
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-def test_missing_tensor_is_in_the_error(tiny):
-    change(tiny, lambda tensors: tensors.pop(NORM))
-    assert NORM in refusal(tiny) and "model.safetensors lacks" in refusal(tiny)
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
 
 
-def test_unexpected_tensor_is_in_the_error(tiny):
-    change(tiny, lambda tensors: tensors.update({"model.layers.7.more.weight": torch.zeros(2)}))
-    assert "model.safetensors contains model.layers.7.more.weight" in refusal(tiny)
-
-
-def test_wrong_shape_is_in_the_error(tiny):
-    change(tiny, lambda tensors: tensors.update({NORM: torch.zeros(3)}))
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path: change(path, lambda tensors: tensors.pop(NORM)), [NORM, "model.safetensors lacks"]),
+        (
+            lambda path: change(path, lambda tensors: tensors.update({"model.layers.7.more.weight": torch.zeros(2)})),
+            ["model.safetensors contains model.layers.7.more.weight"],
+        ),
+        (
+            lambda path: change(path, lambda tensors: tensors.update({NORM: torch.zeros(3)})),
+            [NORM, "[3]", "[64]", "model.safetensors"],
+        ),
+        (lambda path: cut(path / "model.safetensors"), ["model.safetensors cannot be read"]),
+        (
+            lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+            ["neither model.safetensors", "save_pretrained"],
+        ),
+    ],
+    ids=["missing", "unexpected", "shape", "cut", "pickle"],
+)
+def test_unusable_weights_are_named_in_the_error(tiny, spoil, words):
+    spoil(tiny)
     message = refusal(tiny)
-    assert NORM in message and "[3]" in message and "[64]" in message and "model.safetensors" in message
+    assert all(word in message for word in words)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"weight_map": []}', "{"])
+def test_invalid_index_is_in_the_error(tiny, content):
+    (tiny / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json is not a valid index of weight files" in refusal(tiny)
 
 
 def test_wrong_shape_of_experts_is_in_the_error(models, tmp_path):
@@ -204,29 +213,12 @@ def test_wrong_shape_of_experts_is_in_the_error(models, tmp_path):
     assert "experts" in refusal(path)
 
 
-def test_truncated_file_is_in_the_error(tiny):
-    file = tiny / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "model.safetensors cannot be read" in refusal(tiny)
-
-
 def test_missing_file_of_the_index_is_in_the_error(models, tmp_path):
     several = next(path.parent for path in sorted(models.glob("*/model.safetensors.index.json")))
     path = shutil.copytree(several, tmp_path / "several")
     lost = sorted(path.glob("*.safetensors"))[1]
     lost.unlink()
     assert lost.name in refusal(path)
-
-
-@pytest.mark.parametrize("content", ["[]", '{"weight_map": []}', "{"])
-def test_invalid_index_is_in_the_error(tiny, content):
-    (tiny / "model.safetensors.index.json").write_text(content)
-    assert "model.safetensors.index.json is not a valid index of weight files" in refusal(tiny)
-
-
-def test_pickled_weights_are_refused(tiny):
-    (tiny / "model.safetensors").rename(tiny / "pytorch_model.bin")
-    assert "neither model.safetensors" in refusal(tiny) and "save_pretrained" in refusal(tiny)
 
 
 def test_tied_head_in_the_files_must_equal_the_embedding(tiny):
@@ -268,55 +260,3 @@ def test_generation_config_is_loaded(tiny):
     (tiny / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": [2, 7]}))
     generation = load_policy(TrainerModelConfig(name=str(tiny)), seed=0).causal_lm.generation_config
     assert (generation.temperature, generation.eos_token_id) == (0.6, [2, 7])
-
-
-def test_cached_download_is_used_and_a_missing_one_raises_one_line(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(model_download.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_download.constants, "HF_HUB_OFFLINE", True)
-    repository = tmp_path / "cache/models--some--model"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs/main").write_text("abc")
-    shutil.copytree(tiny, repository / "snapshots/abc")
-    assert model_download.model_directory("some/model") == repository / "snapshots/abc"
-    with pytest.raises(ConfigError, match="cannot download 'no/model'") as caught:
-        model_download.model_directory("no/model")
-    assert "\n" not in str(caught.value)
-
-
-def test_download_that_hangs_times_out(tmp_path, monkeypatch):
-    stuck = threading.Event()
-    monkeypatch.setattr(model_download.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_download, "snapshot_download", lambda *_, **__: stuck.wait())
-    with pytest.raises(
-        DeadlineError, match=r"waited 0 s for the download of some/model, to .*\(model\.download_timeout_seconds\)"
-    ):
-        model_download.model_directory("some/model", 0.2)
-    stuck.set()
-
-
-def test_download_lock_held_by_another_process_times_out_with_its_pid(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_download.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    lock = tmp_path / "cache/.locks/prime-rl--some--model.lock"
-    lock.parent.mkdir(parents=True)
-    code = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(1, flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", code, str(lock)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        with pytest.raises(DeadlineError, match=rf"process {other.pid} .* to download some/model"):
-            model_download.model_directory("some/model", 0.3)
-        other.communicate()
-
-
-def fail_on_one(world, argument):
-    path = argument if world.rank else "/no/such/model"
-    try:
-        make_policy(TrainerModelConfig(name=path), 0, world)
-    except (ConfigError, RunError) as error:
-        return str(error)
-
-
-def test_rank_without_the_model_raises_on_all_ranks(tiny, tmp_path):
-    """A missing model on one node raises on all ranks (I7)."""
-    lacks, has = run_world(2, fail_on_one, str(tiny), tmp_path, timeout=100)
-    assert "does not exist" in lacks and "another rank" in has

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.loading.base_config import BaseConfig
+from prime_rl.configs.loading.base_config import BaseConfig
 
 DEFAULT_TRANSFER_PORT = 29501
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -110,10 +110,13 @@ def _expandable_segments() -> str | None:
     return None
 
 
-def check_placement(kind: str, trainer: Sequence[int], inference: Sequence[int] | None, base_url: object) -> None:
+def check_placement(
+    kind: str, trainer: Sequence[int], inference: Sequence[int] | None, base_url: object, tensor_parallel: int = 1
+) -> None:
     """Raise ValueError if the transport `kind` does not support the GPUs of trainer and inference.
 
-    `inference` is None if `rl` starts no server; `base_url` are servers for evaluation only.
+    `inference` is None if `rl` starts no server, else the server has `tensor_parallel` GPUs for each copy of the model;
+    `base_url` are servers for evaluation only.
     """
     if kind == "filesystem":
         return
@@ -127,6 +130,12 @@ def check_placement(kind: str, trainer: Sequence[int], inference: Sequence[int] 
         raise ValueError(
             f"trainer.weight_broadcast.type = 'nccl' cannot join two processes on one GPU, and trainer_gpu_ids and "
             f"inference_gpu_ids share {shared}; use 'ipc' (one GPU for both) or 'filesystem'"
+        )
+    if kind == "nccl" and tensor_parallel > 1:
+        raise ValueError(
+            f"trainer.weight_broadcast.type = 'nccl' is not supported with inference.parallel.tp = {tensor_parallel}: "
+            "receiving a version beside the collectives of sampling may deadlock; use 'filesystem' with "
+            "trainer.weight_broadcast.directory = /dev/shm/weights"
         )
     if kind == "ipc" and inference is not None and not (list(trainer) == list(inference) and len(trainer) == 1):
         raise ValueError(

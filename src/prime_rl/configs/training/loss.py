@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.loading.base_config import BaseConfig, ImportPath, common
+from prime_rl.configs.loading.base_config import BaseConfig, ImportPath, common
 
 
 class KLConfig(BaseConfig):
@@ -20,6 +20,9 @@ class KLConfig(BaseConfig):
 
     straight_through: bool = False
     """Use the gradient of k2, which is unbiased on policy, with the value of `estimator`."""
+
+    importance_weight: bool = False
+    """Multiply by the importance ratio trainer / sampler, so that the estimate is unbiased off policy."""
 
 
 Normalization = Literal["token", "sequence", "fixed"]

@@ -1,14 +1,89 @@
-"""`trainer.model` and `sft.model`: the trained model, its parallelism and its memory options."""
+"""`trainer.model` and `sft.model`: the trained model, its parallelism, its memory options and LoRA."""
 
 import math
+import re
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from prime_rl.configs.shared.blocks import NameConfig
-from prime_rl.configs.training.lora import LoRAConfig
-from prime_rl.configs.training.memory import ActivationCheckpointConfig, ActivationOffloadConfig, CompileConfig
-from prime_rl.loading.base_config import BaseConfig, common
+from prime_rl.configs.base_model import NameConfig
+from prime_rl.configs.lists import StrList
+from prime_rl.configs.loading.base_config import BaseConfig, common
+
+
+class CompileConfig(BaseConfig):
+    """torch.compile of each transformer block."""
+
+    fullgraph: bool = False
+    """Fail if a block does not compile as one graph."""
+
+
+class ActivationCheckpointConfig(BaseConfig):
+    """Recompute activations in the backward pass instead of storing them."""
+
+    mode: Literal["full", "selective"] = "full"
+    """full stores only a block's input; selective also stores the results of attention and matrix products."""
+
+    freq: int = Field(1, ge=1)
+    """Recompute every n-th block; 1 saves most memory."""
+
+
+class ActivationOffloadConfig(BaseConfig):
+    """Store the saved tensors of the blocks in host memory until the backward pass."""
+
+    pin_memory: bool = True
+    """Use page-locked host memory, so that copies overlap with computation (CUDA only)."""
+
+    max_inflight_activations: int = Field(5, ge=1)
+    """Maximum number of concurrent copies: more hide the copies better and use more GPU memory."""
+
+
+ALL_LINEAR = "all-linear"
+DEFAULT_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoRAConfig(BaseConfig):
+    """Train low-rank adapters and freeze all other weights."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of the adapters."""
+
+    alpha: float = Field(32.0, gt=0)
+    """Scale; an adapter's product is multiplied by alpha / rank."""
+
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout before the adapter while gradients are computed. With a value above 0 the trained policy differs from the
+    sampling one; mismatch_kl measures the difference."""
+
+    target_modules: StrList = Field(DEFAULT_TARGETS)
+    """Linear layers with an adapter: last parts of their names, regular expressions for the whole name, or `all-linear`
+    (all but the output head). Default names that the model does not have are ignored."""
+
+    base_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of the frozen weights; auto is the precision of forward and backward. Adapters use float32."""
+
+    publish: Literal["merged", "adapter"] = "merged"
+    """Publish all weights with the adapters merged into them, or the adapters alone in peft's format, for a server with
+    `enable_lora`."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's product: alpha / rank."""
+        return self.alpha / self.rank
+
+    @field_validator("target_modules")
+    @classmethod
+    def _compiles(cls, targets: list[str]) -> list[str]:
+        if not targets:
+            raise ValueError(f"target_modules is empty; name linear layers, or {ALL_LINEAR}")
+        for target in targets:
+            try:
+                re.compile(target)
+            except re.error as error:
+                raise ValueError(
+                    f"target_modules: {target!r} is neither a name nor a regular expression: {error}"
+                ) from None
+        return targets
 
 
 class ContextParallelConfig(BaseConfig):
@@ -81,9 +156,6 @@ class TrainerModelConfig(NameConfig):
 
     trust_remote_code: bool = False
     """Run Python code from the model's repository."""
-
-    download_timeout_seconds: float = Field(3600, gt=0)
-    """Timeout for the download of the model, by this or another process of the node."""
 
     logprob_chunk_size: int | None = Field(None, ge=1)
     """Tokens of a row whose logits exist at the same time; less saves memory. None is what 1 GiB holds (64 MiB on a

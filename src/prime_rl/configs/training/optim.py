@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_rl.loading.base_config import BaseConfig, common
+from prime_rl.configs.loading.base_config import BaseConfig, common
 
 
 class OptimizerConfig(BaseConfig):

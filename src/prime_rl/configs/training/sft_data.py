@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, FiniteFloat, model_validator
 
-from prime_rl.configs.shared.blocks import StrList, split_commas
-from prime_rl.loading.base_config import BaseConfig, common
+from prime_rl.configs.lists import StrList, split_commas
+from prime_rl.configs.loading.base_config import BaseConfig, common
 
 FloatList = Annotated[list[FiniteFloat], BeforeValidator(split_commas)]
 

@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from prime_rl.liveness.file_locks import acquire_lock
 from prime_rl.storage.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
 from prime_rl.storage.delta.chain import base_of, is_intact, read_base, rebuild
+from prime_rl.storage.file_locks import acquire_lock
 
 logger = logging.getLogger(__name__)
 
 _HASH = re.compile("[0-9a-f]{32}")
 NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
 """Threads of a worker that read or rebuild weights."""
-_LOCK_S = 1200.0  # default time-out of a request (`client.timeout_seconds`): the client does not wait longer
+_LOCK_SECONDS = 1200.0  # default time-out of a request (`client.timeout_seconds`): the client does not wait longer
 
 
 def cache_root(folder: Path | None, port: int) -> Path:
@@ -47,14 +47,16 @@ def make_private(root: Path) -> None:
         raise ArtifactError(f"{root} is not a directory; remove it, or {elsewhere}")
     if found.st_uid != os.getuid():
         raise ArtifactError(f"{root} belongs to another user; {elsewhere}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ArtifactError(f"other users may write to {root}; run chmod 700 {root}, or {elsewhere}")
 
 
 class DeltaCache:
     """Full versions in a directory of this node, which is created if missing."""
 
-    def __init__(self, root: Path, timeout_s: float = _LOCK_S) -> None:
-        """`timeout_s` is the longest wait for another worker of this node."""
-        self._root, self._timeout_s = root, timeout_s
+    def __init__(self, root: Path, timeout_seconds: float = _LOCK_SECONDS) -> None:
+        """`timeout_seconds` is the longest wait for another worker of this node."""
+        self._root, self._timeout_seconds = root, timeout_seconds
 
     def complete(self, directory: Path, check: Callable[[], None]) -> Path:
         """Return a directory with full weights of a published version, or of a model.
@@ -66,14 +68,10 @@ class DeltaCache:
             ArtifactError: a file is missing, damaged, or differs from its manifest; names the file.
             DeadlineError: another worker held the lock for too long; names the process.
         """
-        if not (directory / MANIFEST).exists():
-            return directory
-        manifest = read_manifest(directory, WEIGHTS_FORMAT)
-        if manifest.get("delta") is None:  # neither a delta nor the base of deltas
+        if (target := self._copy_of(directory)) is None:
             return directory
         with self._locked(check):
             check()
-            target = self._directory(str(manifest["hash"]), directory)
             if not self._is_sound(target):
                 shutil.rmtree(target, ignore_errors=True)
                 self._make(directory, target, check)
@@ -82,6 +80,23 @@ class DeltaCache:
                 if _HASH.fullmatch(entry.stem) and entry.stem != target.name:
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             return target
+
+    def distrust(self, directory: Path) -> bool:
+        """Hash the copy of a version at the next `complete`, which rebuilds it if it is damaged.
+
+        Returns whether `complete` returns a copy of `directory`.
+        """
+        if (target := self._copy_of(directory)) is None:
+            return False
+        _marker(target).unlink(missing_ok=True)
+        return True
+
+    def _copy_of(self, directory: Path) -> Path | None:
+        """Return where the copy of a version is kept; None if it is neither a delta nor the base of deltas."""
+        if not (directory / MANIFEST).exists():
+            return None
+        manifest = read_manifest(directory, WEIGHTS_FORMAT)
+        return None if manifest.get("delta") is None else self._directory(str(manifest["hash"]), directory)
 
     def _directory(self, digest: str, directory: Path) -> Path:
         """Return the directory of the version with this hash; raises ArtifactError for anything else."""
@@ -137,9 +152,13 @@ class DeltaCache:
     def _locked(self, check: Callable[[], None]) -> Iterator[None]:
         """Exclude the other workers of this node; the kernel releases the lock of a process that dies."""
         make_private(self._root)
-        with (self._root / "lock").open("w") as lock:
-            acquire_lock(lock, self._timeout_s, "rebuilds weights from deltas", check)
+        with open(self._root / "lock", "a", opener=_open_no_link) as lock:
+            acquire_lock(lock, self._timeout_seconds, "rebuilds weights from deltas", check)
             yield
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _marker(target: Path) -> Path:

@@ -7,7 +7,6 @@ bases.
 
 import asyncio
 import shutil
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -21,11 +20,10 @@ from prime_rl.core.errors import ConfigError, RunError, translate_error
 from prime_rl.core.types import PolicyVersion
 from prime_rl.inference.policy.delta_cache import cache_root, make_private
 from prime_rl.inference.policy.weight_checks import WeightsRefusedError
-from prime_rl.relay.relay_client import PARTIAL, RelayClient, RelayError
-from prime_rl.relay.run_files import ArtifactListing, ArtifactName, RunFiles
-from prime_rl.relay.version_download import download_version
 from prime_rl.storage.artifact import ArtifactError, remove_artifact
 from prime_rl.storage.paths import RunPaths, step_of
+from prime_rl.storage.relay.relay_client import PARTIAL, RelayClient, RelayError, download_version
+from prime_rl.storage.relay.run_files import ArtifactListing, ArtifactName, RunFiles
 
 _RETRY_SECONDS = 0.25
 
@@ -51,7 +49,7 @@ class RelayedVersions:
     """Copies of published versions in `root`."""
 
     def __init__(self, client: RelayClient, root: Path, timeout_seconds: float) -> None:
-        """`timeout_seconds` is the longest time without a new byte."""
+        """`timeout_seconds` is the longest time without a byte that was not here before."""
         self._client, self._files, self._timeout_seconds = client, RunFiles(RunPaths(root)), timeout_seconds
 
     async def copy(self, published: Path, version: PolicyVersion, overtaken: Callable[[], str | None]) -> Path:
@@ -71,28 +69,33 @@ class RelayedVersions:
         step = step_of(published)
         if step is None:
             raise WeightsRefusedError(f"{published} is not named step_N; a server with relays loads published versions")
-        name, progress = ArtifactName("weights", step), time.monotonic()
+        name, limit_seconds = ArtifactName("weights", step), self._timeout_seconds
+        largest = dict[tuple[ArtifactName, str], int]()
+        """Sizes that copies have had. A relay that sends wrong bytes again and again adds nothing."""
+        last = "no relay has sent a file"
 
-        def check(_: ArtifactName) -> None:
-            nonlocal progress
-            progress = time.monotonic()
+        def check(artifact: ArtifactName, file: str, size: int) -> None:
+            if size > largest.get((artifact, file), 0):
+                largest[artifact, file] = size
+                limit.reschedule(asyncio.get_running_loop().time() + limit_seconds)
             if (reason := overtaken()) is not None:
                 raise WeightsRefusedError(reason)
 
-        while True:
-            try:
-                digest = await self._digest(name, version)
-                chain = await download_version(self._client, self._files, name, digest, check)
-                break
-            except RelayError as error:
-                limit_s = self._timeout_seconds
-                if time.monotonic() - progress > limit_s:
-                    raise RunError(f"{error}; nothing new for {limit_s:g} s (relay.timeout_seconds)") from None
-                last = error
-            logger.debug("version {} is not here yet: {}", version, last)
-            if (reason := overtaken()) is not None:
-                raise WeightsRefusedError(reason)
-            await asyncio.sleep(_RETRY_SECONDS)
+        chain: list[ArtifactName] | None = None
+        try:
+            async with asyncio.timeout(limit_seconds) as limit:
+                while chain is None:
+                    try:
+                        digest = await self._digest(name, version)
+                        chain = await download_version(self._client, self._files, name, digest, check)
+                    except RelayError as error:
+                        last = str(error)
+                        logger.debug("version {} is not here yet: {}", version, last)
+                        if (reason := overtaken()) is not None:
+                            raise WeightsRefusedError(reason) from None
+                        await asyncio.sleep(_RETRY_SECONDS)
+        except TimeoutError:
+            raise RunError(f"{last}; nothing new for {limit_seconds:g} s (relay.timeout_seconds)") from None
         await asyncio.to_thread(self._delete_others, set(chain))
         return self._files.path(name)
 
@@ -104,7 +107,7 @@ class RelayedVersions:
                 return msgspec.json.decode(listing.manifest, type=_Declared) == _Declared(version.branch, version.step)
             return False
 
-        listing, _ = await self._client.listing(name, is_it)
+        listing = await self._client.listing(name, is_it)
         return listing.digest
 
     def _delete_others(self, chain: set[ArtifactName]) -> None:
@@ -117,7 +120,7 @@ class RelayedVersions:
 
 
 class _Declared(msgspec.Struct):
-    """The version in a manifest."""
+    """Version that a manifest states."""
 
     branch: int
     step: int

@@ -1,6 +1,8 @@
 """Checks of a weights directory before its tensors are read: manifest, file sizes and headers, without torch.
 
-`weight_reader` hashes the tensors themselves when they are loaded.
+A version has all weights of the model, or it is an adapter: factors A and B of low-rank additions to layers of the base
+model, in peft's format. The manifest has the hash of every tensor, and as `adapter` the hash of the configuration with
+the scale. The workers hash the tensors themselves when they load them.
 """
 
 import json
@@ -10,23 +12,38 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from prime_rl.core.errors import translate_error
+import xxhash
+
+from prime_rl.configs.base_model import NameConfig
+from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.types import PolicyVersion
-from prime_rl.storage.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, IncompleteArtifact, read_manifest
+from prime_rl.storage.artifact import (
+    MANIFEST,
+    WEIGHTS_FORMAT,
+    ArtifactError,
+    IncompleteArtifact,
+    read_manifest,
+    retry_until_complete,
+    visibility_timeout,
+)
 from prime_rl.storage.delta.chain import base_of, read_entries
-from prime_rl.storage.fs_consistency import retry_until_complete, visibility_timeout
-from prime_rl.storage.tensor_hashes import content_hash
+from prime_rl.storage.model_files import find_model
+from prime_rl.storage.tensor_hashes import content_hash, hash_tensors
 from prime_rl.storage.weights.canary import PolicyCanary, parse_canary
-from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor
-
-if TYPE_CHECKING:
-    from prime_rl.inference.policy.adapter_checks import AdapterSpec
+from prime_rl.storage.weights.transfer_channel import TransferDescriptor
 
 Shapes = dict[str, tuple[int, ...]]
 
 _HALF = {"BF16": "bfloat16", "F16": "float16"}
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+POLICY_ADAPTER = 1
+"""Number of the base slot's adapter; those of runs, and named adapters, have larger numbers."""
+
+_PREFIX = "base_model.model."
 
 
 class WeightsRefusedError(Exception):
@@ -34,8 +51,16 @@ class WeightsRefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedPolicy:
-    """A published policy version in the directory `path`, with the content hash of its tensors.
+class AdapterSpec:
+    """How an adapter's factors are applied: peft's configuration (rank `r`, `lora_alpha` ...) and its file's hash."""
+
+    config: Mapping[str, Any]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedVersion:
+    """A published version in the directory `path` that has passed the checks, with the content hash of its tensors.
 
     Attributes:
         tensors: hash of each tensor by name, from the manifest.
@@ -49,7 +74,7 @@ class PublishedPolicy:
     path: Path
     tensors: Mapping[str, str] = field(default_factory=dict, repr=False)
     canary: PolicyCanary | None = None
-    adapter: "AdapterSpec | None" = None
+    adapter: AdapterSpec | None = None
     offer: TransferDescriptor | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -69,7 +94,7 @@ class ServedModel:
     If it is `tied`, its output head is its embedding, and `lm_head.weight` is optional.
     """
 
-    policy: PublishedPolicy
+    policy: CheckedVersion
     shapes: Shapes
     tied: bool
 
@@ -86,23 +111,35 @@ class TensorLocation:
     size: int
 
 
-def read_locations(directory: Path) -> list[TensorLocation]:
-    """Read the headers of the safetensors files in `directory`: tensors by file, in their order there.
+def find_base_model(model: NameConfig) -> ServedModel:
+    """Find or download a model by `find_model`, and hash its weights.
 
-    Raises ArtifactError if there is no file, or one is truncated or malformed; names the file.
+    Raises:
+        ConfigError: as `find_model`, or the model contains no safetensors weights.
     """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise IncompleteArtifact(f"{directory} contains no .safetensors file")
-    return [location for file in files for location in _file_locations(file)]
+    directory = find_model(model.name, model.revision, model.download_timeout_seconds)
+    invalid = f"model.name: {model.name} is not a Hugging Face model with safetensors weights"
+    with translate_error((ArtifactError, OSError, ValueError), lambda error: ConfigError(f"{invalid}: {error}")):
+        config = json.loads((directory / "config.json").read_text())
+        tensors = hash_tensors(directory)
+    shapes = read_shapes(directory)
+    # Without the key, the default of the model class applies; a checkpoint without a head is tied in any case.
+    declared = config.get("text_config", config).get("tie_word_embeddings") or config.get("tie_word_embeddings")
+    tied = declared is True or "lm_head.weight" not in shapes
+    embedding = next((shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")), None)
+    if tied and embedding is not None:
+        shapes = {"lm_head.weight": embedding, **shapes}  # an adapter may have factors of the head alone
+    return ServedModel(CheckedVersion(PolicyVersion(0, 0), content_hash(tensors), directory, tensors), shapes, tied)
 
 
-def read_shapes(directory: Path) -> Shapes:
-    """Read tensor name -> shape; raises as `read_locations`."""
-    return {location.name: location.shape for location in read_locations(directory)}
+def check_version(directory: Path, version: PolicyVersion, model: ServedModel, max_rank: int | None) -> CheckedVersion:
+    """Check a published version by `check_weights` or `check_adapter`."""
+    if (directory / ADAPTER_CONFIG).exists():
+        return check_adapter(directory, version, model.shapes, max_rank)
+    return check_weights(directory, version, model.shapes, model.tied)
 
 
-def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: bool) -> PublishedPolicy:
+def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: bool) -> CheckedVersion:
     """Check that `directory` contains the complete published weights of `version`, for the served model.
 
     Raises:
@@ -126,9 +163,62 @@ def check_weights(directory: Path, version: PolicyVersion, base: Shapes, tied: b
     return policy
 
 
+def check_adapter(directory: Path, version: PolicyVersion, base: Shapes, max_rank: int | None) -> CheckedVersion:
+    """Check that `directory` contains a complete adapter of the served model, published as `version`.
+
+    `max_rank` is the largest rank of the server; None if it accepts no adapters.
+
+    Raises:
+        WeightsRefusedError: as `check_weights`; or a factor matches no layer of the base model, its rank is too large,
+            or the server accepts no adapters.
+    """
+    policy, places, manifest = read_published(directory, version)
+    file = directory / ADAPTER_CONFIG
+    invalid = f"{file} is not a configuration of an adapter"
+    with translate_error((OSError, ValueError), lambda error: WeightsRefusedError(f"{invalid}: {error}")):
+        raw = file.read_bytes()
+        config = json.loads(raw)
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+    adapter = AdapterSpec(config, xxhash.xxh3_128_hexdigest(raw))
+    if manifest.get("adapter") != adapter.digest:
+        raise WeightsRefusedError(f"{file} differs from its manifest: {MANIFEST} has another hash")
+    if max_rank is None:
+        raise WeightsRefusedError(f"{directory} contains an adapter; the server accepts it with enable_lora = true")
+    rank = _check_factors(directory, places, base)
+    if rank > max_rank:
+        raise WeightsRefusedError(
+            f"{directory} contains an adapter of rank {rank}; this server has max_lora_rank = {max_rank}"
+        )
+    return replace(policy, adapter=adapter)
+
+
+def _check_factors(directory: Path, places: Mapping[str, TensorLocation], base: Shapes) -> int:
+    """Check every factor against its layer and the other factor of that layer; return the largest rank."""
+    largest = 0
+    layers = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in places}
+    for layer in sorted(layers):
+        a, b = (places.get(f"{_PREFIX}{layer}.lora_{factor}.weight") for factor in "AB")
+        if a is None or b is None:
+            raise WeightsRefusedError(f"{directory} lacks a factor of layer {layer or '?'}, or its name is not peft's")
+        weight = base.get(f"{layer}.weight")
+        if weight is None:
+            raise WeightsRefusedError(f"{a.file} adapts layer {layer}, which the served model does not have")
+        rank = a.shape[0] if a.shape else 0
+        if (a.shape, b.shape, len(weight)) != ((rank, weight[-1]), (weight[0], rank), 2):
+            raise WeightsRefusedError(
+                f"{a.file} adapts layer {layer} by factors of shape {list(a.shape)} and {list(b.shape)}; "
+                f"its weight has shape {list(weight)} in the served model"
+            )
+        largest = max(largest, rank)
+    if 2 * len(layers) != len(places):
+        raise WeightsRefusedError(f"{directory} contains tensors that are not factors of an adapter")
+    return largest
+
+
 def read_published(
     directory: Path, version: PolicyVersion
-) -> tuple[PublishedPolicy, dict[str, TensorLocation], Mapping[str, Any]]:
+) -> tuple[CheckedVersion, dict[str, TensorLocation], Mapping[str, Any]]:
     """Read the policy, the locations of its tensors by name, and the manifest, of any model.
 
     Raises WeightsRefusedError as `check_weights`, except for checks against the model.
@@ -152,7 +242,7 @@ def read_published(
         canary = parse_canary(manifest)
         if canary is not None and (coarse := {location.dtype for location in locations.values()} & _HALF.keys()):
             canary = replace(canary, dtype=_HALF[min(coarse)])
-    policy = PublishedPolicy(version, manifest["hash"], directory, manifest["tensors"], canary, offer=offer)
+    policy = CheckedVersion(version, manifest["hash"], directory, manifest["tensors"], canary, offer=offer)
     return policy, locations, manifest
 
 
@@ -163,6 +253,22 @@ def _explain(directory: Path, error: Exception) -> str:
         f"{directory.parent} does not exist on {socket.gethostname()}: a server needs the run's directory at the same "
         "path, or relay.urls"
     )
+
+
+def read_locations(directory: Path) -> list[TensorLocation]:
+    """Read the headers of the safetensors files in `directory`: tensors by file, in their order there.
+
+    Raises ArtifactError if there is no file, or one is truncated or malformed; names the file.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise IncompleteArtifact(f"{directory} contains no .safetensors file")
+    return [location for file in files for location in _file_locations(file)]
+
+
+def read_shapes(directory: Path) -> Shapes:
+    """Read tensor name -> shape; raises as `read_locations`."""
+    return {location.name: location.shape for location in read_locations(directory)}
 
 
 def _published_locations(

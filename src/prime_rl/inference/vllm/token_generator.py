@@ -43,6 +43,8 @@ _OTHER_ANSWERS = {
 }  # fmt: skip
 """Sampling parameters whose results a completion cannot contain."""
 _MAX_KNOWN_PARAMETERS = 1024
+_MAX_KNOWN_BYTES = 4096
+"""Longer parameters are validated again for each request, so that they take no memory after it."""
 _LEAST_LOGPROB = -9999.0
 """vLLM's HTTP routes return it for smaller ones and for NaN."""
 
@@ -90,7 +92,7 @@ class TokenGenerator:
         Args:
             client: vLLM's.
             state: of vLLM's application, with its handler of `/inference/v1/generate` and the load.
-            prepare: sets adapter and salt of a request (`request_layer.prepare_requests`); may raise ValueError.
+            prepare: sets adapter and salt of a request (`request_layer.prepare_requests`).
             send: the client's coroutine function that sends a prepared request to the engine.
         """
         self._client = client
@@ -109,6 +111,7 @@ class TokenGenerator:
         """
         adapter = self._find_adapter(request.model)
         self._serving._preflight(len(samples))
+        self._client.input_processor._validate_prompt_len(len(request.token_ids) // 4, "decoder")
         token_ids: list[int] = np.frombuffer(request.token_ids, "<i4").tolist()
         parameters = await self._find_parameters(request, token_ids, adapter)
         template = EngineCoreRequest(
@@ -132,7 +135,7 @@ class TokenGenerator:
             self._state.server_load_metrics += samples
 
     async def abort(self, names: Sequence[str]) -> None:
-        """End samples by their names."""
+        """Abort the unfinished samples with these names in the engine."""
         await self._client.abort(names, internal=True)
 
     def status_of(self, error: Exception) -> tuple[int, str]:
@@ -167,9 +170,10 @@ class TokenGenerator:
             tasks = await self._client.get_supported_tasks()
             made = processor.process_inputs(self._name(), prompt, parameters, tasks, lora_request=adapter)
             known = made.sampling_params, "max_tokens" not in given
-            if len(self._known_parameters) >= _MAX_KNOWN_PARAMETERS:
-                self._known_parameters.clear()
-            self._known_parameters[key] = known
+            if len(key) <= _MAX_KNOWN_BYTES:
+                if len(self._known_parameters) >= _MAX_KNOWN_PARAMETERS:
+                    self._known_parameters.clear()
+                self._known_parameters[key] = known
         parameters, is_open_ended = known
         if is_open_ended:
             parameters = copy.copy(parameters)

@@ -75,7 +75,7 @@ class HostBuffer:
         self.buffer = buffer
 
     def tensor(self, path: str, like: Tensor) -> Tensor:
-        """Return the memory of a parameter in the layout of `like`; before `allocate` a tensor without memory."""
+        """Return a view of the buffer with the shape and strides of `like`; a meta tensor before `allocate`."""
         if self.buffer is None:
             self._offsets[path] = self._size
             self._size += -(-_extent(like) // _ALIGNMENT) * _ALIGNMENT
@@ -154,11 +154,13 @@ class ShadowWeights:
         """Load these weights into the model. Must be called during a pause; a failure leaves undefined weights."""
         if self._host is None:
             forget_packed_experts(self._model)
+        # Layers of Mamba-2 compute with a view of a parameter.
+        viewed = {buffer.untyped_storage().data_ptr() for buffer in self._model.buffers()}
         for prefix, live, mirror in self._pairs:
             if _is_late(mirror):
                 _process_late(live, mirror)
             else:
-                self._replace_parameters(prefix, live, mirror, kept)
+                self._replace_parameters(prefix, live, mirror, kept, viewed)
             for name, buffer in mirror._buffers.items():
                 if buffer is not None and _join(prefix, name) in self._loaded:
                     live._buffers[name].copy_(buffer)
@@ -180,12 +182,14 @@ class ShadowWeights:
         if self._host is None and sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
             libc.malloc_trim(0)
 
-    def _replace_parameters(self, prefix: str, live: nn.Module, mirror: nn.Module, kept: frozenset[str]) -> None:
+    def _replace_parameters(
+        self, prefix: str, live: nn.Module, mirror: nn.Module, kept: frozenset[str], viewed: set[int]
+    ) -> None:
         for name, new in mirror._parameters.items():
             parameter = live._parameters[name]
             if new is None or parameter is None or _join(prefix, name) in kept:
                 continue
-            if self._host is None:
+            if self._host is None and not (parameter.numel() and parameter.untyped_storage().data_ptr() in viewed):
                 self._replaced.append(parameter.data)
                 parameter.data = new.data
             else:

@@ -37,11 +37,10 @@ from prime_rl.core.ports import join_host_port
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.tensor_hashes import RawTensor
 from prime_rl.storage.wait_for import DeadlineError
-from prime_rl.storage.weights.transfer_channel import ChannelError, Message, connect
-from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor
+from prime_rl.storage.weights.transfer_channel import ChannelError, Message, TransferDescriptor, connect
 
-_RECHECK_S = 0.25
-_CONNECT_S = 30
+_RECHECK_SECONDS = 0.25
+_CONNECT_SECONDS = 30
 _CLASSES = {"Tensor": torch.Tensor, "TypedStorage": torch.storage.TypedStorage, "UntypedStorage": torch.UntypedStorage}
 
 
@@ -116,10 +115,10 @@ class _Collector:
             self.put((name, tensor.detach().to("cpu", copy=True)))
 
     def put(self, item: Any) -> None:
-        """Queue an item, unless items are discarded."""
+        """Queue an item; blocks while the queue is full, until `discard` is set."""
         while not self.discard.is_set():
             with suppress(queue.Full):
-                self.items.put(item, timeout=_RECHECK_S)
+                self.items.put(item, timeout=_RECHECK_SECONDS)
                 return
 
 
@@ -133,7 +132,7 @@ class _Membership:
         self.name = name  # session and group
         self._type = offer.type
         self._device = worker.device
-        self._timeout_s = offer.timeout_s
+        self._timeout_seconds = offer.timeout_s
         self._collector = _Collector()
         self._engine: Any = WeightTransferEngineFactory.create_engine(
             WeightTransferConfig(backend=offer.type), worker.vllm_config, worker.device, cast("Any", self._collector)
@@ -143,7 +142,7 @@ class _Membership:
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         workers = copies * parallel.world_size  # vLLM's own count leaves out independent copies
         trainer = f"the trainer at {join_host_port(offer.host, offer.port)}"
-        self.channel = connect(offer.host, offer.port, _CONNECT_S, trainer)
+        self.channel = connect(offer.host, offer.port, _CONNECT_SECONDS, trainer)
         sender = f"worker {rank} of inference on {socket.gethostname()} (pid {os.getpid()})"
         self.channel.send(
             {"session": offer.session, "group": name[1], "rank": rank, "workers": workers, "name": sender}
@@ -158,7 +157,7 @@ class _Membership:
                 check()
 
         while True:
-            message = _raise_error(self.channel.receive(self._timeout_s, check_unless_forming))
+            message = _raise_error(self.channel.receive(self._timeout_seconds, check_unless_forming))
             if message["do"] == "init":
                 yield from self._run(partial(self._init, message["info"]), verify, check_unless_forming)
                 self._ready = True
@@ -171,7 +170,7 @@ class _Membership:
                 return
 
     def leave(self) -> None:
-        """Abort the transfer and close the connection."""
+        """Leave the group: abort a transfer in progress and close the connection."""
         self._collector.discard.set()
         self._engine.shutdown()
         self.channel.close()
@@ -181,7 +180,9 @@ class _Membership:
 
     def _update(self, info: dict[str, Any]) -> None:
         if "ipc_handles" in info:
-            info = {**info, "ipc_handles": _read_handles(info["ipc_handles"])}
+            # JSON of the trainer's `torch.multiprocessing.reductions.reduce_tensor`, by GPU.
+            handles = {gpu: tuple(map(_read_argument, each)) for gpu, each in info["ipc_handles"].items()}
+            info = {**info, "ipc_handles": handles}
         # Not `update_weights`, which would synchronize the whole device, sampling included.
         self._engine.receive_weights(self._engine.parse_update_info(info))
 
@@ -218,20 +219,20 @@ class _Membership:
             raise
 
     def _items(self, transfer: "Future[None]") -> Iterator[tuple[str, Tensor]]:
-        """Yield the items of `transfer` until it ends, or nothing has arrived for `timeout_s`."""
-        deadline = time.monotonic() + self._timeout_s
+        """Yield the items of `transfer` until it ends, or nothing has arrived for `timeout_seconds`."""
+        deadline = time.monotonic() + self._timeout_seconds
         while not transfer.done() or not self._collector.items.empty():
             try:
-                item = self._collector.items.get(timeout=_RECHECK_S)
+                item = self._collector.items.get(timeout=_RECHECK_SECONDS)
             except queue.Empty:
                 if self.channel.has_message():  # during a transfer the trainer sends only errors
-                    _raise_error(self.channel.receive(self._timeout_s))
+                    _raise_error(self.channel.receive(self._timeout_seconds))
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"waited {self._timeout_s:.0f} s for {self.channel.peer}") from None
+                    raise DeadlineError(f"waited {self._timeout_seconds:.0f} s for {self.channel.peer}") from None
                 continue
             if item is None:
                 return
-            deadline = time.monotonic() + self._timeout_s
+            deadline = time.monotonic() + self._timeout_seconds
             yield item
 
 
@@ -240,11 +241,6 @@ def _raise_error(message: Message) -> Message:
     if "error" in message:
         raise ChannelError(str(message["error"]))
     return message
-
-
-def _read_handles(handles: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
-    """Convert JSON to the result of the trainer's `torch.multiprocessing.reductions.reduce_tensor`, by GPU."""
-    return {gpu: tuple(map(_read_argument, arguments)) for gpu, arguments in handles.items()}
 
 
 def _read_argument(value: Any) -> Any:

@@ -5,8 +5,8 @@
                    |   `----> failed       the files are not the published ones; the model is unchanged
                    `--------> (gone)       dropped, or overtaken by the next stage
 
-One version of the policy is staged at a time: the next one stops it at its next tensor and takes over its memory. A
-named adapter can be staged at the same time. If `shadow_weights` does not support the model (quantized, with adapters),
+One version per slot is staged at a time: the next one stops it at its next tensor, and full weights take over its
+memory. If `shadow_weights` does not support the model (quantized, with adapters),
 the checkpoint is verified, and vLLM's layer-wise reload reads and verifies it again during the pause.
 """
 
@@ -14,32 +14,44 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 
 from prime_rl.core.errors import translate_error
-from prime_rl.inference.policy.adapter_checks import POLICY_ADAPTER
-from prime_rl.inference.policy.delta_cache import DeltaCache
+from prime_rl.inference.policy.delta_cache import NUM_THREADS, DeltaCache
+from prime_rl.inference.policy.weight_checks import POLICY_ADAPTER, TensorLocation, read_locations
 from prime_rl.inference.vllm import patches
-from prime_rl.inference.worker.lora_slots import AdapterSlots
 from prime_rl.inference.worker.shadow_weights import HostBuffer, ShadowWeights, why_unsupported
-from prime_rl.inference.worker.weight_reader import read_verified
 from prime_rl.inference.worker.weight_receiver import WeightReceiver
-from prime_rl.storage.artifact import ArtifactError
-from prime_rl.storage.tensor_hashes import ITEM_BYTES
-from prime_rl.storage.weights.transfer_descriptor import TransferDescriptor
+from prime_rl.storage.artifact import ArtifactError, retry_until_complete, visibility_timeout
+from prime_rl.storage.tensor_hashes import ITEM_BYTES, SAFETENSORS_NAMES, RawTensor
+from prime_rl.storage.weights.transfer_channel import TransferDescriptor
 
 logger = logging.getLogger(__name__)
-patches.keep_log_file()  # vLLM imports this module before it loads the model, and offers no earlier hook
+# vLLM imports this module before it loads the model, and offers no earlier hook.
+patches.keep_log_file()
+patches.route_in_float32()
+patches.compute_hybrid_models_on_cpu()
 
 State = Literal["staging", "staged", "failed", "gone"]
+
+_AHEAD_BYTES = 256 * 2**20
+
+_DTYPES = {code: getattr(torch, name) for name, code in SAFETENSORS_NAMES.items()}
 
 
 class Cancelled(Exception):
@@ -54,6 +66,7 @@ class WeightUpdateExtension:
         patches.die_with_parent()  # the engine, which may also be this process
         self.weight_update = WorkerWeightUpdate(self, Path(base), DeltaCache(Path(cache)))
         patches.score_prompts_by_their_own_adapter(self.model_runner)
+        patches.keep_seeds_of_chunked_prompts(self.model_runner)
 
     def call_weight_update(self: Any, method: str, *args: Any) -> Any:
         """Call a method of `WorkerWeightUpdate`."""
@@ -84,9 +97,9 @@ class StagedVersion:
     adapter: LoRAModel | None = None
 
     @property
-    def is_named(self) -> bool:
-        """Whether it is a named adapter."""
-        return self.number > POLICY_ADAPTER
+    def slot(self) -> int:
+        """Number of the slot; full weights are of the base slot."""
+        return max(self.number, POLICY_ADAPTER)
 
     def check(self) -> None:
         """Raise Cancelled after `drop`."""
@@ -100,8 +113,8 @@ class WorkerWeightUpdate:
     def __init__(self, worker: Any, base: Path, cache: DeltaCache) -> None:
         self._worker, self._base, self._cache = worker, base, cache
         self._receiver = WeightReceiver(worker)
-        self._versions: dict[str, StagedVersion] = {}  # at most one of the policy, and one of a named adapter
-        self._last_thread: threading.Thread | None = None  # newest one for the policy, also of a dropped version
+        self._versions: dict[str, StagedVersion] = {}  # at most one per slot
+        self._last_thread: threading.Thread | None = None  # newest one of the base slot, also of a dropped version
         self._slots = AdapterSlots(worker.model_runner) if worker.vllm_config.lora_config is not None else None
         self._kept: frozenset[str] | None = None
         self._unsupported: str | None = None
@@ -119,27 +132,30 @@ class WorkerWeightUpdate:
         number: int = 0,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start to read (or to fetch, if there is a `request`) and check a version; drops the policy's staged one.
+        """Start to read (or to fetch, if there is a `request`) and check a version; drops the staged one of its slot.
 
-        An adapter has a `number` and peft's `config`. A named one leaves the policy's staged version alone.
+        An adapter has a `number` and peft's `config`.
         """
         version = StagedVersion(key, Path(directory), hashes, number, config or {}, request)
-        previous = None if version.is_named else self._last_thread
+        is_base = version.slot == POLICY_ADAPTER
+        previous = self._last_thread if is_base else None
         thread = threading.Thread(target=self._stage, args=(version, previous), name="stage", daemon=True)
-        if not version.is_named:
-            for other in self._policy_versions():
-                self.drop(other.key)
+        for other in self._staged_in(version.slot):
+            self.drop(other.key)
+        if is_base:
             self._last_thread = thread
         self._versions[key] = version
         thread.start()
 
-    def disable_adapter(self) -> None:
-        """Remove the policy's adapter. Must be called during a pause."""
+    def empty_adapter(self, number: int) -> None:
+        """Replace an adapter by one that adds nothing. Must be called during a pause, unless the number is new."""
         if self._slots is not None:
-            self._slots.empty_policy()
+            self._slots.empty(number)
 
     def remove_adapter(self, number: int) -> None:
-        """Remove a named adapter that no request uses."""
+        """Remove an adapter that no request uses, and what is staged for it."""
+        for version in self._staged_in(number):
+            self.drop(version.key)
         if self._slots is not None:
             self._slots.remove(number)
 
@@ -167,7 +183,8 @@ class WorkerWeightUpdate:
             held = (tensors.pop(0) for _ in range(len(tensors)))
             self._reload(held if version.request is not None else self._weights(version))
             return
-        version.shadow.load_into_model(self._kept or frozenset())
+        with set_current_vllm_config(self._worker.vllm_config):  # for layers of experts, which are processed now
+            version.shadow.load_into_model(self._kept or frozenset())
         runner = self._worker.model_runner
         runner.reset_encoder_cache()
         runner.reset_mm_cache()
@@ -182,7 +199,7 @@ class WorkerWeightUpdate:
             reload does both at once, or a version is staged, whose memory this would overwrite on a GPU.
         """
         reason = self._unsupported
-        if self._policy_versions() or (self._last_thread is not None and self._last_thread.is_alive()):
+        if self._staged_in(POLICY_ADAPTER) or (self._last_thread is not None and self._last_thread.is_alive()):
             reason = "a version is staged; try again after the switch"
         if reason:
             return {"error": f"copying and processing cannot be measured: {reason}"}
@@ -195,15 +212,15 @@ class WorkerWeightUpdate:
         for target, source in zip(targets, [parameter.data for parameter in parameters], strict=True):
             target.copy_(source, non_blocking=True)
         self._synchronize()
-        copy_s = time.perf_counter() - start
+        copy_seconds = time.perf_counter() - start
         del targets, target, parameters, parameter, source  # processing frees what it packs, if nothing else holds it
         start = time.perf_counter()
         shadow.process(lambda: None)
         self._synchronize()
-        return {"bytes": shadow.bytes, "copy_s": copy_s, "process_s": time.perf_counter() - start}
+        return {"bytes": shadow.bytes, "copy_s": copy_seconds, "process_s": time.perf_counter() - start}
 
-    def _policy_versions(self) -> list[StagedVersion]:
-        return [version for version in self._versions.values() if not version.is_named]
+    def _staged_in(self, slot: int) -> list[StagedVersion]:
+        return [version for version in self._versions.values() if version.slot == slot]
 
     def _stage(self, version: StagedVersion, previous: threading.Thread | None) -> None:
         if previous is not None:
@@ -221,7 +238,14 @@ class WorkerWeightUpdate:
                     version.adapter = self._build(version, factors)
                 else:
                     self._check_support(version)
-                    self._stage_weights(version)
+                    try:
+                        self._stage_weights(version)
+                    except (ArtifactError, OSError) as error:
+                        if version.request is not None or not self._cache.distrust(version.directory):
+                            raise
+                        logger.warning("rebuilding the copy of %s: %s", version.directory, error)
+                        version.bytes = 0
+                        self._stage_weights(version)
             version.seconds = time.perf_counter() - start
             version.state = "staged"
         except Exception as error:
@@ -311,4 +335,123 @@ class WorkerWeightUpdate:
             patches.forget_packed_experts(model)
         self._worker.reload_weights(weights_iterator=weights)
         patches.repack_tied_head(model)
-        self.disable_adapter()  # the reload has emptied all slots
+        self.empty_adapter(POLICY_ADAPTER)  # the reload has emptied all slots
+
+
+class AdapterSlots:
+    """The adapters of one worker, whose model runner has LoRA enabled, always built from verified tensors.
+
+    vLLM computes every layer with a few adapters, each in a slot with a number; each request has the number of its
+    adapter. A run's adapter keeps its number from version to version, so requests in flight continue with the new
+    one. At the base model it is an adapter that adds nothing. vLLM would read a missing adapter, unverified, from the
+    path in a request; here it gets the adapter from memory, also after vLLM has emptied its slots (a reload, a profile
+    run).
+
+    Specific to vLLM 0.32.0: its adapter manager and parser. Without this class
+    tests/integration/inference/test_adapters.py fails.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._loader = runner.lora_manager
+        self._manager = self._loader._adapter_manager
+        self._adapters: dict[int, LoRAModel] = {}
+        self._loader._load_adapter = lambda request: self._adapters[request.lora_int_id]
+
+    def build(self, number: int, config: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> LoRAModel:
+        """Build an adapter from peft's configuration and factors, in the form of a slot. Does not change the model.
+
+        Raises:
+            ValueError: vLLM does not support the adapter, or one of its layers.
+        """
+        helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": self._loader.max_position_embeddings})
+        helper.validate_legal(self._loader.lora_config)
+        model = self._manager.model
+        renames = getattr(model, "hf_to_vllm_mapper", None)
+        lora = LoRAModel.from_lora_tensors(
+            lora_model_id=number,
+            tensors=dict(tensors),
+            peft_helper=helper,
+            device="cpu",
+            dtype=self._loader.lora_config.lora_dtype,
+            model_vocab_size=self._loader.vocab_size,
+            weights_mapper=renames and renames.get_rename_mapper(),
+            skip_prefixes=getattr(model, "lora_skip_prefixes", None),
+        )
+        # Fuses the factors of fused layers (query, key, value ...) and multiplies by the scale.
+        self._manager._create_merged_loras_inplace(lora)
+        if unknown := sorted(lora.loras.keys() - self._manager.modules.keys()):
+            raise ValueError(f"vLLM does not support adapters for layer {unknown[0]} of this model")
+        return lora
+
+    def load(self, lora: LoRAModel) -> None:
+        """Use the adapter for requests with its number. Must be called during a pause, unless there are none."""
+        self._adapters[lora.id] = lora
+        self._manager.remove_adapter(lora.id)
+        self._loader.add_adapter(LoRARequest(f"adapter {lora.id}", lora.id, "in memory"))
+
+    def empty(self, number: int) -> None:
+        """Replace an adapter by one that adds nothing; as `load`."""
+        self.load(self._manager.create_dummy_lora(number, 1, self._loader.embedding_modules))
+
+    def remove(self, number: int) -> None:
+        """Remove an adapter that no request uses."""
+        self._manager.remove_adapter(number)
+        self._adapters.pop(number, None)
+
+
+def read_verified(
+    directory: Path,
+    hashes: Mapping[str, str] | None,
+    check: Callable[[], None] = lambda: None,
+    cache: DeltaCache | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Read all tensors of the safetensors files in `directory`, file by file and in their order there.
+
+    Each tensor is read once into private memory and hashed there, so the hashed bytes are the loaded bytes (I5), even
+    if a file changes in between. Several threads read ahead of the loader, up to a limit in bytes.
+
+    Args:
+        directory: of safetensors files; with `cache`, of any published version.
+        hashes: name -> hash that each tensor must have (`RawTensor.digest`); None checks nothing.
+        check: called before each tensor; may raise to stop.
+        cache: rebuilds a version that was published as a delta.
+
+    Raises:
+        ArtifactError: a file is missing, truncated or malformed, or a tensor has another hash; names the file.
+        OSError: a file cannot be read.
+    """
+    if cache is not None:
+        directory = cache.complete(directory, check)
+    locations = retry_until_complete(partial(read_locations, directory), visibility_timeout(directory), check)
+    with ThreadPoolExecutor(NUM_THREADS, "read-weights") as pool:
+        pending: deque[tuple[TensorLocation, Future[Tensor]]] = deque()
+        ahead = 0
+        try:
+            for location in locations:
+                check()
+                pending.append((location, pool.submit(_read, location, hashes)))
+                ahead += location.size
+                while ahead > _AHEAD_BYTES and len(pending) > 1:
+                    done, future = pending.popleft()
+                    ahead -= done.size
+                    yield done.name, future.result()
+            while pending:
+                check()
+                done, future = pending.popleft()
+                yield done.name, future.result()
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+
+def _read(location: TensorLocation, hashes: Mapping[str, str] | None) -> Tensor:
+    """Read one tensor. Not by mmap: a mapped file that is truncated would kill the process with SIGBUS."""
+    data = np.fromfile(location.file, np.uint8, location.size, offset=location.begin)
+    if missing := location.size - data.size:
+        raise ArtifactError(f"{location.file} is truncated: tensor {location.name} lacks {missing} bytes")
+    tensor = RawTensor(location.dtype, location.shape, data)
+    if hashes is not None and tensor.digest(location.name) != hashes.get(location.name):
+        raise ArtifactError(f"{location.file} differs from its manifest: tensor {location.name} has another hash")
+    if location.size == 0:
+        return torch.empty(location.shape, dtype=_DTYPES[location.dtype])
+    return torch.from_numpy(data).view(_DTYPES[location.dtype]).reshape(location.shape)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +11,18 @@ from tensorboard.compat.proto.histogram_pb2 import HistogramProto
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from prime_rl.configs.shared.monitoring import TensorBoardConfig
+from prime_rl.configs.loading.root_config import RootConfig
+from prime_rl.configs.monitoring import TensorBoardConfig
 from prime_rl.core.errors import translate_error, unwritable
-from prime_rl.plots.figures import Figure
+from prime_rl.monitors.loggers.logger_base import MetricLogger
 
 _NUM_BINS = 64
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(MetricLogger):
     """One event file in `tensorboard/<role>` of the run directory; a resumed process adds another one.
+
+    TensorBoard has no tables, and shows no figures of plotly.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -28,7 +30,7 @@ class TensorBoardLogger:
 
     name = "TensorBoard"
 
-    def __init__(self, config: TensorBoardConfig, role: str, directory: Path) -> None:
+    def __init__(self, config: TensorBoardConfig, role: str, directory: Path, whole: RootConfig | None) -> None:
         folder = directory / "tensorboard" / role
         with translate_error(OSError, unwritable(f"tensorboard: {folder} cannot be written")):
             folder.mkdir(parents=True, exist_ok=True)
@@ -38,9 +40,6 @@ class TensorBoardLogger:
         """Log scalars."""
         self._write(step, [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()])
 
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Ignore samples: TensorBoard has no tables."""
-
     def log_distributions(self, step: int, distributions: Mapping[str, NDArray[np.float64]]) -> None:
         """Log one histogram per name."""
         values = [
@@ -48,9 +47,6 @@ class TensorBoardLogger:
             for name, values in distributions.items()
         ]
         self._write(step, values)
-
-    def log_figures(self, step: int, figures: Mapping[str, Figure]) -> None:
-        """Ignore figures: TensorBoard shows none of plotly."""
 
     def summarize(self, values: Mapping[str, float]) -> None:
         """Log the values at step 0: TensorBoard has no summary."""

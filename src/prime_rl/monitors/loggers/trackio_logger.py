@@ -1,20 +1,20 @@
 """trackio: the same values as W&B in a local database, shown by `trackio show`; figures are not supported."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trackio
 from numpy.typing import NDArray
 
-from prime_rl.configs.shared.monitoring import TrackioConfig
+from prime_rl.configs.loading.root_config import RootConfig
+from prime_rl.configs.monitoring import TrackioConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.loading.root_config import RootConfig
-from prime_rl.monitors.loggers.logged_values import continues_earlier_run, table_of
-from prime_rl.plots.figures import Figure
+from prime_rl.monitors.loggers.logger_base import MetricLogger, continues_earlier_run, table_of
 
 
-class TrackioLogger:
+class TrackioLogger(MetricLogger):
     """One trackio run, in the folder TRACKIO_DIR. A resumed process continues the run of the same name.
 
     Args:
@@ -27,7 +27,7 @@ class TrackioLogger:
 
     name = "trackio"
 
-    def __init__(self, config: TrackioConfig, role: str, whole: RootConfig | None) -> None:
+    def __init__(self, config: TrackioConfig, role: str, directory: Path, whole: RootConfig | None) -> None:
         try:
             self._run = trackio.init(
                 project=config.project,
@@ -55,9 +55,6 @@ class TrackioLogger:
         """Log one histogram per name."""
         histograms = {f"distributions/{name}": trackio.Histogram(values) for name, values in distributions.items()}
         self._run.log(histograms, step=step)
-
-    def log_figures(self, step: int, figures: Mapping[str, Figure]) -> None:
-        """Ignore figures: trackio has none."""
 
     def summarize(self, values: Mapping[str, float]) -> None:
         """Log the values in a line of their own: trackio has no summary."""

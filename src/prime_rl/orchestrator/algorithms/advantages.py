@@ -1,10 +1,15 @@
-"""Computes the advantages of a batch from the rewards of its groups, one function per algorithm.
+"""The advantages of a batch, one for each part of a rollout (`Credit`). Most rollouts have only one part.
 
-Advantages are always finite (I10), and exactly 0 if all rewards of a group are equal, unless the algorithm normalises
-over the batch. `docs/design/algorithms.md` compares the formulas.
+group --> comparisons: parts with the same name --> shaped rewards --> advantage function --> advantages of the parts
+  |                                                                                                   ^
+  `-- advantages that the environment gives ----------------------------------------------------------'
+
+Each algorithm is one function. Advantages are always finite (I10), and exactly 0 if all rewards of a group are equal,
+unless the algorithm normalises over the batch. `docs/design/algorithms.md` compares the formulas.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -12,11 +17,18 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from prime_rl.configs.rollouts import advantage as configs
-from prime_rl.configs.rollouts.advantage import AdvantageConfig, CustomAdvantageConfig
+from prime_rl.configs import advantage as configs
+from prime_rl.configs.advantage import (
+    AdvantageConfig,
+    CustomAdvantageConfig,
+    LengthBonusConfig,
+    LengthPenaltyConfig,
+    RewardShapingConfig,
+)
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.core.import_utils import load_function
-from prime_rl.core.types import Group, Sample
+from prime_rl.core.import_utils import check_call, load_function
+from prime_rl.core.types import Credit, Group, Rollout, Sample
 
 _STD_FLOOR = 1e-6
 _LARGEST = 1e30
@@ -27,7 +39,7 @@ _LARGEST = 1e30
 class Scores:
     """The input of an advantage function for one group of G rollouts; all arrays are [G], None if unknown.
 
-    If rollouts have parts with a reward each, these take the place of the rollouts (`credit_assignment`).
+    If rollouts have parts with a reward each, these take the place of the rollouts (`comparisons`).
 
     Attributes:
         rewards: shaped; finite.
@@ -60,6 +72,175 @@ Advantage = Callable[[Sequence[Scores]], list[NDArray[np.float64]]]
 """Takes the groups of a whole batch, since some algorithms normalise over it; returns an array [G] for each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Parts of a group that are compared with each other.
+
+    Attributes:
+        scores: input of the advantage function, with shaped rewards.
+        parts: int64, their indices among the parts of the group (`Group.part_offsets`).
+    """
+
+    scores: Scores
+    parts: NDArray[np.int64]
+
+
+def part_advantages(
+    advantage: Advantage, groups: Sequence[Group], config: OrchestratorConfig
+) -> list[NDArray[np.float64]]:
+    """Return the advantages of the parts of each group, float64 [P]; P is the number of rollouts without credits."""
+    compared = [comparisons(group, config) for group in groups]
+    scores = [comparison.scores for of_group in compared for comparison in of_group]
+    computed = iter(advantage(scores) if scores else ())
+    advantages = [_given(group) for group in groups]
+    for of_group, values in zip(compared, advantages, strict=True):
+        for comparison in of_group:
+            values[comparison.parts] = next(computed)
+    return advantages
+
+
+def has_only_zero_advantages(group: Group, config: OrchestratorConfig) -> bool:
+    """Return whether every advantage of the group is 0 in any batch. Raises ConfigError as `advantage_function`."""
+    compared = comparisons(group, config)
+    return not _given(group).any() and all(has_zero_advantages(config.advantage, one.scores) for one in compared)
+
+
+def comparisons(group: Group, config: OrchestratorConfig) -> list[Comparison]:
+    """Return which parts of a group are compared. Parts with a given advantage are not."""
+    if any(rollout.credits for rollout in group.rollouts):
+        found = [_comparison(members) for members in _members(group)]
+    else:
+        found = [Comparison(Scores.of(group), np.arange(len(group.rollouts)))]
+    shaping, zero_truncated = config.reward_shaping, config.zero_truncated_completions
+    return [
+        replace(one, scores=replace(one.scores, rewards=shape_rewards(shaping, one.scores, zero_truncated)))
+        for one in found
+    ]
+
+
+def uncompared_share(groups: Sequence[Group]) -> float:
+    """Return the share of the sampled tokens that are of parts which no other rollout of their group has.
+
+    A group baseline makes their advantage 0: turns that only the longest rollout reaches, for example.
+    """
+    alone, total = 0, 0
+    for group in groups:
+        total += int(group.lengths.sum())
+        if any(rollout.credits for rollout in group.rollouts):
+            alone += sum(members[0].length for members in _members(group) if len(members) == 1)
+    return alone / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    index: int
+    credit: Credit
+    length: int
+    is_truncated: bool
+
+
+def _members(group: Group) -> list[list[_Part]]:
+    """Return the parts without a given advantage, by what they are compared with."""
+    parts = [part for part in _parts(group) if part.credit.advantage is None]
+    counts = Counter((part.credit.name, part.credit.context) for part in parts)
+    members: dict[tuple[str, str | None], list[_Part]] = {}
+    for part in parts:
+        name, context = part.credit.name, part.credit.context
+        members.setdefault((name, context if counts[name, context] > 1 else None), []).append(part)
+    return [*members.values()]
+
+
+def _comparison(parts: Sequence[_Part]) -> Comparison:
+    scores = Scores(
+        rewards=np.array([part.credit.reward for part in parts], np.float64),
+        lengths=np.array([part.length for part in parts], np.int64),
+        truncated=np.array([part.is_truncated for part in parts], np.bool_),
+    )
+    return Comparison(scores, np.array([part.index for part in parts], np.int64))
+
+
+def _parts(group: Group) -> Iterator[_Part]:
+    index = 0
+    for rollout in group.rollouts:
+        credits = rollout.credits or (Credit("", rollout.reward),)
+        for credit, length in zip(credits, _lengths(rollout, len(credits)), strict=True):
+            is_truncated = rollout.is_truncated if credit.is_truncated is None else credit.is_truncated
+            yield _Part(index, credit, int(length), is_truncated)
+            index += 1
+
+
+def _lengths(rollout: Rollout, count: int) -> NDArray[np.int64]:
+    """Return the number of sampled tokens of each part."""
+    lengths = np.zeros(count, np.int64)
+    for sample in rollout.samples:
+        owners = np.zeros(len(sample), np.int32) if sample.credits is None else sample.credits
+        lengths += np.bincount(owners[sample.loss_mask], minlength=count)
+    return lengths
+
+
+def _given(group: Group) -> NDArray[np.float64]:
+    """Return the advantages that the environment gives; 0 for the other parts."""
+    given = np.zeros(group.part_offsets[-1], np.float64)
+    for start, rollout in zip(group.part_offsets, group.rollouts, strict=False):
+        for index, credit in enumerate(rollout.credits):
+            given[start + index] = credit.advantage or 0.0
+    return given
+
+
+def _completions(sample: Sample) -> int:
+    """Count the runs of sampled tokens."""
+    mask = sample.loss_mask
+    return int(np.count_nonzero(mask[1:] & ~mask[:-1])) + int(mask[0])
+
+
+def shape_rewards(config: RewardShapingConfig, scores: Scores, zero_truncated: bool = False) -> NDArray[np.float64]:
+    """Return the rewards float64 [G] after truncation, the length bonus and the length penalty, in this order.
+
+    With `zero_truncated`, rollouts with a completion that was cut by its token limit get reward 0.
+    """
+    scores = _bounded(scores)
+    if zero_truncated and scores.truncated is not None:
+        scores = replace(scores, rewards=np.where(scores.truncated, 0.0, scores.rewards))
+    if config.length_bonus is not None:
+        scores = replace(scores, rewards=length_bonus(config.length_bonus, scores))
+    if config.length_penalty is not None:
+        scores = replace(scores, rewards=length_penalty(config.length_penalty, scores))
+    return scores.rewards
+
+
+def length_bonus(config: LengthBonusConfig, scores: Scores) -> NDArray[np.float64]:
+    """Return R_i (1 + w clip(1 - L_i / mean L of the best, 0, 1)) for the best rollouts, R_i for the others.
+
+    The best rollouts have the largest reward of the group, if it is positive. A wrong answer gains nothing by being
+    short.
+    """
+    rewards, lengths = scores.rewards, scores.lengths
+    best = (rewards == rewards.max()) & (rewards > 0)
+    mean = lengths[best].mean() if best.any() else 0.0
+    if mean <= 0:
+        return rewards
+    bonus = config.weight * np.clip(1 - lengths / mean, 0, 1)
+    return np.where(best, rewards * (1 + bonus), rewards)
+
+
+def length_penalty(config: LengthPenaltyConfig, scores: Scores) -> NDArray[np.float64]:
+    """Return R_i - mean(R) (a L_i / max L + b I_i / max I + c T_i / max T), L sampled tokens, I inputs, T turns.
+
+    The group's mean reward scales the penalty. A negative mean counts as 0, since it would reward length.
+    """
+    share = np.zeros_like(scores.rewards)
+    weights = config.output_weight, config.input_weight, config.turns_weight
+    for weight, amounts in zip(weights, (scores.lengths, scores.inputs, scores.turns), strict=True):
+        if amounts is not None:
+            share += weight * (amounts / max(1, int(amounts.max())))
+    return np.asarray(scores.rewards - max(0.0, float(scores.rewards.mean())) * share)
+
+
+def _bounded(scores: Scores) -> Scores:
+    """Clip the rewards to a magnitude whose sums and squares are finite."""
+    return replace(scores, rewards=np.clip(scores.rewards, -_LARGEST, _LARGEST))
+
+
 def advantage_function(config: AdvantageConfig) -> Advantage:
     """Return the advantage that `config` describes; raise ConfigError if a custom function cannot be loaded.
 
@@ -69,7 +250,7 @@ def advantage_function(config: AdvantageConfig) -> Advantage:
     low = 0.0 if config.clip_negative else -_LARGEST
 
     def advantages(batch: Sequence[Scores]) -> list[NDArray[np.float64]]:
-        return [np.clip(values, low, _LARGEST) for values in algorithm([bounded(scores) for scores in batch])]
+        return [np.clip(values, low, _LARGEST) for values in algorithm([_bounded(scores) for scores in batch])]
 
     return advantages
 
@@ -84,6 +265,32 @@ def has_zero_advantages(config: AdvantageConfig, scores: Scores) -> bool:
     if isinstance(config, CustomAdvantageConfig) and config.batch_level:
         return False
     return not advantage_function(config)([scores])[0].any()
+
+
+def _algorithm(config: AdvantageConfig) -> Advantage:
+    match config:
+        case configs.GRPOAdvantageConfig():
+            return _by_group(partial(grpo, std=config.std, length_weighted_mean=config.length_weighted_mean))
+        case configs.DrGRPOAdvantageConfig():
+            return _by_group(grpo)
+        case configs.RLOOAdvantageConfig():
+            return _by_group(rloo)
+        case configs.OPOAdvantageConfig():
+            return _by_group(opo)
+        case configs.MaxRLAdvantageConfig():
+            return _by_group(max_rl)
+        case configs.NoAdvantageConfig():
+            return _by_group(lambda scores: scores.rewards)
+        case configs.ReinforcePPAdvantageConfig():
+            return reinforce_pp
+        case configs.ReinforcePPBaselineAdvantageConfig():
+            return reinforce_pp_baseline
+        case CustomAdvantageConfig():
+            return _custom(config)
+
+
+def _by_group(function: Callable[[Scores], NDArray[np.float64]]) -> Advantage:
+    return lambda batch: [function(scores) for scores in batch]
 
 
 def grpo(scores: Scores, std: bool = False, length_weighted_mean: bool = False) -> NDArray[np.float64]:
@@ -142,37 +349,6 @@ def reinforce_pp_baseline(batch: Sequence[Scores]) -> list[NDArray[np.float64]]:
     return _over_batch_std(batch, np.concatenate([_centred(scores.rewards) for scores in batch]))
 
 
-def bounded(scores: Scores) -> Scores:
-    """Clip the rewards to a magnitude whose sums and squares are finite."""
-    return replace(scores, rewards=np.clip(scores.rewards, -_LARGEST, _LARGEST))
-
-
-def _algorithm(config: AdvantageConfig) -> Advantage:
-    match config:
-        case configs.GRPOAdvantageConfig():
-            return _by_group(partial(grpo, std=config.std, length_weighted_mean=config.length_weighted_mean))
-        case configs.DrGRPOAdvantageConfig():
-            return _by_group(grpo)
-        case configs.RLOOAdvantageConfig():
-            return _by_group(rloo)
-        case configs.OPOAdvantageConfig():
-            return _by_group(opo)
-        case configs.MaxRLAdvantageConfig():
-            return _by_group(max_rl)
-        case configs.NoAdvantageConfig():
-            return _by_group(lambda scores: scores.rewards)
-        case configs.ReinforcePPAdvantageConfig():
-            return reinforce_pp
-        case configs.ReinforcePPBaselineAdvantageConfig():
-            return reinforce_pp_baseline
-        case CustomAdvantageConfig():
-            return _custom(config)
-
-
-def _by_group(function: Callable[[Scores], NDArray[np.float64]]) -> Advantage:
-    return lambda batch: [function(scores) for scores in batch]
-
-
 def _centred(rewards: NDArray[np.float64], weights: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
     """Subtract the mean; exact zeros if all rewards are equal, which rounding would not give."""
     if rewards.min() == rewards.max():
@@ -189,6 +365,7 @@ def _over_batch_std(batch: Sequence[Scores], centred: NDArray[np.float64]) -> li
 def _custom(config: CustomAdvantageConfig) -> Advantage:
     key = "orchestrator.advantage.import_path"
     function, who = load_function(config.import_path, key), f"{key} = {config.import_path!r}"
+    check_call(function, 1, config.kwargs, who)
 
     def advantages(batch: Sequence[Scores]) -> list[NDArray[np.float64]]:
         try:
@@ -215,9 +392,3 @@ def _checked(batch: Sequence[Scores], answer: Any, who: str) -> list[NDArray[np.
         if not np.isfinite(values).all():
             raise ConfigError(f"{who} returned advantages that are not finite for rewards {scores.rewards}: {values}")
     return arrays
-
-
-def _completions(sample: Sample) -> int:
-    """Count the runs of sampled tokens."""
-    mask = sample.loss_mask
-    return int(np.count_nonzero(mask[1:] & ~mask[:-1])) + int(mask[0])

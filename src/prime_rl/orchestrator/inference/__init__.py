@@ -1,1 +1,1 @@
-"""The inference servers as the orchestrator uses them: pool, versions, concurrency, startup."""
+"""The inference servers as the orchestrator uses them: pool, servers, published versions."""

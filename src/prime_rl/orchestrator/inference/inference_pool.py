@@ -14,6 +14,7 @@ seconds (I7) and returns with the newest version; the other servers do not wait 
 """
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,29 +24,30 @@ from typing import Any, Literal
 from loguru import logger
 
 from prime_rl.core.daemon_futures import run_in_daemon_thread
-from prime_rl.core.errors import RunError
+from prime_rl.core.errors import RunError, first_exception
 from prime_rl.core.types import PolicyVersion
-from prime_rl.orchestrator.asyncio_utils import end_tasks, pause
-from prime_rl.orchestrator.inference.concurrency_control import load_metrics, parse_load
 from prime_rl.orchestrator.inference.inference_server import (
     SERVER_ERRORS,
     InferenceServer,
-    InvalidWeights,
-    PublishedVersion,
+    UnfitServer,
+    first_reachable,
+    load_metrics,
     may_recover,
+    parse_load,
     warn_of_failure,
 )
-from prime_rl.orchestrator.inference.server_settings import UnfitServer
-from prime_rl.orchestrator.inference.server_startup import bring_to_newest, bring_up
-from prime_rl.orchestrator.inference.weight_versions import WeightVersions
-from prime_rl.rollouts.clients.inference_client import InferenceServerLost, LoadedPolicy
+from prime_rl.orchestrator.inference.weight_versions import InvalidWeights, PublishedVersion, WeightVersions
+from prime_rl.orchestrator.waits import deadline_scope, end_tasks, pause
+from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost, LoadedVersion
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.wait_for import watch_directory
 
-_LEASE_RENEWAL_S = 2.0
+_LEASE_RENEWAL_SECONDS = 2.0
 _MAX_FAILED_SWITCHES = 3
 """More consecutive failures of one server to switch end the run with its error."""
-_PROBE_S = 0.25
+_PROBE_SECONDS = 0.25
+_MAX_STARTS = 10
+"""A server that is lost this many times while it is set up ends the run."""
 
 
 class InferencePool:
@@ -56,26 +58,26 @@ class InferencePool:
         servers: Sequence[InferenceServer],
         paths: RunPaths,
         on_change: Callable[[], None],
-        before_switch: Callable[[], Awaitable[None]] | None = None,
         on_refused: Literal["fail", "keep_previous"] = "fail",
-        reconnect_s: float = 4.0,
+        reconnect_seconds: float = 4.0,
         min_servers: int | None = None,
     ) -> None:
         """Manage at least one server for the run at `paths`.
 
         Args:
             on_change: called when more groups may be dispatched than before.
-            before_switch: awaited before each switch; a pinned evaluation may delay it.
             on_refused: after invalid weights, `fail` the run or `keep_previous`.
-            reconnect_s: the run ends after this many seconds without an answer from any server.
+            reconnect_seconds: the run ends after this many seconds without an answer from any server.
             min_servers: a new run starts with so many servers; None waits for all.
         """
         self.servers, self.weight_versions = servers, WeightVersions(paths, on_refused)
         self._num_removed = self._num_skipped = 0
-        self._switch_s = self._swap_s = 0.0
-        self._last_switches: dict[InferenceServer, LoadedPolicy] = {}
+        self._switch_seconds = self._swap_seconds = 0.0
+        self._last_switches: dict[InferenceServer, LoadedVersion] = {}
         self._paths, self._on_change = paths, on_change
-        self._before_switch, self._reconnect_s = before_switch, reconnect_s
+        self.before_switch: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each switch; a pinned evaluation may delay it."""
+        self._reconnect_seconds = reconnect_seconds
         self._min_servers = min_servers or len(servers)
         self._latest = self._version_before_loss = 0
         self._attempt: tuple[int, asyncio.Future[float]] | None = None
@@ -103,8 +105,8 @@ class InferencePool:
             "weights/versions_skipped": self._num_skipped,
             "policy/refused": len(self.weight_versions.refused),
             "inference/servers_removed": self._num_removed,
-            "time/weight_update": self._switch_s,
-            "time/weight_update_swap": self._swap_s,
+            "time/weight_update": self._switch_seconds,
+            "time/weight_update_swap": self._swap_seconds,
             "time/weight_update_stage": max((loaded.stage_s for loaded in last), default=0.0),
             "time/weight_update_pause": max((loaded.pause_s for loaded in last), default=0.0),
             **({"canary/max_logprob_difference": max(canaries)} if canaries else {}),
@@ -123,7 +125,7 @@ class InferencePool:
 
     def available_servers(self, rollouts: int) -> list[InferenceServer]:
         """Return the servers with capacity for `rollouts` more, the least loaded first; none in back-off."""
-        servers = (s for s in self.servers if s.up and not s.backoff_s and s.has_capacity(rollouts))
+        servers = (s for s in self.servers if s.up and not s.backoff_seconds and s.has_capacity(rollouts))
         return sorted(servers, key=lambda s: s.in_flight)
 
     async def wait_for_server(self, step: int) -> InferenceServer:
@@ -134,12 +136,12 @@ class InferencePool:
         async with self._changed:
             while True:
                 candidates = [s for s in self.servers if s.up and s.version.step >= step]
-                server = min(candidates, key=lambda s: (s.backoff_s, s.in_flight), default=None)
-                backoff_s = None if server is None else server.backoff_s
-                if server is not None and not backoff_s:
+                server = min(candidates, key=lambda s: (s.backoff_seconds, s.in_flight), default=None)
+                backoff_seconds = None if server is None else server.backoff_seconds
+                if server is not None and not backoff_seconds:
                     return server
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(backoff_s):
+                    async with asyncio.timeout(backoff_seconds):
                         await self._changed.wait()
 
     async def wait_until_acknowledged(self, server: InferenceServer, step: int) -> None:
@@ -169,13 +171,18 @@ class InferencePool:
                 f"(orchestrator.on_invalid_weights = keep_previous; servers sample from version {self.version})"
             )
 
-    async def start(self, timeout_s: float, version: PolicyVersion | None = None, is_restart: bool = False) -> None:
-        """Wait for the servers, lease them, and load a version; raise RunError if that fails within `timeout_s`.
+    async def start(
+        self, timeout_seconds: float, version: PolicyVersion | None = None, is_restart: bool = False
+    ) -> None:
+        """Wait for the servers, lease them, and load a version; raise RunError if that fails within `timeout_seconds`.
 
-        Without a `version`, load the base model, or after a restart the newest version; then one server is enough.
+        Nothing may be dispatched before (I5). A new run waits for all servers, or for `min_servers` of them. After a
+        restart or a trainer rollback one is enough; the others join when they are available (`maintain`).
+
+        Without a `version`, load the base model, or after a restart the newest version.
         """
         if version is None and is_restart:
-            self._latest = await bring_to_newest(self.servers, self.weight_versions, timeout_s, self._reconnect_s)
+            await self._bring_to_newest(timeout_seconds)
             return
         published = None
         if version is not None:
@@ -183,7 +190,7 @@ class InferencePool:
             if published.version != version:
                 raise RunError(f"{published.directory} holds version {published.version}, not {version}")
             self._latest = version.step
-        await bring_up(self.servers, published, timeout_s, self._reconnect_s, 1 if is_restart else self._min_servers)
+        await self._bring_up(published, timeout_seconds, 1 if is_restart else self._min_servers)
 
     async def follow_weights(self, stop: asyncio.Event) -> None:
         """Switch to each newest version until `stop` is set; raise InvalidWeights if `on_refused` is `fail`."""
@@ -204,15 +211,17 @@ class InferencePool:
     async def maintain(self, stop: asyncio.Event) -> None:
         """Renew the leases and restore lost servers until `stop` is set.
 
-        Raises InferenceServerLost after `reconnect_s` without answers, UnfitServer if then only servers of other
+        Raises InferenceServerLost after `reconnect_seconds` without answers, UnfitServer if then only servers of other
         settings answer, ConfigError if a trainer starts whose settings do not fit the servers, and InferenceError if
         another run leased a server.
         """
         async with asyncio.TaskGroup() as tasks:
-            for server in self.servers:
-                tasks.create_task(self._maintain_one(server, stop))
+            maintaining = [tasks.create_task(self._maintain_one(server, stop)) for server in self.servers]
+            await stop.wait()
+            for task in maintaining:  # one may wait for a slot as long as other runs last
+                task.cancel()
 
-    async def observe_load(self, stop: asyncio.Event, interval_s: float, adapts: bool = True) -> None:
+    async def observe_load(self, stop: asyncio.Event, interval_seconds: float, adapts: bool = True) -> None:
         """Read each server's /metrics until `stop` is set; with `adapts` its concurrency limit follows them."""
         while not stop.is_set():
             for server in [server for server in self.servers if server.up]:
@@ -222,7 +231,7 @@ class InferencePool:
                         if adapts:
                             server.controller.observe(load, server.in_flight)
                             self._on_change()
-            await pause(stop, interval_s)
+            await pause(stop, interval_seconds)
 
     async def release(self) -> None:
         """Release the leases."""
@@ -232,6 +241,64 @@ class InferencePool:
                 await server.client.release()
 
         await asyncio.gather(*map(release, self.servers))
+
+    async def _bring_up(self, published: PublishedVersion | None, timeout_seconds: float, minimum: int) -> None:
+        """Lease the servers and load a published version, or the base model, on all at the same time.
+
+        It is enough if `minimum` servers answer within `timeout_seconds`. Raises RunError if a server belongs to
+        another run or rejects the version, and UnfitServer if less than `minimum` have settings that fit the run's.
+        """
+
+        async def set_up(server: InferenceServer) -> None:
+            await server.wait_until_reachable(timeout_seconds)
+            for start in itertools.count(1):
+                try:
+                    loaded = await server.client.reset()
+                    if published is not None:
+                        async with server.switch_lock:
+                            loaded = await server.load(published)
+                    break
+                except SERVER_ERRORS as error:
+                    if not may_recover(error):
+                        raise
+                    if start == _MAX_STARTS:
+                        raise RunError(f"{error}; lost {_MAX_STARTS} times while it was set up") from None
+                    logger.warning("{}; waiting for the server to restart", error)
+                    await server.wait_until_reachable(self._reconnect_seconds)
+            server.version, server.up = loaded.version, True
+            logger.info("inference at {} samples from {} ({})", server.client.url, loaded.version, loaded.hash)
+
+        chosen = self.servers
+        if minimum < len(chosen):
+            chosen = await first_reachable(chosen, timeout_seconds, minimum)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for server in chosen:
+                    tasks.create_task(set_up(server))
+        except ExceptionGroup as group:
+            raise first_exception(group) from group
+
+    async def _bring_to_newest(self, timeout_seconds: float) -> None:
+        """Lease the servers after a restart, and load the newest valid version or the base model.
+
+        Raises as `_bring_up`, and InvalidWeights if the newest version is invalid and that ends the run.
+        """
+        versions = self.weight_versions
+        silence = RunError(f"{versions.paths.weights_dir} did not answer within {timeout_seconds:.0f} s")
+        while True:
+            newest, published = None, None
+            try:
+                async with deadline_scope(lambda: silence, timeout_seconds):
+                    await versions.refresh()
+                    if (newest := versions.newest) is not None:
+                        published = await run_in_daemon_thread(versions.read, newest)
+                await self._bring_up(published, timeout_seconds, minimum=1)
+                self._latest = newest or 0
+                return
+            except InvalidWeights as error:
+                if newest is None:
+                    raise
+                await versions.refuse(newest, error)
 
     async def _follow_versions(self, stop: asyncio.Event) -> None:
         """Follow the published versions, and cancel the staging of a version when a newer one appears."""
@@ -259,11 +326,11 @@ class InferencePool:
             answers = await asyncio.gather(*(s.stage(published) for s in up), return_exceptions=True)
             staged.extend(s for s, answer in zip(up, answers, strict=True) if answer is None)
             self._check_answers(up, answers)
-            stage_s = time.monotonic() - started
-            if self._before_switch is not None:  # a pinned evaluation; its time limit does not restart with a version
-                self._hold_task = self._hold_task or asyncio.ensure_future(self._before_switch())
+            stage_seconds = time.monotonic() - started
+            if self.before_switch is not None:  # a pinned evaluation; its time limit does not restart with a version
+                self._hold_task = self._hold_task or asyncio.ensure_future(self.before_switch())
                 await asyncio.shield(self._hold_task)
-            return stage_s
+            return stage_seconds
 
         try:
             published = await run_in_daemon_thread(self.weight_versions.read, step)
@@ -277,33 +344,35 @@ class InferencePool:
             if attempt.cancelled() or (attempt.exception() is None and (self.weight_versions.newest or step) > step):
                 logger.info("version {} is skipped: a newer one was published", step)
                 return
-            stage_s, self._hold_task = attempt.result(), None
-            await self._switch(published, staged, stage_s)
+            stage_seconds, self._hold_task = attempt.result(), None
+            await self._switch(published, staged, stage_seconds)
         except InvalidWeights as error:
             await self.weight_versions.refuse(step, error)
             self._on_change()
         else:
             await self.weight_versions.clean(self.version, [s.loading for s in self.servers if s.loading is not None])
 
-    async def _switch(self, published: PublishedVersion, staged: Sequence[InferenceServer], stage_s: float) -> None:
+    async def _switch(
+        self, published: PublishedVersion, staged: Sequence[InferenceServer], stage_seconds: float
+    ) -> None:
         """Switch all servers at once; a server that is lost meanwhile is taken out."""
         step, started = published.version.step, time.monotonic()
 
-        async def switch(server: InferenceServer) -> LoadedPolicy | None:
+        async def switch(server: InferenceServer) -> LoadedVersion | None:
             loaded = await server.switch(published)
             if loaded is not None:
                 self._last_switches[server], server.failed_switches = loaded, 0
-                self._swap_s = time.monotonic() - started
-                self._switch_s = stage_s + self._swap_s
+                self._swap_seconds = time.monotonic() - started
+                self._switch_seconds = stage_seconds + self._swap_seconds
             await self._notify()
             return loaded
 
         answers = await asyncio.gather(*map(switch, staged), return_exceptions=True)
-        if pauses := [answer.pause_s for answer in answers if isinstance(answer, LoadedPolicy)]:
+        if pauses := [answer.pause_s for answer in answers if isinstance(answer, LoadedVersion)]:
             versions = self.weight_versions
             self._num_skipped += sum(self._latest < s < step and s not in versions.refused for s in versions.steps)
             self._latest = max(self._latest, step)
-            logger.info("switched to version {} in {:.2f} s (pause {:.3f} s)", step, self._switch_s, max(pauses))
+            logger.info("switched to version {} in {:.2f} s (pause {:.3f} s)", step, self._switch_seconds, max(pauses))
         for server, answer in zip(staged, answers, strict=True):
             if isinstance(answer, InvalidWeights):  # it may sample from them already: discard its rollouts
                 self.take_out(server, f"it rejected version {step}")
@@ -315,8 +384,11 @@ class InferencePool:
         errors = []
         for server, answer in zip(servers, answers, strict=True):
             can_retry = server.failed_switches < _MAX_FAILED_SWITCHES
+            lost_slot = server.client.has_slot and isinstance(answer, InferenceError) and answer.status == 409
             if isinstance(answer, InferenceServerLost):
                 self.take_out(server)
+            elif lost_slot:  # `maintain` waits for another one, or raises
+                self.take_out(server, str(answer))
             elif may_recover(answer) and can_retry:
                 server.failed_switches += 1
                 self.take_out(server, str(answer))
@@ -345,12 +417,14 @@ class InferencePool:
                     self._all_lost_since = None
                 elif self._all_lost_since is None:
                     self._all_lost_since = time.monotonic()
-                elif time.monotonic() - self._all_lost_since > self._reconnect_s:
+                elif time.monotonic() - self._all_lost_since > self._reconnect_seconds:
                     if isinstance(error, UnfitServer):
                         raise
                     lost = f"inference at {server.client.url} cannot be reached"
-                    raise InferenceServerLost(f"{lost}, and no server answered for {self._reconnect_s:g} s") from None
-            await pause(stop, _LEASE_RENEWAL_S if server.up else _PROBE_S)
+                    raise InferenceServerLost(
+                        f"{lost}, and no server answered for {self._reconnect_seconds:g} s"
+                    ) from None
+            await pause(stop, _LEASE_RENEWAL_SECONDS if server.up else _PROBE_SECONDS)
 
     async def _rejoin(self, server: InferenceServer) -> None:
         """Bring a server that restarted, or that loaded a wrong version, to the current version."""

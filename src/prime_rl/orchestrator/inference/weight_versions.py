@@ -7,15 +7,61 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from loguru import logger
 
 from prime_rl.core.daemon_futures import run_in_daemon_thread
-from prime_rl.orchestrator.inference.inference_server import InvalidWeights, PublishedVersion
-from prime_rl.storage.fs_consistency import visibility_timeout
-from prime_rl.storage.paths import RunPaths, steps_in
+from prime_rl.core.errors import RunError, summarize_exception
+from prime_rl.core.types import PolicyVersion
+from prime_rl.storage.artifact import (
+    MANIFEST,
+    WEIGHTS_FORMAT,
+    ArtifactError,
+    read_manifest,
+    retry_until_complete,
+    visibility_timeout,
+)
+from prime_rl.storage.paths import RunPaths, step_of, steps_in
 from prime_rl.storage.weights.weight_retention import remove_old_versions
+
+
+class InvalidWeights(RunError):
+    """A published version that must not be sampled from; the message names the file and the defect."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    """A published version: the directory of its manifest, and the content hash of its weights.
+
+    If `is_in_memory`, the weights are only in the trainer's memory, and only until a newer version is published.
+    """
+
+    directory: Path
+    version: PolicyVersion
+    hash: str
+    is_in_memory: bool = False
+
+    @classmethod
+    def read(cls, directory: Path, timeout_seconds: float = 0.0) -> "PublishedVersion":
+        """Read the manifest of `directory` and check the sizes of the files; retry for `timeout_seconds` seconds.
+
+        Raises InvalidWeights if the manifest or a file is missing or wrong.
+        """
+        try:
+            manifest = retry_until_complete(partial(read_manifest, directory, WEIGHTS_FORMAT), timeout_seconds)
+            version = PolicyVersion(int(manifest["branch"]), int(manifest["step"]))
+            content = str(manifest["hash"])
+        except ArtifactError as error:
+            raise InvalidWeights(str(error)) from None
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise InvalidWeights(f"{directory / MANIFEST} cannot be read: {summarize_exception(error)}") from None
+        if version.step != step_of(directory):
+            raise InvalidWeights(f"{directory / MANIFEST} declares step {version.step}")
+        return cls(directory, version, content, manifest.get("transfer") is not None)
 
 
 class WeightVersions:
@@ -44,8 +90,8 @@ class WeightVersions:
     def read(self, step: int) -> PublishedVersion:
         """Read a version's manifest; raises InvalidWeights. Blocks."""
         directory = self.paths.weights(step)
-        timeout_s = visibility_timeout(directory, self.paths.fs_consistency_timeout_seconds)
-        return PublishedVersion.read(directory, timeout_s)
+        timeout_seconds = visibility_timeout(directory, self.paths.fs_consistency_timeout_seconds)
+        return PublishedVersion.read(directory, timeout_seconds)
 
     async def refuse(self, step: int, error: InvalidWeights) -> bool:
         """Mark a version as invalid, or raise `error` if that ends the run.

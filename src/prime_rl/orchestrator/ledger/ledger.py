@@ -25,22 +25,24 @@ from numpy.typing import NDArray
 
 from prime_rl.core.errors import RunError
 from prime_rl.core.types import Group
-from prime_rl.orchestrator.data.example_stream import DrawnExample, ExampleStream
-from prime_rl.orchestrator.ledger.append_log import AppendLog
+from prime_rl.orchestrator.example_stream import DrawnExample, ExampleStream
 from prime_rl.orchestrator.ledger.ledger_records import (
+    AppendLog,
     Done,
     Drawn,
     Dropped,
     Issued,
     LedgerSnapshot,
+    PendingGroupError,
     Positions,
     Record,
     Shipped,
     apply_record,
+    clean_spool,
     mean_reward,
+    read_group,
 )
-from prime_rl.orchestrator.ledger.pending_groups import PendingGroupError, clean_spool, read_group
-from prime_rl.storage.artifact import MANIFEST
+from prime_rl.storage.artifact import MANIFEST, check_format
 from prime_rl.storage.paths import RunPaths, steps_in
 
 FORMAT = "prime_rl.ledger/1"
@@ -204,8 +206,7 @@ def read_ledger(paths: RunPaths, branch: int) -> LedgerState | None:
     places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
     with _located_errors(places[0]):
         header = _HEADER.decode(lines[0])
-    if header.format != FORMAT:
-        raise RunError(f"{path} has format {header.format!r}, expected {FORMAT!r}")
+    check_format(path, header.format, FORMAT)
     records = list[Record]()
     for line, place in zip(lines[1:], places[1:], strict=True):
         with _located_errors(place):

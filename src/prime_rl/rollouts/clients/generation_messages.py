@@ -1,7 +1,7 @@
 """Messages of the token stream between rollout workers and an inference server; both sides use this module.
 
 A client opens the stream by an HTTP request of `PATH` with the header `Upgrade: prime-rl-generation-1`. After the
-response 101 both sides send frames: the length (4 bytes, big-endian), then a msgpack array. One stream carries many
+response 101 both sides send frames (`core.framing`) with a msgpack array. One stream carries many
 requests at a time.
 
     client -> server   ClientFrame   samples to start, and samples to end
@@ -10,19 +10,30 @@ requests at a time.
 Token ids are int32 and log-probabilities are float32, both little-endian.
 """
 
+import asyncio
+import socket
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+
+from prime_rl.core.framing import pack_frame
 
 PATH = "/inference/v1/stream"
 PROTOCOL = "prime-rl-generation-1"
 MAX_FRAME_BYTES = 64 * 2**20
 """A side that receives a longer frame closes the stream."""
+MAX_SAMPLES = 2**14
+"""Samples of a frame, as of one HTTP request (VLLM_MAX_N_SEQUENCES)."""
+MAX_SAMPLING_BYTES = 2**20
+"""A request with longer sampling parameters is refused."""
 
 _USUAL_FRAME_BYTES = 2**20
 """Messages of one turn of the event loop are sent in frames of about this size."""
-_LENGTH_BYTES = 4
+ID_BYTES = _USUAL_FRAME_BYTES // MAX_SAMPLES
+"""Counted for an id, so that a frame of usual size has not more than MAX_SAMPLES of them."""
+_LOST_SECONDS = 60
+"""After this time a connection is closed if the other machine is lost, or if the other side does not read."""
 
 _T = TypeVar("_T")
 
@@ -39,12 +50,12 @@ class SampleRequest(msgspec.Struct, array_like=True, gc=False):
         cache_salt: additional salt of the prefix cache.
     """
 
-    ids: list[int]
-    seeds: list[int | None]
-    model: str
+    ids: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_SAMPLES)]
+    seeds: Annotated[list[int | None], msgspec.Meta(max_length=MAX_SAMPLES)]
+    model: Annotated[str, msgspec.Meta(max_length=4096)]
     token_ids: bytes
     sampling: msgspec.Raw
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
 
 
 class ClientFrame(msgspec.Struct, array_like=True):
@@ -52,6 +63,11 @@ class ClientFrame(msgspec.Struct, array_like=True):
 
     requests: list[SampleRequest] = []
     aborts: list[int] = []
+
+
+class _UnreadClientFrame(msgspec.Struct, array_like=True):
+    requests: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_SAMPLES)] = []
+    aborts: Annotated[list[int], msgspec.Meta(max_length=MAX_SAMPLES)] = []
 
 
 class Completion(msgspec.Struct, array_like=True, gc=False):
@@ -85,14 +101,30 @@ class ServerFrame(msgspec.Struct, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_client_frame = msgspec.msgpack.Decoder(ClientFrame).decode
+_decode_unread = msgspec.msgpack.Decoder(_UnreadClientFrame).decode
+_decode_request = msgspec.msgpack.Decoder(SampleRequest).decode
 decode_server_frame = msgspec.msgpack.Decoder(ServerFrame).decode
+
+
+def decode_client_frame(body: bytes) -> ClientFrame:
+    """Decode a frame of a client. Raises ValueError, or RecursionError for one that is nested too deep.
+
+    The requests are decoded one by one, so that no more samples are decoded than a frame may have.
+    """
+    unread = _decode_unread(body)
+    frame, num_samples = ClientFrame([], unread.aborts), 0
+    for raw in unread.requests:
+        request = _decode_request(raw)
+        num_samples += len(request.ids)
+        if num_samples > MAX_SAMPLES:
+            raise ValueError(f"a frame has more than {MAX_SAMPLES} samples")
+        frame.requests.append(request)
+    return frame
 
 
 def pack(frame: ClientFrame | ServerFrame) -> bytes:
     """Encode a frame with its length."""
-    body = encode(frame)
-    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+    return pack_frame(encode(frame))
 
 
 def split(messages: Iterable[_T], num_bytes: Callable[[_T], int]) -> Iterator[list[_T]]:
@@ -109,24 +141,12 @@ def split(messages: Iterable[_T], num_bytes: Callable[[_T], int]) -> Iterator[li
         yield batch
 
 
-class FrameReader:
-    """Splits received bytes into frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the bodies of the frames that `data` completes; raises ValueError if a frame is too long."""
-        buffer, frames, start = self._buffer, list[bytes](), 0
-        buffer += data
-        while len(buffer) >= start + _LENGTH_BYTES:
-            body = start + _LENGTH_BYTES
-            length = int.from_bytes(buffer[start:body], "big")
-            if length > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame has {length} bytes, more than {MAX_FRAME_BYTES}")
-            if len(buffer) < body + length:
-                break
-            start = body + length
-            frames.append(bytes(memoryview(buffer)[body:start]))
-        del buffer[:start]
-        return frames
+def detect_lost_peer(transport: asyncio.BaseTransport) -> None:
+    """Close a connection about a minute after the other machine is lost, with or without bytes in transit."""
+    connection = transport.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = {"TCP_KEEPIDLE": _LOST_SECONDS // 2, "TCP_KEEPINTVL": _LOST_SECONDS // 6, "TCP_KEEPCNT": 3}
+    # Without the last one, sent bytes that are not acknowledged keep the connection open for a quarter of an hour.
+    for name, value in {**seconds, "TCP_USER_TIMEOUT": _LOST_SECONDS * 1000}.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,37 +1,41 @@
 """The client's side of the token stream: one long-lived connection to each server, shared by all rollouts of a process.
 
 Requests of one turn of the event loop are sent in one frame. Those of one prompt are sent as one message, so that the
-server prefills the prompt once. See `generation_messages` for the protocol.
+server prefills the prompt once. Completions are spread over turns of the loop, so that timers and other connections do
+not wait for a burst. See `generation_messages` for the protocol.
 """
 
 import asyncio
 import itertools
-import socket
 import ssl
 import time
-from collections.abc import Mapping
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 import numpy as np
 from loguru import logger
 
+from prime_rl.core.framing import FrameReader
+from prime_rl.core.http_requests import connection_error
 from prime_rl.rollouts.clients.generation_messages import (
+    ID_BYTES,
     MAX_FRAME_BYTES,
+    MAX_SAMPLES,
+    MAX_SAMPLING_BYTES,
     PATH,
     PROTOCOL,
     ClientFrame,
     Completion,
-    FrameReader,
     SampleRequest,
     decode_server_frame,
+    detect_lost_peer,
     encode,
     pack,
     split,
 )
-from prime_rl.rollouts.loop_turns import LoopTurns
 
 HTTP_SECONDS = 60.0
 """For so long after a server answers that it does not offer the stream, it is not asked again."""
@@ -43,8 +47,8 @@ _OWN_FIELDS = {"seed", "logprobs"}
 """Sampling parameters that a message does not repeat: the seed has its own field, and log-probabilities always come."""
 _COMPLETIONS_PER_TURN = 4
 """Completions that rollouts get in one turn of the event loop; each continues a rollout, which takes about 0.5 ms."""
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""A server whose machine is lost is noticed after a minute, also while no bytes are in transit."""
+_OPEN_SECONDS = 30.0
+"""Timeout of opening the stream."""
 
 
 class RequestRefused(Exception):
@@ -81,7 +85,7 @@ class GenerationStream:
 
         Raises:
             RequestRefused: by the server.
-            aiohttp.ClientError: the connection was lost, or cannot be opened.
+            ConnectionError: it was lost, or cannot be opened.
             ValueError: the server sent something else than frames.
         """
         if (connection := self._connection) is None or connection.is_lost:
@@ -109,6 +113,14 @@ class GenerationStream:
             self._connection = opening.result()
 
     async def _open(self) -> "_Connection | None":
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                return await self._shake_hands()
+        except TimeoutError:
+            message = f"{PATH} did not respond within {_OPEN_SECONDS:g} s"
+            raise ConnectionError(message) from None
+
+    async def _shake_hands(self) -> "_Connection | None":
         parts = urlsplit(self._url)
         is_https = parts.scheme == "https"
         fields = {"Host": parts.netloc.rpartition("@")[2], "Connection": "Upgrade", "Upgrade": PROTOCOL}
@@ -123,7 +135,7 @@ class GenerationStream:
                 lambda: _Connection(loop, head), str(parts.hostname), port, ssl=context
             )
         except OSError as error:
-            raise aiohttp.ClientOSError(error.errno, error.strerror or str(error)) from None
+            raise connection_error(error) from None
         try:
             status, body = await connection.handshake
         except asyncio.CancelledError:
@@ -148,7 +160,7 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._head = head
         self._answer = bytearray()
-        self._reader = FrameReader()
+        self._reader = FrameReader(MAX_FRAME_BYTES)
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Completion]] = {}
         self._requests: dict[tuple[bytes, bytes], SampleRequest] = {}
@@ -159,15 +171,19 @@ class _Connection(asyncio.Protocol):
     async def sample(self, model: str, prompt_ids: list[int], sampling: Mapping[str, Any]) -> Completion:
         prompt = np.array(prompt_ids, "<i4").tobytes()
         parameters = encode({key: value for key, value in sampling.items() if key not in _OWN_FIELDS})
-        if len(prompt) + len(parameters) > MAX_FRAME_BYTES // 2:
+        if len(prompt) > MAX_FRAME_BYTES // 2:
             raise RequestRefused(413, f"the prompt has {len(prompt_ids)} tokens, too many for one message")
+        if len(parameters) > MAX_SAMPLING_BYTES:
+            raise RequestRefused(413, f"the sampling parameters have {len(parameters)} bytes, too many for one message")
         if self.is_lost:
-            raise aiohttp.ServerDisconnectedError(self._reason)
+            raise ConnectionError(self._reason)
         self._send_soon()
         request = self._requests.get((prompt, parameters))
         if request is None:
             request = SampleRequest([], [], model, prompt, msgspec.Raw(parameters))
             self._requests[prompt, parameters] = request
+        if len(request.ids) == MAX_SAMPLES:
+            raise RequestRefused(413, f"more than {MAX_SAMPLES} samples of one prompt")
         number = next(self._numbers)
         request.ids.append(number)
         request.seeds.append(sampling.get("seed"))
@@ -193,16 +209,12 @@ class _Connection(asyncio.Protocol):
             return
         for batch in split(requests.values(), _num_bytes):
             self._transport.write(pack(ClientFrame(batch)))
-        if aborts:
-            self._transport.write(pack(ClientFrame([], aborts)))
+        for numbers in split(aborts, lambda number: ID_BYTES):
+            self._transport.write(pack(ClientFrame([], numbers)))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        connected = transport.get_extra_info("socket")
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if (option := getattr(socket, name, None)) is not None:
-                connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        detect_lost_peer(transport)
         self._transport.write(self._head)
 
     def data_received(self, data: bytes) -> None:
@@ -242,7 +254,7 @@ class _Connection(asyncio.Protocol):
         self._reason = answer.closing or self._reason
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._lose(aiohttp.ServerDisconnectedError(str(error or self._reason)))
+        self._lose(ConnectionError(str(error or self._reason)))
 
     def _lose(self, error: Exception) -> None:
         self.is_lost = True
@@ -254,4 +266,34 @@ class _Connection(asyncio.Protocol):
 
 
 def _num_bytes(request: SampleRequest) -> int:
-    return len(request.token_ids) + len(request.sampling) + 16 * len(request.ids)
+    return len(request.token_ids) + len(request.sampling) + ID_BYTES * len(request.ids)
+
+
+_T = TypeVar("_T")
+
+
+class LoopTurns:
+    """Sets the results of futures in order, a limited number in each turn of the running event loop."""
+
+    def __init__(self, per_turn: int) -> None:
+        """Set at most `per_turn` results in each turn."""
+        self._per_turn = per_turn
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def resolve(self, future: "asyncio.Future[_T]", result: _T) -> None:
+        """Set the result of a future, in this turn or a later one; nothing if it is done by then."""
+
+        def set_result() -> None:
+            if not future.done():
+                future.set_result(result)
+
+        self._waiting.append(set_result)
+        if len(self._waiting) == 1:
+            future.get_loop().call_soon(self._run, future.get_loop())
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(min(self._per_turn, len(self._waiting))):
+            self._waiting[0]()  # it stays in the queue meanwhile, so that `resolve` does not schedule another call
+            self._waiting.popleft()
+        if self._waiting:
+            loop.call_soon(self._run, loop)

@@ -2,10 +2,13 @@
 
 import asyncio
 import errno
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self, TypeVar
+from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
@@ -13,14 +16,16 @@ import numpy as np
 from loguru import logger
 from numpy.typing import NDArray
 
-from prime_rl.configs.shared.blocks import SamplingConfig
+from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.core.errors import RunError
+from prime_rl.core.http_requests import connection_error, open_client, request
 from prime_rl.core.os_errors import summarize_os_error
+from prime_rl.core.retries import Retries, growing_pauses
 from prime_rl.core.types import PolicyVersion
 from prime_rl.liveness.run_settings import Setting
 from prime_rl.rollouts.clients import generation_messages
 from prime_rl.rollouts.clients.generation_stream import GenerationStream, RequestRefused
-from prime_rl.rollouts.replies import Generation
+from prime_rl.rollouts.rendering.messages import Generation
 
 BUSY_STATUSES = (408, 425, 429)
 """HTTP statuses of an overloaded server."""
@@ -33,6 +38,8 @@ _LOGPROB_TOLERANCE = 1e-3
 """Rounding may leave log-probabilities slightly above 0."""
 _LEASE_PROBE_SECONDS = 0.5
 _GENERATE = "/inference/v1/generate"
+_CONFLICT = 409
+_JSON = {"Content-Type": "application/json"}
 
 _T = TypeVar("_T")
 
@@ -42,16 +49,16 @@ class InferenceError(RunError):
 
     Attributes:
         status: of the HTTP response; None if the response was invalid or missing.
-        free_in_s: another run holds the server; its lease ends in so many seconds unless that run renews it.
+        free_in_seconds: other runs hold the server; a lease ends in so many seconds unless its run renews it.
         timed_out: there was no response in time.
     """
 
     def __init__(
-        self, message: str, status: int | None = None, free_in_s: float | None = None, timed_out: bool = False
+        self, message: str, status: int | None = None, free_in_seconds: float | None = None, timed_out: bool = False
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.free_in_s = free_in_s
+        self.free_in_seconds = free_in_seconds
         self.timed_out = timed_out
 
     @property
@@ -65,7 +72,7 @@ class InferenceServerLost(RunError):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedPolicy:
+class LoadedVersion:
     """The policy that a server samples from, and the cost of the switch to it.
 
     Attributes:
@@ -118,31 +125,29 @@ _decode_response = msgspec.json.Decoder(_GenerateResponse).decode
 
 
 class HttpClient:
-    """The connections to one server. Use as an async context manager; the first request connects."""
+    """Connections to one server for requests of rollouts. Use as an async context manager; the first one connects."""
 
     _session: aiohttp.ClientSession
 
-    def __init__(self, url: str, model: str, api_key: str | None = None, timeout_s: float = 1200) -> None:
+    def __init__(self, url: str, model: str, api_key: str | None = None, timeout_seconds: float = 1200) -> None:
         self.url = url
         self._model = model
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._timeout_seconds = timeout_seconds
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=self._timeout)
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=self._timeout_seconds)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, timeout=timeout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def _send(
-        self, method: str, url: str, data: bytes | None, timeout: aiohttp.ClientTimeout, headers: Mapping[str, str] = {}
+    async def _post(
+        self, url: str, data: bytes, headers: Mapping[str, str] = {}
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Send one request with a JSON body; return the status, the headers and the body of the response."""
-        if data is not None:
-            headers = {"Content-Type": "application/json", **headers}
-        async with self._session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
+        """Send a JSON body; return the status, the headers and the body of the response."""
+        async with self._session.post(url, data=data, headers={**_JSON, **headers}) as response:
             return response.status, response.headers, await response.read()
 
 
@@ -151,7 +156,7 @@ def valid_response(url: str) -> Iterator[None]:
     """Raise InferenceError if the block cannot decode the response of `url`."""
     try:
         yield
-    except (ValueError, LookupError, OverflowError) as error:
+    except (ValueError, LookupError, OverflowError, RecursionError) as error:
         raise InferenceError(f"{url} returned an invalid response: {error}") from None
 
 
@@ -164,26 +169,40 @@ class InferenceClient(HttpClient):
         model: str,
         run_id: str,
         api_key: str | None = None,
-        timeout_s: float = 1200,
-        probe_s: float | None = None,
+        timeout_seconds: float = 1200,
+        probe_seconds: float | None = None,
         vocabulary: int | None = None,
+        slot: str | None = None,
     ) -> None:
         """Describe the server at a root URL such as `http://localhost:8000`.
 
         Args:
             run_id: the run that leases the server to switch its policy.
-            probe_s: timeout of requests that need no work of the server; None: `timeout_s`.
+            probe_seconds: timeout of requests that need no work of the server; None: `timeout_seconds`.
             vocabulary: exclusive upper bound of sampled token ids; None: unknown.
+            slot: name of the run's slot, which then stands for `model` in requests; None: the base slot.
         """
-        super().__init__(url, model, api_key, timeout_s)
+        model = slot or model
+        super().__init__(url, model, api_key, timeout_seconds)
+        self.has_slot, self._slot = slot is not None, {} if slot is None else {"name": slot}
         self._run_id = run_id
         self._vocabulary = vocabulary
-        self._probe = aiohttp.ClientTimeout(total=min(probe_s or timeout_s, timeout_s))
+        self._probe_seconds = min(probe_seconds or timeout_seconds, timeout_seconds)
         self._stream = GenerationStream(url, model, self._headers)
+
+    async def __aenter__(self) -> Self:
+        self._control = open_client({**self._headers, **_JSON})
+        return await super().__aenter__()
 
     async def __aexit__(self, *_: object) -> None:
         await self._stream.close()
+        await self._control.aclose()
         await super().__aexit__()
+
+    @asynccontextmanager
+    async def pinned(self) -> AsyncIterator[Self]:
+        """Return this server for one group; its completions name the versions, so nothing delays a switch."""
+        yield self
 
     async def generate(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         """Sample one completion of `prompt_ids`, the whole context, with vLLM sampling parameters.
@@ -195,28 +214,22 @@ class InferenceClient(HttpClient):
             InferenceError: it refused, or its response lacks ids, log-probabilities or version spans, or contains too
                 many or unknown tokens. Server faults are retried twice.
         """
-        attempt = 0
+        retries = Retries(growing_pauses(_RETRY_PAUSE_SECONDS, _RETRIES))
         while True:
             try:
                 generation = await self._stream_generation(prompt_ids, sampling) if self._stream.is_offered else None
                 return generation or await self._post_generation(prompt_ids, sampling)
             except InferenceError as error:
-                if attempt == _RETRIES or error.timed_out or not error.is_server_fault:
+                if error.timed_out or not error.is_server_fault or not await retries.pause():
                     raise
-            await asyncio.sleep(_RETRY_PAUSE_SECONDS * 4**attempt)
-            attempt += 1
 
     async def _stream_generation(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> Generation | None:
         """Sample by the token stream; None if the server does not offer it."""
         url = self.url + generation_messages.PATH
-
-        async def sample() -> generation_messages.Completion | None:
-            async with asyncio.timeout(self._timeout.total):
-                return await self._stream.sample(prompt_ids, sampling)
-
         try:
             with valid_response(url):
-                if (answer := await self._repeat_if_lost(sample, url)) is None:
+                answer = await self._repeat_if_lost(lambda: self._stream.sample(prompt_ids, sampling), url)
+                if answer is None:
                     return None
                 ids, logprobs = np.frombuffer(answer.token_ids, "<i4"), np.frombuffer(answer.logprobs, "<f4")
                 max_tokens = sampling.get("max_tokens")
@@ -227,21 +240,24 @@ class InferenceClient(HttpClient):
 
     async def _post_generation(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> Generation:
         body = {"model": self._model, "token_ids": prompt_ids, "sampling_params": {**sampling, "logprobs": 0}}
-        raw = await self._request("POST", _GENERATE, body)
-        with valid_response(self.url + _GENERATE):
+        url, data = self.url + _GENERATE, msgspec.json.encode(body)
+        status, _, raw = await self._repeat_if_lost(lambda: self._post(url, data), url)
+        _check_status(url, status, raw)
+        with valid_response(url):
             return decode_generation(raw, sampling.get("max_tokens"), self._vocabulary)
 
-    async def policy(self) -> LoadedPolicy:
+    async def policy(self) -> LoadedVersion:
         """Return what the server samples from, and renew the lease if this run holds it.
 
         Raises:
             InferenceServerLost: the server cannot be reached, or does not respond in time.
             InferenceError: it refuses, or its response is invalid.
         """
-        return self._loaded(await self._request("GET", f"/policy?run_id={self._run_id}", probe=True))
+        query = urlencode({"run_id": self._run_id, **self._slot})
+        return self._loaded(await self._request("GET", f"/policy?{query}", probe=True))
 
-    async def peek_policy(self) -> LoadedPolicy:
-        """Return what the server samples from without renewing a lease; raises the same as `policy`."""
+    async def peek_policy(self) -> LoadedVersion:
+        """Return what the base slot samples from without renewing a lease; raises the same as `policy`."""
         return self._loaded(await self._request("GET", "/policy", probe=True))
 
     async def base_canary(self) -> dict[str, Any] | None:
@@ -261,48 +277,64 @@ class InferenceClient(HttpClient):
         """
         await self._request("POST", "/stage_weights", self._version_body(weight_dir, version), optional=True)
 
-    async def load(self, weight_dir: str, version: PolicyVersion) -> LoadedPolicy:
+    async def load(self, weight_dir: str, version: PolicyVersion) -> LoadedVersion:
         """Switch to the published weights in `weight_dir`; return when the server samples from them."""
         return self._loaded(await self._request("POST", "/update_weights", self._version_body(weight_dir, version)))
 
-    async def reset(self) -> LoadedPolicy:
+    async def reset(self) -> LoadedVersion:
         """Lease the server for this run and switch to the base model, version 0.
 
-        Waits for the lease of a killed run to expire. Raises if the other run renews its lease meanwhile.
+        Waits for the lease of a killed run to expire. Raises if the other run renews its lease meanwhile. Waits for a
+        free slot as long as other runs use all of them, but not for named adapters.
 
         Raises:
-            InferenceError: another run holds the server.
+            InferenceError: another run holds the server, or named adapters use all of it.
             InferenceServerLost: the server cannot be reached.
         """
-        free_in_s: float | None = None
+        free_in_seconds: float | None = None
+        has_logged = False
         while True:
             try:
-                return self._loaded(await self._request("POST", "/reload_weights", {"run_id": self._run_id}))
+                body = {"run_id": self._run_id, **self._slot}
+                return self._loaded(await self._request("POST", "/reload_weights", body))
             except InferenceError as error:
-                if error.free_in_s is None or (free_in_s is not None and error.free_in_s >= free_in_s):
+                if error.free_in_seconds is None:
                     raise
-                if free_in_s is None:
+                if self.has_slot and error.status == _CONFLICT and await self._lacks_slot():
+                    free_in_seconds = _LEASE_PROBE_SECONDS
+                elif free_in_seconds is not None and error.free_in_seconds >= free_in_seconds:
+                    raise
+                else:
+                    free_in_seconds = error.free_in_seconds
+                if not has_logged:
                     logger.info("waiting for the lease: {}", error)
-                free_in_s = error.free_in_s
-                await asyncio.sleep(min(_LEASE_PROBE_SECONDS, free_in_s))
+                has_logged = True
+                await asyncio.sleep(min(_LEASE_PROBE_SECONDS, free_in_seconds))
+
+    async def _lacks_slot(self) -> bool:
+        """Return whether the server has not made this run's slot yet."""
+        with valid_response(f"{self.url}/policy"):
+            answer = msgspec.json.decode(await self._request("GET", "/policy", probe=True), type=dict[str, Any])
+            return self._slot["name"] not in [slot["name"] for slot in answer["slots"]]
 
     async def release(self) -> None:
-        """Release the lease."""
-        await self._request("POST", "/release_policy", {"run_id": self._run_id}, probe=True)
+        """Release this run's lease of the server, or free its slot."""
+        await self._request("POST", "/release_policy", {"run_id": self._run_id, **self._slot}, probe=True)
 
     async def metrics(self) -> str:
         """Return the server's Prometheus metrics."""
         return (await self._request("GET", "/metrics", probe=True)).decode(errors="replace")
 
     def _version_body(self, weight_dir: str, version: PolicyVersion) -> dict[str, Any]:
-        return {"weight_dir": weight_dir, "branch": version.branch, "step": version.step, "run_id": self._run_id}
+        of_version = {"weight_dir": weight_dir, "branch": version.branch, "step": version.step}
+        return {**of_version, "run_id": self._run_id, **self._slot}
 
-    def _loaded(self, raw: bytes) -> LoadedPolicy:
+    def _loaded(self, raw: bytes) -> LoadedVersion:
         with valid_response(f"{self.url}/policy"):
             answer = msgspec.json.decode(raw, type=dict[str, Any])
             version = {"branch": answer["branch"], "step": answer["step"]}
             is_ours = answer.get("run_id") == self._run_id
-            return msgspec.convert({**answer, "version": version, "is_ours": is_ours}, LoadedPolicy)
+            return msgspec.convert({**answer, "version": version, "is_ours": is_ours}, LoadedVersion)
 
     async def _request(
         self,
@@ -313,35 +345,43 @@ class InferenceClient(HttpClient):
         optional: bool = False,
     ) -> bytes:
         """Return the body of the response; nothing if the server does not have an `optional` route."""
-        data = None if body is None else msgspec.json.encode(body)
-        limit, url = self._probe if probe else self._timeout, self.url + path
-        status, _, answer = await self._repeat_if_lost(lambda: self._send(method, url, data, limit), url, probe)
-        if optional and status in (404, 405):
+        url, content = self.url + path, None if body is None else msgspec.json.encode(body)
+        send = partial(request, self._control, method, url, content=content)
+        response = await self._repeat_if_lost(send, url, probe)
+        if optional and response.status_code in (404, 405):
             return b""
-        if status != 200:
-            message, free_in_s = decode_error(answer)
-            raise InferenceError(f"{url} returned {status}: {message}", status, free_in_s)
-        return answer
+        _check_status(url, response.status_code, response.content)
+        return response.content
 
     async def _repeat_if_lost(self, send: Callable[[], Awaitable[_T]], url: str, probe: bool = False) -> _T:
         """Send a request, and again if the connection is lost."""
-        limit, lost = self._probe if probe else self._timeout, 0
+        seconds, lost = self._probe_seconds if probe else self._timeout_seconds, 0
+        outer = sys.exception()
         while True:
             try:
-                return await send()
+                async with asyncio.timeout(seconds):
+                    return await send()
             except TimeoutError:
-                did_not = f"did not respond within {limit.total:g} s"
+                did_not = f"did not respond within {seconds:g} s"
                 if probe:
                     text = f"inference at {self.url} {did_not} (client.probe_timeout_seconds)"
                     raise InferenceServerLost(text) from None
                 raise InferenceError(f"{url} {did_not} (client.timeout_seconds)", timed_out=True) from None
-            except aiohttp.ClientError as error:
-                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                    raise InferenceError(f"cannot connect to {self.url}: {summarize_os_error(error)}") from None
+            except (ConnectionError, aiohttp.ClientError) as error:
+                reason = connection_error(error, outer)
+                if reason.errno in (errno.EMFILE, errno.ENFILE):
+                    raise InferenceError(f"cannot connect to {self.url}: {summarize_os_error(reason)}") from None
                 self._stream.http_until = 0.0  # another server may listen there now
                 lost += 1
                 if lost > _RETRIES:
-                    raise InferenceServerLost(f"inference at {self.url} cannot be reached: {error}") from None
+                    text = f"inference at {self.url} cannot be reached: {reason.strerror or reason}"
+                    raise InferenceServerLost(text) from None
+
+
+def _check_status(url: str, status: int, answer: bytes) -> None:
+    if status != 200:
+        message, free_in_seconds = decode_error(answer)
+        raise InferenceError(f"{url} returned {status}: {message}", status, free_in_seconds)
 
 
 def sampling_parameters(config: SamplingConfig) -> dict[str, Any]:
@@ -388,10 +428,10 @@ def decode_error(data: bytes) -> tuple[str, float | None]:
     answer: Any = data.decode(errors="replace")
     with suppress(msgspec.DecodeError):
         answer = msgspec.json.decode(data)
-    free_in_s = None
+    free_in_seconds = None
     if isinstance(answer, dict):
         seconds = answer.get("free_in_s")
-        free_in_s = float(seconds) if isinstance(seconds, int | float) else None
+        free_in_seconds = float(seconds) if isinstance(seconds, int | float) else None
         error = answer.get("error", answer)
         answer = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(answer).split())[:500], free_in_s
+    return " ".join(str(answer).split())[:500], free_in_seconds

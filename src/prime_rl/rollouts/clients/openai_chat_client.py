@@ -4,7 +4,6 @@ The server renders the prompt and parses tool calls and reasoning. It returns no
 samples.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +13,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from prime_rl.core.http_requests import connection_error
+from prime_rl.core.retries import Retries, growing_pauses
 from prime_rl.core.terminal_escape import replace_surrogates
 from prime_rl.core.types import PolicyVersion
 from prime_rl.rollouts.clients.inference_client import (
@@ -23,8 +24,7 @@ from prime_rl.rollouts.clients.inference_client import (
     decode_error,
     valid_response,
 )
-from prime_rl.rollouts.rendering.messages import Message
-from prime_rl.rollouts.replies import Parsed, Reply, ToolCall
+from prime_rl.rollouts.rendering.messages import Message, Parsed, Reply, ToolCall
 
 _CONNECTION_RETRIES = 2
 
@@ -102,15 +102,15 @@ class ChatServer(HttpClient):
             yield pinned
         finally:
             with suppress(aiohttp.ClientError, TimeoutError):  # without it the switch is delayed a little longer
-                await self._send("POST", f"{root}/unpin_policy", json.dumps({"pin": pin}).encode(), self._timeout)
+                await self._post(f"{root}/unpin_policy", json.dumps({"pin": pin}).encode())
 
     async def _take_pin(self, root: str) -> str | None:
         """Return the name of a new pin; None if the server does not support pins."""
         try:
-            status, _, data = await self._send("POST", f"{root}/pin_policy", b"{}", self._timeout)
+            status, _, data = await self._post(f"{root}/pin_policy", json.dumps({"name": self._model}).encode())
             if status == 200:
                 return str(msgspec.json.decode(data)["pin"])
-            self._supports_pins = False
+            self._supports_pins = status not in (404, 405)  # other refusals, as of a missing slot, may end
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
             self._supports_pins = isinstance(error, aiohttp.ClientError)  # the rollout detects a lost server
         return None
@@ -129,7 +129,7 @@ class ChatServer(HttpClient):
         """
         sent = {key: value for key, value in sampling.items() if value is not None and _DEFAULTS.get(key) != value}
         body = {"model": self._model, "messages": to_wire(messages), **sent}
-        raw, versions = await self._post(body | ({"tools": tools} if tools else {}))
+        raw, versions = await self._ask(body | ({"tools": tools} if tools else {}))
         with valid_response(f"{self.url}/chat/completions"):
             if rb"\ud" in raw.lower():  # perhaps half of a surrogate pair: Python's json accepts it, msgspec does not
                 response = msgspec.convert(replace_surrogates(json.loads(raw)), _ChatResponse)
@@ -137,31 +137,32 @@ class ChatServer(HttpClient):
                 response = _decode_response(raw)
             return _reply(response.choices[0], response.usage or _ChatUsage(), tools, versions)
 
-    async def _post(self, body: Mapping[str, Any]) -> tuple[bytes, tuple[int, int] | None]:
+    async def _ask(self, body: Mapping[str, Any]) -> tuple[bytes, tuple[int, int] | None]:
         """Return the response and the versions that sampled it."""
         url, data = f"{self.url}/chat/completions", json.dumps(body).encode()
-        lost = busy = 0
+        pauses = (min(pause, _MAX_PAUSE_SECONDS) for pause in growing_pauses(1.0, _BUSY_RETRIES, factor=2.0))
+        lost, retries = 0, Retries(pauses)
         while True:
             try:
-                status, headers, answer = await self._send("POST", url, data, self._timeout, self._pin_header)
+                status, headers, answer = await self._post(url, data, self._pin_header)
             except TimeoutError:
-                raise InferenceError(f"{self.url} did not respond within {self._timeout.total:.0f} s") from None
+                raise InferenceError(f"{self.url} did not respond within {self._timeout_seconds:.0f} s") from None
             except aiohttp.ClientError as error:
                 lost += 1
                 if lost > _CONNECTION_RETRIES:
-                    raise InferenceServerLost(f"the server at {self.url} cannot be reached: {error}") from None
+                    reason = connection_error(error)
+                    text = f"the server at {self.url} cannot be reached: {reason.strerror or reason}"
+                    raise InferenceServerLost(text) from None
                 continue
             if status == 200:
                 return answer, _versions(headers)
             message, _ = decode_error(answer)
             if status in (400, 413, 422) and any(phrase in message.lower() for phrase in _OVERFLOW):
                 raise PromptTooLong(message)
-            busy += 1
-            if status not in _BUSY or busy > _BUSY_RETRIES:
-                raise InferenceError(f"{url} returned {status}: {message}")
             after = headers.get("Retry-After", "")
-            asked_s = float(after) if after.replace(".", "", 1).isdigit() else 0.0
-            await asyncio.sleep(min(asked_s or 2.0 ** (busy - 1), _MAX_PAUSE_SECONDS))
+            asked = float(after) if after.replace(".", "", 1).isdigit() else 0.0
+            if status not in _BUSY or not await retries.pause(min(asked, _MAX_PAUSE_SECONDS) or None):
+                raise InferenceError(f"{url} returned {status}: {message}")
 
 
 def to_wire(messages: Sequence[Message]) -> list[Message]:

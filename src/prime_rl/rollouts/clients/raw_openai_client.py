@@ -1,21 +1,25 @@
-"""The OpenAI client that a classic environment gets as `state["client"].client`.
+"""The OpenAI client that a classic environment gets as `state["client"].client`, and the endpoint of its address.
 
-Its requests stay in this process: a transport answers them through the recorder of the rollout, so every token
-is known. Its `base_url` and `api_key` are those of the worker's `PolicyEndpoint`, for clients of the environment's own.
+client = state["client"].client                                   answered in this process, no port is opened
+AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)     answered by `PolicyEndpoint`, also from a subprocess
+
+Both answer through the recorder of the rollout, so every token is known.
 """
 
+import asyncio
+import contextvars
 import importlib
 import json
+import secrets
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import openai
+from aiohttp import web
 
-from prime_rl.rollouts.rendering.messages import normalise
-from prime_rl.rollouts.replies import Reply
-
-_REFUSED = ("response_format", "logit_bias", "functions", "function_call", "modalities", "audio")
-"""Parameters that change what is sampled, and that the trainer does not know."""
+from prime_rl.rollouts.rendering.messages import Reply, normalise
 
 # Releases of openai use httpx or httpx2; transport and response must be of the same library.
 _http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
@@ -63,33 +67,79 @@ def _check(body: Any) -> None:
         raise ValueError("the body has no list of messages")
     if not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in body["messages"]):
         raise ValueError("each message needs a role")
-    if body.get("stream"):
-        raise ValueError("stream is not supported")
-    if body.get("n") not in (None, 1):
-        raise ValueError("n > 1 is not supported; call the client several times")
-    if body.get("tool_choice") not in (None, "auto", "none"):
-        raise ValueError("only tool_choice auto and none are supported")
-    if found := [name for name in _REFUSED if body.get(name) is not None]:
-        raise ValueError(f"{found[0]} is not supported")
 
 
-def replies_in(completion: Sequence[Any], replies: Sequence[Reply]) -> list[Reply]:
-    """Return those of the raw client's replies that are messages of a completion.
+Context = tuple[int, int]
+"""Hashes of the messages of a request: of all of them, and of the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredCall:
+    """A call of the policy in one rollout.
+
+    Attributes:
+        reply: its answer.
+        is_raw: it came through the raw client.
+        context: of its request; None if the raw client was not in use yet.
+    """
+
+    reply: Reply
+    is_raw: bool
+    context: Context | None
+
+
+def context_of(messages: Sequence[Any]) -> Context:
+    """Return the context of the request with these messages."""
+    return _contexts(normalise(messages))[-1]
+
+
+def replies_in(prompt: Sequence[Any], completion: Sequence[Any], calls: Sequence[AnsweredCall]) -> list[Reply]:
+    """Return the replies of the raw client that are messages of a completion.
+
+    Messages have no ids, so equal texts are distinguished by the conversation that the model was asked to continue: a
+    user that the policy simulates, and a judge, are asked something else.
 
     Raises:
         ValueError: a message can be several replies, so it is unknown which tokens to train on.
     """
-    said = [_key(message) for message in normalise(completion) if message["role"] == "assistant"]
-    found: list[Reply] = []
-    for key in dict.fromkeys(said):
-        equal = [reply for reply in replies if _key(_message(reply)) == key]
-        if len(equal) > said.count(key):
-            raise ValueError(
-                f"{len(equal)} calls were answered with the same message, and state['completion'] contains it "
-                f"{said.count(key)} times; call `self.get_model_response` for those to train on"
-            )
-        found += equal
-    return found
+    conversation = normalise([*prompt, *completion])
+    contexts, keys = _contexts(conversation), list(map(_key, conversation))
+    places = [i for i in range(len(prompt), len(keys)) if conversation[i]["role"] == "assistant"]
+    said = {keys[place] for place in places}
+    free = [(key, call) for call in calls if (key := _key(_message(call.reply))) in said]
+    found: dict[int, AnsweredCall] = {}
+    for matches in (_continues, _answers, lambda call, context: True):
+        for place in places:
+            equal = [call for key, call in free if key == keys[place] and matches(call, contexts[place])]
+            if place in found or not equal:
+                continue
+            rivals = [other for other in places if other not in found and keys[other] == keys[place]]
+            same_text = sum(any(matches(call, contexts[other]) for call in equal) for other in rivals)
+            if len(equal) > same_text and len({call.context for call in equal}) > 1:
+                raise ValueError(
+                    f"{len(equal)} calls were answered with the same message, and state['completion'] contains it "
+                    f"{same_text} times; append the responses to train on to state['trajectory']"
+                )
+            found[place] = equal[0]
+            free = [(key, call) for key, call in free if call is not equal[0]]
+    return [found[place].reply for place in places if place in found and found[place].is_raw]
+
+
+def _continues(call: AnsweredCall, context: Context) -> bool:
+    return call.context == context
+
+
+def _answers(call: AnsweredCall, context: Context) -> bool:
+    return call.context is not None and call.context[1] == context[1]
+
+
+def _contexts(messages: Sequence[Mapping[str, Any]]) -> list[Context]:
+    """Return the context of each message, and of one after the last."""
+    contexts = [(0, 0)]
+    for message in messages:
+        last = hash((message["role"], _key(message)))
+        contexts.append((hash((contexts[-1][0], last)), last))
+    return contexts
 
 
 def _message(reply: Reply) -> dict[str, Any]:
@@ -98,6 +148,71 @@ def _message(reply: Reply) -> dict[str, Any]:
 
 
 def _key(message: Mapping[str, Any]) -> str:
-    """Return the text and tool calls of a message; environments keep the content, and rarely the reasoning."""
+    """Return the text and tool calls of a message; environments keep the content, often stripped, not the reasoning."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return json.dumps([message["content"], calls], sort_keys=True)
+    return json.dumps([message["content"].strip(), calls], sort_keys=True)
+
+
+_MAX_BODY_BYTES = 64 * 2**20
+
+
+class PolicyEndpoint:
+    """Serves chat completions on 127.0.0.1. Each rollout has a secret key, which is valid until the rollout ends."""
+
+    def __init__(self) -> None:
+        """Open no port before the first rollout asks for `base_url`."""
+        self._answers: dict[str, Answer] = {}
+        self._requests: dict[str, set[asyncio.Task[Any]]] = {}
+        self._socket: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Address for clients. Needs the running event loop."""
+        if self._socket is None:
+            # It accepts connections from now on; they wait until the server runs.
+            self._socket = socket.create_server(("127.0.0.1", 0))
+            # A new context: the server is for all groups, not only for the one that starts it.
+            self._task = asyncio.get_running_loop().create_task(
+                self._serve(self._socket), context=contextvars.Context()
+            )
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+
+    def add(self, answer: Answer) -> str:
+        """Return a new key, whose requests get `answer`."""
+        key = secrets.token_urlsafe(24)
+        self._answers[key] = answer
+        return key
+
+    def remove(self, key: str) -> None:
+        """End the requests with the key, so that the server stops sampling, and refuse further ones."""
+        self._answers.pop(key, None)
+        for task in self._requests.pop(key, ()):
+            task.cancel()
+
+    async def _serve(self, listening: socket.socket) -> None:
+        application = web.Application(client_max_size=_MAX_BODY_BYTES)
+        application.router.add_route("*", "/{path:.*}", self._handle)
+        # A client that disconnects cancels its request, so that the server stops sampling.
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listening).start()
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if (answer := self._answers.get(key)) is None:
+            refusal = "the key is not that of a running rollout; use the api_key of state['client'].client"
+            return web.json_response(error_body(refusal), status=401)
+        task = asyncio.current_task()
+        assert task is not None
+        requests = self._requests.setdefault(key, set())
+        requests.add(task)
+        try:
+            status, body = await respond(answer, request.path, await request.read())
+        finally:
+            requests.discard(task)
+        return web.json_response(body, status=status)

@@ -19,11 +19,9 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from prime_rl.configs.rollouts.options import RenderingConfig
+from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.rollouts.rendering.messages import Message, normalise
-from prime_rl.rollouts.rendering.tool_calls import PARSERS, split_reasoning
-from prime_rl.rollouts.replies import Generation, Parsed
+from prime_rl.rollouts.rendering.messages import PARSERS, Generation, Message, Parsed, normalise, split_reasoning
 
 TrajectoryStrategy = Literal["interleaved", "branching"]
 
@@ -184,6 +182,10 @@ class Renderer:
             content = content.replace(token, "")
             reasoning = reasoning and reasoning.replace(token, "")
         return Parsed(content, parsed.calls, reasoning)
+
+    def text_length(self, ids: list[int]) -> int:
+        """Return the number of characters of tokens, without special tokens."""
+        return len(self._backend.decode(ids, skip_special_tokens=True))
 
     def _comparable(self, text: str, opened: bool, tools: list[Any] | None) -> tuple[Any, ...]:
         """Return the message of a completion in a form that is equal for equal messages."""

@@ -1,12 +1,12 @@
-"""The model client of one classic verifiers rollout.
+"""The model client of one classic verifiers rollout, and the rewards and advantages that its environment sets itself.
 
-Rollouts are sampled with the run's parameters, because the trainer computes with them. Of the parameters of an
-environment, only those that end a completion are used.
+Verifiers fills the same fields of states and steps when it scores a group, so they are read before.
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,20 +15,16 @@ from verifiers.clients.client import Client
 from verifiers.errors import ModelError, OverlongPromptError
 from verifiers.types import Messages, Response, ResponseMessage, ResponseTokens, Tool, ToolCall, Usage
 
+from prime_rl.core.types import Credit
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import PromptTooLong
-from prime_rl.rollouts.clients.policy_endpoint import PolicyEndpoint
-from prime_rl.rollouts.clients.raw_openai_client import raw_client
-from prime_rl.rollouts.group_attempts import Attempt
-from prime_rl.rollouts.recorder import Recorder
-from prime_rl.rollouts.replies import Reply, Turn
-from prime_rl.rollouts.verifiers.step_credits import GivenCredit
+from prime_rl.rollouts.clients.raw_openai_client import AnsweredCall, PolicyEndpoint, context_of, raw_client
+from prime_rl.rollouts.group_attempts import Attempt, EnvironmentFailed, UnsupportedEnvironment, as_number
+from prime_rl.rollouts.recorder import Recorder, policy_call
+from prime_rl.rollouts.rendering.messages import Reply, Turn
 
-_LENGTHS = ("max_tokens", "max_completion_tokens")
-_HARMLESS = {"n": 1, "extra_body": {}, "extra_headers": {}, "stream": False}
-_WITHOUT_EFFECT = {"logprobs", "top_logprobs", "return_token_ids", "prompt_logprobs", "timeout", "model"}
-"""Parameters that do not change the sampled tokens."""
-_NO_PARAMETERS = ("model", "messages", "tools", "tool_choice")
+_RETURNED = frozenset({"logprobs", "return_token_ids"})
+"""Details that the tokens of a response contain."""
 
 
 class RolloutClient(Client):
@@ -38,7 +34,7 @@ class RolloutClient(Client):
         recorder: records the calls.
         attempt: that it serves.
         state: of the rollout, as passed with the last call.
-        raw_replies: answers of the raw client.
+        calls: those that were answered during the rollout, until `end_rollout()`.
         credit: what the environment has set before it is scored.
     """
 
@@ -56,10 +52,10 @@ class RolloutClient(Client):
         self.recorder = recorder
         self.attempt = attempt
         self.state: Any = None
-        self.raw_replies: list[Reply] = []
+        self.calls: list[AnsweredCall] = []
         self.credit = GivenCredit()
         self._raw: Any = None
-        self._has_ended = False
+        self._has_ended = self._is_scored = False
         self._warn = warn
         self._sampling = dict(sampling)
         self._prefix = f"{secrets.token_hex(8)}-"
@@ -97,19 +93,23 @@ class RolloutClient(Client):
         """Whether the environment has asked for the raw client."""
         return self._raw is not None
 
-    def _check_running(self) -> None:
+    def end_rollout(self) -> None:
+        """Record no further `calls`: those of reward functions are no part of the rollout."""
+        self._is_scored = True
+
+    async def _ask(self, request: Mapping[str, Any], returned: Iterable[str] = (), is_raw: bool = False) -> Reply:
         if self._has_ended:
             raise ValueError("the rollout of this client has ended")
+        reply = await policy_call(self.recorder, request, self._sampling, self._warn, returned)
+        if not self._is_scored:
+            self.calls.append(AnsweredCall(reply, is_raw, context_of(request["messages"]) if self.is_raw else None))
+        return reply
 
     async def _answer_raw(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        self._check_running()
-        tools = body.get("tools") if body.get("tool_choice") != "none" else None
-        parameters = {key: value for key, value in body.items() if key not in _NO_PARAMETERS}
         try:
-            reply = await self.recorder.ask(body["messages"], tools, self._sampling_with(parameters))
+            reply = await self._ask(body, is_raw=True)
         except (PromptTooLong, InferenceError, InferenceServerLost) as error:
             raise ValueError(str(error)) from error  # the recorder keeps what explains the end of the rollout
-        self.raw_replies.append(reply)
         return reply.chat_completion(f"{self._prefix}{self.recorder.replies.index(reply)}", str(body.get("model", "")))
 
     def raise_failure(self) -> None:
@@ -134,40 +134,16 @@ class RolloutClient(Client):
         **_: Any,
     ) -> Response:
         """Sample one turn; verifiers calls the model only through this method."""
-        self._check_running()
         self.state = state if state is not None else self.state
-        sampling = self._sampling_with(sampling_args or {})
+        if not isinstance(sampling_args or {}, Mapping):
+            raise ValueError(f"sampling_args is {sampling_args!r:.80}, not a dictionary of sampling parameters")
+        request = {**(sampling_args or {}), "messages": prompt, "tools": await self.to_native_tools(tools)}
         try:
-            reply = await self.recorder.ask(prompt, await self.to_native_tools(tools), sampling)
+            reply = await self._ask(request, _RETURNED)
         except (PromptTooLong, InferenceError, InferenceServerLost) as error:
             kind = OverlongPromptError if isinstance(error, PromptTooLong) else ModelError
             raise kind(str(error)) from error
         return _response(f"{self._prefix}{self.recorder.replies.index(reply)}", model, reply)
-
-    def _sampling_with(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the run's sampling parameters with the environment's `max_tokens` and `stop`."""
-        if not isinstance(asked, Mapping):
-            raise ValueError(f"sampling_args is {asked!r:.80}, not a dictionary of sampling parameters")
-        sampling = dict(self._sampling)
-        limits = [_length(name, asked[name]) for name in _LENGTHS if asked.get(name) is not None]
-        if limits:
-            sampling["max_tokens"] = min([*limits, sampling.get("max_tokens") or limits[0]])
-        if stop := asked.get("stop"):
-            sampling["stop"] = _stops(stop)
-        ignored = {
-            name: value
-            for name, value in asked.items()
-            if name not in _LENGTHS and name not in _WITHOUT_EFFECT and name != "stop"
-            if value is not None and value != _HARMLESS.get(name) and value != self._sampling.get(name)
-        }
-        if ignored:
-            given = ", ".join(f"{name} = {value!r:.40}" for name, value in sorted(ignored.items()))
-            self._warn(
-                f"sampling {sorted(ignored)}",
-                f"its sampling parameters are ignored ({given}), because the run's apply to sampling and training; set "
-                "them in `sampling` of the environment's configuration",
-            )
-        return sampling
 
     async def to_native_tool(self, tool: Tool) -> dict[str, Any]:
         """Return the definition of a tool in the form of chat templates."""
@@ -184,19 +160,6 @@ class RolloutClient(Client):
 def tool_definition(tool: Tool) -> dict[str, Any]:
     """Return the definition of a tool in the form of chat templates."""
     return {"type": "function", "function": tool.model_dump(exclude_none=True)}
-
-
-def _length(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
-        raise ValueError(f"sampling_args: {name} is {value!r:.80}, not a whole number of at least 1")
-    return int(value)
-
-
-def _stops(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError(f"sampling_args: stop is {value!r:.80}, not a text or a list of texts")
-    return list(stops)
 
 
 def _response(name: str, model: str, reply: Reply) -> Response:
@@ -281,3 +244,120 @@ def view_turn(turn: Turn) -> dict[str, TokenView]:
         "completion_mask": TokenView(turn, lambda: np.broadcast_to(np.int32(1), sampled)),
         "completion_logprobs": TokenView(turn, lambda: turn.generation.logprobs),
     }
+
+
+StepRewards = Literal["ignore", "add", "included"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCredit:
+    """What an environment has set in one step; `reply` is None if another model answered."""
+
+    reply: Reply | None
+    reward: float | None
+    advantage: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenCredit:
+    """What an environment has set in one rollout.
+
+    Attributes:
+        advantage: of the rollout; None if it is not set.
+        steps: of the trajectory, in order.
+    """
+
+    advantage: float | None = None
+    steps: tuple[StepCredit, ...] = ()
+
+    @classmethod
+    def read(cls, state: Any, find_reply: Callable[[Any], Reply | None]) -> Self:
+        """Read an unscored state. Raises EnvironmentFailed if a value is not a finite number."""
+        steps = tuple(
+            StepCredit(
+                find_reply(step.get("response")),
+                _number("the reward of a step", step.get("reward")),
+                _number("the advantage of a step", step.get("advantage")),
+            )
+            for step in state.get("trajectory") or ()
+        )
+        return cls(_number("state['advantage']", state.get("advantage")), steps)
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether at least one step has a reward of its own."""
+        return any(step.reward is not None for step in self.steps)
+
+    @property
+    def has_advantages(self) -> bool:
+        """Whether the rollout or a step has an advantage."""
+        return self.advantage is not None or any(step.advantage is not None for step in self.steps)
+
+    @property
+    def total(self) -> float:
+        """Sum of the rewards of the steps."""
+        return sum(step.reward or 0.0 for step in self.steps)
+
+    def restore(self, state: Any) -> None:
+        """Undo what an earlier attempt at scoring has set, which reward functions may read."""
+        if self.advantage is None and state.get("advantage") is not None:
+            state["advantage"] = None
+        for step, given in zip(state.get("trajectory") or (), self.steps, strict=False):
+            for name in ("reward", "advantage"):
+                if getattr(given, name) is None and step.get(name) is not None:
+                    step[name] = None
+
+    def credits(self, trained: Mapping[Reply, Any], reward: float, mode: StepRewards) -> dict[Reply, Credit] | None:
+        """Return the credit of each trained turn; None if all have the rollout's `reward`, which includes `total`.
+
+        A turn is credited with the reward that comes after it: `reward` without the rewards of earlier steps. It is, by
+        the setting alone, also if no step of this rollout has a reward: it is compared with rollouts whose steps do.
+        Turns are numbered as steps, also those that are not trained. A given advantage takes the place of the one that
+        is computed.
+        """
+        by_turn = mode != "ignore"
+        if not by_turn and not self.has_advantages:
+            return None
+        advantages = {step.reply: step.advantage for step in self.steps}
+        remaining = self._remaining(reward) if by_turn else {}
+        numbers = dict.fromkeys([*(step.reply for step in self.steps if step.reply is not None), *trained])
+        credits = dict[Reply, Credit]()
+        for number, reply in enumerate(numbers):
+            if reply not in trained:
+                continue
+            advantage = advantages.get(reply)
+            advantage = self.advantage if advantage is None else advantage
+            separate = by_turn or advantages.get(reply) is not None
+            credits[reply] = Credit(f"turn {number}" if separate else "", remaining.get(reply, reward), advantage)
+        return credits
+
+    def _remaining(self, reward: float) -> dict[Reply | None, float]:
+        remaining = dict[Reply | None, float]()
+        for step in self.steps:
+            remaining[step.reply] = reward
+            reward -= step.reward or 0.0
+        return remaining
+
+
+def check_scored(given: GivenCredit, state: Any) -> None:
+    """Raise UnsupportedEnvironment if the rubric has set rewards or advantages of single steps.
+
+    Verifiers gives all steps without a value the same one.
+    """
+    steps = state.get("trajectory") or ()
+    for name in ("reward", "advantage"):
+        open_steps = [after for before, after in zip(given.steps, steps, strict=False) if getattr(before, name) is None]
+        if len({after.get(name) for after in open_steps}) > 1:
+            raise UnsupportedEnvironment(
+                f"its rubric sets `{name}` of single steps, which would be ignored; set it in add_trajectory_step(), "
+                "or return rewards from the rubric"
+            )
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        return as_number(name, value)
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailed(f"{name} is {value!r:.80}, not a number") from error

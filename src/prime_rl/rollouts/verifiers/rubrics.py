@@ -1,6 +1,18 @@
 """Scores a group with its rubric: a reward function that raises or returns no number fails, it never counts as 0.
 
-The rubrics of verifiers call reward functions through `RewardCall`; see `classic_patches`.
+`patch_verifiers` replaces private names of one release of verifiers' classic API, which it checks.
+
+Correctness: `Rubric._call_individual_reward_func` and `Rubric._call_group_reward_func` catch all exceptions of a reward
+function and of `float()` of its value, log them and count 0. Both are replaced on the class by `call_checked`, so
+rubrics inside a `RubricGroup` or `EnvGroup` and functions that are added later are included. Without it this fails:
+tests/unit/rollouts/test_verifiers_classic.py::test_a_reward_that_is_none_is_an_error
+
+CPU time, with unchanged results; without them the tests of test_classic_patches.py fail:
+
+- signatures of functions are read once instead of at each call of a reward function, stop condition or handler;
+- a reward function that does not wait runs without a task;
+- the tokens of a response are parsed in the event loop instead of a thread: they are views, nothing is computed;
+- rows of plain JSON values are copied without `copy.deepcopy`.
 """
 
 import asyncio
@@ -9,28 +21,33 @@ import inspect
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
+from verifiers.envs import environment
+from verifiers.envs.env_group import ENV_GROUP_INFO_KEY as ENV_GROUP_INFO_KEY
+from verifiers.envs.env_group import EnvGroupRubric as EnvGroupRubric
+from verifiers.rubrics import rubric as rubric_module
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
+from verifiers.utils import async_utils, response_utils
 
-from prime_rl.rollouts.group_failures import EnvironmentFailed, WorkerUnusable, as_number, contain_failures
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.environment_backend import LAST_CLASSIC, CallParameters, call_parameters, signature
+from prime_rl.rollouts.group_attempts import (
+    ZERO_HINT,
+    EnvironmentFailed,
+    WorkerUnusable,
+    as_number,
+    contain_failures,
+    reward_failure,
+)
 from prime_rl.rollouts.rendering.messages import last_reply, normalise
-from prime_rl.rollouts.verifiers.signatures import call_parameters
-
-Check = Callable[[str, Any], Any]
-
-_OF_STATE: dict[str, Callable[[Any], Any]] = {
-    "state": lambda state: state,
-    "prompt": lambda state: state["prompt"],
-    "completion": lambda state: state["completion"],
-    "answer": lambda state: state.get("answer", ""),
-    "info": lambda state: state.get("info", {}),
-}
-"""The objects that `Rubric.score_objects` takes from a state, as it does."""
 
 
 @dataclass(slots=True)
@@ -58,6 +75,8 @@ class Scoring:
             self.warn(f"reward {func.__name__}", f"{failure}; it counts as 0 (env.reward_errors)")
             self.zeros.update(map(id, states))
         else:
+            if not failure.is_infrastructure:
+                failure = EnvironmentFailed(f"{failure} {ZERO_HINT}")
             self.failures.append((id(states[0]) if len(states) == 1 else None, failure))
 
 
@@ -119,6 +138,56 @@ def with_rewards(rubric: Any, rewards: Sequence[tuple[Callable[..., Any], float]
     return added if rubric is None else RubricGroup([rubric, added])
 
 
+def group_rubric(rubric: Any, inner: Rubric | None) -> Any:
+    """Return the rubric of an `EnvGroup`, with the one of the environment that ran in place of its `EnvGroupRubric`.
+
+    `EnvGroupRubric` adds a 0 for each metric of the other environments, ignores functions that are added to it, and
+    fails in nested groups.
+    """
+    if type(rubric) is EnvGroupRubric:
+        if not rubric.funcs:
+            return inner
+        added = copy(rubric)
+        added.__class__ = Rubric
+        return added if inner is None else RubricGroup([inner, added])
+    if not counts_environments(rubric):
+        return rubric
+    changed = copy(rubric)
+    changed.rubrics = [part for each in rubric.rubrics if (part := group_rubric(each, inner)) is not None]
+    return changed if changed.rubrics else None
+
+
+def counts_environments(rubric: Any) -> bool:
+    """Return whether the rubric of an `EnvGroup` contains the one that scores its environments."""
+    if isinstance(rubric, RubricGroup):
+        return any(map(counts_environments, rubric.rubrics))
+    return type(rubric) is EnvGroupRubric
+
+
+def scores_jointly(rubric: Any) -> bool:
+    """Return whether the reward of a rollout may depend on the others of its group."""
+    if rubric is None or type(rubric).score_group not in (Rubric.score_group, RubricGroup.score_group):
+        return rubric is not None
+    return bool(rubric.has_group_rewards) or any(map(scores_jointly, getattr(rubric, "rubrics", ())))
+
+
+def reward_weights(rubric: Any) -> dict[str, float]:
+    """Return the weight of each reward function by the name of its metric, for display.
+
+    Functions of one name share a metric, whose parts are unknown, so they are left out.
+    """
+    pairs = list(_weighted(rubric))
+    counts = Counter(name for name, _ in pairs)
+    return {name: weight for name, weight in pairs if counts[name] == 1}
+
+
+def _weighted(rubric: Any) -> Iterator[tuple[str, float]]:
+    for function, weight in zip(getattr(rubric, "funcs", ()), getattr(rubric, "weights", ()), strict=False):
+        yield function.__name__, float(weight)
+    for inner in getattr(rubric, "rubrics", ()):
+        yield from _weighted(inner)
+
+
 def _text(state: Any) -> str:
     completion = state["completion"]
     return completion if isinstance(completion, str) else last_reply(normalise(completion))
@@ -165,112 +234,94 @@ def has_cleanup(rubric: Any) -> bool:
     return any(has_cleanup(inner) for inner in getattr(rubric, "rubrics", ()))
 
 
-class RewardCall:
-    """A call of a reward function while its group is scored. Await it, or pass it to `gather_calls`.
+async def call_checked(
+    scoring: Scoring, rubric: Any, func: Callable[..., Any], states: Sequence[Any], is_group: bool
+) -> Any:
+    """Call a reward function for one state, or for a group; return its value, or values.
 
-    Attributes:
-        parameters: of the function.
+    A failure is recorded, and the value is 0.
     """
+    name = f"reward function {getattr(func, '__name__', repr(func))}"
+    started, parameters = time.monotonic(), call_parameters(func)
 
-    __slots__ = ("_check", "_func", "_instead", "_objects", "_rubric", "_scoring", "_states", "parameters")
-
-    def __init__(
-        self, scoring: Scoring, rubric: Any, func: Callable[..., Any], states: Sequence[Any], is_group: bool = False
-    ) -> None:
-        """Describe the call of `func` for one state, or for a group."""
-        self.parameters = call_parameters(func)
-        self._scoring, self._rubric, self._func, self._states = scoring, rubric, func, states
-        self._check: Check = functools.partial(_as_numbers, len(states)) if is_group else as_number
-        self._instead = [0.0] * len(states) if is_group else 0.0
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        value = self.begin()
-        return (yield from value.__await__()) if isinstance(value, Coroutine) else value
-
-    def begin(self) -> Any:
-        """Call the function; return its value, or a coroutine that returns it if it has to wait.
-
-        A failure is recorded, and the value is that of a failed function.
-        """
-        objects = self._objects_of_group() if isinstance(self._instead, list) else self._objects_of_state()
-        started = time.monotonic()
-        try:
-            with contain_failures():
-                value = self._func(**self.parameters.select(objects))
-                if self.parameters.is_coroutine and not self.parameters.may_suspend:
-                    value = _run_to_end(value)
-                if inspect.isawaitable(value):
-                    return self._finish(value, started)
-                return self._checked(value, started)
-        except EnvironmentFailed as error:
-            return self._failed(error)
-
-    def _objects_of_group(self) -> Mapping[str, Any]:
-        objects: Mapping[str, Any] = self._rubric.group_score_objects(self._states)
-        return objects
-
-    def _objects_of_state(self) -> Mapping[str, Any]:
-        """Return `Rubric.score_objects` of the state; only those that the function takes if they are of the state."""
-        rubric, (state,), names = self._rubric, self._states, self.parameters.names
-        if (
-            self.parameters.takes_all
-            or not names <= _OF_STATE.keys()
-            or getattr(rubric.score_objects, "__func__", None) is not Rubric.score_objects
-            or rubric.score_object_providers
-            or not names.isdisjoint(rubric.class_objects)
-        ):
-            objects: Mapping[str, Any] = rubric.score_objects(state)
-            return objects
-        return {name: _OF_STATE[name](state) for name in names}
-
-    async def _finish(self, awaitable: Awaitable[Any], started: float) -> Any:
-        try:
-            with contain_failures():
-                return self._checked(await awaitable, started)
-        except EnvironmentFailed as error:
-            return self._failed(error)
-
-    def _checked(self, value: Any, started: float) -> Any:
-        value = self._check(self._name, value)
-        _check_wait(self._func, self._name, time.monotonic() - started)
-        _check_process_pool(self._func)
+    def checked(value: Any) -> Any:
+        value = _as_numbers(len(states), name, value) if is_group else as_number(name, value)
+        _check_wait(func, name, time.monotonic() - started)
+        _check_process_pool(func)
         return value
 
-    def _failed(self, error: EnvironmentFailed) -> Any:
-        message = f"{self._name} raised {error}" if error.__cause__ is not None else str(error)
-        failure = EnvironmentFailed(message, error.is_infrastructure)
-        self._scoring.failed(self._func, self._states, _weight(self._rubric, self._func), failure)
-        return self._instead
-
-    @property
-    def _name(self) -> str:
-        return f"reward function {getattr(self._func, '__name__', repr(self._func))}"
-
-
-async def gather_calls(*calls: Any) -> list[Any]:
-    """Return the values of awaitables as `asyncio.gather` does, without a task for a `RewardCall` that cannot wait."""
-    values = [
-        call.begin() if isinstance(call, RewardCall) and not call.parameters.may_suspend else call for call in calls
-    ]
-    waiting = [index for index, value in enumerate(values) if inspect.isawaitable(value)]
-    if waiting:
-        for index, value in zip(waiting, await asyncio.gather(*(values[index] for index in waiting)), strict=True):
-            values[index] = value
-    return values
-
-
-def _run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that never waits."""
     try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError(f"{coroutine!r} waits although it has no await")
+        with contain_failures():
+            objects = rubric.group_score_objects(states) if is_group else _objects(rubric, states[0], parameters)
+            value = func(**parameters.select(objects))
+            if not inspect.isawaitable(value):
+                return checked(value)
+        if not parameters.never_waits:
+            await asyncio.sleep(0)  # `gather_values` makes a task of the rest
+        with contain_failures():
+            return checked(await value)
+    except EnvironmentFailed as error:
+        scoring.failed(func, states, _weight(rubric, func), reward_failure(name, error))
+        return [0.0] * len(states) if is_group else 0.0
 
 
-def scoring_now() -> Scoring | None:
-    """Return the scoring that the current task is part of."""
-    return _scoring.get()
+async def gather_values(*calls: Any) -> list[Any]:
+    """Return the results as `asyncio.gather`, with a task only for a call that waits.
+
+    Other tasks run between slow calls.
+    """
+    results, tasks, turn = [], {}, time.monotonic()
+    try:
+        for index, call in enumerate(calls):
+            result = None
+            try:
+                if getattr(call, "cr_code", None) is call_checked.__code__:
+                    call.send(None)
+                tasks[index] = asyncio.ensure_future(call)
+            except StopIteration as end:
+                result = end.value
+            results.append(result)
+            if time.monotonic() - turn > _TURN_SECONDS:
+                await asyncio.sleep(0)
+                turn = time.monotonic()
+    except BaseException:
+        for task in tasks.values():
+            task.cancel()
+        for call in calls[len(results) :]:
+            call.close()
+        raise
+    for index, value in zip(tasks, await asyncio.gather(*tasks.values()), strict=True):
+        results[index] = value
+    return results
+
+
+_TURN_SECONDS = 0.01
+"""Time after which the other tasks of the worker get a turn."""
+
+
+def _objects(rubric: Any, state: Any, parameters: CallParameters) -> Mapping[str, Any]:
+    """Return `rubric.score_objects`, only those that the function takes if they are parts of the state."""
+    names = parameters.names
+    if (
+        parameters.takes_all
+        or not names <= _OF_STATE.keys()
+        or rubric.score_object_providers
+        or not names.isdisjoint(rubric.class_objects)
+        or getattr(rubric.score_objects, "__func__", None) is not Rubric.score_objects
+    ):
+        objects: Mapping[str, Any] = rubric.score_objects(state)
+        return objects
+    return {name: _OF_STATE[name](state) for name in names}
+
+
+_OF_STATE: dict[str, Callable[[Any], Any]] = {
+    "state": lambda state: state,
+    "prompt": lambda state: state["prompt"],
+    "completion": lambda state: state["completion"],
+    "answer": lambda state: state.get("answer", ""),
+    "info": lambda state: state.get("info", {}),
+}
+"""The objects that `Rubric.score_objects` takes from a state."""
 
 
 def _weight(rubric: Any, func: Any) -> float:
@@ -285,11 +336,11 @@ def _as_numbers(count: int, name: str, values: Any) -> list[float]:
     return [as_number(name, value) for value in values]
 
 
-def _check_wait(func: Callable[..., Any], name: str, elapsed_s: float) -> None:
+def _check_wait(func: Callable[..., Any], name: str, elapsed_seconds: float) -> None:
     """Raise instead of the 0 that `MathRubric` counts for an answer that waited too long for its process pool."""
-    limit_s = getattr(getattr(func, "__self__", None), "HARD_TIMEOUT_SECONDS", None)
-    if limit_s is not None and elapsed_s >= limit_s:
-        raise EnvironmentFailed(f"{name} did not end within {limit_s:.0f} s: its process pool is too busy")
+    limit_seconds = getattr(getattr(func, "__self__", None), "HARD_TIMEOUT_SECONDS", None)
+    if limit_seconds is not None and elapsed_seconds >= limit_seconds:
+        raise EnvironmentFailed(f"{name} did not end within {limit_seconds:.0f} s: its process pool is too busy")
 
 
 def _check_process_pool(func: Callable[..., Any]) -> None:
@@ -300,3 +351,80 @@ def _check_process_pool(func: Callable[..., Any]) -> None:
     executor = getattr(getattr(func, "__self__", None), "executor", None)
     if broken := getattr(executor, "_broken", False):
         raise WorkerUnusable(f"the process pool of {func!r} is broken: {broken}")
+
+
+_ORIGINALS = {
+    environment: ("maybe_call_with_named_args", "deepcopy"),
+    async_utils: ("maybe_call_with_named_args",),
+    rubric_module: ("maybe_call_with_named_args", "inspect", "asyncio"),
+    response_utils: ("asyncio",),
+    Rubric: ("_call_individual_reward_func", "_call_group_reward_func", "score_objects", "group_score_objects"),
+}
+"""The names that are replaced or called, by their owner."""
+
+
+def patch_verifiers() -> None:
+    """Patch verifiers, once.
+
+    Raises:
+        ConfigError: another release than the one that the patches are written for is installed.
+    """
+    if hasattr(Rubric, "_prime_rl_patched"):
+        return
+    lacking = [name for owner, names in _ORIGINALS.items() for name in names if not hasattr(owner, name)]
+    if lacking or (installed := version("verifiers")) != LAST_CLASSIC:
+        found = f"lacks {lacking[0]}" if lacking else f"is {installed}"
+        raise ConfigError(
+            f"environments of the classic API need verifiers {LAST_CLASSIC}, but the installed release {found}; "
+            f"run `uv pip install verifiers=={LAST_CLASSIC}`"
+        )
+    Rubric._prime_rl_patched = True
+    _patch_reward_calls(Rubric)
+    rubric_module.inspect = SimpleNamespace(signature=signature)
+    rubric_module.asyncio = SimpleNamespace(gather=gather_values)
+    response_utils.asyncio = SimpleNamespace(to_thread=_call)
+    environment.deepcopy = copy_plain
+    for module in (environment, async_utils, rubric_module):
+        module.maybe_call_with_named_args = call_with_named_args
+
+
+def _patch_reward_calls(kind: Any) -> None:
+    call_one, call_group = kind._call_individual_reward_func, kind._call_group_reward_func
+
+    def call_one_checked(self: Any, func: Callable[..., Any], state: Any) -> Coroutine[Any, Any, Any]:
+        if (scoring := _scoring.get()) is None:
+            return call_one(self, func, state)
+        return call_checked(scoring, self, func, [state], is_group=False)
+
+    def call_group_checked(self: Any, func: Callable[..., Any], states: Sequence[Any]) -> Coroutine[Any, Any, Any]:
+        if (scoring := _scoring.get()) is None:
+            return call_group(self, func, states)
+        return call_checked(scoring, self, func, states, is_group=True)
+
+    kind._call_individual_reward_func = call_one_checked
+    kind._call_group_reward_func = call_group_checked
+
+
+async def call_with_named_args(func: Callable[..., Any], **objects: Any) -> Any:
+    """Call a function with those of the objects that it has parameters for, and await an awaitable result."""
+    result = func(**call_parameters(func).select(objects))
+    return await result if inspect.isawaitable(result) else result
+
+
+def copy_plain(value: Any) -> Any:
+    """Return a deep copy: directly for dictionaries, lists and immutable values, else by `copy.deepcopy`."""
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return value
+    if kind is dict and all(type(key) is str for key in value):
+        return {key: copy_plain(inner) for key, inner in value.items()}
+    if kind is list:
+        return [copy_plain(inner) for inner in value]
+    return deepcopy(value)
+
+
+_IMMUTABLE = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+async def _call(func: Callable[[], Any]) -> Any:
+    return func()

@@ -15,11 +15,10 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import BaseRuntimeInfo, ProgramResult, Runtime
 
 from prime_rl.core.errors import ConfigError
-from prime_rl.sandbox import execution
-from prime_rl.sandbox.execution import ExecutionResult, Verdict
-from prime_rl.sandbox.session import Session
-from prime_rl.sandbox.settings import current_settings
-from prime_rl.sandbox.shared_sandbox import SharedSandbox
+from prime_rl_sandbox import execution
+from prime_rl_sandbox.execution import ExecutionResult, Verdict, current_settings
+from prime_rl_sandbox.session import Session
+from prime_rl_sandbox.shared_sandbox import SharedSandbox
 
 _EXIT_TIMEOUT = 124
 """Exit code of a command that took too long, as of the program `timeout`."""
@@ -162,12 +161,10 @@ class SandboxRuntime(Runtime):
 
     async def _call(self, code: str, timeout_seconds: float | None = None) -> ExecutionResult:
         if "session" not in self._box:
-            if current_settings().backend == "wasm":
-                raise SandboxError("the task runs programs, and the sandbox backend wasm runs Python code only")
             try:
                 sandbox = await shared_sandbox.open()
                 self._box["session"] = await sandbox.session().__aenter__()
-            except (execution.SandboxError, ConfigError) as error:
+            except (execution.SandboxError, execution.SandboxConfigError) as error:
                 raise SandboxError(str(error)) from None
             self._check(await self._box["session"].run(_HELPERS))
         return await self._box["session"].run(code, timeout=timeout_seconds)

@@ -5,9 +5,13 @@ reward of 0 raise here.
 """
 
 import asyncio
+import functools
+import inspect
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,37 +20,78 @@ from pydantic import ValidationError
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Rollout
-from prime_rl.rollouts.clients.policy_endpoint import PolicyEndpoint
-from prime_rl.rollouts.clients.raw_openai_client import replies_in
-from prime_rl.rollouts.environment_backend import EnvironmentBackend
-from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
-from prime_rl.rollouts.group_failures import (
+from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint, replies_in
+from prime_rl.rollouts.environment_backend import EnvironmentBackend, check_names, load_rewards
+from prime_rl.rollouts.group_attempts import (
+    Attempt,
     EnvironmentFailed,
+    GroupAttempts,
     RolloutTimedOut,
     SampleTooLong,
     as_number,
+    check_arguments,
     config_errors,
     contain_failures,
     environment_failure,
 )
-from prime_rl.rollouts.rendering.messages import normalise
-from prime_rl.rollouts.replies import Reply
-from prime_rl.rollouts.trajectory_merging import Mask
-from prime_rl.rollouts.verifiers import classic_patches, rubrics
-from prime_rl.rollouts.verifiers.added_rewards import check_names, load_rewards
-from prime_rl.rollouts.verifiers.classic_client import RolloutClient, is_whole, tool_definition
-from prime_rl.rollouts.verifiers.step_credits import GivenCredit, check_scored
+from prime_rl.rollouts.recorder import Mask
+from prime_rl.rollouts.rendering.messages import Reply, normalise
+from prime_rl.rollouts.verifiers import rubrics
+from prime_rl.rollouts.verifiers.classic_client import (
+    GivenCredit,
+    RolloutClient,
+    check_scored,
+    is_whole,
+    tool_definition,
+)
 
 Row = Mapping[str, Any]
 
-_UNUSED_HOOKS = ("_run_rollout_state", "_run_group_states")
+_DEFAULT_SAMPLING: tuple[tuple[str, Any], ...] = (("n", 1), ("extra_body", {}))
+"""What the constructor of an environment adds to its `sampling_args`."""
+
+_UNUSED_HOOKS = ("run_rollout", "run_group", "_run_rollout_state", "_run_group_states")
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The environment of a row, inside nested groups.
+
+    Attributes:
+        env: runs the rollouts.
+        row: as `env` gets it.
+        groups: around `env`, from the outermost to the innermost.
+        route: the names of the environments in `groups`.
+    """
+
+    env: Any
+    row: Row
+    groups: tuple[Any, ...]
+    route: tuple[str, ...]
+
+    def rubric(self, only_scored: bool = True) -> Any:
+        """Return the rubric of the environment and of its groups; None if, with `only_scored`, nothing is scored."""
+        rubric = self.env.rubric if self.env.score_rollouts or not only_scored else None
+        for group in reversed(self.groups):
+            if group.score_rollouts or not only_scored:
+                rubric = rubrics.group_rubric(group.rubric, rubric)
+        return rubric
+
+    def sampling(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sampling parameters of the run with those of the constructors."""
+        given = dict(sampling)
+        for env in (*self.groups, self.env):
+            given |= {
+                name: value for name, value in env.sampling_args.items() if (name, value) not in _DEFAULT_SAMPLING
+            }
+        return given
 
 
 class ClassicEnvironment(EnvironmentBackend):
     """One classic environment."""
 
     def _load(self) -> None:
-        classic_patches.apply()
+        rubrics.patch_verifiers()
         self._endpoint = PolicyEndpoint()
         config, split = self.config, self.split
         if config.runtime == "subprocess":
@@ -54,13 +99,14 @@ class ClassicEnvironment(EnvironmentBackend):
         with _keep_signal_handlers():
             problem = f"environment {config.id!r} with env.args = {config.args} does not load"
             with config_errors(problem), _name_local_sandbox(problem):
-                self._env = vf.load_environment(self.module, **config.args)
+                self._env = self._make_environment(problem)
             self._check_environment()
             self._added_rewards = self._load_rewards()
             with config_errors(f"the {split} examples of environment {config.id!r} do not load"):
                 self._rows = self._env.get_dataset() if split == "train" else self._env.get_eval_dataset()
         if len(self._rows) == 0:
             raise ConfigError(f"environment {config.id!r} has no {split} examples; check env.args")
+        self._check_answers()
         has_own = (
             type(self._env).get_eval_dataset is not vf.Environment.get_eval_dataset
             or self._env.eval_dataset is not None
@@ -68,30 +114,45 @@ class ClassicEnvironment(EnvironmentBackend):
         )
         self.eval_split = "own" if has_own else "train"
 
+    def _make_environment(self, problem: str) -> Any:
+        """Call `load_environment` as verifiers does, which would hide the type of an error."""
+        load_environment, config = sys.modules[self.module].load_environment, self.config
+        check_arguments(load_environment, config.args, config.id)
+        try:
+            env = load_environment(**config.args)
+        except ConfigError as error:  # of the environment, whose name it may lack
+            raise ConfigError(f"{problem}: {error}") from error
+        if not isinstance(env, vf.Environment):
+            raise ConfigError(
+                f"load_environment() of environment {config.id!r} returned {type(env).__name__}, not an environment of "
+                "verifiers; let it return one, such as vf.SingleTurnEnv(dataset=..., rubric=...)"
+            )
+        env.env_id, env.env_args = env.env_id or self.module, env.env_args or config.args
+        return env
+
     def __len__(self) -> int:
         return len(self._rows)
 
     def prompt_tokens(self, example: int) -> int:
         """Return the length of the first prompt of an example, in tokens."""
-        env, row = self._route(self._rows[example])
-        return self._count_tokens(
-            _messages(row["prompt"], "user"), [tool_definition(tool) for tool in env.tool_defs or ()]
-        )
+        routed = self._route(self._rows[example])
+        tools = [tool_definition(tool) for tool in routed.env.tool_defs or ()]
+        return self._count_tokens(_messages(routed.row["prompt"], "user"), tools)
 
     def _row(self, example: int) -> Row:
-        return self._route(self._rows[example])[1]
+        return self._route(self._rows[example]).row
 
     async def _run(
         self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
     ) -> list[Rollout]:
-        env, row = self._route(self._rows[example])
+        routed = self._route(self._rows[example])
         clients: list[RolloutClient] = []
 
         async def attempt(this: Attempt) -> RolloutClient:
             client = RolloutClient(self.warn, self._recorder(this, seq_len), this, sampling, self._endpoint)
             clients.append(client)
             try:
-                await self._attempt(client, env, row, sampling)
+                await self._attempt(client, routed, sampling)
             except BaseException:
                 client.end_calls()  # another attempt may follow, and nothing takes the replies to this one
                 raise
@@ -99,19 +160,24 @@ class ClassicEnvironment(EnvironmentBackend):
 
         try:
             with contain_failures():  # foreign code makes the states and their messages
-                finished = await self._score(group, env, await group.run(attempt))
-                return [self._rollout(client, seq_len) for client in finished]
+                finished = await self._score(group, routed, await group.run(attempt))
+                weights = rubrics.reward_weights(rubrics.with_rewards(routed.rubric(), self._added_rewards))
+                return [self._rollout(client, seq_len, weights) for client in finished]
         finally:
-            await self._clean_up(env.rubric, [client.state for client in clients if client.state is not None])
+            await self._clean_up(
+                routed.rubric(only_scored=False), [client.state for client in clients if client.state is not None]
+            )
             for client in clients:
                 client.release()
 
-    async def _attempt(self, client: RolloutClient, env: Any, row: Row, sampling: Mapping[str, Any]) -> None:
+    async def _attempt(self, client: RolloutClient, routed: Routed, sampling: Mapping[str, Any]) -> None:
         """Run one rollout and set its state. At the time limit it is scored with its turns so far."""
         try:
             async with client.attempt.clock:
                 with contain_failures():
-                    client.state = await env.rollout(dict(row), client, "policy", dict(sampling))
+                    client.state = await routed.env.rollout(
+                        dict(routed.row), client, "policy", routed.sampling(sampling)
+                    )
         except RolloutTimedOut:
             state = client.state
             if state is None or not state.get("trajectory") or state.get("completion") is None:
@@ -125,6 +191,7 @@ class ClassicEnvironment(EnvironmentBackend):
             if is_raw_prompt or isinstance(failure.__cause__, vf.OverlongPromptError):  # raised by its own rollout()
                 raise SampleTooLong(str(failure.__cause__)) from failure
             raise
+        client.end_rollout()
         client.raise_failure()
         if error := client.state.get("error"):
             raise environment_failure(error) if isinstance(error, BaseException) else EnvironmentFailed(repr(error))
@@ -139,34 +206,44 @@ class ClassicEnvironment(EnvironmentBackend):
                 'the environment to "included" if it does, and to "add" if not',
             )
 
-    async def _score(self, group: GroupAttempts, env: Any, finished: list[RolloutClient]) -> list[RolloutClient]:
-        """Score the rollouts of a group together; return those with a reward."""
+    async def _score(self, group: GroupAttempts, routed: Routed, finished: list[RolloutClient]) -> list[RolloutClient]:
+        """Score the rollouts of a group together; return those with a reward.
+
+        If rewards depend on the whole group, the others are scored again without a rollout that failed.
+        """
+        rubric = rubrics.with_rewards(routed.rubric(), self._added_rewards)
+        if rubric is not None and any(type(outer.rubric) is not rubrics.EnvGroupRubric for outer in routed.groups):
+            for client in finished:  # the rubric of a group finds the environment there
+                route = routed.route[0] if len(routed.route) == 1 else list(routed.route)
+                client.state["info"] = {**(client.state.get("info") or {}), rubrics.ENV_GROUP_INFO_KEY: route}
+        while True:
+            failures = await group.repeat(functools.partial(self._score_once, rubric, routed.env, finished))
+            for index in failures:
+                group.account.discard("failed", 1, finished[index].attempt.sampled)
+            group.check([*failures.values()], len(finished))
+            finished = [client for index, client in enumerate(finished) if index not in failures]
+            if not failures or not rubrics.scores_jointly(rubric):
+                return finished
+
+    async def _score_once(self, rubric: Any, env: Any, finished: list[RolloutClient]) -> dict[int, EnvironmentFailed]:
+        """Score the rollouts; return the failures of single ones, by index."""
         states = [client.state for client in finished]
-
-        async def score() -> dict[int, EnvironmentFailed]:
-            for client in finished:
-                client.credit.restore(client.state)
-            rubric = rubrics.with_rewards(env.rubric if env.score_rollouts else None, self._added_rewards)
-            if rubric is None:
-                with contain_failures():
-                    await env.rubric.dummy_score_group(states)
-                return {}
-            try:
-                failures = await rubrics.score_group(rubric, states, self.config.reward_errors == "zero", self.warn)
-            except EnvironmentFailed:
-                _raise_failures(finished)
-                raise
+        for client in finished:
+            client.credit.restore(client.state)
+        if rubric is None:
+            with contain_failures():
+                await env.rubric.dummy_score_group(states)
+            return {}
+        try:
+            failures = await rubrics.score_group(rubric, states, self.config.reward_errors == "zero", self.warn)
+        except EnvironmentFailed:
             _raise_failures(finished)
-            for failure in failures.values():
-                if failure.is_infrastructure:
-                    raise failure
-            return failures
-
-        failures = await group.repeat(score)
-        for index in failures:
-            group.account.discard("failed", 1, finished[index].attempt.sampled)
-        group.check([*failures.values()], len(finished))
-        return [client for index, client in enumerate(finished) if index not in failures]
+            raise
+        _raise_failures(finished)
+        for failure in failures.values():
+            if failure.is_infrastructure:
+                raise failure
+        return failures
 
     async def _clean_up(self, rubric: Any, states: Sequence[Any]) -> None:
         """Let the rubric release the resources of the rollouts, such as sandboxes."""
@@ -181,18 +258,20 @@ class ClassicEnvironment(EnvironmentBackend):
             if isinstance(result, Exception):
                 self.warn("cleanup", f"the cleanup of its rubric failed: {result}")
 
-    def _route(self, row: Row) -> tuple[Any, Row]:
-        """Return the environment that a row belongs to, inside nested groups.
+    def _route(self, row: Row) -> Routed:
+        """Return the environment that a row belongs to.
 
         The rubric of a nested `EnvGroup` looks for the outer name at each level and so scores 0.
         """
-        env = self._env
+        env, groups, route = self._env, [], ()
         while isinstance(env, vf.EnvGroup):
-            name, row, _ = env._route_child_input(row)
+            groups.append(env)
+            name, row, path = env._route_child_input(row)
+            route = route or path
             env = env.get_env_for_name(name)
-        return env, row
+        return Routed(env, row, tuple(groups), route)
 
-    def _rollout(self, client: RolloutClient, seq_len: int) -> Rollout:
+    def _rollout(self, client: RolloutClient, seq_len: int, weights: dict[str, float]) -> Rollout:
         state = client.state
         trained = _trained_replies(state, client)
         if not trained and client.recorder.prompt_too_long:
@@ -211,14 +290,15 @@ class ClassicEnvironment(EnvironmentBackend):
             reward=reward,
             metrics={name: as_number(f"metric {name}", value) for name, value in (state["metrics"] or {}).items()},
             is_truncated=bool(state.get("is_truncated") or state.get("timed_out")),
+            weights=weights,
             credits=client.credit.credits(trained, reward, mode),
         )
 
     def _load_rewards(self) -> list[tuple[Callable[..., Any], float]]:
         """Import the functions of `env.rewards`, whose names must differ from those of each rubric."""
         rewards = load_rewards(self.config.rewards, self.config.id)
-        for leaf in _leaf_environments(self._env) if rewards else ():
-            own = set(leaf.rubric._get_reward_func_names())
+        for env in _environments(self._env) if rewards else ():
+            own = set(env.rubric._get_reward_func_names())
             check_names([*own, *(reward.label for reward in self.config.rewards)], self.config.id)
         return rewards
 
@@ -226,26 +306,44 @@ class ClassicEnvironment(EnvironmentBackend):
         """Reject an environment with features that would otherwise be ignored.
 
         Raises:
-            ConfigError: it computes advantages, or changes how verifiers runs a group.
+            ConfigError: it computes advantages, changes how verifiers runs a group, or the rubric of an `EnvGroup`.
         """
-        for leaf in _leaf_environments(self._env):
-            if self.trains and leaf.rubric.has_advantages:
+        for env in _environments(self._env):
+            if self.trains and env.rubric.has_advantages:
                 raise ConfigError(
                     f"environment {self.config.id!r} computes advantages (has_advantages of its rubric), which would "
                     "be ignored; return rewards from its rubric, and set `orchestrator.advantage`"
                 )
-            for hook in _UNUSED_HOOKS:
-                if getattr(type(leaf), hook) is not getattr(vf.Environment, hook):
+            is_group = isinstance(env, vf.EnvGroup)
+            kind = vf.EnvGroup if is_group else vf.Environment
+            for hook in (*_UNUSED_HOOKS, *(["rollout"] if is_group else [])):
+                if hook in vars(env) or getattr(type(env), hook) is not getattr(kind, hook):
+                    where = " of the environments in the EnvGroup" if is_group else ""
                     raise ConfigError(
-                        f"environment {self.config.id!r} overrides {hook}(), which is not called here; override "
-                        "rollout(), or score in its rubric"
+                        f"environment {self.config.id!r} overrides {hook}() of {kind.__name__}, which is not called "
+                        f"here; override rollout(){where}, or score in its rubric"
                     )
-            own = {name: value for name, value in leaf.sampling_args.items() if value and (name, value) != ("n", 1)}
-            if own:
-                self.warn(
-                    "sampling_args",
-                    f"its sampling_args are ignored ({', '.join(sorted(own))}); set them in `sampling` of the "
-                    "environment's configuration",
+            if is_group and not rubrics.counts_environments(env.rubric):
+                raise ConfigError(
+                    f"environment {self.config.id!r} replaces the rubric of an EnvGroup, so those of its environments "
+                    "would not count; call add_rubric(...) of the EnvGroup instead"
+                )
+
+    def _check_answers(self) -> None:
+        """Raise ConfigError if a reward function compares with an answer that no example has: verifiers passes "".
+
+        An environment of its own class may set the answer during the rollout.
+        """
+        columns = getattr(self._rows, "column_names", None) or list({key: None for row in self._rows for key in row})
+        if "answer" in columns or not type(self._env).__module__.startswith("verifiers."):
+            return
+        for func in self._env.rubric._get_reward_funcs():
+            wanted = inspect.signature(func).parameters.get("answer")
+            if wanted is not None and wanted.default is wanted.empty:
+                raise ConfigError(
+                    f"environment {self.config.id!r}: its {self.split} examples have no column 'answer' (but "
+                    f"{', '.join(map(repr, columns))}), which the reward function {func.__name__} "
+                    "takes; name the column 'answer'"
                 )
 
 
@@ -269,7 +367,7 @@ def _name_local_sandbox(problem: str) -> Iterator[None]:
             raise
         raise ConfigError(
             f"{problem}: no published prime-sandboxes can run verifiers' SandboxEnv and PythonEnv; derive the "
-            "environment from prime_rl.sandbox.python_env.PythonEnv, which runs code on this machine (docs/sandbox.md)"
+            "environment from prime_rl_sandbox.python_env.PythonEnv, which runs code on this machine (docs/sandbox.md)"
         ) from None
 
 
@@ -285,24 +383,21 @@ def _keep_signal_handlers() -> Iterator[None]:
 
 
 def _trained_replies(state: Any, client: RolloutClient) -> dict[Reply, Mask]:
-    """Return the replies in the trajectory, and which of their tokens to train on; of the raw client, those that are
-    messages of the completion.
+    """Return the replies to train on, and which of their tokens: those in the trajectory; if there are none, those of
+    the raw client that are messages of the completion.
 
     Other calls, for example to simulate a user or to judge, are no part of the rollout.
 
     Raises:
         EnvironmentFailed: the tokens of a step differ from the sampled ones, or a message can be several replies.
     """
-    trained: dict[Reply, Mask] = {}
-    if client.raw_replies:
+    steps = [(client.reply(step.get("response")), step) for step in state.get("trajectory") or ()]
+    masks = {reply: _trained_mask(step.get("tokens"), reply) for reply, step in steps if reply is not None}
+    if not masks and any(call.is_raw for call in client.calls):
+        prompt, completion = _messages(state["prompt"], "user"), _messages(state.get("completion"), "assistant")
         with contain_failures():
-            found = replies_in(_messages(state.get("completion"), "assistant"), client.raw_replies)
-        trained = dict.fromkeys(found, True)
-    for step in state.get("trajectory") or ():
-        if (reply := client.reply(step.get("response"))) is not None:
-            mask = _trained_mask(step.get("tokens"), reply)
-            if mask is True or np.any(mask):
-                trained[reply] = mask
+            masks = dict.fromkeys(replies_in(prompt, completion, client.calls), True)
+    trained = {reply: mask for reply, mask in masks.items() if mask is True or np.any(mask)}
     return {reply: trained[reply] for reply in client.recorder.replies if reply in trained}
 
 
@@ -327,12 +422,11 @@ def _messages(value: Any, role: str) -> Sequence[Any]:
     return [{"role": role, "content": value}] if isinstance(value, str) else value or ()
 
 
-def _leaf_environments(env: Any) -> Iterator[Any]:
-    if isinstance(env, vf.EnvGroup):
-        for inner in env.envs:
-            yield from _leaf_environments(inner)
-    else:
-        yield env
+def _environments(env: Any) -> Iterator[Any]:
+    """Yield an environment and, if it is a group, all in it."""
+    yield env
+    for inner in env.envs if isinstance(env, vf.EnvGroup) else ():
+        yield from _environments(inner)
 
 
 def _trained_mask(tokens: Any, reply: Reply) -> Mask:

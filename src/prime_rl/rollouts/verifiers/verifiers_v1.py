@@ -1,40 +1,49 @@
 """Environments of the verifiers v1 API, as in both verifiers 0.3.2.dev22 and 0.4.0.
 
-The turns that our recorder saw are trained on, not the content of the traces. A failed trace fails its group.
+Our `InterceptionClient` answers the calls of verifiers' interception server. Verifiers sends the id of the trace as the
+session id, which selects the recorder. The turns that the recorder saw are trained on, with its token ids,
+log-probabilities and versions, not the content of the traces. A failed trace fails its group. The rollouts of several
+trainable agents of one episode are joined, and each agent is credited with its own reward.
 """
 
 import asyncio
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any, NoReturn
 
+import numpy as np
 import verifiers.v1 as vf
+from verifiers.v1.clients import Client
+from verifiers.v1.dialects import ChatDialect, Dialect
 from verifiers.v1.env import Env
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
 from verifiers.v1.utils.loaders import default_harness_id, harness_class, load_environment, resolve_env_config
 
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.core.types import Rollout
-from prime_rl.rollouts.agent_credits import AgentRollout, join_episodes
-from prime_rl.rollouts.environment_backend import EnvironmentBackend
-from prime_rl.rollouts.group_attempts import Attempt, GroupAttempts
-from prime_rl.rollouts.group_failures import (
+from prime_rl.core.types import Conversation, Credit, Rollout
+from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
+from prime_rl.rollouts.clients.openai_chat_client import PromptTooLong
+from prime_rl.rollouts.environment_backend import EnvironmentBackend, load_rewards, score_trace
+from prime_rl.rollouts.group_attempts import (
+    Attempt,
     EnvironmentFailed,
+    GroupAttempts,
     SampleTooLong,
     UnsupportedEnvironment,
     as_number,
     config_errors,
     contain_failures,
 )
-from prime_rl.rollouts.rendering.messages import normalise
-from prime_rl.rollouts.verifiers.added_rewards import load_rewards, score_trace
-from prime_rl.rollouts.verifiers.v1_chat_harness import HARNESS_ID, ChatHarnessConfig
-from prime_rl.rollouts.verifiers.v1_client import InterceptionClient, TraceClient
+from prime_rl.rollouts.recorder import Mask, Recorder, policy_call
+from prime_rl.rollouts.rendering.messages import Reply, normalise
+from prime_rl.rollouts.verifiers.v1_harnesses import CONTEXT_OVERFLOW, HARNESS_ID, ChatHarnessConfig, shell_config
 from prime_rl.rollouts.verifiers.v1_sandbox_runtime import SandboxRuntimeConfig, shared_sandbox
 from prime_rl.rollouts.verifiers.v1_sandbox_runtime import install as install_sandbox_runtime
-from prime_rl.rollouts.verifiers.v1_shell_harness import shell_config
-from prime_rl.sandbox.settings import current_settings
 
 _INFRASTRUCTURE = ("SandboxError", "TunnelError", "InterceptionError", "ToolsetError")
 """Types of errors for which a retry may succeed."""
@@ -45,6 +54,97 @@ _MODEL = vf.ModelContext(
 """A placeholder for the model of the agents. The client of this configuration is replaced, so nothing is sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class TraceClient:
+    """The recorder and the sampling parameters of one trace.
+
+    Attributes:
+        recorder: records the model calls.
+        sampling: vLLM sampling parameters.
+        answers: verifiers' messages and our replies.
+    """
+
+    recorder: Recorder
+    sampling: Mapping[str, Any]
+    answers: list[tuple[AssistantMessage, Reply]] = field(default_factory=list)
+
+    def trained(self, trace: Any) -> dict[Reply, Mask]:
+        """Return the replies in the trace, without those that verifiers rejected or a hook rewrote."""
+        kept = {id(node.message) for node in trace.nodes}
+        return {reply: True for message, reply in self.answers if id(message) in kept}
+
+
+class InterceptionClient(Client):
+    """Answers the model calls of all running traces.
+
+    Attributes:
+        traces: clients by the id of the trace.
+    """
+
+    def __init__(self, warn: Callable[[str, str], None]) -> None:
+        """Call `warn` with a topic and a warning about ignored parameters."""
+        self.traces: dict[str, TraceClient] = {}
+        self._warn = warn
+
+    async def get_response(
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        sampling: SamplingConfig,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Sample one reply; ProviderError if it fails. The body contains the parameters of the agent's sampling."""
+        trace = self.traces.get(session_id or "")
+        if trace is None or not isinstance(dialect, ChatDialect):
+            raise ProviderError("only chat completions of a running rollout are supported", status_code=400)
+        try:
+            reply = await policy_call(trace.recorder, body, trace.sampling, self._warn)
+        except (PromptTooLong, InferenceError, InferenceServerLost, ValueError) as error:
+            prefix = f"{CONTEXT_OVERFLOW}: " if isinstance(error, PromptTooLong) else ""
+            raise ProviderError(f"{prefix}{error}", status_code=400) from error  # 400: no retry, the group has failed
+        response = _response(str(body.get("model", "")), reply)
+        trace.answers.append((response.message, reply))
+        return response
+
+    async def relay(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a request for a stream; called by verifiers."""
+        raise ProviderError("stream is not supported", status_code=400)
+
+
+def _response(model: str, reply: Reply) -> Response:
+    calls = [
+        ToolCall(id=call_id, name=call.name, arguments=call.arguments)
+        for call_id, call in zip(reply.call_ids, reply.parsed.calls, strict=True)
+    ]
+    message = AssistantMessage(
+        content=reply.parsed.content, reasoning_content=reply.parsed.reasoning, tool_calls=calls or None
+    )
+    usage = Usage(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
+    raw = reply.chat_completion("chatcmpl", model)  # the format that harnesses read
+    response = Response(
+        id="", created=raw["created"], model=model, message=message, finish_reason=reply.finish_reason, usage=usage
+    )
+    response.raw = raw
+    return response
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRollout:
+    """What one agent did in an episode.
+
+    Attributes:
+        name: of the agent; an agent that ran several times occurs several times.
+        task: identifies what it was given.
+        rollout: its conversation, with its reward and its metrics.
+    """
+
+    name: str
+    task: str
+    rollout: Rollout
+
+
 class TasksetEnvironment(EnvironmentBackend):
     """One v1 taskset. Its servers run from the first group until the process exits.
 
@@ -53,15 +153,25 @@ class TasksetEnvironment(EnvironmentBackend):
 
     def _load(self) -> None:
         config = self.config
+        if not hasattr(sys.modules[self.module], "__all__"):  # by which verifiers finds a taskset
+            raise ConfigError(
+                f"environment {config.id!r} defines no load_environment(); write `def load_environment(...)` that "
+                "returns an environment of verifiers, or, for a v1 taskset, name its class in `__all__`"
+            )
         settings = dict(config.args)
-        env = dict(cast(dict[str, Any], settings.pop("env", {})))
+        if not isinstance(given := settings.pop("env", {}), dict):
+            raise ConfigError(f"env.args.env = {given!r} of environment {config.id!r} is not a table of keys")
+        env = dict(given)
         limit = env.pop("num_tasks", None)
-        with config_errors(
+        problem = (
             f"environment {config.id!r} with env.args = {config.args} does not load, neither by load_environment() "
             "nor as a taskset"
-        ):
+        )
+        with config_errors(problem):
             env_config = _env_config(self.module, settings, env, config.runtime)
+        with config_errors(f"environment {config.id!r}"):
             self._check_shells(env_config)
+        with config_errors(problem):
             self._env: Env = load_environment(env_config)
             taskset = self._env.taskset
             if limit is None and not getattr(taskset, "bounded", not taskset.INFINITE):
@@ -71,7 +181,7 @@ class TasksetEnvironment(EnvironmentBackend):
         if not self._tasks:
             raise ConfigError(f"taskset {config.id!r} has no tasks; check env.args")
         self._added_rewards = load_rewards(config.rewards, config.id)
-        self._client = InterceptionClient()
+        self._client = InterceptionClient(self.warn)
         self._ready: asyncio.Future[None] | None = None
         self._server_task: asyncio.Task[None] | None = None
 
@@ -124,7 +234,10 @@ class TasksetEnvironment(EnvironmentBackend):
         added, values = await score_trace(self._added_rewards, trace, self.config.reward_errors == "zero", self.warn)
         if clash := rollout.metrics.keys() & values.keys():
             raise UnsupportedEnvironment(f"it has its own metric {min(clash)!r}; set env.rewards.name")
-        rollout = replace(rollout, reward=rollout.reward + added, metrics={**rollout.metrics, **values})
+        weights = {name: reward.weight for name, reward in trace.rewards.items() if reward is not None}
+        weights |= {function.__name__: weight for function, weight in self._added_rewards}
+        reward, metrics = rollout.reward + added, {**rollout.metrics, **values}
+        rollout = replace(rollout, reward=reward, metrics=metrics, weights=weights)
         return AgentRollout(trace.agent.name, getattr(trace.task, "hash", None) or "", rollout)
 
     async def _serve(self) -> None:
@@ -160,6 +273,12 @@ class TasksetEnvironment(EnvironmentBackend):
         for role, agent in env:
             if not isinstance(agent, vf.AgentConfig):
                 continue
+            if agent.model is not None and agent.client is None:
+                self.warn(
+                    f"model of {role}",
+                    f"args.env.{role}.model = {agent.model!r} has no effect: without a client of its own the policy "
+                    "of the run answers",
+                )
             name = default if agent.harness is None else str(agent.harness.id)
             harness = harness_class(name)
             if isinstance(agent.runtime, SandboxRuntimeConfig):
@@ -171,11 +290,6 @@ class TasksetEnvironment(EnvironmentBackend):
                     )
             elif isinstance(agent.runtime, vf.SubprocessConfig) and harness.EXECUTES_CODE:
                 on_this_machine.append((role, name))
-        if in_sandbox and current_settings().backend == "wasm":
-            raise ConfigError(
-                f"an agent of environment {config.id!r} runs programs, and the sandbox backend wasm runs Python code "
-                "only; use the backend bwrap or prime, or name a container in args.env.<agent>.runtime.type"
-            )
         if in_sandbox:
             shared_sandbox.check()
         if not on_this_machine and config.runtime == "subprocess":
@@ -268,3 +382,60 @@ def _rollout(trace: Any, client: TraceClient) -> Rollout:
         metrics={name: as_number(f"metric {name}", value) for name, value in metrics.items()},
         is_truncated=client.recorder.prompt_too_long,
     )
+
+
+def join_episodes(episodes: Sequence[Sequence[AgentRollout]]) -> list[Rollout]:
+    """Return one rollout for each episode of a group; without credits if one agent ran once in each.
+
+    All have credits otherwise: an episode in which only one of several agents ran is compared by agent as well.
+    """
+    names = {agent.name for agents in episodes for agent in agents}
+    if len(names) == 1 and all(len(agents) == 1 for agents in episodes):
+        return [agent.rollout for agents in episodes for agent in agents]
+    return [join_agents(agents) for agents in episodes]
+
+
+def join_agents(agents: Sequence[AgentRollout]) -> Rollout:
+    """Return the episode as one rollout; a `Conversation` if the rollouts are.
+
+    Its reward is the mean over the agents, its metrics are `<agent>/<metric>`, with the reward among them.
+    """
+    rollouts = [agent.rollout for agent in agents]
+    samples = tuple(
+        replace(sample, credits=np.full(len(sample), index, np.int32))
+        for index, rollout in enumerate(rollouts)
+        for sample in rollout.samples
+    )
+    reward = float(np.mean([rollout.reward for rollout in rollouts]))
+    weights = {f"{agent.name}/{name}": value for agent in agents for name, value in agent.rollout.weights.items()}
+    is_truncated = any(rollout.is_truncated for rollout in rollouts)
+    text = tuple((f"{role} ({agent.name})", content) for agent in agents for role, content in agent.rollout.text)
+    credits = tuple(
+        Credit(agent.name, agent.rollout.reward, context=agent.task, is_truncated=agent.rollout.is_truncated)
+        for agent in agents
+    )
+    conversations = [rollout for rollout in rollouts if isinstance(rollout, Conversation)]
+    if not conversations:
+        return Rollout(samples, reward, _metrics(agents), is_truncated, text, credits=credits, weights=weights)
+    tools = {repr(tool): tool for conversation in conversations for tool in conversation.tools}
+    spans = [conversation.versions for conversation in conversations if conversation.versions is not None]
+    return Conversation(
+        samples, reward, _metrics(agents), is_truncated, text,
+        messages=tuple(
+            {**message, "agent": agent.name}
+            for agent, conversation in zip(agents, conversations, strict=True)
+            for message in conversation.messages
+        ),
+        tools=tuple(tools.values()),
+        completion_tokens=sum(conversation.completion_tokens for conversation in conversations),
+        versions=(min(old for old, _ in spans), max(new for _, new in spans)) if spans else None,
+        credits=credits, weights=weights,
+    )  # fmt: skip
+
+
+def _metrics(agents: Sequence[AgentRollout]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for agent in agents:
+        for name, value in {"reward": agent.rollout.reward, **agent.rollout.metrics}.items():
+            values.setdefault(f"{agent.name}/{name}", []).append(value)
+    return {name: float(np.mean(of_name)) for name, of_name in values.items()}

@@ -8,26 +8,26 @@ worker, as often as necessary.
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import psutil
 from loguru import logger
 
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import EvalSplit, Rollout, Split
 from prime_rl.liveness.timeline_writer import TimelineWriter
-from prime_rl.rollouts.group_failures import EnvironmentFailed, UnsupportedEnvironment
-from prime_rl.rollouts.token_accounting import DiscardedWork, RolloutSeconds
-from prime_rl.rollouts.workers.protocol import LoadEnvironment, ModelAccess, RunGroup
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, UnsupportedEnvironment
+from prime_rl.rollouts.workers.protocol import DiscardedWork, LoadEnvironment, ModelAccess, RolloutSeconds, RunGroup
 from prime_rl.rollouts.workers.worker_handle import WorkerDied, WorkerHandle
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
-from prime_rl.rollouts.workers.worker_timeline import WorkerTimeline
 
 _CHECK_SECONDS = 0.5
+_TIMELINE_SECONDS = 5.0
 _MAX_STARTS = 3
 _MAX_RETRIES = 2
 """Maximum retries of a group whose worker died because of it or for an unknown reason."""
@@ -43,6 +43,7 @@ class EnvironmentPool:
         deaths: number of workers that have died.
         eval_split: source of its evaluation examples; known after the start.
         columns: of each example of an evaluation, those of `env.breakdown`; known after the start.
+        content_hash: of its examples; known after the start.
         discarded: rollouts and tokens that were sampled and not used.
         seconds: time of the finished rollouts by activity.
     """
@@ -57,6 +58,7 @@ class EnvironmentPool:
         check_seq_len: int | None = None,
         log: Callable[[str], Path] | None = None,
         timeline: TimelineWriter | None = None,
+        warn: Callable[[str, str, Callable[[int], str]], None] = lambda kind, env, text: None,
     ) -> None:
         """Describe the pool; entering the context starts the workers.
 
@@ -65,24 +67,28 @@ class EnvironmentPool:
             check_seq_len: refuse to start if one of the first prompts has so many tokens or more; None: no check.
             log: from the name of a worker to the file for its output (`RunPaths.log`); None: our stderr.
             timeline: gets the share of the time in which the workers are busy; the pool closes it.
+            warn: gets warnings for the user of a run (`RunWarnings.add`), which are also logged.
         """
         self.name = config.label
         self.deaths = 0
         self.eval_split: EvalSplit = "none"
         self.columns: list[dict[str, str]] = []
+        self.content_hash = ""
         self.discarded = DiscardedWork()
         self.seconds = RolloutSeconds()
         self._launcher = launcher
-        self._grace_s = config.cleanup_seconds
+        self._grace_seconds = config.cleanup_seconds
         self._load = LoadEnvironment(config, split, access)
         self._check_seq_len = check_seq_len
-        self._log = log
+        self._log, self._warn_user = log, warn
+        self._num_repeated = 0
         self._num_workers = workers
         self._timeline = WorkerTimeline(timeline) if timeline is not None else None
         self._requests = itertools.count(1)
         self._examples = 0
         self._workers: list[WorkerHandle] = []
         self._solo_workers: set[WorkerHandle] = set()
+        self._retired_workers: set[WorkerHandle] = set()
         self._solo_slots = asyncio.Semaphore(_MAX_SOLO_WORKERS)
         self._changed = asyncio.Event()
         self._warnings = set[str]()
@@ -107,17 +113,19 @@ class EnvironmentPool:
             ConfigError: it cannot be loaded, has no examples, or one of the first prompts is too long.
             RunError: a worker died while it loaded, or took longer than `env.start_timeout_seconds`.
         """
+        started = time.time()
         ready = [asyncio.get_running_loop().create_future() for _ in range(self._num_workers)]
         self._tasks = [asyncio.create_task(self._keep_alive(slot, future)) for slot, future in enumerate(ready)]
         self._tasks.append(asyncio.create_task(self._check_workers()))
-        if self._timeline is not None:
-            record = self._timeline.record(self._pids, lambda: sum(worker.in_flight for worker in self._all_workers))
-            self._tasks.append(asyncio.create_task(record))
         try:
             await asyncio.gather(*ready)
         except BaseException:
             await self.close()
             raise
+        if self._timeline is not None:
+            self._timeline.add_start(started)
+            record = self._timeline.record(self._pids, lambda: sum(worker.in_flight for worker in self._all_workers))
+            self._tasks.append(asyncio.create_task(record))
 
     async def close(self) -> None:
         """Close the workers. Running groups end with RunError."""
@@ -127,7 +135,7 @@ class EnvironmentPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         workers = self._all_workers
         self._workers.clear()
-        await asyncio.gather(*(worker.close(self._grace_s) for worker in workers))
+        await asyncio.gather(*(worker.close(self._grace_seconds) for worker in workers))
         if self._timeline is not None:
             await asyncio.to_thread(self._timeline.close)
 
@@ -139,6 +147,7 @@ class EnvironmentPool:
         sampling: Mapping[str, Any],
         seq_len: int,
         seed: Sequence[int] | None = None,
+        on_scoring: Callable[[], None] = lambda: None,
     ) -> list[Rollout]:
         """Run and score `count` rollouts of one example. Cancelling this cancels them in their worker.
 
@@ -149,6 +158,7 @@ class EnvironmentPool:
             sampling: vLLM sampling parameters; `max_tokens` is lowered to fit into `seq_len`.
             seq_len: maximum sample length, tokens.
             seed: of the group; each rollout and turn derives its own seed. None: unseeded.
+            on_scoring: called when the scoring of the group starts.
 
         Returns:
             The rollouts. Their arrays are read-only.
@@ -167,9 +177,9 @@ class EnvironmentPool:
             group = msgspec.structs.replace(group, request=next(self._requests))
             try:
                 if solo:
-                    rollouts = await self._run_solo(group)
+                    rollouts = await self._run_solo(group, on_scoring)
                 else:
-                    rollouts = await (await self._least_loaded()).run_group(group)
+                    rollouts = await (await self._least_loaded()).run_group(group, on_scoring)
                 if self._timeline is not None:
                     self._timeline.num_groups += 1
                 return rollouts
@@ -192,18 +202,18 @@ class EnvironmentPool:
             await self._changed.wait()
         return min(alive, key=lambda worker: worker.in_flight)
 
-    async def _run_solo(self, group: RunGroup) -> list[Rollout]:
+    async def _run_solo(self, group: RunGroup, on_scoring: Callable[[], None]) -> list[Rollout]:
         async with self._solo_slots:
             worker = await self._start_worker("alone")
             self._solo_workers.add(worker)
             try:
-                return await worker.run_group(group)
+                return await worker.run_group(group, on_scoring)
             finally:
                 self._solo_workers.discard(worker)
                 await worker.close(0)
 
     async def _keep_alive(self, slot: int, ready: asyncio.Future[None]) -> None:
-        """Restart one worker whenever it dies, until cancelled."""
+        """Restart one worker whenever it dies or has become too large, until cancelled."""
         while True:
             try:
                 worker = await self._start_worker(str(slot), check=slot == 0 and not ready.done())
@@ -217,13 +227,48 @@ class EnvironmentPool:
             self._changed.set()
             if not ready.done():
                 ready.set_result(None)
-            death = await asyncio.shield(worker.died)
+            ends: set[asyncio.Future[Any]] = {worker.died, worker.outgrown}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             self._workers.remove(worker)
-            self.deaths += 1
-            logger.warning("environment {}: worker {} {}; starting another", self.name, slot, death)
+            if worker.died.done():
+                self._report_death(slot, worker.died.result())
+            else:
+                self._tasks.append(asyncio.create_task(self._retire(slot, worker)))
+
+    async def _retire(self, slot: int, worker: WorkerHandle) -> None:
+        """Close a worker when its groups have ended."""
+        self._retired_workers.add(worker)
+        what = f"worker {slot} exceeded env.max_memory_gib = {self._load.env.max_memory_gib}; starting another"
+        logger.warning("environment {}: {}", self.name, what)
+        self._warn_user("worker", self.name, lambda count: f"environment {self.name}: {what}")
+        while worker.in_flight and not worker.died.done():
+            await asyncio.wait({worker.died}, timeout=_CHECK_SECONDS)
+        await worker.close(self._grace_seconds)
+        self._retired_workers.discard(worker)
+
+    def _report_death(self, slot: int, death: WorkerDied) -> None:
+        self.deaths += 1
+        self._num_repeated += death.num_rollouts
+        what = f"worker {slot} {death}; starting another, {death.num_groups} groups run again"
+        logger.warning("environment {}: {}", self.name, what)
+        remedy = f"its output is in {self._log(self._worker_name(str(slot)))}" if self._log is not None else ""
+        if death.blocked:
+            remedy = (
+                "await blocking code in a thread (asyncio.to_thread); env.silence_timeout_seconds = "
+                f"{self._load.env.silence_timeout_seconds:g} limits the block"
+            )
+
+        def text(count: int) -> str:
+            so_far = f"; {count} workers have died and {self._num_repeated} rollouts were repeated" if count > 1 else ""
+            return f"environment {self.name}: {what}{so_far}; with more workers_per_env fewer run again; {remedy}"
+
+        self._warn_user("worker", self.name, text)
+
+    def _worker_name(self, name: str) -> str:
+        return f"env_{self.name.replace('/', '_')}_{name}"
 
     async def _start_worker(self, name: str, check: bool = False) -> WorkerHandle:
-        log = self._log(f"env_{self.name.replace('/', '_')}_{name}") if self._log is not None else None
+        log = self._log(self._worker_name(name)) if self._log is not None else None
         load = msgspec.structs.replace(self._load, check_seq_len=self._check_seq_len if check else None)
         for attempt in range(1, _MAX_STARTS + 1):
             try:
@@ -233,11 +278,26 @@ class EnvironmentPool:
                 if check or attempt == _MAX_STARTS:
                     raise RunError(f"environment {self.name} {error}") from None
                 logger.warning("environment {} {}; retrying", self.name, error)
+        limit_gib, loaded_gib = self._load.env.max_memory_gib, worker.memory_bytes() / 2**30
+        if limit_gib is not None and loaded_gib > limit_gib:
+            await worker.close(0)
+            needs = f"needs {loaded_gib:.2f} GiB before its first group; raise env.max_memory_gib = {limit_gib:g}"
+            raise ConfigError(f"environment {self.name!r} {needs}")
         if self._examples not in (0, worker.examples):
             await worker.close(0)
             changed = f"had {self._examples} examples and now has {worker.examples}: its data set changed"
             raise RunError(f"environment {self.name} {changed}")
+        if self.content_hash not in ("", worker.content_hash):
+            differs = (
+                "its examples differ between two workers: load_environment() must return the same examples each time"
+            )
+            if self._load.split == "eval":
+                await worker.close(0)
+                raise ConfigError(f"environment {self.name!r}: {differs}; seed it, or set workers_per_env = 1")
+            self._warn_user("data", self.name, lambda count: f"environment {self.name}: {differs}; seed it")
+            self._warn(f"{differs}; seed it, so that every example is trained once per epoch")
         self._examples, self.eval_split = worker.examples, worker.eval_split
+        self.content_hash = self.content_hash or worker.content_hash
         self.columns = worker.columns
         return worker
 
@@ -259,10 +319,14 @@ class EnvironmentPool:
 
     @property
     def _all_workers(self) -> list[WorkerHandle]:
-        return [*self._workers, *self._solo_workers]
+        return [*self._workers, *self._solo_workers, *self._retired_workers]
 
     def _pids(self) -> list[int]:
         return [worker.pid for worker in self._all_workers]
+
+    def memory_bytes(self) -> int:
+        """Return the resident memory of the workers, without that of their child processes."""
+        return sum(worker.memory_bytes() for worker in self._all_workers)
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
@@ -284,3 +348,52 @@ def warn_about_training_examples(pools: Sequence[EnvironmentPool]) -> None:
     for pool in pools:
         if pool.eval_split == "train":
             logger.warning("environment {} has no evaluation split: its training examples are used", pool.name)
+
+
+class WorkerTimeline:
+    """Adds a phase per interval to `timeline`, with these keys in addition.
+
+    busy: CPU seconds of the workers / (seconds of the interval * number of workers), at most 1.
+    groups: groups that finished in the interval.
+    rollouts: rollouts in flight at its end.
+    """
+
+    def __init__(self, timeline: TimelineWriter) -> None:
+        """Start the first interval."""
+        self.num_groups = 0
+        """Groups that finished so far; the pool counts them."""
+        self._timeline = timeline
+        self._cpu_seconds: dict[int, float] = {}
+        self._start, self._last_groups = time.time(), 0
+
+    def add_start(self, started: float) -> None:
+        """Add the start of the workers, which ends now; `started` in Unix seconds."""
+        self._timeline.add("start the workers", started, time.time())
+
+    async def record(self, pids: Callable[[], Iterable[int]], in_flight: Callable[[], int]) -> None:
+        """Add phases until cancelled. `pids` and `in_flight` return the present workers and rollouts."""
+        self.measure(pids())
+        while True:
+            self._start, self._last_groups = time.time(), self.num_groups
+            await asyncio.sleep(_TIMELINE_SECONDS)
+            self._add(pids(), in_flight())
+
+    def close(self) -> None:
+        """Write what is queued; blocks."""
+        self._timeline.close()
+
+    def measure(self, pids: Iterable[int]) -> float:
+        """Return the CPU seconds of the processes since the last call; those that are new count from now on."""
+        now, used = dict[int, float](), 0.0
+        for pid in pids:
+            with suppress(psutil.Error):
+                now[pid] = sum(psutil.Process(pid).cpu_times()[:4])  # with children that have exited
+                used += now[pid] - self._cpu_seconds.get(pid, now[pid])
+        self._cpu_seconds = now
+        return used
+
+    def _add(self, pids: Iterable[int], in_flight: int) -> None:
+        end, present = time.time(), list(pids)
+        share = self.measure(present) / max(end - self._start, 1e-3) / max(len(present), 1)
+        groups = self.num_groups - self._last_groups
+        self._timeline.add("rollouts", self._start, end, busy=min(1.0, share), groups=groups, rollouts=in_flight)

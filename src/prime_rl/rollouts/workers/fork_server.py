@@ -19,9 +19,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from prime_rl.core.entry_point import repair_timeouts
 from prime_rl.core.os_errors import allow_open_files
 from prime_rl.liveness.parent_process import die_with_parent
-from prime_rl.rollouts.workers.crash_attribution import CrashRecord
+from prime_rl.rollouts.workers.protocol import CrashRecord
 
 _PRELOADED = (
     "transformers.tokenization_utils_tokenizers",
@@ -46,7 +47,7 @@ class Kill(msgspec.Struct, tag="kill", frozen=True):
 
 
 class Preload(msgspec.Struct, tag="preload", frozen=True):
-    """Import a module before the next fork."""
+    """Request to the fork server: import a module before the next fork."""
 
     module: str
 
@@ -168,6 +169,7 @@ def _kill_session(pid: int) -> None:
 def main() -> None:
     """Serve the socket whose file descriptor is the argument."""
     die_with_parent()
+    repair_timeouts()
     os.dup2(2, 1)  # environments print to stdout, which belongs to the orchestrator
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)

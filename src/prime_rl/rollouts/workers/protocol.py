@@ -2,31 +2,43 @@
 
 The orchestrator sends `LoadEnvironment` once, then any number of `RunGroup` and `CancelGroup`. The worker answers
 `LoadEnvironment` with `EnvironmentReady` or `EnvironmentUnloadable`, and each `RunGroup` with exactly one
-`GroupFinished` or `GroupFailed`. It may send `EnvironmentWarning` at any time. Arrays travel as raw bytes.
+`GroupFinished` or `GroupFailed`, perhaps after `ScoringStarted`. It may send `EnvironmentWarning` at any time. Arrays
+travel as raw bytes. The reports name what each group has cost: `DiscardedWork` and `RolloutSeconds` add it up.
+
+Beside the socket, both share a page of memory (`CrashRecord`), to find the cause of the death of a worker. The worker
+writes the current group before each step of each of the group's tasks, and a counter at each tick of its event loop.
+After any death (`os._exit`, a segmentation fault, an endless function) the page still contains the group that ran. Code
+in threads and plain callbacks is not attributed.
 """
 
 import asyncio
+import ctypes
 import functools
+import mmap
+import os
 import socket
-import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import msgspec
 import numpy as np
 from pydantic import BaseModel
 
-from prime_rl.configs.rollouts.eval_common import Api
-from prime_rl.configs.rollouts.options import RenderingConfig
-from prime_rl.configs.rollouts.sandbox import SandboxConfig
-from prime_rl.configs.shared.blocks import EnvConfig
+from prime_rl.configs.client import Api
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.configs.rendering import RenderingConfig
+from prime_rl.configs.sandbox import SandboxConfig
+from prime_rl.core.framing import FrameReader, pack_frame
 from prime_rl.core.terminal_escape import replace_surrogates
 from prime_rl.core.types import Conversation, EvalSplit, Rollout, Split
 from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
-from prime_rl.rollouts.group_failures import EnvironmentFailed, SampleTooLong, UnsupportedEnvironment
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong, UnsupportedEnvironment
 
-_LENGTH = struct.Struct("<I")
+_MAX_FRAME_BYTES = 2**30
+"""Limit of a message: code of the environment shares the process of the worker."""
 
 FailureKind = Literal["environment", "too_long", "engine_lost", "engine_error", "unsupported", "defect", "cancelled"]
 
@@ -51,7 +63,7 @@ class ModelAccess:
         rendering: conversion between messages and tokens.
         trajectory_strategy: how the turns of a rollout become samples.
         api_key: bearer token for the servers, if any.
-        request_timeout_s: timeout of a request, seconds.
+        request_timeout_seconds: timeout of a request, seconds.
         api: `generate` for our own servers; `chat` for servers with OpenAI's chat completions, which render the prompts
             themselves, so rollouts have no samples.
         keep_messages: make every rollout a `Conversation`.
@@ -65,7 +77,7 @@ class ModelAccess:
     rendering: RenderingConfig = field(default_factory=RenderingConfig)
     trajectory_strategy: Literal["interleaved", "branching"] = "interleaved"
     api_key: str | None = field(default=None, repr=False)
-    request_timeout_s: float = 1200
+    request_timeout_seconds: float = 1200
     api: Api = "generate"
     keep_messages: bool = False
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -89,12 +101,14 @@ class EnvironmentReady(msgspec.Struct, tag="ready", frozen=True):
         backend: the module of its class, to preload for further workers.
         eval_split: source of its evaluation examples.
         columns: of each example, those of `env.breakdown`; empty in training.
+        content_hash: `EnvironmentBackend.content_hash`.
     """
 
     examples: int
     backend: str
     eval_split: EvalSplit
     columns: list[dict[str, str]] = []
+    content_hash: str = ""
 
 
 class EnvironmentUnloadable(msgspec.Struct, tag="unloadable", frozen=True):
@@ -121,14 +135,81 @@ class CancelGroup(msgspec.Struct, tag="cancel", frozen=True):
     request: int
 
 
+REASONS = ("retried", "failed", "replayed", "unused", "cancelled")
+"""Why rollouts are discarded that are neither trained on nor dropped by a filter.
+
+retried: an infrastructure failure; the rollout was retried in the same group.
+failed: the rollout failed, or another one did and the whole group was dropped.
+replayed: the worker or server was lost; the group was run again.
+unused: model calls that are no turn of a rollout. They count as no rollout.
+cancelled: the group was cancelled.
+"""
+
+
+@dataclass(slots=True)
+class DiscardedWork:
+    """Discarded rollouts and sampled tokens, by reason (`REASONS`)."""
+
+    rollouts: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+
+    def add(self, reason: str, rollouts: int, tokens: int) -> None:
+        """Add to the counts of a reason."""
+        self.rollouts[reason] += rollouts
+        self.tokens[reason] += tokens
+
+    @classmethod
+    def total(cls, parts: Iterable["DiscardedWork"]) -> "DiscardedWork":
+        """Return the sum."""
+        total = cls()
+        for part in parts:
+            total.rollouts.update(part.rollouts)
+            total.tokens.update(part.tokens)
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Return `rollouts/<reason>` and `tokens/lost/<reason>` for every reason."""
+        rollouts = {f"rollouts/{reason}": float(self.rollouts[reason]) for reason in REASONS if reason != "unused"}
+        return rollouts | {f"tokens/lost/{reason}": float(self.tokens[reason]) for reason in REASONS}
+
+
+ACTIVITIES = ("environment", "engine", "scoring")
+"""What a rollout takes time for.
+
+environment: its turns, without the wait for the engine.
+engine: waiting for completions.
+scoring: the reward functions, if the environment scores groups after their rollouts; else part of `environment`.
+"""
+
+
+@dataclass(slots=True)
+class RolloutSeconds:
+    """Seconds by activity (`ACTIVITIES`) of the rollouts that finished."""
+
+    rollouts: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
+
+    def add(self, rollouts: int, seconds: Mapping[str, float]) -> None:
+        """Add a group."""
+        self.rollouts += rollouts
+        for activity, value in seconds.items():
+            self.seconds[activity] += value
+
+    def take_means(self) -> dict[str, float]:
+        """Return the seconds per rollout by activity, and start again; {} without rollouts."""
+        means = {activity: value / self.rollouts for activity, value in self.seconds.items()} if self.rollouts else {}
+        self.rollouts, self.seconds = 0, dict.fromkeys(ACTIVITIES, 0.0)
+        return means
+
+
 DiscardCounts = dict[str, tuple[int, int]]
-"""Discarded rollouts and sampled tokens by reason (`token_accounting.REASONS`)."""
+"""Discarded rollouts and sampled tokens by reason (`REASONS`)."""
 
 
 class GroupFinished(msgspec.Struct, tag="finished", frozen=True):
     """The rollouts of a finished group, either kind; `sampled` tokens in total, including the discarded ones.
 
-    `seconds` are those of its rollouts by activity (`token_accounting.ACTIVITIES`).
+    `seconds` are those of its rollouts by activity (`ACTIVITIES`).
     """
 
     request: int
@@ -151,7 +232,7 @@ class GroupFailed(msgspec.Struct, tag="failed", frozen=True):
     discarded: DiscardCounts = {}
 
     def exception(self) -> Exception:
-        """Return the exception of the worker."""
+        """Return the exception that this report of a worker stands for."""
         if self.kind == "engine_error":
             return InferenceError(self.message, self.status, timed_out=self.timed_out)
         if self.kind in FAILURES:
@@ -165,6 +246,12 @@ class EnvironmentWarning(msgspec.Struct, tag="warned", frozen=True):
     message: str
 
 
+class ScoringStarted(msgspec.Struct, tag="scoring", frozen=True):
+    """All rollouts of the group have ended; its reward functions run."""
+
+    request: int
+
+
 class RolloutStuck(msgspec.Struct, tag="stuck", frozen=True):
     """A cancelled rollout of the group does not end: the worker must be killed."""
 
@@ -173,7 +260,13 @@ class RolloutStuck(msgspec.Struct, tag="stuck", frozen=True):
 
 WorkerCommand = LoadEnvironment | RunGroup | CancelGroup
 WorkerReport = (
-    EnvironmentReady | EnvironmentUnloadable | GroupFinished | GroupFailed | EnvironmentWarning | RolloutStuck
+    EnvironmentReady
+    | EnvironmentUnloadable
+    | ScoringStarted
+    | GroupFinished
+    | GroupFailed
+    | EnvironmentWarning
+    | RolloutStuck
 )
 
 
@@ -203,51 +296,134 @@ decode_report: Callable[[bytes], WorkerReport] = msgspec.msgpack.Decoder(WorkerR
 _encode_into = msgspec.msgpack.Encoder(enc_hook=_encode).encode_into
 
 
-def frame(message: WorkerCommand | WorkerReport) -> bytearray:
-    """Encode a message with its length in front."""
-    buffer = bytearray(_LENGTH.size)
+def frame(message: WorkerCommand | WorkerReport) -> bytes:
+    """Encode a message as a frame."""
+    body = bytearray()
     try:
-        _encode_into(message, buffer, _LENGTH.size)
-    except UnicodeEncodeError:  # half of a surrogate pair, from broken bytes or from JSON in a completion
+        _encode_into(message, body)
+    # Half of a surrogate pair, from broken bytes or from JSON in a completion, or an integer of more than 64 bits.
+    except (UnicodeEncodeError, OverflowError):
         plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_encode)
-        _encode_into(replace_surrogates(plain), buffer, _LENGTH.size)
-    _LENGTH.pack_into(buffer, 0, len(buffer) - _LENGTH.size)
-    return buffer
+        _encode_into(_large_integers_as_text(replace_surrogates(plain)), body)
+    return pack_frame(body)
+
+
+def _large_integers_as_text(value: Any) -> Any:
+    match value:
+        case int() if not -(2**63) <= value < 2**64:
+            return str(value)
+        case dict():
+            return {key: _large_integers_as_text(inner) for key, inner in value.items()}
+        case list():
+            return [_large_integers_as_text(inner) for inner in value]
+        case _:
+            return value
 
 
 def receive(connection: socket.socket) -> WorkerCommand | None:
     """Read one command from a blocking socket; None if the other side is closed."""
-    head = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    body = connection.recv(length, socket.MSG_WAITALL)
-    return decode_command(body) if len(body) == length else None
+    reader = FrameReader(_MAX_FRAME_BYTES)
+    while part := connection.recv(reader.num_missing):
+        for body in reader.feed(part):
+            return decode_command(body)
+    return None
 
 
 class Frames(asyncio.Protocol):
-    """Splits a stream into frames."""
+    """Splits a stream into frames. One that is too long closes the connection, as a malformed message does."""
 
     def __init__(self, received: Callable[[bytes], None], lost: Callable[[], None]) -> None:
         """Call `received` with the body of each frame, and `lost` when the connection closes."""
         self._received = received
         self._lost = lost
-        self._buffer = bytearray()
+        self._reader = FrameReader(_MAX_FRAME_BYTES)
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio with received data."""
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            end = start + _LENGTH.size + length
-            if len(buffer) < end:
-                break
-            self._received(bytes(memoryview(buffer)[start + _LENGTH.size : end]))
-            start = end
-        del buffer[:start]
+        for body in self._reader.feed(data):
+            self._received(body)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Called by asyncio when the connection closes."""
         self._lost()
+
+
+current_group: ContextVar[int] = ContextVar("current_group", default=0)
+"""The group of the current task, 0 for none; tasks that it creates inherit it."""
+
+
+class CrashRecord(ctypes.Structure):
+    """The shared page.
+
+    Attributes:
+        running: the request (1, 2, ...) whose code runs now; 0: none.
+        exited_in: the request whose code has raised SystemExit; 0: none.
+        beats: number of beats of the worker's event loop.
+        sampled: tokens that the worker has sampled so far, over all groups, including those of a worker that dies.
+    """
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("running", "exited_in", "beats", "sampled")]
+    running: int
+    exited_in: int
+    beats: int
+    sampled: int
+
+    @classmethod
+    def map(cls, fd: int) -> Self:
+        """Map the page of a memory file; `fd` stays open."""
+        return cls.from_buffer(mmap.mmap(fd, mmap.PAGESIZE))
+
+    @classmethod
+    def create(cls) -> tuple[Self, int]:
+        """Create a page; return it and the file descriptor with which another process can map it."""
+        fd = os.memfd_create("prime_rl_worker", os.MFD_CLOEXEC)
+        os.ftruncate(fd, mmap.PAGESIZE)
+        return cls.map(fd), fd
+
+    @property
+    def running_request(self) -> int | None:
+        """The request whose code runs, or ran when the worker died; None between requests."""
+        return self.exited_in or self.running or None
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Make `loop` record each step of the tasks of a group."""
+
+        def make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+            group = current_group.get()
+            return asyncio.Task(_RecordedTask(coroutine, self, group) if group else coroutine, loop=loop, **options)
+
+        loop.set_task_factory(make_task)
+
+
+class _RecordedTask(Coroutine[Any, Any, Any]):
+    """A coroutine that records its group while it runs."""
+
+    __slots__ = ("_coroutine", "_group", "_record")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], record: CrashRecord, group: int) -> None:
+        self._coroutine, self._record, self._group = coroutine, record, group
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *args: Any) -> Any:
+        return self._step(self._coroutine.throw, *args)
+
+    def _step(self, step: Callable[..., Any], *args: Any) -> Any:
+        self._record.running = self._group
+        try:
+            return step(*args)
+        except SystemExit:  # it ends the process, but only after the last steps of other tasks
+            self._record.exited_in = self._group
+            raise
+        finally:
+            self._record.running = 0
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coroutine.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)  # libraries read cr_frame and similar

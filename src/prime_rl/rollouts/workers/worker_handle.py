@@ -4,6 +4,7 @@ Every group of a worker ends: with its result, by cancellation, or with `WorkerD
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configs.shared.blocks import EnvConfig
+import psutil
+
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.os_errors import signal_name
 from prime_rl.core.types import EvalSplit, Rollout
-from prime_rl.rollouts.token_accounting import DiscardedWork, RolloutSeconds
 from prime_rl.rollouts.workers import protocol
+from prime_rl.rollouts.workers.protocol import DiscardedWork, RolloutSeconds
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher, WorkerProcess
 
 _DRAIN_SECONDS = 5.0
@@ -36,11 +39,17 @@ class WorkerDied(Exception):
 
     Attributes:
         culprit: the request whose code ran at that time; None if unknown.
+        blocked: it was killed because the environment blocked its event loop.
+        num_groups: groups that it ran, which run again.
+        num_rollouts: their rollouts.
     """
 
-    def __init__(self, message: str, culprit: int | None) -> None:
+    def __init__(
+        self, message: str, culprit: int | None, blocked: bool = False, num_groups: int = 0, num_rollouts: int = 0
+    ) -> None:
         super().__init__(message)
-        self.culprit = culprit
+        self.culprit, self.blocked = culprit, blocked
+        self.num_groups, self.num_rollouts = num_groups, num_rollouts
 
 
 class WorkerHandle:
@@ -49,8 +58,10 @@ class WorkerHandle:
     Attributes:
         examples: number of examples of its environment.
         eval_split: source of the evaluation examples of its environment.
+        content_hash: of its examples.
         in_flight: number of running rollouts.
         died: set when it has died.
+        outgrown: set when it has more than `env.max_memory_gib` in memory.
     """
 
     def __init__(
@@ -68,21 +79,26 @@ class WorkerHandle:
         self.examples = 0
         self.eval_split: EvalSplit = "none"
         self.columns: list[dict[str, str]] = []
+        self.content_hash = ""
         self.in_flight = 0
         loop = asyncio.get_running_loop()
         self.died: asyncio.Future[WorkerDied] = loop.create_future()
+        self.outgrown: asyncio.Future[None] = loop.create_future()
         self._launcher = launcher
         self._process = process
-        self._silence_s = config.silence_timeout_seconds
+        self._silence_seconds = config.silence_timeout_seconds
         if config.timeout_seconds is not None:
-            self._silence_s = min(self._silence_s, config.timeout_seconds + config.cleanup_seconds)
+            self._silence_seconds = min(self._silence_seconds, config.timeout_seconds + config.cleanup_seconds)
+        self._max_bytes = (config.max_memory_gib or math.inf) * 2**30
         self._on_warning = on_warning
         self._ready: asyncio.Future[protocol.EnvironmentReady | protocol.EnvironmentUnloadable] = loop.create_future()
         self._drained = asyncio.Event()
         self._pending: dict[int, asyncio.Future[protocol.GroupFinished | protocol.GroupFailed]] = {}
+        self._on_scoring: dict[int, Callable[[], None]] = {}
         self._rollouts: dict[int, int] = {}
         """Number of rollouts of each group without a report."""
         self._kill_reason: tuple[str, int | None] | None = None
+        self._is_blocked = False
         self._beats, self._last_beat = 0, time.monotonic()
         self._transport: asyncio.WriteTransport | None = None
         self._disconnect_task = asyncio.create_task(self._await_disconnect())
@@ -108,10 +124,10 @@ class WorkerHandle:
             RunError: the worker died, or took too long.
         """
         hint = f"; see {log}" if log is not None else ""
-        start_s = load.env.start_timeout_seconds
+        start_seconds = load.env.start_timeout_seconds
         worker: WorkerHandle | None = None
         try:
-            async with asyncio.timeout(start_s):
+            async with asyncio.timeout(start_seconds):
                 worker = cls(launcher, await launcher.start(log), load.env, discarded, seconds, on_warning)
                 worker._transport, _ = await asyncio.get_running_loop().create_unix_connection(
                     partial(protocol.Frames, worker._receive, worker._drained.set), sock=worker._process.connection
@@ -125,13 +141,13 @@ class WorkerHandle:
             if isinstance(answer, protocol.EnvironmentUnloadable):
                 raise ConfigError(answer.message)
             worker.examples, worker.eval_split = answer.examples, answer.eval_split
-            worker.columns = answer.columns
+            worker.columns, worker.content_hash = answer.columns, answer.content_hash
             worker._last_beat = time.monotonic()
             launcher.preload(answer.backend)
             return worker
         except TimeoutError:
             what = "did not load" if worker is not None else "got no worker from the fork server"
-            raise RunError(f"{what} within {start_s:.0f} s (env.start_timeout_seconds){hint}") from None
+            raise RunError(f"{what} within {start_seconds:.0f} s (env.start_timeout_seconds){hint}") from None
         finally:
             if worker is not None and not worker.examples:
                 await worker.close(0)
@@ -141,8 +157,14 @@ class WorkerHandle:
         """Process id of the worker."""
         return self._process.pid
 
-    async def run_group(self, group: protocol.RunGroup) -> list[Rollout]:
-        """Run a group. Cancelling this cancels the group in the worker.
+    def memory_bytes(self) -> int:
+        """Return the resident memory of the worker, without that of its child processes; 0 if it has exited."""
+        with suppress(psutil.Error):
+            return int(psutil.Process(self.pid).memory_info().rss)
+        return 0
+
+    async def run_group(self, group: protocol.RunGroup, on_scoring: Callable[[], None] = lambda: None) -> list[Rollout]:
+        """Run a group; `on_scoring` is called when its scoring starts. Cancelling this cancels it in the worker.
 
         Raises:
             WorkerDied: the worker died first.
@@ -154,7 +176,7 @@ class WorkerHandle:
         answer: asyncio.Future[protocol.GroupFinished | protocol.GroupFailed] = (
             asyncio.get_running_loop().create_future()
         )
-        self._pending[group.request] = answer
+        self._pending[group.request], self._on_scoring[group.request] = answer, on_scoring
         self.in_flight += group.count
         self._rollouts[group.request] = group.count
         self._send(group)
@@ -165,6 +187,7 @@ class WorkerHandle:
                 self._send(protocol.CancelGroup(group.request))
             self.in_flight -= group.count
             self._pending.pop(group.request, None)
+            self._on_scoring.pop(group.request, None)
         if isinstance(report, protocol.GroupFailed):
             raise report.exception()
         rollouts = [*report.rollouts, *report.conversations]
@@ -172,10 +195,13 @@ class WorkerHandle:
         return rollouts
 
     def check(self) -> None:
-        """Kill the worker if its event loop is blocked."""
-        silence_s = self._measure_silence()
-        if self._kill_reason is None and not self.died.done() and silence_s > self._silence_s:
-            reason = f"was killed: its event loop was blocked for {silence_s:.1f} s"
+        """Kill the worker if its event loop is blocked; set `outgrown` if it is too large."""
+        if self._max_bytes < math.inf and self.memory_bytes() > self._max_bytes and not self.outgrown.done():
+            self.outgrown.set_result(None)
+        silence_seconds = self._measure_silence()
+        if self._kill_reason is None and not self.died.done() and silence_seconds > self._silence_seconds:
+            reason = f"was killed: its event loop was blocked for {silence_seconds:.1f} s"
+            self._is_blocked = True
             self._kill(reason, self._process.crash_record.running_request)
 
     def _measure_silence(self) -> float:
@@ -185,8 +211,8 @@ class WorkerHandle:
             self._beats, self._last_beat = beats, now
         return now - self._last_beat
 
-    async def close(self, grace_s: float) -> None:
-        """Disconnect, and kill the worker if it has not exited after `grace_s` seconds.
+    async def close(self, grace_seconds: float) -> None:
+        """Disconnect, and kill the worker if it has not exited after `grace_seconds` seconds.
 
         Meanwhile its groups are cancelled and clean up. A worker with a blocked event loop is killed earlier.
         """
@@ -196,9 +222,9 @@ class WorkerHandle:
         else:
             self._process.connection.close()
         self._last_beat = time.monotonic()
-        deadline = self._last_beat + grace_s
+        deadline = self._last_beat + grace_seconds
         while not self.died.done() and time.monotonic() < deadline and self._measure_silence() < _BLOCKED_SECONDS:
-            await asyncio.wait({self.died}, timeout=min(_CHECK_SECONDS, grace_s))
+            await asyncio.wait({self.died}, timeout=min(_CHECK_SECONDS, grace_seconds))
         self._launcher.kill(self._process)
         await asyncio.wait({self.died}, timeout=_KILL_SECONDS)
 
@@ -213,6 +239,8 @@ class WorkerHandle:
                 self._ready.set_result(report)
             case protocol.EnvironmentWarning(message):
                 self._on_warning(message)
+            case protocol.ScoringStarted(request):
+                self._on_scoring.get(request, lambda: None)()
             case protocol.RolloutStuck(request):
                 if request in self._pending and self._kill_reason is None:
                     limits = "env.timeout_seconds, env.cleanup_seconds"
@@ -248,7 +276,8 @@ class WorkerHandle:
             exit_reason = f"was killed by {signal_name(-status)} (signal {-status})"
         reason, culprit = self._kill_reason or (exit_reason, record.running_request)
         self._discarded.add("replayed", sum(self._rollouts.values()), record.sampled - self._reported)
-        self.died.set_result(WorkerDied(reason, culprit))
+        lost = len(self._rollouts), sum(self._rollouts.values())
+        self.died.set_result(WorkerDied(reason, culprit, self._is_blocked, *lost))
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(self._death())

@@ -16,7 +16,7 @@ from loguru import logger
 
 from prime_rl.core.errors import RunError
 from prime_rl.rollouts.workers import fork_server
-from prime_rl.rollouts.workers.crash_attribution import CrashRecord
+from prime_rl.rollouts.workers.protocol import CrashRecord
 
 _SERVER = "prime_rl.rollouts.workers.fork_server"
 _MAX_STARTS = 5

@@ -5,29 +5,33 @@ The worker stores nothing: the orchestrator repeats the groups of a dead worker 
 
 import asyncio
 import gc
+import importlib.util
 import socket
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import AsyncExitStack, nullcontext, suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
+from importlib.metadata import version
 
 import uvloop
 
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.core.loopback import bypass_proxies
 from prime_rl.core.terminal_escape import escape_control_chars
-from prime_rl.core.types import Conversation
+from prime_rl.core.types import Conversation, Split
+from prime_rl.rollouts.clients.generation_stream import LoopTurns
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
-from prime_rl.rollouts.environments import environment_loader
-from prime_rl.rollouts.group_failures import check_scores, config_errors
-from prime_rl.rollouts.loop_turns import LoopTurns
+from prime_rl.rollouts.environment_backend import LAST_CLASSIC, EnvironmentBackend
+from prime_rl.rollouts.environment_id import find_environment
+from prime_rl.rollouts.group_attempts import GroupAccount, check_scores, config_errors
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.token_accounting import GroupAccount
 from prime_rl.rollouts.workers import protocol
-from prime_rl.rollouts.workers.crash_attribution import CrashRecord, current_group
-from prime_rl.sandbox.settings import use_settings
-from prime_rl.sandbox.shared_sandbox import close_shared_sandboxes
+from prime_rl.rollouts.workers.protocol import CrashRecord, current_group
+from prime_rl_sandbox.execution import use_settings
+from prime_rl_sandbox.shared_sandbox import close_shared_sandboxes
 
 BEAT_SECONDS = 0.25
 """Interval of the beats of a worker's event loop, seconds."""
@@ -57,8 +61,93 @@ def work(connection: socket.socket, crash_record: CrashRecord) -> None:
     gc.freeze()  # otherwise garbage collection would scan all loaded objects again and again
     gc.set_threshold(*_GC_THRESHOLDS)
     backend = worker.backend
-    worker.send(protocol.EnvironmentReady(len(backend), type(backend).__module__, backend.eval_split, worker.columns))
+    worker.send(
+        protocol.EnvironmentReady(
+            len(backend), type(backend).__module__, backend.eval_split, worker.columns, worker.content_hash
+        )
+    )
     uvloop.run(worker.serve(connection))
+
+
+def load_backend(
+    command: protocol.LoadEnvironment, warn: Callable[[str], None]
+) -> tuple[EnvironmentBackend, list[dict[str, str]]]:
+    """Load an environment, and the columns of its evaluation examples.
+
+    Raises:
+        ConfigError: as `load`; or one of the first prompts is too long or cannot be rendered.
+    """
+    access, env = command.access, command.env
+    use_settings(access.sandbox.settings)
+    renderer = None
+    if access.api == "generate":
+        renderer = Renderer.load(
+            access.tokenizer, access.trust_remote_code, access.rendering, access.trajectory_strategy
+        )
+    backend = load(env, renderer, command.split, access.keep_messages, warn)
+    evaluates = command.split == "eval" and bool(env.breakdown)
+    columns = [backend.columns(example) for example in range(len(backend) if evaluates else 0)]
+    if command.check_seq_len is not None:
+        _check_prompts(backend, env.label, command.check_seq_len)
+    return backend, columns
+
+
+def load(
+    config: EnvConfig,
+    renderer: Renderer | None,
+    split: Split,
+    keep_messages: bool = False,
+    warn: Callable[[str], None] | None = None,
+) -> EnvironmentBackend:
+    """Load an environment. A module with `load_environment` is a classic one.
+
+    Args:
+        config: the environment.
+        renderer: converts between messages and tokens; None if the server renders and is a `ChatServer`.
+        split: which examples.
+        keep_messages: make every rollout a `Conversation`, as always with a `ChatServer`.
+        warn: gets warnings about the environment, now and later.
+
+    Raises:
+        ConfigError: there is none, it rejects its arguments, or needs another verifiers release.
+    """
+    bypass_proxies()  # of the policy endpoint, and of the tool servers of a taskset
+    found = find_environment(config.id)
+    has_classic_api = importlib.util.find_spec("verifiers.legacy") is not None
+    needs_classic_api = ConfigError(
+        f"environment {config.id!r} uses the classic API, which verifiers {version('verifiers')} does not have; "
+        f"run `uv pip install verifiers=={LAST_CLASSIC}`"
+    )
+    try:
+        module = found.load()
+    except Exception as error:  # foreign code may raise anything
+        if isinstance(error, AttributeError | ImportError) and not has_classic_api:
+            raise needs_classic_api from error
+        reason = summarize_exception(error, full=True)
+        raise ConfigError(f"environment {config.id!r} cannot be imported: {reason}") from error
+    if not hasattr(module, "load_environment"):
+        from prime_rl.rollouts.verifiers.verifiers_v1 import TasksetEnvironment
+
+        return TasksetEnvironment(config, module.__name__, renderer, split, keep_messages, warn)
+    if not has_classic_api:
+        raise needs_classic_api
+    from prime_rl.rollouts.verifiers.verifiers_classic import ClassicEnvironment
+
+    return ClassicEnvironment(config, module.__name__, renderer, split, keep_messages, warn)
+
+
+def _check_prompts(backend: EnvironmentBackend, name: str, seq_len: int) -> None:
+    """Check the first prompts. Groups with a later one that is too long are dropped."""
+    for example in range(min(len(backend), _NUM_CHECKED_PROMPTS)):
+        prompt = f"the prompt of example {example} of environment {name!r}"
+        hint = "; change the data set, or the chat template (rendering.chat_template)"
+        with config_errors(f"{prompt} cannot be rendered", hint):  # an image, a wrong column, an unknown role
+            length = backend.prompt_tokens(example)
+        if length >= seq_len:
+            raise ConfigError(
+                f"{prompt} has {length} tokens, which leaves no space in seq_len = {seq_len}; "
+                "raise orchestrator.seq_len or filter the data set"
+            )
 
 
 class _Worker:
@@ -67,7 +156,7 @@ class _Worker:
     def __init__(
         self, command: protocol.LoadEnvironment, crash_record: CrashRecord, write: Callable[[bytes | bytearray], object]
     ) -> None:
-        self._access = access = command.access
+        self._access = command.access
         self._crash_record = crash_record
         self._write = write  # the event loop's transport once it serves
         self._servers: dict[str, InferenceClient | ChatServer] = {}
@@ -75,39 +164,9 @@ class _Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
         self._turns = LoopTurns(1)  # a group takes some milliseconds until it waits for the model
-        use_settings(access.sandbox.settings)
-        renderer = None
-        if access.api == "generate":
-            renderer = Renderer.load(
-                access.tokenizer, access.trust_remote_code, access.rendering, access.trajectory_strategy
-            )
-        self.backend = environment_loader.load(
-            command.env,
-            renderer,
-            command.split,
-            access.keep_messages,
-            lambda text: self.send(protocol.EnvironmentWarning(text)),
-        )
-        evaluates = command.split == "eval" and bool(command.env.breakdown)
-        self.columns = [self.backend.columns(example) for example in range(len(self.backend) if evaluates else 0)]
-        if command.check_seq_len is not None:
-            self._check_prompts(command.env.label, command.check_seq_len)
-
-    def _check_prompts(self, name: str, seq_len: int) -> None:
-        """Raise ConfigError if one of the first prompts is too long or cannot be rendered.
-
-        Groups with a later such prompt are dropped.
-        """
-        for example in range(min(len(self.backend), _NUM_CHECKED_PROMPTS)):
-            prompt = f"the prompt of example {example} of environment {name!r}"
-            hint = "; change the data set, or the chat template (rendering.chat_template)"
-            with config_errors(f"{prompt} cannot be rendered", hint):  # an image, a wrong column, an unknown role
-                length = self.backend.prompt_tokens(example)
-            if length >= seq_len:
-                raise ConfigError(
-                    f"{prompt} has {length} tokens, which leaves no space in seq_len = {seq_len}; "
-                    "raise orchestrator.seq_len or filter the data set"
-                )
+        self.backend, self.columns = load_backend(command, lambda text: self.send(protocol.EnvironmentWarning(text)))
+        with config_errors(f"the examples of environment {command.env.label!r} cannot be read"):
+            self.content_hash = self.backend.content_hash()
 
     def send(self, report: protocol.WorkerReport) -> None:
         """Send a report to the orchestrator."""
@@ -169,15 +228,17 @@ class _Worker:
         self._crash_record.sampled += tokens
 
     async def _answer(self, group: protocol.RunGroup) -> None:
-        account = GroupAccount(self._count_tokens, lambda: self.send(protocol.RolloutStuck(group.request)))
+        account = GroupAccount(
+            self._count_tokens,
+            lambda: self.send(protocol.RolloutStuck(group.request)),
+            lambda: self.send(protocol.ScoringStarted(group.request)),
+        )
         try:
             self._turns.resolve(turn := asyncio.get_running_loop().create_future(), None)
             await turn
-            server = await self._connect(group.url)
-            # A chat server is pinned to its policy version during the group.
-            async with server.pinned() if isinstance(server, ChatServer) else nullcontext(server) as sampler:
+            async with (await self._connect(group.url)).pinned() as server:
                 rollouts = await self.backend.run_group(
-                    group.example, group.count, sampler, group.sampling, group.seq_len, group.seed, account
+                    group.example, group.count, server, group.sampling, group.seq_len, group.seed, account
                 )
             for rollout in rollouts:
                 check_scores(rollout)
@@ -205,11 +266,11 @@ class _Worker:
 
     async def _connect(self, url: str) -> InferenceClient | ChatServer:
         if (server := self._servers.get(url)) is None:
-            model, key, timeout_s = self._access.model, self._access.api_key, self._access.request_timeout_s
+            model, key, timeout_seconds = self._access.model, self._access.api_key, self._access.request_timeout_seconds
             if self._access.api == "chat":
-                server = ChatServer(url, model, key, timeout_s)
+                server = ChatServer(url, model, key, timeout_seconds)
             else:
-                server = InferenceClient(url, model, "", key, timeout_s, vocabulary=self._access.vocabulary)
+                server = InferenceClient(url, model, "", key, timeout_seconds, vocabulary=self._access.vocabulary)
             self._servers[url] = server
             await self._stack.enter_async_context(server)
         return server
@@ -220,7 +281,7 @@ _DISCARD_REASONS: dict[protocol.FailureKind, str] = {
     "engine_error": "replayed",
     "cancelled": "cancelled",
 }
-"""Why the rollouts of a failed group are discarded (`token_accounting.REASONS`); by default `failed`."""
+"""Why the rollouts of a failed group are discarded (`protocol.REASONS`); by default `failed`."""
 
 
 def _failed(

@@ -1,33 +1,73 @@
 """JSON messages between two processes over TCP; every wait has a deadline and names the peer (I7).
 
-A message is a JSON object after its length (u32, big-endian).
+A message is a JSON object in a frame (`core.framing`).
 """
 
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
 from prime_rl.core.errors import RunError, translate_error
+from prime_rl.core.framing import FrameReader, pack_frame
 from prime_rl.core.ports import join_host_port
+from prime_rl.storage.tensor_hashes import ITEM_BYTES
 from prime_rl.storage.wait_for import DeadlineError
 
 Message = dict[str, Any]
-
-_LENGTH = struct.Struct(">I")
-LENGTH_BYTES = _LENGTH.size
-"""Size of the header of a message."""
 _MAX_BYTES = 2**28
 """Default limit of the size of a message."""
+_RECEIVE_BYTES = 2**20
 _RECHECK_SECONDS = 0.25
 _GRACE_SECONDS = 1.0
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Keep-alive: a machine that does not answer counts as dead after about 25 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDescriptor:
+    """The entry `transfer` of the manifest of a version that was published without weight files.
+
+    `weights/step_n` then contains only manifest, configuration and tokenizer, and the tensors stay in the trainer's
+    memory. The manifest also contains their hashes (I5); docs/design/weight_sync.md.
+
+    Attributes:
+        type: transport of the tensors.
+        host: host of the trainer.
+        port: port on which the trainer listens.
+        session: secret identifier of the trainer process.
+        timeout_s: longest wait for the trainer.
+        tensors: tensor name -> safetensors dtype and shape.
+    """
+
+    type: Literal["nccl", "ipc"]
+    host: str
+    port: int
+    session: str = field(repr=False)
+    timeout_s: float
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(repr=False)
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any]) -> "TransferDescriptor":
+        """Parse the output of `fields` after a JSON round trip; raises ValueError if it is malformed."""
+        descriptor = msgspec.convert({"transfer": entry}, _TransferField).transfer
+        if unknown := {dtype for dtype, _ in descriptor.tensors.values()} - ITEM_BYTES.keys():
+            raise ValueError(f"transfer: unknown dtype {min(unknown)!r}")
+        return descriptor
+
+    def fields(self) -> dict[str, Any]:
+        """Return the descriptor as JSON-serializable values."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return fields
+
+
+class _TransferField(msgspec.Struct):
+    transfer: TransferDescriptor
 
 
 class ChannelError(RunError):
@@ -42,7 +82,7 @@ class TransferChannel:
     """
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
-        """Use an established connection."""
+        """Wrap an established connection; `peer` names the other side in errors."""
         self.peer = peer
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -55,13 +95,13 @@ class TransferChannel:
         """Send a message. Raises ChannelError if the peer has disconnected."""
         data = msgspec.json.encode(message)
         with translate_error(OSError, self._disconnected):
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._socket.sendall(pack_frame(data))
 
     def receive(
-        self, timeout_s: float | None, check: Callable[[], None] = lambda: None, max_bytes: int = _MAX_BYTES
+        self, timeout_seconds: float | None, check: Callable[[], None] = lambda: None, max_bytes: int = _MAX_BYTES
     ) -> Message:
         """Wait for the next message; see `receive_all`."""
-        return receive_all([self], timeout_s, check, max_bytes)[0]
+        return receive_all([self], timeout_seconds, check, max_bytes)[0]
 
     def has_message(self) -> bool:
         """Return whether `receive` would return or raise immediately."""
@@ -81,50 +121,42 @@ class TransferChannel:
 
     def _read(self, deadline: float | None, max_bytes: int) -> Message:
         """Read a complete message before `deadline` (monotonic clock; None is unlimited)."""
+        reader = FrameReader(max_bytes)
         try:
-            length = self._parse_length(self._read_exactly(_LENGTH.size, deadline), max_bytes)
-            return self._parse(self._read_exactly(length, deadline))
+            while True:
+                if deadline is not None:
+                    if (left := deadline - time.monotonic()) <= 0:
+                        raise TimeoutError
+                    self._socket.settimeout(left)
+                if (message := self._receive_part(reader)) is not None:
+                    return message
+        except TimeoutError:
+            raise DeadlineError(f"{self.peer} stopped in the middle of a message") from None
         except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise DeadlineError(f"{self.peer} stopped in the middle of a message") from None
             raise self._disconnected(error) from None
         finally:
             with suppress(OSError):  # another thread has closed it
                 self._socket.settimeout(None)
 
-    def _parse_length(self, header: bytes | bytearray, max_bytes: int) -> int:
-        (length,) = _LENGTH.unpack(header)
-        if length > max_bytes:
-            raise ChannelError(f"{self.peer} sent a malformed message: {length} bytes (limit {max_bytes})")
-        return int(length)
-
-    def _parse(self, data: bytes | bytearray) -> Message:
-        try:
-            return msgspec.json.decode(data, type=Message)
-        except msgspec.DecodeError as error:
-            raise ChannelError(f"{self.peer} sent a malformed message: {error}") from None
-
-    def _read_exactly(self, length: int, deadline: float | None) -> bytes:
-        data = bytearray()
-        while len(data) < length:
-            if deadline is not None:
-                if (left := deadline - time.monotonic()) <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(left)
-            part = self._socket.recv(min(length - len(data), 2**20))
+    def _receive_part(self, reader: FrameReader) -> Message | None:
+        """Receive a part of a message, nothing after it; return the message once it is complete."""
+        malformed = f"{self.peer} sent a malformed message"
+        with translate_error(ValueError, lambda error: ChannelError(f"{malformed}: {error}")):
+            part = self._socket.recv(min(reader.num_missing, _RECEIVE_BYTES))
             if not part:
                 raise ConnectionError("connection closed")
-            data += part
-        return bytes(data)
+            for body in reader.feed(part):
+                return msgspec.json.decode(body, type=Message)
+            return None
 
     def _disconnected(self, error: OSError) -> ChannelError:
         return ChannelError(f"{self.peer} disconnected ({error.strerror or error})")
 
 
-def connect(host: str, port: int, timeout_s: float, peer: str) -> TransferChannel:
+def connect(host: str, port: int, timeout_seconds: float, peer: str) -> TransferChannel:
     """Connect to `host` and `port`. Raises ChannelError if that fails."""
     try:
-        connection = socket.create_connection((host, port), timeout=timeout_s)
+        connection = socket.create_connection((host, port), timeout=timeout_seconds)
     except OSError as error:
         place = join_host_port(host, port)
         raise ChannelError(f"{peer} cannot be reached at {place} ({error.strerror or error})") from None
@@ -134,7 +166,7 @@ def connect(host: str, port: int, timeout_s: float, peer: str) -> TransferChanne
 
 def receive_all(
     channels: Sequence[TransferChannel],
-    timeout_s: float | None,
+    timeout_seconds: float | None,
     check: Callable[[], None] = lambda: None,
     max_bytes: int = _MAX_BYTES,
 ) -> list[Message]:
@@ -142,7 +174,7 @@ def receive_all(
 
     Args:
         channels: channels that no other thread uses.
-        timeout_s: longest wait for all messages; None waits until they arrive or a peer disconnects.
+        timeout_seconds: longest wait for all messages; None waits until they arrive or a peer disconnects.
         check: called at least four times a second between messages; raises to abort the wait.
         max_bytes: limit of the size of a message.
 
@@ -150,7 +182,7 @@ def receive_all(
         ChannelError: a peer has disconnected.
         DeadlineError: a message did not arrive in time; names the peers.
     """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     messages: dict[TransferChannel, Message] = {}
     with selectors.DefaultSelector() as selector:
         for channel in channels:
@@ -164,5 +196,5 @@ def receive_all(
             check()
             if deadline is not None and time.monotonic() > deadline and len(messages) < len(channels):
                 silent = ", ".join(channel.peer for channel in channels if channel not in messages)
-                raise DeadlineError(f"waited {timeout_s:.0f} s for {silent}")
+                raise DeadlineError(f"waited {timeout_seconds:.0f} s for {silent}")
     return [messages[channel] for channel in channels]

@@ -45,8 +45,12 @@ def remove_old_versions(weights_dir: Path, oldest_sampled: int, needed: Set[int]
     """
     for leftover in weights_dir.glob(f"{_DELETED}*"):  # of a killed process, or files that were open elsewhere
         remove_artifact(leftover)
-    published = steps_in(weights_dir)
-    base_of = {step: _base_of(weights_dir / f"step_{step}") for step in published}
+    base_of = dict[int, int | None]()
+    for step in steps_in(weights_dir):
+        base_of[step] = None
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a full version, or a manifest that cannot be read
+            manifest: Any = json.loads((weights_dir / f"step_{step}" / MANIFEST).read_text())
+            base_of[step] = step_of(Path(str(manifest["delta"]["base"])))
     candidates = removable_versions(base_of, oldest_sampled, needed)
     while held := {step for step in candidates if not _run_if_free(weights_dir / f"step_{step}")}:
         needed = needed | held
@@ -91,14 +95,6 @@ def hold_version(version: Path) -> Iterator[None]:
         if not (version / MANIFEST).exists():
             raise ArtifactError(f"{version} was just deleted by its run")
         yield
-
-
-def _base_of(version: Path) -> int | None:
-    """Return the step of the version that `version` is a delta against."""
-    with suppress(OSError, ValueError, KeyError, TypeError):  # a full version, or a manifest that cannot be read
-        manifest: Any = json.loads((version / MANIFEST).read_text())
-        return step_of(Path(str(manifest["delta"]["base"])))
-    return None
 
 
 def _run_if_free(version: Path, action: Callable[[Path], object] = lambda version: None) -> bool:

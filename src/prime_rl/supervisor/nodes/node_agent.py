@@ -79,7 +79,7 @@ def _write(file: int, line: str) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command of the command line, and report its exit code to the launcher."""
     silence, grace, *command = sys.argv[1:]
     code = asyncio.run(run_command(command, float(silence), float(grace)))
     _write(sys.stdout.fileno(), f"{ANSWER} ended {code}")

@@ -23,7 +23,6 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,13 +121,13 @@ class RemoteCommand:
         self.ended = asyncio.ensure_future(self._run())
 
     def stop(self) -> None:
-        """Have the agent end the command."""
+        """End the command on the node: close the stdin of its agent."""
         self._stopped = True
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
     async def end_connection(self) -> None:
-        """End the launcher, if it still runs."""
+        """Terminate the local ssh or srun process if it still runs."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
@@ -189,8 +188,13 @@ async def run_on_nodes(options: RemoteOptions, command: Sequence[str]) -> int:
     """Run the command on all nodes; return 0, or the first other exit code, after ending the command on all nodes."""
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[int] = loop.create_future()
+
+    def stop(number: int) -> None:
+        if not stopped.done():
+            stopped.set_result(128 + number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, partial(_resolve, stopped, 128 + number))
+        loop.add_signal_handler(number, stop, number)
     running = [RemoteCommand(options, command, rank) for rank in range(len(options.nodes))]
     try:
         while left := {one.ended for one in running if not one.ended.done()}:
@@ -232,11 +236,6 @@ async def _report(running: Sequence[RemoteCommand], options: RemoteOptions) -> i
     status = 1 if code is None else code if code > 0 else 128 - code
     write_error_file(what, status, replace=bool(lost))  # otherwise the command has reported its error itself
     return status
-
-
-def _resolve(future: "asyncio.Future[int]", value: int) -> None:
-    if not future.done():
-        future.set_result(value)
 
 
 def main() -> None:

@@ -9,9 +9,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.api_key import read_api_key
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.ports import join_host_port
 from prime_rl.liveness.parent_process import with_parent_death_signal
 from prime_rl.supervisor.nodes.node_launcher import LAUNCHERS, make_script
@@ -43,25 +44,25 @@ def spread_over_nodes(config: RLConfig) -> RLConfig:
         return config
     from_slurm = config.nodes == ["slurm"]
     nodes = slurm_nodes() if from_slurm else config.nodes
-    if len(nodes) <= config.inference_nodes:
-        raise ConfigError(
-            f"inference_nodes = {config.inference_nodes} leaves none of the nodes {', '.join(nodes)} for the trainer"
-        )
+    with translate_error(ValueError, lambda error: ConfigError(f"{error} ({', '.join(nodes)})")):
+        config.model_copy(update={"nodes": nodes}).check_shared_nodes()
     server = config.inference.server.model_copy(update={"host": "0.0.0.0"})
     parallel = config.inference.parallel
     with_api = nodes[: 1 if parallel.spans_nodes else config.inference_nodes]
     urls = [f"http://{join_host_port(node, server.port)}/v1" for node in with_api]
     if parallel.spans_nodes:
         parallel = parallel.model_copy(update={"address": nodes[0]})
-    client = config.orchestrator.client.model_copy(update={"base_url": urls})
     if read_api_key(server.api_key_var) is None:
         os.environ[server.api_key_var] = secrets.token_hex(16)
-    return config.model_copy(
+
+    def connect(one: OrchestratorConfig) -> OrchestratorConfig:
+        return one.model_copy(update={"client": one.client.model_copy(update={"base_url": urls})})
+
+    return config.change_orchestrators(connect).model_copy(
         update={
             "nodes": nodes,
             "launcher": config.launcher or ("srun" if from_slurm else "ssh"),
             "inference": config.inference.model_copy(update={"server": server, "parallel": parallel}),
-            "orchestrator": config.orchestrator.model_copy(update={"client": client}),
         }
     )
 
@@ -89,13 +90,13 @@ def check_nodes(config: RLConfig) -> dict[str, int]:
 def _ports(config: RLConfig) -> dict[str, list[str]]:
     """Return the ports on which processes of each node will listen, each followed by its option."""
     assert config.inference is not None
-    servers, parallel = config.nodes[: config.inference_nodes], config.inference.parallel
+    servers, parallel = config.server_hosts, config.inference.parallel
     ports: dict[str, list[str]] = {node: [] for node in config.nodes}
     for node in servers[: 1 if parallel.spans_nodes else None]:
         ports[node] += [str(config.inference.server.port), "--inference.server.port"]
     if parallel.spans_nodes:
         ports[servers[0]] += [str(parallel.rpc_port), "--inference.parallel.rpc-port"]
-    ports[config.nodes[config.inference_nodes]] += [str(config.rendezvous_port), "--rendezvous-port"]
+    ports[config.trainer_hosts[0]] += [str(config.rendezvous_port), "--rendezvous-port"]
     return ports
 
 

@@ -2,47 +2,45 @@
 
 Checkpoint N is written after step N - 1 and before batch N. All ranks write their shards to a temporary folder. Rank 0
 renames it when all shards are on the disk, and commits the checkpoint if the orchestrator's part is complete too.
+
+`check_settings` decides which settings may change on resume: those that change results log a warning, a few are
+refused.
 """
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from prime_rl.configs.checkpoint import CkptConfig
 from prime_rl.configs.sft import SFTConfig
-from prime_rl.configs.shared.blocks import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.daemon_futures import start_daemon_future
-from prime_rl.core.errors import RunError
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.import_utils import package_versions
 from prime_rl.storage import checkpoint_artifacts as files
 from prime_rl.storage.artifact import MANIFEST, ArtifactError
-from prime_rl.storage.batch import delete_rows
+from prime_rl.storage.batch import Progress, delete_rows
 from prime_rl.storage.paths import RunPaths, step_of
-from prime_rl.storage.progress import Progress
 from prime_rl.storage.rollback import orchestrator_has_run
 from prime_rl.storage.wait_for import DeadlineError, wait_for
 from prime_rl.trainer.checkpoints import trainer_state as state
-from prime_rl.trainer.checkpoints.dcp_reader import TensorReader, load_model_and_optimizer, summarize_dcp_error
-from prime_rl.trainer.checkpoints.rank_consensus import RankConsensus
 from prime_rl.trainer.checkpoints.resume_point import ResumeDecision, ResumePoint
-from prime_rl.trainer.checkpoints.resume_settings import check_settings, settings_of
-from prime_rl.trainer.checkpoints.stop_request import StopRequest
-from prime_rl.trainer.parallel.process_group import World, wrap_rank_errors
-from prime_rl.trainer.process_setup import check_output_dir
+from prime_rl.trainer.checkpoints.trainer_state import TensorReader, load_model_and_optimizer, summarize_dcp_error
+from prime_rl.trainer.parallel.process_group import RankConsensus, World, wrap_rank_errors
+from prime_rl.trainer.process_setup import StopRequest, check_output_dir
 
 PART = files.TRAINER
 _ORCHESTRATOR_SECONDS = 20.0
@@ -94,8 +92,7 @@ class Checkpointer:
             self.stop_request = StopRequest(None, 0, world)
             return
         self._directory = paths.root / (self._options or CkptConfig()).path
-        timeout = timedelta(seconds=config.dist_timeout_seconds)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = world.new_group()
         self._ranks = RankConsensus(world, self._group)
         self._pending: Future[None] | None = None
         self._start = ResumeDecision(config, paths, self._directory, world, self._ranks, publishes_versions).choose()
@@ -119,6 +116,11 @@ class Checkpointer:
     def resumes(self) -> bool:
         """Whether the run resumes a checkpoint, so that its version must be published again."""
         return self._start.commit is not None
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save in the background is not complete yet."""
+        return self._options is not None and self._pending is not None and not self._pending.done()
 
     def restore(self, policy: nn.Module, optimizer: Optimizer, stream: DataStream | None = None) -> Progress:
         """Restore model, optimizer, random generators and data from the checkpoint, if this run resumes one.
@@ -194,6 +196,7 @@ class Checkpointer:
             "command": self._config.command,
             "world": self._world.size,
             "device": self._world.device.type,
+            "packages": package_versions(),
             "progress": asdict(progress),
             "data": self._stream.state() if self._stream is not None else None,
             "config": config,
@@ -235,8 +238,10 @@ class Checkpointer:
         temporary = self._ranks.on_main(lambda: files.prepare_part(checkpoint, PART))
         writer = dcp.FileSystemWriter(temporary, sync_files=True)
         dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
-        hashes = self._ranks.gather(lambda: self._hash_own(temporary))
-
+        # Each rank hashes the files that it wrote, while its node still caches them.
+        names = [f"__{self._world.rank}_*.distcp", *([".metadata"] if self._world.is_main else [])]
+        own = (file for name in names for file in temporary.glob(name))
+        hashes = self._ranks.gather(lambda: {file.name: files.hash_file(file) for file in own})
         together = {name: digest for some in hashes for name, digest in some.items()}
         self._ranks.on_main(lambda: self._commit(checkpoint, fields, together))
 
@@ -252,11 +257,6 @@ class Checkpointer:
         kept = files.remove_old_checkpoints(self._directory, self._options.keep_last, self._options.keep_interval)
         first, self.first_needed_batch = self.first_needed_batch, kept[0]
         delete_rows(self._paths, below=kept[0], first=first, keeps=self._keeps_rows)
-
-    def _hash_own(self, temporary: Path) -> dict[str, str]:
-        """Hash the files that this rank wrote, while its node still caches them."""
-        names = [f"__{self._world.rank}_*.distcp", *([".metadata"] if self._world.is_main else [])]
-        return {file.name: files.hash_file(file) for name in names for file in temporary.glob(name)}
 
     def _poll(self) -> None:
         """Raise on all ranks if a background save failed on one; drop a save that is complete on all."""
@@ -315,3 +315,79 @@ class Checkpointer:
 def _free(directory: Path) -> str:
     place = next(place for place in (directory, *directory.parents) if place.exists())
     return f"{shutil.disk_usage(place).free / 1024**3:.1f} GiB free"
+
+
+_DECIDING = (
+    "model.name", "model.revision", "model.lora", "model.dtype", "model.reduce_dtype", "model.debug", "optim",
+    "scheduler", "loss", "reference", "num_minibatches", "data", "seed", "tokenizer.name",
+)  # fmt: skip
+# Names that earlier releases wrote into checkpoints.
+_RENAMED = {
+    "minibatches": "num_minibatches",
+    "optim.betas1": "optim.beta1",
+    "optim.betas2": "optim.beta2",
+    "optim.mu": "optim.momentum",
+    "data.fake.generate_samples": "data.fake.variable_length",
+    "model.download_timeout": "model.download_timeout_seconds",
+}
+# These change results by rounding at most.
+_IGNORED = {"data.micro_batch_size", "model.lora.publish", "model.download_timeout_seconds"}
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Select them from a dumped configuration, as dotted keys.
+
+    The learning rate is a function of the step and these settings, so a checkpoint contains no scheduler. A decaying
+    schedule also depends on `max_steps`.
+    """
+    keys = {_RENAMED.get(key, key): value for key, value in _flat(config)}
+    roots = tuple(f"{root}." for root in _DECIDING)
+    chosen = {key: value for key, value in keys.items() if f"{key}.".startswith(roots) and key not in _IGNORED}
+    if keys.get("scheduler.type") != "constant":
+        chosen["max_steps"] = keys.get("max_steps")
+    return chosen
+
+
+def check_settings(old_command: str, before: Mapping[str, Any], command: str, now: Mapping[str, Any]) -> list[str]:
+    """Return the changed settings, as `changed_settings`; ConfigError if a run of `command` cannot be resumed.
+
+    The data and environments check their own settings when their position is restored.
+    """
+    if old_command != command:
+        raise ConfigError(
+            f"the checkpoint was written by {old_command}, not by {command}; to start from its weights, export them "
+            "(`uv run export`) and set model.name to the folder"
+        )
+    had, has = before["optim"]["type"], now["optim"]["type"]
+    if had != has:
+        raise ConfigError(
+            f"optim.type = {has}, but the checkpoint has the state of {had}; resume with that, or export its weights "
+            "(`uv run export`) and start a new run with them"
+        )
+    return changed_settings(before, now)
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Describe each setting that differs in one line; keys that one version of the program lacks are ignored."""
+    old, new = settings_of(before), settings_of(now)
+    differing = {key: (repr(old[key]), repr(new[key])) for key in old.keys() & new.keys() if old[key] != new[key]}
+    differing |= dict.fromkeys(_switched_on(old, new), ("None", "set"))
+    differing |= dict.fromkeys(_switched_on(new, old), ("set", "None"))
+    return [
+        f"{key} was {was} when the checkpoint was written and is {is_}" for key, (was, is_) in sorted(differing.items())
+    ]
+
+
+def _switched_on(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    """Blocks that are None in `old` and have keys in `new`."""
+    off = {key for key, value in old.items() if value is None}
+    return {key for key in off if any(other.startswith(f"{key}.") for other in new)}
+
+
+def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in block.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value

@@ -14,8 +14,7 @@ from prime_rl.liveness.run_takeover import take_over
 from prime_rl.storage import checkpoint_artifacts as files
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import has_orchestrator, is_restart, may_restart, next_branch, roll_back, start_name
-from prime_rl.trainer.checkpoints.rank_consensus import RankConsensus
-from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.parallel.process_group import RankConsensus, World
 from prime_rl.trainer.process_setup import check_output_dir, check_writable
 
 

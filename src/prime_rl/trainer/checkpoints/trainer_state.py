@@ -3,22 +3,42 @@
 model/<parameter or buffer>          trained parameters and persistent buffers; frozen weights are those of `model.name`
 optim/<parameter>/<name of state>    sharded like the parameter, if it has the parameter's shape
 rng/<rank>                           generators of one rank, used only with the same number of ranks
+
+Checkpoints are loaded without running code from their files.
 """
 
 import base64
 import json
+import pickle
 import random
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import BytesStorageMetadata, FileSystemReader, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.optim import Optimizer
 
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, RunError, summarize_exception
+from prime_rl.core.os_errors import summarize_os_error
 from prime_rl.trainer.parallel.process_group import World
+
+_ALLOWED = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}  # fmt: skip
 
 
 def model_tensors(policy: nn.Module) -> dict[str, Tensor]:
@@ -115,7 +135,7 @@ def empty_rng_tensors(world: World, metadata: Metadata) -> dict[str, Tensor]:
 
 
 def restore_rng(world: World, tensors: Mapping[str, Tensor]) -> None:
-    """Restore this rank's generators."""
+    """Restore the random generators of this rank, if the checkpoint has them for this number of ranks."""
     if _rng_key(world) not in tensors:
         return
     state = json.loads(bytes(tensors[_rng_key(world)].tolist()))
@@ -142,3 +162,79 @@ def _text(state: Tensor) -> str:
 
 def _bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+class TensorReader(FileSystemReader):
+    """Reads checkpoints that contain only tensors.
+
+    The metadata file is a pickle, and unpickling calls everything that a pickle names. The unpickler therefore accepts
+    only the classes of checkpoint metadata.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the metadata file.
+
+        Raises:
+            RunError: it is damaged, or contains more than tensors.
+        """
+        file = Path(self.path) / ".metadata"
+        try:
+            with file.open("rb") as content:
+                metadata = _Unpickler(content).load()
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError, TypeError, IndexError) as error:
+            raise RunError(f"{file} cannot be read: {error}") from None
+        if not isinstance(metadata, Metadata):
+            raise RunError(f"{file} is not the metadata of a checkpoint")
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enumerations with it
+            return _memory_format
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name not in _ALLOWED.get(module, ()) and not is_dtype:
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, which checkpoint metadata does not use")
+        return super().find_class(module, name)
+
+
+def _memory_format(enumeration: Any, name: Any) -> Any:
+    """Stand in for `getattr`, which would give a pickle every function of a module."""
+    if enumeration is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it reads {name!r} of {enumeration!r}, which checkpoint metadata does not use")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+def load_model_and_optimizer(
+    part: Path, policy: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None = None, hint: str = ""
+) -> None:
+    """Load a policy, and its optimizer unless None, from the trainer's part of a checkpoint, in place.
+
+    Raises:
+        ConfigError: the checkpoint is of another model; `hint` is appended to the message.
+        RunError: it is damaged.
+    """
+    reader = TensorReader(part)
+    metadata = reader.read_metadata()
+    model = model_tensors(policy)
+    check_model(model, metadata, str(part), hint)
+    moments = empty_optimizer_tensors(policy, metadata) if optimizer is not None else {}
+    try:
+        dcp.load({**model, **moments}, storage_reader=reader, process_group=group)
+    except dcp.CheckpointException as error:
+        raise RunError(f"cannot load {part}: {summarize_dcp_error(error)}") from error
+    if optimizer is not None:
+        restore_optimizer(policy, optimizer, moments)
+
+
+def summarize_dcp_error(error: BaseException) -> str:
+    """Summarise an error of torch's reader or writer in one line: the first cause on the first failed rank."""
+    if isinstance(error, dcp.CheckpointException):
+        rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        return f"rank {rank}: {summarize_dcp_error(cause)}"
+    if isinstance(error, OSError):
+        return summarize_os_error(error)
+    line = summarize_exception(error)
+    # torch's writer reports an incomplete write in these words and hides the error of the disk.
+    return f"a file could not be written completely ({line})" if "inline_container" in line else line

@@ -1,4 +1,4 @@
-"""Opens the configured data sets, holds out validation data, and encodes examples to batches."""
+"""Opens the configured data sets, holds out validation data, and encodes examples to batches on all ranks."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +14,32 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.training.sft_data import SFTDataConfig, SFTFakeDataConfig, SFTValConfig, is_local
 from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
-from prime_rl.trainer.data.chat_rendering import RenderedSequence, encode_example
-from prime_rl.trainer.data.example_schema import RowError, read_example
-from prime_rl.trainer.data.example_sources import (
+from prime_rl.trainer.data.chat_rendering import (
+    LocatedRow,
+    RenderedSequence,
+    encode_example,
+    find_files,
+    locate_errors,
+    read_example,
+    read_rows,
+)
+from prime_rl.trainer.data.packed_stream import (
     InMemorySource,
     InterleavedSource,
+    PackedRow,
+    PackedStream,
     RowStream,
     State,
     StreamedSource,
+    pack_all,
     permutation,
 )
-from prime_rl.trainer.data.local_files import LocatedRow, find_files, read_rows
-from prime_rl.trainer.data.packed_stream import PackedRow, PackedStream, pack_all
-from prime_rl.trainer.data.rank_sharing import SharedEncoder
-from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.parallel.process_group import RankConsensus, World
 
 # Suffixes of `data.seed` for draws other than a pass through all data, whose seed is [seed, pass]. NumPy pads seeds
 # with zeros, so these differ from it in the fourth number.
 _HOLD_OUT, _VALIDATE, _SHARES = (0, 0, 1), (0, 0, 2), (0, 0, 3)
+_ENCODED_PER_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, world: Worl
     if source.type == "fake":
         fake = FakeSequences(source, tokenizer.vocab_size)
         stream = PackedStream(
-            fake, source.seq_len, source.batch_size, steps=config.max_steps, timeout_s=config.wait_timeout_seconds
+            fake, source.seq_len, source.batch_size, steps=config.max_steps, timeout_seconds=config.wait_timeout_seconds
         )
         return SFTData(stream, None)
     stack = source.pack_function == "stack"
@@ -117,7 +125,7 @@ def open_dataset(config: SFTDataConfig, name: str, subset: str | None, split: st
     if not rows:
         raise ConfigError(f"data.name: {name} is empty")
     for row in checked:
-        _located(row, lambda example: read_example(example, config))
+        locate_errors(row, lambda example: read_example(example, config))
     return rows
 
 
@@ -190,6 +198,29 @@ def _hold_out(rows: Any, fraction: float, seed: Sequence[int]) -> tuple[Subset, 
     return Subset(rows, np.sort(order[count:])), Subset(rows, np.sort(order[:count]))
 
 
+class SharedEncoder:
+    """Encodes examples on all ranks together. All ranks make the same calls, from one thread at a time."""
+
+    def __init__(self, world: World | None = None) -> None:
+        """Divide the work among the ranks of `world`; None does all of it in this process."""
+        self._rank, self._size = (world.rank, world.size) if world is not None else (0, 1)
+        self.examples_per_call, self._ranks = 1, None  # the number of examples that a call should have
+        if world is not None and world.size > 1:
+            # A separate group, because batches are made in a thread during the collectives of training.
+            self._ranks = RankConsensus(world, world.new_group())
+            self.examples_per_call = _ENCODED_PER_RANK * world.size
+
+    def __call__(
+        self, rows: Sequence[LocatedRow], encode: Callable[[LocatedRow], list[RenderedSequence]]
+    ) -> list[RenderedSequence]:
+        """Encode `rows`, the same on every rank, in order. Raises ConfigError on every rank if a row is invalid."""
+        if self._ranks is None:
+            return [sequence for row in rows for sequence in encode(row)]
+        mine = rows[self._rank :: self._size]
+        parts = self._ranks.gather(lambda: [encode(row) for row in mine])
+        return [sequence for i in range(len(rows)) for sequence in parts[i % self._size][i // self._size]]
+
+
 class EncodedExamples:
     """Examples as token sequences of at most `seq_len` tokens, without those that contain no trained token."""
 
@@ -255,18 +286,12 @@ def encode_row(
     an invalid row.
     """
     longest, kept = config.seq_len, []
-    for sequence in _located(row, lambda example: encode_example(example, tokenizer, config)):
+    for sequence in locate_errors(row, lambda example: encode_example(example, tokenizer, config)):
         if len(sequence) > longest:
             on_cut(row[0], len(sequence))
         if sequence.loss_mask[:longest].any():
             kept.append(RenderedSequence(sequence.tokens[:longest], sequence.loss_mask[:longest]))
     return kept
-
-
-def _located(row: LocatedRow, use: Callable[[Any], Any]) -> Any:
-    where, example = row
-    with translate_error(RowError, lambda error: ConfigError(f"data.name: {where}: {error}")):
-        return use(example)
 
 
 class FakeSequences:

@@ -6,19 +6,31 @@ iterates over the vocabulary, so each part of the weight's gradient is one produ
 
 Logits, sums and softmaxes are in float32 for any dtype of the weights: bfloat16 would round a logit of 20, and with it
 the log-probability, by up to 0.06.
+
+A `SamplingMask` holds the tokens that top-k, top-p and min-p keep, as the sampler computes them (I6). vLLM applies
+temperature, then min-p, top-k and top-p, each to the remaining distribution (`Sampler.sample`, `MinPLogitsProcessor`
+and `apply_top_k_top_p` of vLLM 0.32). Each keeps the most likely tokens, so together they keep the tokens above one
+threshold (`kept_threshold`).
+
+Log-probabilities come from the last states and the output matrix alone, which would silently lose other operations of a
+model's forward (another scale, a projection). `check_output_head` runs this forward with a backbone and an output layer
+that return known values, before weights are read. It detects what no name in a configuration announces.
 """
 
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 
-from prime_rl.trainer.model.sampling_mask import SamplingMask, kept_threshold
+from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.trainer.micro_batch import MicroBatch
 
 _LOGITS = 2**24
 """Default number of logits in memory on a CPU: 64 MiB in float32."""
@@ -32,6 +44,87 @@ _COPIED = 4096
 """Rows of the output embedding that a CPU converts to float32 at a time."""
 _MASKED = -1e30
 """Logit of a masked token. It is finite, so that probability times log-probability is 0 and not NaN."""
+_NUCLEUS = 1024
+"""Without top-k, the nucleus is searched among this many tokens before all are sorted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMask:
+    """The sampler's parameters for each of N tokens."""
+
+    top_k: Tensor  # int [N], number of the most likely tokens to keep, and ties of the last one; 0 keeps all
+    top_p: Tensor  # float32 [N], keep the fewest most likely tokens with at least this mass; 1 keeps all
+    min_p: Tensor  # float32 [N], keep tokens at least this likely relative to the most likely one; 0 keeps all
+
+    @classmethod
+    def of(cls, row: MicroBatch) -> Self | None:
+        """Return the parameters of all tokens of a row; None if it has none."""
+        if row.top_k is None and row.top_p is None and row.min_p is None:
+            return None
+        zeros = torch.zeros_like(row.temperature)
+        return cls(
+            top_k=zeros.int() if row.top_k is None else row.top_k,
+            top_p=zeros + 1 if row.top_p is None else row.top_p,
+            min_p=zeros if row.min_p is None else row.min_p,
+        )
+
+    def __getitem__(self, index: slice | Tensor) -> "SamplingMask":
+        return SamplingMask(self.top_k[index], self.top_p[index], self.min_p[index])
+
+    @property
+    def active(self) -> Tensor:
+        """Whether any token is masked, bool [N]."""
+        return (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+
+
+def kept_threshold(logits: Tensor, mask: SamplingMask) -> Tensor:
+    """Return the threshold float32 [N] of `logits` [N, V], divided by the temperature: lower logits are masked.
+
+    The threshold lies between the last kept logit and the first masked one, so recomputed logits, which may differ in
+    the last bit, give the same mask. It is -inf if all tokens are kept. Ties of the last kept token are kept; vLLM does
+    the same for top-k on a CPU, and otherwise keeps an arbitrary part of them.
+    """
+    result = torch.full((len(logits),), -torch.inf, device=logits.device)
+    rows = mask.active.nonzero()[:, 0]
+    if len(rows):
+        result[rows] = _find_threshold(logits[rows], mask[rows])
+    return result
+
+
+def _find_threshold(logits: Tensor, mask: SamplingMask) -> Tensor:
+    vocabulary = logits.shape[1]
+    top_k = mask.top_k.long()
+    top_k = torch.where(top_k > 0, top_k, vocabulary).clamp(max=vocabulary)
+    widest = int(top_k.max())
+    width = min(vocabulary, 1 + (widest if widest < vocabulary else _NUCLEUS))
+    while True:
+        top = logits.topk(width).values
+        last = _lowest_kept_logit(top, logits, top_k, mask)
+        kept = (top >= last[:, None]).sum(-1)
+        if width == vocabulary or bool((kept < width).all()):
+            break
+        width = vocabulary  # more tokens are kept than were searched
+    following = top.gather(1, kept.clamp(max=width - 1)[:, None])[:, 0]
+    middle = ((last.double() + following.double()) / 2).float()
+    middle = torch.maximum(middle, torch.nextafter(following, last))  # there is no float between neighbours
+    return torch.where(kept == width, -torch.inf, middle)
+
+
+def _lowest_kept_logit(top: Tensor, logits: Tensor, top_k: Tensor, mask: SamplingMask) -> Tensor:
+    """Return the lowest kept logit [N], searched among the highest logits `top`."""
+    best, vocabulary = top[:, :1], logits.shape[1]
+    by_min_p = best + mask.min_p.log()[:, None]
+    by_top_k = top.gather(1, (top_k - 1).clamp(max=top.shape[1] - 1)[:, None])
+    by_top_k = torch.where(top_k[:, None] < vocabulary, by_top_k, -torch.inf)
+    lowest = torch.maximum(by_min_p, by_top_k)
+    mass = torch.where(top >= lowest, (top - best).double().exp(), 0.0)
+    total = mass.sum(-1, keepdim=True)
+    if bool((top[:, -1:] >= lowest).any()):  # the tail also has mass
+        total = torch.where(logits >= lowest, (logits - best).exp(), 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    before = mass.cumsum(-1) - mass
+    top_p = mask.top_p.double()[:, None]
+    inside = (top >= lowest) & ((before < top_p * total) | (top_p >= 1))
+    return top.gather(1, inside.sum(-1, keepdim=True).clamp(min=1) - 1)[:, 0]
 
 
 def token_logprobs(
@@ -42,6 +135,7 @@ def token_logprobs(
     chunk: int | None = None,
     mask: SamplingMask | None = None,
     softcap: float | None = None,
+    more: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score tokens under softmax(hidden @ weight.T / temperature), with the sampler's top-k, top-p and min-p.
 
@@ -58,13 +152,15 @@ def token_logprobs(
         chunk: number of tokens whose logits are in memory at a time; None: `default_chunk`.
         mask: sampling mask of the N tokens, or None.
         softcap: limit of the absolute value of the logits, positive; None for none.
+        more: further columns [N, R] of `hidden` and [V, R] of `weight`, for an adapter or a bias: their product is
+            added to the logits without a copy of `weight`.
 
     Returns:
-        logprobs float32 [N], differentiable in `hidden` and `weight`; entropy float32 [N] in nats, without gradient;
-        masked bool [N], the targets that these logits alone would have masked.
+        logprobs float32 [N], differentiable in `hidden`, `weight` and `more`; entropy float32 [N] in nats, without
+        gradient; masked bool [N], the targets that these logits alone would have masked.
     """
     chunk = chunk or default_chunk(len(weight), hidden.is_cuda)
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, mask, softcap)
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, chunk, mask, softcap, *(more or (None, None)))
 
 
 def default_chunk(vocabulary: int, cuda: bool) -> int:
@@ -87,6 +183,8 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         mask: SamplingMask | None,
         softcap: float | None,
+        more_hidden: Tensor | None,
+        more_weight: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = len(hidden)
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
@@ -100,6 +198,8 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(begin, begin + chunk)
             logits = buffer[: len(hidden[part])]
             _multiply(hidden[part], weight, logits)
+            if more_hidden is not None and more_weight is not None:
+                _add_columns(logits, more_hidden[part], more_weight)
             if softcap is not None:
                 cap(logits, softcap)
             divisor: Tensor | None = temperature[part]
@@ -112,7 +212,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits.masked_fill_(logits < threshold[part, None], _MASKED).scatter_(1, targets[part, None], chosen)
             logprobs[part], entropy[part] = score(logits, targets[part], divisor)
             log_normalizer[part] = chosen[:, 0] - logprobs[part]
-        ctx.save_for_backward(hidden, weight, targets, temperature, logprobs, log_normalizer, threshold)
+        more = more_hidden, more_weight
+        ctx.save_for_backward(hidden, weight, targets, temperature, logprobs, log_normalizer, threshold, *more)
         ctx.chunk, ctx.softcap = chunk, softcap
         ctx.mark_non_differentiable(entropy, masked)
         return logprobs, entropy, masked
@@ -120,7 +221,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, temperature, logprobs, log_normalizer, threshold = ctx.saved_tensors
+        hidden, weight, targets, temperature, logprobs, log_normalizer, threshold, *more = ctx.saved_tensors
         count, vocabulary = len(hidden), len(weight)
         scale = grad / temperature
         at_target = scale * -torch.expm1(logprobs)
@@ -131,16 +232,24 @@ class _TokenLogprobs(torch.autograd.Function):
         slope_of = _compile(_slope) if hidden.is_cuda else _slope
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        has_more = more[0] is not None
+        grad_more = [torch.zeros_like(more[0], dtype=torch.float32), torch.empty_like(more[1])] if has_more else None
         for begin in range(0, vocabulary, width):
             block = slice(begin, min(begin + width, vocabulary))
             logits = buffer[: count * (block.stop - begin)].view(count, block.stop - begin)
             _multiply(hidden, weight[block], logits)
+            if grad_more is not None:
+                _add_columns(logits, more[0], more[1][block])
             slope = slope_of(logits, temperature, log_normalizer, threshold, scale, ctx.softcap, hidden.dtype)
             slope = _set_targets(slope, targets - begin, at_target.to(hidden.dtype))
             _add_product(grad_hidden, slope, weight[block])
             if grad_weight is not None:
                 torch.mm(slope.t(), hidden, out=grad_weight[block])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+            if grad_more is not None:
+                _add_product(grad_more[0], slope, more[1][block])
+                torch.mm(slope.t(), more[0], out=grad_more[1][block])
+        ends = (None, None) if grad_more is None else (grad_more[0].to(hidden.dtype), grad_more[1])
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, *ends
 
 
 def _cap(logits: Tensor, softcap: float) -> None:
@@ -195,6 +304,11 @@ def _multiply(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
             torch.mm(hidden, copy[: len(part)].copy_(part).t(), out=out[:, begin : begin + _COPIED])
 
 
+def _add_columns(logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    """Add hidden @ weight.T in float32; there are few columns, so that copies of the factors are small."""
+    logits.addmm_(hidden.float(), weight.float().t())
+
+
 def _add_product(total: Tensor, slope: Tensor, weight: Tensor) -> None:
     """Compute total += slope @ weight in float32."""
     if slope.dtype == total.dtype:
@@ -207,6 +321,88 @@ def _add_product(total: Tensor, slope: Tensor, weight: Tensor) -> None:
 
 @cache
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` to one kernel if there is a C compiler, which triton requires at run time."""
+    """Compile `function`, for any number of tokens, if there is a C compiler, which triton requires at run time."""
     compiler = any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))
-    return torch.compile(function) if compiler else function
+    return torch.compile(function, dynamic=True) if compiler else function
+
+
+_CHECKED_TOKENS = 2
+_LARGEST_LOGIT = 100.0  # far above every softcap in use (30 or 50)
+_LOGIT_TOL = 1e-3
+
+
+class _Output:
+    """Output of a backbone: the states, and None for every other field."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+class _Backbone(nn.Module):
+    """Returns states of ones, as do its submodules; other attributes are those of the original backbone."""
+
+    def __init__(self, original: nn.Module, states: Tensor) -> None:
+        super().__init__()
+        self._states = states
+        self.__dict__["_original"] = original  # set this way, it is not a submodule
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return _Output(self._states)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_original"], name)
+        return self if isinstance(value, nn.Module) else value  # OPT calls the decoder inside its backbone
+
+
+class _Head(nn.Module):
+    """Linear in its input, so that it detects a factor before the head as well."""
+
+    def __init__(self, logits: Tensor, width: int) -> None:
+        super().__init__()
+        self.logits = logits
+        self.weight = nn.Parameter(torch.zeros(1, width), requires_grad=False)
+        self.bias = None
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states[..., :1] * self.logits
+
+
+@torch.no_grad()
+def check_output_head(name: str, causal_lm: PreTrainedModel, divisor: float, softcap: float | None = None) -> None:
+    """Raise ConfigError unless the logits are the output matrix times the backbone's states, divided by `divisor`.
+
+    With `softcap`, that product x is replaced by softcap * tanh(x / softcap) before the division. The model may be on
+    the meta device and does not change.
+    """
+    head, backbone = causal_lm.get_output_embeddings(), causal_lm.base_model
+    if head is None or backbone is causal_lm or getattr(head, "weight", None) is None:
+        raise ConfigError(f"model.name: {name} has no output head that is one matrix outside its backbone")
+    vocabulary, width = head.weight.shape
+    with torch.device("cpu"):
+        known = torch.linspace(-_LARGEST_LOGIT, _LARGEST_LOGIT, vocabulary)
+        ids = torch.zeros(1, _CHECKED_TOKENS, dtype=torch.int64)
+        replaced = {backbone: _Backbone(backbone, torch.ones(1, _CHECKED_TOKENS, width)), head: _Head(known, width)}
+    places = {module: name for name, module in causal_lm.named_modules() if module in replaced}
+    try:
+        for original, module in replaced.items():
+            causal_lm.set_submodule(places[original], module)
+        got = causal_lm(input_ids=ids, use_cache=False).logits
+    except Exception as error:  # the model's own code may raise anything
+        raise ConfigError(f"model.name: {name}: cannot check its output head: {summarize_exception(error)}") from error
+    finally:
+        for original, place in places.items():
+            causal_lm.set_submodule(place, original)
+    capped = known if softcap is None else softcap * torch.tanh(known / softcap)
+    wanted = (capped / divisor).expand(1, _CHECKED_TOKENS, -1)
+    if got.shape != wanted.shape or not torch.allclose(got.float(), wanted, rtol=_LOGIT_TOL, atol=_LOGIT_TOL):
+        raise ConfigError(
+            f"model.name: {name} computes its logits by more than one matrix, a constant factor and "
+            "final_logit_softcapping; use a model that docs/training.md lists"
+        )

@@ -4,10 +4,11 @@ FSDP shards the wrapper as its root: the output embedding is used in the root's 
 """
 
 import inspect
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +26,58 @@ from transformers import (
 )
 from transformers.initialization import meta_device_safe_creation_ops
 
-from prime_rl.configs.shared.blocks import TokenizerConfig
+from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.trainer.attention import varlen_attention
-from prime_rl.trainer.micro_batch import MicroBatch
-from prime_rl.trainer.model.lm_head import token_logprobs
-from prime_rl.trainer.model.moe_load_balance import RouterLoadBalance
-from prime_rl.trainer.model.output_head_check import check_output_head
-from prime_rl.trainer.model.rope import fix_frequencies, max_dynamic_length
-from prime_rl.trainer.model.sampling_mask import SamplingMask
-from prime_rl.trainer.parallel.context_parallel import ContextParallel, RowSlice
+from prime_rl.storage.model_files import find_model, find_tokenizer
+from prime_rl.trainer.micro_batch import MicroBatch, TargetRow
+from prime_rl.trainer.model import varlen_attention
+from prime_rl.trainer.model.lm_head import SamplingMask, check_output_head, token_logprobs
+from prime_rl.trainer.model.varlen_attention import (
+    fix_frequencies,
+    max_dynamic_length,
+    recurrent_layers,
+    segment_batches,
+    segmented_class,
+)
+from prime_rl.trainer.parallel.device_mesh import ContextParallel, RowSlice
 
-# Layers that support packed rows; recurrent layers would carry state from one segment into the next.
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Layers that support packed rows, and those that do if they are one of `recurrent_layers`, in transformers' names.
+_LAYER_TYPES = {"full_attention", "sliding_attention", "mlp", "moe"}
+_RECURRENT_TYPES = {"linear_attention", "conv", "hybrid"}
 
 
 class PolicyModel(nn.Module):
     """A causal language model that returns temperature-scaled log-probabilities of a row's tokens."""
 
-    def __init__(self, causal_lm: PreTrainedModel, logprob_chunk: int | None = None) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, logprob_chunk: int | None = None, revision: str | None = None
+    ) -> None:
         super().__init__()
+        self.revision = revision  # of the base model on the hub
         self.causal_lm = causal_lm
         self._logprob_chunk = logprob_chunk
         text = causal_lm.config.get_text_config()
         self._logit_divisor, self._softcap = logit_divisor(text), logit_softcap(text)
         self.context_parallel = ContextParallel()  # the ranks that share each row; set by `shard_policy`
         self.routing = RouterLoadBalance(causal_lm)
+        _route_in_float32(causal_lm)
+        self._is_recurrent = _segment_recurrent_layers(causal_lm)
         # A method of the output head, so that FSDP can gather the head's weight for it.
         head = causal_lm.get_output_embeddings()
         head.token_logprobs = partial(_head_logprobs, head)
         # The units of sharding and checkpointing; computed once, because sharding changes their class.
         self.blocks = blocks_of(causal_lm)
 
-    def forward(self, row: MicroBatch) -> tuple[Tensor, ...]:
-        """Score the row's trained tokens: logprobs and entropy, float32 [T].
+    def forward(self, row: MicroBatch | TargetRow) -> tuple[Tensor, ...]:
+        """Score the row's trained tokens: logprobs and entropy, float32 [T]; of a `TargetRow` only logprobs [M].
 
         Entry t belongs to token t given the earlier tokens of its segment, and is 0 outside the loss mask. Entropy, in
         nats, has no gradient. For a row with sampling parameters also bool [T]: the tokens that the sampling mask of
         this policy would have excluded.
         """
+        if isinstance(row, TargetRow):
+            return (self._score_targets(row),)
         part = self.context_parallel.slice(row)
         self.routing.counted = part.num_tokens if len(row.scored) else 0
         hidden = self._hidden(part)
@@ -87,9 +100,28 @@ class PolicyModel(nn.Module):
         logprobs, entropy = rows[0], rows[1].detach()
         return (logprobs, entropy) if mask is None else (logprobs, entropy, rows[2].detach() > 0)
 
+    def _score_targets(self, row: TargetRow) -> Tensor:
+        """Return the log-probabilities of the row's targets at temperature 1, float32 [M]."""
+        whole = RowSlice(row.tokens, row.position_ids, row.boundaries, row.longest, 0, len(row.tokens), row.positions)
+        self.routing.counted = whole.num_tokens
+        head, temperature = self.causal_lm.get_output_embeddings(), torch.ones_like(row.targets, dtype=torch.float32)
+        logprobs, _, _ = head.token_logprobs(
+            self._hidden(whole).index_select(0, row.positions),
+            row.targets,
+            temperature * self._logit_divisor,
+            self._logprob_chunk,
+            None,
+            self._softcap,
+        )
+        return logprobs
+
     def _hidden(self, row: RowSlice) -> Tensor:
         """Return the states after the last norm, [t, hidden]."""
-        shared = {"context_parallel": self.context_parallel} if self.context_parallel.size > 1 else {}
+        shared: dict[str, Any] = {}
+        if self.context_parallel.size > 1:
+            shared["context_parallel"] = self.context_parallel
+        if self._is_recurrent:
+            shared["seq_idx"] = segment_batches(row.boundaries)
         output = self.causal_lm.base_model(
             input_ids=row.tokens[None],
             position_ids=row.position_ids[None],
@@ -121,23 +153,30 @@ class PolicyModel(nn.Module):
 
         Raises ConfigError if a token or a sample's length is too large.
         """
+        self.check_range(int(row.tokens.min()), int(row.tokens.max()), row.longest)
+
+    def check_range(self, lowest: int, highest: int, longest: int) -> None:
+        """Check the range of tokens and the length of a sample as `check_row`."""
         name, limit = self.causal_lm.config.name_or_path, self.max_sample_length
-        for token in (int(row.tokens.min()), int(row.tokens.max())):
+        for token in (lowest, highest):
             if not 0 <= token < self.vocabulary:
                 raise ConfigError(
                     f"the batch contains token {token}, but {name} has {self.vocabulary} tokens; check that "
                     "tokenizer, data and model belong together"
                 )
-        if limit is not None and row.longest > limit:
+        if limit is not None and longest > limit:
             raise ConfigError(
-                f"the batch contains a sample of {row.longest} tokens, but {name} has {limit} positions; reduce seq_len"
+                f"the batch contains a sample of {longest} tokens, but {name} has {limit} positions; reduce seq_len"
             )
 
 
+_LOGIT_FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier")  # Granite, Cohere, Falcon-H1
+
+
 def logit_divisor(text: Any) -> float:
-    """Return the divisor of the logits in the transformers configuration `text`: Granite divides, Cohere multiplies."""
-    divide, multiply = getattr(text, "logits_scaling", None), getattr(text, "logit_scale", None)
-    return (divide or 1.0) / (multiply or 1.0)
+    """Return the divisor of the logits in the transformers configuration `text`: Granite divides, others multiply."""
+    divide, *multiply = (getattr(text, key, None) or 1.0 for key in _LOGIT_FACTORS)
+    return divide / math.prod(multiply)
 
 
 def logit_softcap(text: Any) -> float | None:
@@ -153,11 +192,62 @@ def blocks_of(causal_lm: PreTrainedModel) -> list[nn.Module]:
 
 
 def _head_logprobs(head: nn.Module, hidden: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Call `token_logprobs`; a bias becomes one more column of the weight, and every state gets a one."""
-    weight, bias = head.weight, getattr(head, "bias", None)
-    if bias is not None:
-        hidden, weight = F.pad(hidden, (0, 1), value=1.0), torch.cat([weight, bias[:, None]], 1)
-    return token_logprobs(hidden, weight, *options)
+    """Call `token_logprobs` with all its options; a bias and an adapter are further columns of states and weight."""
+    hidden = hidden.to(head.weight.dtype)  # Mamba-2 keeps its states in float32
+    columns: list[tuple[Tensor, Tensor]] = []
+    if (bias := getattr(head, "bias", None)) is not None:
+        columns.append((hidden.new_ones(len(hidden), 1), bias[:, None]))
+    if (a := head._modules.get("lora_A")) is not None and a.weight is not None:
+        low = F.linear(hidden, a.weight.to(hidden.dtype)) * head.config.scale
+        columns.append((low, head.lora_B.weight.to(head.weight.dtype)))
+    states, weights = ([pair[side] for pair in columns] for side in (0, 1))
+    if columns:
+        options += ((torch.cat(states, 1), torch.cat(weights, 1)),)
+    return token_logprobs(hidden, head.weight, *options)
+
+
+def _route_in_float32(model: nn.Module) -> None:
+    """Compute the logits of all routers in float32, in place; the inference server does the same (I6).
+
+    Rounded to bfloat16, some tokens would get other experts than those that sampled them. The weights keep the
+    precision of the forward pass, in which they are published.
+    """
+    for block in model.modules():
+        experts = block._modules.get("experts")
+        router = block._modules.get("gate", block._modules.get("router"))
+        if router is not None and experts is not None and any(p.ndim == 3 for p in experts.parameters(recurse=False)):
+            for module in router.modules():
+                kind: Any = type(module)
+                module.__class__ = _float32_class(kind, tuple(module._parameters), module is router)
+
+
+def _segment_recurrent_layers(model: nn.Module) -> bool:
+    """Reset recurrent layers at each segment, in place; return whether there are any.
+
+    Their vectors (decay rates, biases of time steps) are used in float32, as in the kernels of the inference server.
+    """
+    layers = recurrent_layers(model)
+    limit = getattr(model.config.get_text_config(), "time_step_limit", None)
+    for layer in layers:
+        if limit is not None and hasattr(layer, "time_step_limit"):
+            layer.time_step_limit = tuple(limit)  # transformers' Nemotron-H clamps to `time_step_min`, its server not
+        vectors = tuple(name for name, p in layer._parameters.items() if p is not None and p.ndim == 1)
+        kind: Any = type(layer)
+        layer.__class__ = segmented_class(_float32_class(kind, vectors, False))
+    return bool(layers)
+
+
+@cache
+def _float32_class(kind: Any, parameters: tuple[str, ...], is_router: bool) -> Any:
+    """Return a subclass whose parameters read as float32. One class per kind: compiled blocks are guarded by it."""
+
+    def read(name: str) -> property:
+        return property(lambda module: None if (p := module._parameters[name]) is None else p.float())
+
+    members: dict[str, Any] = {name: read(name) for name in parameters}
+    if is_router:
+        members["forward"] = lambda router, states, *more: kind.forward(router, states.float(), *more)
+    return type(kind.__name__, (kind,), members)
 
 
 def build_policy(config: TrainerModelConfig) -> PolicyModel:
@@ -165,46 +255,47 @@ def build_policy(config: TrainerModelConfig) -> PolicyModel:
 
     Raises ConfigError if the model is missing, or does not support packed rows or the chunked output head.
     """
-    hf_config = _hf_config(config)
+    with_weights = not config.debug.random_init
+    directory = find_model(config.name, config.revision, config.download_timeout_seconds, with_weights=with_weights)
+    hf_config = _hf_config(config, directory)
     options = {"dtype": torch.float32, "attn_implementation": varlen_attention.implementation(config.attn)}
     name, trust = config.name, config.trust_remote_code
     with _explain_refusal("model.name", name, config.attn), torch.device("meta"), meta_device_safe_creation_ops():
         causal_lm = AutoModelForCausalLM.from_config(hf_config, **options, trust_remote_code=trust)
+    if type(causal_lm.config) is not type(hf_config):  # transformers built only the part for text
+        raise ConfigError(
+            f"model.name: {name} is a {hf_config.model_type} model with other parts than text, which published weights "
+            "would lose; train its text part, saved by AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
     _check_supported(config, causal_lm)
     fix_frequencies(config.name, causal_lm, config.max_model_len, config.seq_len)
     with suppress(OSError):  # the file is optional
-        causal_lm.generation_config = GenerationConfig.from_pretrained(config.name)
+        causal_lm.generation_config = GenerationConfig.from_pretrained(directory)
     # Evaluation mode disables dropout, so that trainer and sampler agree (I6).
-    return PolicyModel(causal_lm.eval(), config.logprob_chunk_size)
+    return PolicyModel(causal_lm.eval(), config.logprob_chunk_size, config.revision)
 
 
 def load_tokenizer(config: TokenizerConfig, model: TrainerModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer, by default the model's. Raises ConfigError if it cannot be loaded."""
     name, trust = config.name or model.name, config.trust_remote_code or model.trust_remote_code
-    _check_exists("tokenizer.name", name)
+    directory = find_tokenizer(config.name, model.name, model.revision, model.download_timeout_seconds)
     with _explain_refusal("tokenizer.name", name):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust)
 
 
-def _hf_config(config: TrainerModelConfig) -> Any:
-    _check_exists("model.name", config.name)
+def _hf_config(config: TrainerModelConfig, directory: Path) -> Any:
     with _explain_refusal("model.name", config.name):
-        hf_config = AutoConfig.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    hf_config.name_or_path = config.name
     if getattr(hf_config, "quantization_config", None):
         raise ConfigError(f"model.name: {config.name} is quantized; train the original model")
     layers = config.debug.num_layers
     if layers is not None:
         hf_config.num_hidden_layers = min(layers, hf_config.num_hidden_layers)
-        if getattr(hf_config, "layer_types", None):
-            hf_config.layer_types = hf_config.layer_types[:layers]
+        for key in ("layer_types", "layers_block_type"):  # other models compute them
+            if types := vars(hf_config).get(key):
+                setattr(hf_config, key, types[:layers])
     return hf_config
-
-
-def _check_exists(key: str, name: str) -> None:
-    """Raise for a path that does not exist, so that it is not used as a hub id."""
-    looks_local = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"{key}: {name} does not exist; give a directory or a hub id such as Qwen/Qwen3-0.6B")
 
 
 @contextmanager
@@ -229,9 +320,20 @@ def _check_supported(config: TrainerModelConfig, causal_lm: PreTrainedModel) -> 
     name, text = config.name, causal_lm.config.get_text_config()
     if any(getattr(module, "is_causal", True) is False for module in causal_lm.modules()):
         raise ConfigError(f"model.name: {name} is not a decoder: its tokens attend to later tokens")
-    if others := set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES:
+    types, recurrent = getattr(text, "layer_types", None) or [], recurrent_layers(causal_lm)
+    known = _LAYER_TYPES | (_RECURRENT_TYPES if len(recurrent) >= sum(t in _RECURRENT_TYPES for t in types) else set())
+    if others := set(types) - known:
         raise ConfigError(f"model.name: {name} has {sorted(others)} layers, which do not support packed rows")
-    if not causal_lm._supports_attention_backend:
+    cp = config.cp.degree if config.cp else 1
+    fullgraph = config.compile is not None and config.compile.fullgraph
+    for key, is_set, off in (
+        ("cp.degree", cp > 1, 1),
+        ("tp", config.tp > 1, 1),
+        ("compile.fullgraph", fullgraph, False),
+    ):
+        if recurrent and is_set:
+            raise ConfigError(f"model.{key}: not supported by the recurrent layers of {name}; set model.{key}={off}")
+    if not causal_lm._supports_attention_backend and not recurrent:  # many hybrid models do not set it
         raise _own_attention(name)
     check_output_head(name, causal_lm, logit_divisor(text), logit_softcap(text))
     if config.attn == "sdpa" and getattr(text, "attn_logit_softcapping", None):
@@ -240,6 +342,12 @@ def _check_supported(config: TrainerModelConfig, causal_lm: PreTrainedModel) -> 
         raise ConfigError(
             f"model.name: {name} does not name the classes of its blocks (_no_split_modules), which sharding and "
             "recomputation require; use a model that docs/training.md lists"
+        )
+    parameters = [id(parameter) for block in blocks_of(causal_lm) for parameter in block.parameters()]
+    if len(set(parameters)) < len(parameters):
+        raise ConfigError(
+            f"model.name: {name} has blocks that share weights, which sharding does not support; use a model that "
+            "docs/training.md lists"
         )
     # Position ids separate the segments in transformers' masks.
     source = inspect.getsource(type(causal_lm.base_model).forward)
@@ -255,3 +363,71 @@ def _own_attention(name: str) -> ConfigError:
     return ConfigError(
         f"model.name: {name} does not use transformers' attention interface, so packed rows are not supported"
     )
+
+
+_ROUTING_METRICS = ("moe/max_violation", "moe/idle_experts", "moe/routing_confidence")
+
+
+class RouterLoadBalance:
+    """Counts the experts that the routers of a mixture choose in every layer, without reads from the device.
+
+    Counts are summed over all rows and ranks of a step before any division, so they do not depend on the world size
+    (I9). Rows without trained tokens, which only pad the ranks, are not counted.
+
+    Hooks observe the calls of the experts, whose arguments are the states, the chosen experts and their weights.
+    Recomputation in the backward pass counts a layer twice, which changes no quotient.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Observe the experts of `model`; call it before expert parallelism divides them."""
+        self.counted = 0  # tokens to count in the next calls; the remaining tokens are padding
+        self._experts: list[int] = []
+        # Per layer: tokens of each expert; sum over tokens of the heaviest expert's fraction of the weight; tokens.
+        self._counts: dict[int, Tensor] = {}
+        self.run = 0  # whose rows are processed, if several runs share the model
+        for module in model.modules():
+            stacked = module._parameters.get("down_proj")
+            if stacked is not None and stacked.ndim == 3:
+                module.register_forward_pre_hook(self._make_hook(len(self._experts)))
+                self._experts.append(stacked.shape[0])
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the model has experts."""
+        return bool(self._experts)
+
+    def reduce(self, sum_ranks: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, float | None]:
+        """Return the metrics since the last call and reset the counts; a collective call.
+
+        Empty for a dense model. For a mixture, means over the layers, or None without counted tokens:
+        `moe/max_violation`, largest load of an expert over the mean load, minus 1; 0 is perfect balance (Wang et al.
+        2024, arXiv:2408.15664, section 4.1). `moe/idle_experts`, fraction of experts without tokens.
+        `moe/routing_confidence`, weight of the heaviest chosen expert over the weight of all chosen experts.
+        """
+        if not self._experts:
+            return {}
+        counts = self._counts.pop(self.run, self._zeros(device))
+        layers = [(row[:n], row[-2] / row[-1]) for n, row in zip(self._experts, sum_ranks(counts), strict=True)]
+        violation = torch.stack([load.max() / load.mean() - 1 for load, _ in layers])
+        idle = torch.stack([(load == 0).double().mean() for load, _ in layers])
+        confidence = torch.stack([fraction for _, fraction in layers])
+        counted = bool(counts[0].any())
+        means = torch.stack([violation, idle, confidence]).mean(1).tolist()
+        return {name: mean if counted else None for name, mean in zip(_ROUTING_METRICS, means, strict=True)}
+
+    def _make_hook(self, layer: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def before(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if self.counted and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                chosen, weights = (x[: self.counted].detach() for x in arguments[1:3])  # [tokens, chosen]
+                weights = weights.double()
+                if self.run not in self._counts:
+                    self._counts[self.run] = self._zeros(chosen.device)
+                row = self._counts[self.run][layer]
+                row.scatter_add_(0, chosen.flatten(), torch.ones_like(weights).flatten())
+                row[-2] += (weights.amax(1) / weights.sum(1)).sum()
+                row[-1] += len(weights)
+
+        return before
+
+    def _zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(len(self._experts), max(self._experts) + 2, dtype=torch.float64, device=device)

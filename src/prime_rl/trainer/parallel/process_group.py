@@ -1,27 +1,54 @@
-"""The process group of the ranks of one trainer, and its errors."""
+"""The process group of the ranks of one trainer, its network interface, and its errors."""
 
 import atexit
 import os
+import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.errors import ConfigError, RunError, summarize_exception
+from prime_rl.core.loopback import is_loopback
+from prime_rl.core.os_errors import summarize_os_error
 from prime_rl.core.ports import join_host_port
 from prime_rl.trainer.parallel.device_mesh import Layout
-from prime_rl.trainer.parallel.gloo_interface import choose_gloo_interface
 
 Device = Literal["auto", "cpu", "cuda"]
+Value = TypeVar("Value")
 
 _EXIT_CODES: dict[type[BaseException], int] = {ConfigError: 2, KeyboardInterrupt: 130}  # those of run_main
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_MAIN_ADDRESS = "prime_rl/main_address"
+
+
+_groups: ContextVar[ExitStack | None] = ContextVar("groups", default=None)
+
+
+@contextmanager
+def collect_groups() -> Iterator[ExitStack]:
+    """Yield a stack that destroys the groups which the block creates (`World.new_group`); close it if the block raises.
+
+    The sockets of a group otherwise last as long as the process.
+    """
+    groups = ExitStack()
+    token = _groups.set(groups)
+    try:
+        yield groups
+    except BaseException:
+        groups.close()
+        raise
+    finally:
+        _groups.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +60,7 @@ class World:
     device: torch.device  # the device of this rank
     # number of consecutive ranks that work on the same rows (context and tensor parallelism)
     model_parallel_size: int = 1
-    timeout_s: float = 600.0  # time limit of collectives
+    timeout_seconds: float = 600.0  # time limit of collectives
 
     @property
     def is_main(self) -> bool:
@@ -59,6 +86,13 @@ class World:
         """Sum over all ranks, in place; rows that several ranks process count once."""
         return self.sum(values).div_(self.model_parallel_size)
 
+    def new_group(self) -> dist.ProcessGroup:
+        """Create a group of all ranks, for the collectives of another thread. All ranks call it together."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_seconds))
+        if (groups := _groups.get()) is not None:
+            groups.callback(dist.destroy_process_group, group)
+        return group
+
     def raise_on_all_ranks(self, error: Exception | None, what: str) -> None:
         """Raise `error`, and RunError on the other ranks, so that no rank waits in the next collective (I7)."""
         failed = self.sum(torch.tensor(float(error is not None), device=self.device))
@@ -68,27 +102,63 @@ class World:
             raise RunError(f"{what} failed on another rank; see the log of that rank")
 
 
+class RankConsensus:
+    """Runs work with the same result on every rank: an error of one rank is raised on all of them (I7).
+
+    All ranks make the same calls.
+    """
+
+    def __init__(self, world: World, group: dist.ProcessGroup | None = None) -> None:
+        """Communicate over `group`, None is the default one; nothing else may use it at the same time."""
+        self._world, self._group = world, group
+
+    def gather(self, work: Callable[[], Value]) -> list[Value]:
+        """Do `work` on every rank; return all results by rank, or raise the first rank's error on every rank.
+
+        Raises:
+            ConfigError, RunError: as `work`, whose OSError becomes a RunError.
+        """
+        value, error = None, None
+        try:
+            value = work()
+        except (ConfigError, RunError, OSError) as caught:
+            error = RunError(summarize_os_error(caught)) if isinstance(caught, OSError) else caught
+        answers: list[Any] = [None] * self._world.size
+        dist.all_gather_object(answers, (value, error), group=self._group)
+        first = next((error for _, error in answers if error is not None), None)
+        if first is not None:
+            raise first
+        return [value for value, _ in answers]
+
+    def on_main(self, work: Callable[[], Value]) -> Value:
+        """Do `work` on rank 0 alone; return its result, or raise its error, on every rank."""
+        return self.gather(lambda: work() if self._world.is_main else None)[0]  # type: ignore[return-value]
+
+
 @contextmanager
-def join_world(device: Device, timeout_s: float, model: TrainerModelConfig | None = None) -> Iterator[World]:
+def join_world(device: Device, timeout_seconds: float, model: TrainerModelConfig | None = None) -> Iterator[World]:
     """Join the process group that torchrun describes in the environment; without torchrun, a world of size 1.
 
     Device "auto" is cuda if available. `model` contains the layout of the ranks; None is data parallelism alone.
 
     Raises:
-        ConfigError: no CUDA device for this rank, a layout that does not fit the number of ranks, or a port in use.
-        RunError: another rank exited, or a collective exceeded `timeout_s`.
+        ConfigError: no CUDA device for this rank or an old one, a layout that does not fit the number of ranks, or a
+            port in use.
+        RunError: another rank exited, or a collective exceeded `timeout_seconds`.
     """
     layout = Layout.of(model or TrainerModelConfig(), int(os.environ.get("WORLD_SIZE", 1)))
     chosen = _choose_device(device)
+    if chosen.type == "cuda" and model is not None:
+        _check_capability(chosen, model.dtype)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    with wrap_rank_errors(timeout_s), _exit_without_peers():
+    timeout = timedelta(seconds=timeout_seconds)
+    with wrap_rank_errors(timeout_seconds), _exit_without_peers():
         if "RANK" in os.environ:
-            with wrap_rank_errors(timeout_s, joining=True):
+            with wrap_rank_errors(timeout_seconds, joining=True):
                 dist.init_process_group(backend, timeout=timeout, **_rendezvous_options(timeout))
         else:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-        yield World(dist.get_rank(), dist.get_world_size(), chosen, layout.model_parallel_size, timeout_s)
+        yield World(dist.get_rank(), dist.get_world_size(), chosen, layout.model_parallel_size, timeout_seconds)
     # Not reached after an error: destroying the group would wait for ranks that may have exited.
     dist.destroy_process_group()
 
@@ -112,7 +182,7 @@ def _rendezvous_options(timeout: timedelta) -> dict[str, Any]:
 
 
 @contextmanager
-def wrap_rank_errors(timeout_s: float, joining: bool = False) -> Iterator[None]:
+def wrap_rank_errors(timeout_seconds: float, joining: bool = False) -> Iterator[None]:
     """Convert an error of the rendezvous (`joining`), or of a collective that lost another rank, to one line.
 
     Raises:
@@ -131,14 +201,14 @@ def wrap_rank_errors(timeout_s: float, joining: bool = False) -> Iterator[None]:
                     "with torchrun's --master-port, or use --standalone on one node"
                 ) from error
             raise RunError(
-                f"{rank} did not join the {os.environ.get('WORLD_SIZE', 1)} ranks at {place} within {timeout_s:g} s "
-                f"(dist_timeout_seconds): {said}"
+                f"{rank} did not join the {os.environ.get('WORLD_SIZE', 1)} ranks at {place} "
+                f"within {timeout_seconds:g} s (dist_timeout_seconds): {said}"
             ) from error
         # Only the source path in the message identifies an error of gloo.
         if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
             raise RunError(
-                f"{rank} lost another rank, which exited or did not respond in {timeout_s:g} s; see its log and the "
-                f"first failure that torchrun reports ({said})"
+                f"{rank} lost another rank, which exited or did not respond in {timeout_seconds:g} s; "
+                f"see its log and the first failure that torchrun reports ({said})"
             ) from error
         raise
 
@@ -185,3 +255,49 @@ def _choose_device(device: Device) -> torch.device:
     chosen = torch.device("cuda", local_rank)
     torch.cuda.set_device(chosen)
     return chosen
+
+
+def _check_capability(device: torch.device, dtype: str) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if dtype != "float32" and capability < (8, 0):
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; bfloat16 "
+            "and flash attention need 8.0 (Ampere) or newer; set model.dtype='float32'"
+        )
+
+
+def choose_gloo_interface(store: dist.Store, rank: int, size: int) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface that the other nodes reach, if gloo would use the loopback interface.
+
+    gloo listens on the address to which the host name resolves. Debian's /etc/hosts has `127.0.1.1 NAME`, so the ranks
+    of other nodes could not connect.
+
+    The nodes are those of torchrun, at least two. On the first node it is the interface with the address by which the
+    last rank reaches this node, on the others that of the route to the first one.
+    """
+    main = os.environ["MASTER_ADDR"]
+    if rank == size - 1:
+        store.set(_MAIN_ADDRESS, str(socket.getaddrinfo(main, None)[0][4][0]))
+    if _GLOO_INTERFACE in os.environ or not _has_loopback_name():
+        return
+    own = store.get(_MAIN_ADDRESS).decode() if os.environ["GROUP_RANK"] == "0" else _address_towards(main)
+    for interface, addresses in psutil.net_if_addrs().items():
+        if own in (address.address for address in addresses):
+            os.environ[_GLOO_INTERFACE] = interface
+
+
+def _has_loopback_name() -> bool:
+    """Whether the name of this host is unknown, or resolves to the loopback interface."""
+    try:
+        address = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+    except OSError:
+        return True
+    return is_loopback(str(address))
+
+
+def _address_towards(host: str) -> str:
+    """Return the address of this node on the route to another one."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])

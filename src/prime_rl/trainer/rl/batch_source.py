@@ -14,15 +14,14 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.liveness.parent_process import is_supervised
 from prime_rl.liveness.peer_monitor import PeerMonitor
+from prime_rl.storage.artifact import retry_until_complete, visibility_timeout
 from prime_rl.storage.batch import OPTIONAL_ARRAYS, Batch, read_batch
-from prime_rl.storage.fs_consistency import retry_until_complete, visibility_timeout
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import branch_of_batch
 from prime_rl.storage.wait_for import DeadlineError, wait_until
-from prime_rl.trainer.checkpoints.stop_request import StopRequest
-from prime_rl.trainer.data.row_assignment import PADDING_ROW, assign_rows
-from prime_rl.trainer.micro_batch import MicroBatch, make_micro_batch, masked_row
+from prime_rl.trainer.micro_batch import PADDING_ROW, MicroBatch, assign_rows, make_micro_batch, masked_row
 from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.process_setup import StopRequest
 from prime_rl.trainer.train_step import Counts, Minibatch
 
 
@@ -76,20 +75,14 @@ class BatchSource:
             return None
         if config.data.fake is not None:
             return fake_batch(config.data.fake, self._vocabulary, config.model.seq_len, config.seed, step)
-        visible_s = visibility_timeout(path, self._paths.fs_consistency_timeout_seconds)
-        batch, manifest = retry_until_complete(partial(read_batch, path, step), visible_s, self._check_publisher)
-        if manifest["async_level"] != config.async_level:
-            raise ConfigError(
-                f"async_level = {config.async_level} here and {manifest['async_level']} at the orchestrator that wrote "
-                f"{path}; give both the same with --async-level"
-            )
+        batch, manifest = load_batch(config, step, self._check_publisher)
         if step == 0:
             self._check_first(manifest)
         return batch
 
     def _wait(self, path: Path, step: int) -> None:
-        timeout_s = self._config.wait_timeout_seconds
-        self._heartbeat.enter(f"wait for batch {step}", timeout_s, "orchestrator", step=step)
+        timeout_seconds = self._config.wait_timeout_seconds
+        self._heartbeat.enter(f"wait for batch {step}", timeout_seconds, "orchestrator", step=step)
         if self._monitors_peer:
             self._orchestrator.compare()  # also if the batch exists already
         what = f"{path}, which the orchestrator{self._paths.log_hint('orchestrator')} should have written"
@@ -100,7 +93,7 @@ class BatchSource:
             return path.exists() and self._branch in (None, branch_of_batch(path))
 
         try:
-            wait_until(path.parent, is_over, timeout_s, what, self._check)
+            wait_until(path.parent, is_over, timeout_seconds, what, self._check)
         except DeadlineError as error:
             raise DeadlineError(f"{error}; {self._orchestrator.describe()}") from None
 
@@ -108,6 +101,25 @@ class BatchSource:
         self._check_publisher()
         if self._monitors_peer:
             self._orchestrator.check()
+
+
+def load_batch(
+    config: TrainerConfig, step: int, check: Callable[[], None] = lambda: None
+) -> tuple[Batch, dict[str, Any]]:
+    """Read batch `step`, which exists, and its manifest; `check` is called while its files are incomplete.
+
+    Raises ConfigError if the orchestrator uses another `async_level`, and RunError if the batch is damaged.
+    """
+    paths = config.run_paths
+    path = paths.rollouts(step)
+    visible_seconds = visibility_timeout(path, paths.fs_consistency_timeout_seconds)
+    batch, manifest = retry_until_complete(partial(read_batch, path, step), visible_seconds, check)
+    if (theirs := manifest.get("async_level")) != config.async_level:
+        raise ConfigError(
+            f"async_level = {config.async_level} here and {theirs} at the orchestrator that wrote "
+            f"{path}; give both the same with --async-level"
+        )
+    return batch, manifest
 
 
 def compare_with_orchestrator(config: TrainerConfig) -> None:
@@ -136,8 +148,23 @@ def split_batch(batch: Batch, step: int, minibatches: int, world: World, max_tok
     minibatch per row. Rows that fit into `max_tokens` together are concatenated to one micro-batch, which changes only
     the number of forward passes.
     """
+    return [_minibatch(batch, step, part, world, max_tokens) for part in _rows_of_minibatches(batch, minibatches)]
+
+
+def split_rows(batch: Batch, minibatches: int, max_tokens: int) -> list[tuple[list[list[int]], Counts]]:
+    """Split a batch as `split_batch`, for ranks that share the rows with other runs.
+
+    Returns for each minibatch the rows of its micro-batches, and its counts.
+    """
+    parts = _rows_of_minibatches(batch, minibatches)
+    return [
+        ([part[cut] for cut in _cut_micro_batches(batch, [part], max_tokens)], _count(batch, part)) for part in parts
+    ]
+
+
+def _rows_of_minibatches(batch: Batch, minibatches: int) -> list[list[int]]:
     parts = [[row for row in part if row != PADDING_ROW] for part in assign_rows(batch.row_cost, minibatches)]
-    return [_minibatch(batch, step, part, world, max_tokens) for part in parts if part]
+    return [part for part in parts if part]
 
 
 def fake_batch(config: FakeDataConfig, vocabulary: int, row_length: int, seed: int, step: int) -> Batch:
@@ -168,13 +195,13 @@ def fake_batch(config: FakeDataConfig, vocabulary: int, row_length: int, seed: i
 
 
 def _minibatch(batch: Batch, step: int, rows: Sequence[int], world: World, max_tokens: int) -> Minibatch:
-    assigned = assign_rows(batch.row_cost[list(rows)], world.data_size)
+    assigned = assign_rows(batch.row_cost[list(rows)], world.data_size, step)
     rows_of_rank = [[rows[i] for i in indices if i != PADDING_ROW] for indices in assigned]
     own_rows = rows_of_rank[world.data_rank]
     parts = [own_rows[part] for part in _cut_micro_batches(batch, rows_of_rank, max_tokens)]
     streams = {name: array.dtype for name, array in batch.arrays.items() if name in OPTIONAL_ARRAYS}
     return Minibatch(
-        rows=[_micro_batch(batch, part, step) if part else masked_row(streams) for part in parts],
+        rows=[make_row(batch, part, step) if part else masked_row(streams) for part in parts],
         counts=_count(batch, rows),
     )
 
@@ -217,7 +244,8 @@ def _cut_micro_batches(batch: Batch, rows_of_rank: Sequence[Sequence[int]], max_
     return [slice(start, end) for start, end in zip(starts, [*starts[1:], lengths.shape[1]], strict=True)]
 
 
-def _micro_batch(batch: Batch, rows: Sequence[int], step: int) -> MicroBatch:
+def make_row(batch: Batch, rows: Sequence[int], step: int) -> MicroBatch:
+    """Concatenate rows of batch `step` to one micro-batch."""
     gather = partial(_gather, batch, rows=rows)
     lengths = np.concatenate([np.bincount(batch.segment_ids[batch.row(row)]) for row in rows])
     sampled = gather(batch.loss_mask) != 0

@@ -3,19 +3,26 @@
 total = (L_rl + kl.coef L_kl) / N_rl + L_ce / N_ce + L_refkl / N_refkl, each N counted over all ranks (I9). The names of
 the metrics depend on the configuration and the batch's streams, never on a row's values, so they are equal on all
 ranks.
+
+`References` scores rows with a reference model, for the KL penalty and distillation, and with the policy before the
+first update of a step, for decoupled PPO.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from prime_rl.configs.training.loss import KLConfig, LossConfig
-from prime_rl.core.errors import RunError
-from prime_rl.trainer.losses import build_loss
-from prime_rl.trainer.losses.auxiliary_losses import cross_entropy, distillation, kl_penalty
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.configs.training.loss import CustomLossConfig, DecoupledPPOLossConfig, KLConfig, LossConfig
+from prime_rl.configs.training.model import DebugModelConfig
+from prime_rl.core.errors import ConfigError, RunError, translate_error
+from prime_rl.trainer.fsdp import reshard_policy
+from prime_rl.trainer.losses.loss_functions import build_loss, cross_entropy, distillation, kl_penalty
 from prime_rl.trainer.losses.loss_inputs import (
     Loss,
     LossInputs,
@@ -25,8 +32,13 @@ from prime_rl.trainer.losses.loss_inputs import (
     log_ratio,
     token_weights,
 )
-from prime_rl.trainer.model.sampling_mask import SamplingMask
-from prime_rl.trainer.train_step import Objective, ScoredRow, WeightedSum
+from prime_rl.trainer.micro_batch import MicroBatch
+from prime_rl.trainer.model.lm_head import SamplingMask
+from prime_rl.trainer.model.lora import adapted_layers
+from prime_rl.trainer.model.policy_model import PolicyModel
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.train_step import Minibatch, Objective, ScoredRow, WeightedSum
+from prime_rl.trainer.weights.policy_loading import make_policy
 
 # Bound on the importance ratio of distilled tokens; the default of AIPO.
 _DISTILLATION_CLIP = 8.0
@@ -37,9 +49,7 @@ class LossComponent:
     """One part of the loss of a row."""
 
     losses: Tensor  # [T], per token
-    weights: Tensor  # [T], weight of each token, already divided by `count`
-    mask: Tensor  # bool [T], the tokens that `count` counts
-    count: int  # N, over all ranks
+    weights: Tensor  # [T], weight of each token, already divided by the counts of the minibatch
 
     @property
     def total(self) -> Tensor:
@@ -80,18 +90,21 @@ def rl_objective(
         if scored.row.rl_weights is not None:
             weights = weights * torch.where(inputs.mask, scored.row.rl_weights, 0.0)
         means = _measure(scored, inputs, output)
-        parts = {"rl": LossComponent(output.loss, weights, inputs.mask, scored.counts.tokens)}
+        parts = {"rl": LossComponent(output.loss, weights)}
         if kl is not None:
             penalty = kl_penalty(
                 inputs.logprobs, _reference(inputs, "loss.kl"), inputs.mask, kl.estimator, kl.straight_through
             )
+            if kl.importance_weight:
+                # The gradient of k2 is that of the KL, and needs no term for the ratio. Those of k1 and k3 need one.
+                has_own_gradient = kl.straight_through or kl.estimator == "k2"
+                ratio = log_ratio(inputs).exp()
+                penalty = penalty * (ratio.detach() if has_own_gradient else ratio)
             means["kl/reference"] = _over(inputs.mask, penalty.detach())
-            parts["kl"] = LossComponent(penalty, kl.coef * weights, inputs.mask, scored.counts.tokens)
+            parts["kl"] = LossComponent(penalty, kl.coef * weights)
         parts |= _streams(scored, inputs)
-        if len(parts) > 1:
-            # The component's loss over the minibatch as a sum and a count.
-            means |= {f"loss/{k}": (part.total.detach() * part.count, part.mask.sum()) for k, part in parts.items()}
-        return Objective(torch.stack([part.total for part in parts.values()]).sum(), means)
+        totals = {name: part.total for name, part in parts.items()}
+        return Objective(torch.stack(list(totals.values())).sum(), means, totals if len(totals) > 1 else {})
 
     return objective
 
@@ -116,13 +129,13 @@ def _streams(scored: ScoredRow, inputs: LossInputs) -> dict[str, LossComponent]:
         mask = row.loss_mask & (row.ce_weights != 0)
         losses = cross_entropy(scored.logprobs, mask)
         weights = torch.where(mask, row.ce_weights, 0.0) / counts.ce_tokens
-        parts["ce"] = LossComponent(losses, weights, mask, counts.ce_tokens)
+        parts["ce"] = LossComponent(losses, weights)
     if row.ref_kl_weights is not None:
         mask = row.loss_mask & (row.ref_kl_weights != 0)
         reference = _reference(inputs, "ref_kl_weights")
         losses = distillation(scored.logprobs, row.sampler_logprobs, reference, mask, _DISTILLATION_CLIP)
         weights = torch.where(mask, row.ref_kl_weights, 0.0) / counts.ref_kl_tokens
-        parts["ref_kl"] = LossComponent(losses, weights, mask, counts.ref_kl_tokens)
+        parts["ref_kl"] = LossComponent(losses, weights)
     return parts
 
 
@@ -140,8 +153,8 @@ def _measure(scored: ScoredRow, inputs: LossInputs, output: LossOutput) -> dict[
     """Means over tokens; the mismatch only before the first update, while the weights are version n."""
     # Schulman's k3 estimate of KL(sampler || trainer), r - log r - 1 with r = trainer / sampler. In float64, because
     # kernels in fp32 differ by about 1e-6, which gives 1e-12.
-    mask = inputs.mask
-    log_r = log_ratio(inputs).double()
+    mask = scored.row.loss_mask  # of all trained tokens, also those without a policy gradient
+    log_r = log_ratio(replace(inputs, mask=mask)).double()
     mismatch = torch.expm1(log_r) - log_r
     compared = mask & scored.before_first_update
     on_policy = compared & scored.row.on_policy
@@ -152,10 +165,10 @@ def _measure(scored: ScoredRow, inputs: LossInputs, output: LossOutput) -> dict[
         "mismatch_kl/on_policy": _over(on_policy, mismatch),
         "mismatch_logprob/on_policy": _over(on_policy, log_r.abs()),
         "importance_ratio/mean": _over(mask, log_r.exp()),
-        "importance_ratio/clipped": _over(mask, (output.low | output.high).float()),
-        "importance_ratio/clipped_low": _over(mask, output.low.float()),
-        "importance_ratio/clipped_high": _over(mask, output.high.float()),
-        "importance_ratio/masked": _over(mask, output.masked.float()),
+        "importance_ratio/clipped": _over(inputs.mask, (output.low | output.high).float()),
+        "importance_ratio/clipped_low": _over(inputs.mask, output.low.float()),
+        "importance_ratio/clipped_high": _over(inputs.mask, output.high.float()),
+        "importance_ratio/masked": _over(inputs.mask, output.masked.float()),
     }
     truncation = SamplingMask.of(scored.row)
     if truncation is not None and scored.outside_sampling_mask is not None:
@@ -166,3 +179,80 @@ def _measure(scored: ScoredRow, inputs: LossInputs, output: LossOutput) -> dict[
 
 def _over(mask: Tensor, values: Tensor) -> WeightedSum:
     return torch.where(mask, values, 0.0).sum(), mask.sum()
+
+
+class References:
+    """Adds `ref_logprobs` and `proximal_logprobs` to rows, if the configured loss needs them."""
+
+    def __init__(self, config: TrainerConfig, policy: PolicyModel, world: World) -> None:
+        """Load the reference model, if one is needed. All ranks call it together.
+
+        If the policy trains adapters on the reference model, the policy without adapters is used; nothing is loaded.
+        Raises ConfigError if the reference model is missing or not supported.
+        """
+        self._policy, self._world = policy, world
+        self._needs_proximal = isinstance(config.loss, DecoupledPPOLossConfig) or (
+            isinstance(config.loss, CustomLossConfig) and config.loss.proximal
+        )
+        self._model: PolicyModel | None = None
+        self._without_adapters = False
+        if config.reference_name is not None:
+            self._without_adapters = config.model.lora is not None and config.reference_name == config.model.name
+            self._model = policy if self._without_adapters else _load_reference(config, config.reference_name, world)
+
+    def score(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Return the minibatches with the log-probabilities in their rows. All ranks call it together.
+
+        `ref_logprobs` that the batch contains stay. `proximal_logprobs` of the first minibatch stay None: they
+        are those of its forward pass. Raises ConfigError if the batch has tokens or positions outside the
+        reference model's range.
+        """
+        scored = list(minibatches)
+        if self._model is not None and scored[0].rows[0].ref_logprobs is None:
+            scored = [_add(part, "ref_logprobs", self._reference) for part in scored]
+            reshard_policy(self._model)
+        if self._needs_proximal:
+            scored[1:] = [_add(part, "proximal_logprobs", self._proximal) for part in scored[1:]]
+        return scored
+
+    def _reference(self, row: MicroBatch) -> Tensor:
+        assert self._model is not None
+        with translate_error(ConfigError, lambda error: ConfigError(f"reference.name: {error}")):
+            self._model.check_row(row)
+        with _adapters_off(self._policy) if self._without_adapters else torch.no_grad():
+            return _logprobs(self._model, row.to(self._world.device))
+
+    def _proximal(self, row: MicroBatch) -> Tensor:
+        return _logprobs(self._policy, row.to(self._world.device))
+
+
+def _load_reference(config: TrainerConfig, name: str, world: World) -> PolicyModel:
+    """Load a frozen model, sharded like the policy, in the precision of the forward pass."""
+    changed: dict[str, Any] = {"name": name, "lora": None, "ac": None, "ac_offloading": None}
+    if name != config.model.name:
+        changed["debug"] = DebugModelConfig()  # a teacher is complete even if the policy is shrunk or random
+    with translate_error(ConfigError, lambda error: ConfigError(f"reference.name = {name!r}: {error}")):
+        return make_policy(config.model.model_copy(update=changed), config.seed, world, frozen=True)
+
+
+def _add(minibatch: Minibatch, field: str, score: Callable[[MicroBatch], Tensor]) -> Minibatch:
+    return replace(minibatch, rows=[replace(row, **{field: score(row)}) for row in minibatch.rows])
+
+
+@torch.no_grad()
+def _logprobs(model: PolicyModel, row: MicroBatch) -> Tensor:
+    return model(row)[0]
+
+
+@contextmanager
+def _adapters_off(policy: PolicyModel) -> Iterator[None]:
+    """Scale the adapters by 0, which gives the base model with the same collectives on all ranks."""
+    layers = list(adapted_layers(policy).values())
+    configs = [layer.config for layer in layers]
+    for layer in layers:
+        layer.config = layer.config.model_copy(update={"alpha": 0.0})
+    try:
+        yield
+    finally:
+        for layer, config in zip(layers, configs, strict=True):
+            layer.config = config

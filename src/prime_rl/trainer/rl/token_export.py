@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from safetensors.numpy import save
 
 from prime_rl.configs.trainer import TokenExportConfig
 from prime_rl.core.os_errors import summarize_os_error
-from prime_rl.storage.batch import ROWS_FILE, TRAIN_FILE
+from prime_rl.storage.batch import TRAIN_FILE, delete_rows, keep_shown_tokens
 from prime_rl.storage.paths import RunPaths, step_of
 from prime_rl.trainer.losses.loss_inputs import LossInputs, LossOutput, finite, log_ratio
 from prime_rl.trainer.parallel.process_group import World
@@ -69,9 +70,10 @@ class TokenExporter:
         """Collect the values of a row of the step."""
         if not self._is_due or scored.row.positions is None:
             return
-        mask = inputs.mask
+        mask = scored.row.loss_mask
+        ratio = log_ratio(replace(inputs, mask=mask)).exp()
         values = (
-            finite(scored.logprobs), log_ratio(inputs).exp(), scored.entropy, output.low | output.high, output.masked,
+            finite(scored.logprobs), ratio, scored.entropy, output.low | output.high, output.masked,
         )  # fmt: skip
         table = torch.stack([torch.where(mask, value.detach().float(), 0.0) for value in values])
         self._rows.append((scored.row.positions, table.cpu().numpy()))
@@ -101,14 +103,14 @@ class TokenExporter:
         """Return whether the rows of a step belong to an export."""
         return step in self._pending or (self._paths.rollouts(step) / TRAIN_FILE).exists()
 
-    def close(self, timeout_s: float = _CLOSE_SECONDS) -> None:
-        """Write what is queued, for at most `timeout_s` seconds."""
+    def close(self, timeout_seconds: float = _CLOSE_SECONDS) -> None:
+        """Write what is queued, for at most `timeout_seconds` seconds."""
         if self._thread is not None:
             try:
-                self._queue.put(None, timeout=timeout_s)
+                self._queue.put(None, timeout=timeout_seconds)
             except queue.Full:
                 return
-            self._thread.join(timeout_s)
+            self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -138,13 +140,14 @@ class TokenExporter:
         files = self._paths.rollouts_dir.glob(f"step_*/{TRAIN_FILE}")
         steps = sorted(step for file in files if (step := step_of(file.parent)) is not None)
         for step in steps[: -self._config.keep_last] if self._config.keep_last is not None else ():
+            keep_shown_tokens(self._paths.rollouts(step))
             (self._paths.rollouts(step) / TRAIN_FILE).unlink(missing_ok=True)
             self._delete_rows(step)
 
     def _delete_rows(self, step: int) -> None:
         if self._first_needed_rows is not None and step < self._first_needed_rows():
             with suppress(OSError):
-                (self._paths.rollouts(step) / ROWS_FILE).unlink(missing_ok=True)
+                delete_rows(self._paths, below=step + 1, first=step)
 
     def _drop(self, step: int, reason: str) -> None:
         self._pending.discard(step)

@@ -1,9 +1,9 @@
-"""Sends versions from the memory of rank 0 to inference servers, through vLLM's weight transfer.
+"""Versions in the memory of rank 0, sent to inference servers with NCCL or IPC, through vLLM's weight transfer.
 
-`prime_rl.inference.worker.weight_receiver` documents the protocol. A server requests a version when the orchestrator
-requests the update. The workers of a server form a group, and groups are served one after the other. A failed worker
-aborts the transfer, an unresponsive one does so after the timeout; the server then reports the error to the
-orchestrator (I7).
+The manifest says where to fetch a version, and `prime_rl.inference.worker.weight_receiver` documents the protocol. A
+server requests a version when the orchestrator requests the update. The workers of a server form a group, and groups
+are served one after the other. A failed worker aborts the transfer, an unresponsive one does so after the timeout; the
+server then reports the error to the orchestrator (I7).
 """
 
 import base64
@@ -13,26 +13,136 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from loguru import logger
 from torch import Tensor
 
-from prime_rl.configs.training.broadcast import IPCBroadcastConfig, TransferConfig
+from prime_rl.configs.training.broadcast import FileBroadcastConfig, IPCBroadcastConfig, TransferConfig
 from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.ports import address_family, join_host_port
+from prime_rl.core.types import PolicyVersion
+from prime_rl.storage.tensor_hashes import content_hash
 from prime_rl.storage.wait_for import DeadlineError
-from prime_rl.storage.weights.transfer_channel import ChannelError, Message, TransferChannel, receive_all
+from prime_rl.storage.weights.transfer_channel import (
+    ChannelError,
+    Message,
+    TransferChannel,
+    TransferDescriptor,
+    receive_all,
+)
+from prime_rl.trainer.parallel.process_group import World
+from prime_rl.trainer.weight_sync.transport import (
+    FilesystemTransport,
+    Hashes,
+    PieceExchange,
+    WeightTransport,
+    raw_tensors,
+)
+
+
+class MemoryTransport(WeightTransport):
+    """Gathers each version on rank 0 and serves it from there until two newer versions exist.
+
+    The last version is written to files, since the trainer exits after it.
+    """
+
+    @classmethod
+    def check_device(cls, options: TransferConfig, world: World) -> None:
+        """Raise ConfigError if there is no GPU, or vLLM cannot be imported."""
+        if world.device.type != "cuda":
+            raise ConfigError(
+                f"weight_broadcast.type = {options.type!r} needs a GPU, but there is none; use 'filesystem'"
+            )
+        if world.is_main:  # before training, because the import changes settings of torch's compiler
+            try:
+                import_module("vllm.distributed.weight_transfer")
+            except ImportError as error:
+                raise ConfigError(
+                    f"weight_broadcast.type = {options.type!r} sends through vLLM, which cannot be imported ({error}); "
+                    "run `uv sync --extra gpu`, or use 'filesystem'"
+                ) from error
+
+    def __init__(self, options: TransferConfig, exchange: PieceExchange) -> None:
+        """Listen on rank 0. All ranks call it together.
+
+        Raises:
+            ConfigError: cannot listen, or the transport does not support several ranks.
+        """
+        super().__init__(options, exchange)
+        world = exchange.world
+        if options.type == "ipc" and world.size > 1:
+            raise ConfigError(
+                f"weight_broadcast.type = 'ipc' is for one trainer rank that shares its GPU with inference, and there "
+                f"are {world.size}; use 'nccl' or 'filesystem'"
+            )
+        self._files, self._is_last = FilesystemTransport(FileBroadcastConfig(), exchange), False
+        self._sender: WeightSender | None = None
+        self._descriptor: TransferDescriptor | None = None
+        self._ranks.on_main(self._open)
+
+    def begin(self, name: str, version: PolicyVersion, last: bool) -> None:
+        """Write the `last` version to files."""
+        self._is_last = last
+
+    def deliver(self, directory: Path, buffer: Tensor, name: str) -> list[Hashes]:
+        """Gather the version in the memory of rank 0; the hashes are those of a single file."""
+        if self._is_last:
+            self._descriptor, self.bytes_in_memory = None, 0
+            return self._files.deliver(directory, buffer, name)
+        self._ranks.on_main(lambda: None if self._sender is None else self._sender.evict_old_versions())
+        tensors: dict[str, Tensor] = {}
+        in_buffer = buffer.untyped_storage().data_ptr()
+        for file in self._exchange.plan.files:
+            for tensor_name, tensor in self._exchange.collect([replace(file, owner=0)], buffer) or ():
+                # The next version overwrites the buffer.
+                is_view = tensor.untyped_storage().data_ptr() == in_buffer
+                tensors[tensor_name] = tensor.clone() if is_view else tensor
+        return self._ranks.gather(lambda: self._add_version(tensors, name))
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Describe where the latest version is served."""
+        return {} if self._descriptor is None else {"transfer": self._descriptor.fields()}
+
+    def check(self) -> None:
+        """Raise RunError if a transfer failed and could not be aborted; the error names the receiver."""
+        if self._sender is not None:
+            self._sender.check()
+
+    def close(self) -> None:
+        """Finish the current transfers and stop serving."""
+        if self._sender is not None:
+            self._sender.close()
+
+    def _open(self) -> None:
+        self._sender = WeightSender(self._options, self._exchange.world.device)
+
+    def _add_version(self, tensors: Mapping[str, Tensor], name: str) -> Hashes:
+        if self._sender is None:
+            return {}
+        raw = raw_tensors(tensors)
+        hashes = {tensor_name: tensor.digest(tensor_name) for tensor_name, tensor in raw.items()}
+        options, sender = self._options, self._sender
+        shapes = {tensor_name: (tensor.dtype, tensor.shape) for tensor_name, tensor in raw.items()}
+        self._descriptor = TransferDescriptor(
+            options.type, options.host, sender.port, sender.session, options.timeout_seconds, shapes
+        )
+        self.bytes_in_memory = sum(tensor.data.size for tensor in raw.values())
+        self._sender.add_version(content_hash(hashes), name, tensors)
+        return {"": hashes}
+
 
 Tensors = Mapping[str, Tensor]
 
-_HANDSHAKE_TIMEOUT_S = 30
+_HANDSHAKE_TIMEOUT_SECONDS = 30
 _HANDSHAKE_BYTES = 2**16
 """Limits for the first message of a peer, which has not presented the session key yet."""
-_ABORT_TIMEOUT_S = 15
+_ABORT_TIMEOUT_SECONDS = 15
 _BUFFER_BYTES = 256 * 2**20
 _BUFFERS = 2
 _NUM_VERSIONS = 2
@@ -55,7 +165,7 @@ class HostSource:
         self._device = device
 
     def metadata(self) -> list[TensorMetadata]:
-        """Describe the tensors in order of iteration."""
+        """Return name, dtype and shape of each tensor, in the order of iteration."""
         return [TensorMetadata(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,11 +210,11 @@ class _Group:
 class _Client:
     """vLLM's control plane (`VLLMWeightSyncClient`), over our channels."""
 
-    def __init__(self, group: _Group, timeout_s: float) -> None:
-        self._group, self._timeout_s = group, timeout_s
+    def __init__(self, group: _Group, timeout_seconds: float) -> None:
+        self._group, self._timeout_seconds = group, timeout_seconds
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Form the group."""
+        """Send the workers the request to form the transfer group."""
         self._call("init", init_info)
 
     def start_weight_update(self) -> None:
@@ -126,7 +236,7 @@ class _Client:
         try:
             for channel in group.channels:
                 channel.send({"do": do, "info": info})
-            answers = receive_all(group.channels, self._timeout_s)
+            answers = receive_all(group.channels, self._timeout_seconds)
             for channel, answer in zip(group.channels, answers, strict=True):
                 if "error" in answer:
                     raise ChannelError(f"{channel.peer}: {answer['error']}")
@@ -160,10 +270,12 @@ class WeightSender:
         with self._changed:
             for digest in list(self._versions)[: 1 - _NUM_VERSIONS]:
                 del self._versions[digest]
-            timeout_s = self.options.timeout_seconds
-            if not self._changed.wait_for(lambda: self._versions.keys() >= set(self._sending.values()), timeout_s):
+            timeout_seconds = self.options.timeout_seconds
+            if not self._changed.wait_for(
+                lambda: self._versions.keys() >= set(self._sending.values()), timeout_seconds
+            ):
                 busy = ", ".join(group.describe() for group in self._sending)
-                raise RunError(f"waited {timeout_s:.0f} s for {busy}, which still receives an older version")
+                raise RunError(f"waited {timeout_seconds:.0f} s for {busy}, which still receives an older version")
 
     def add_version(self, digest: str, name: str, tensors: Tensors) -> None:
         """Serve the version with this content hash; `name` is for messages."""
@@ -202,7 +314,7 @@ class WeightSender:
         """Add a worker to its group; the thread of the first worker serves the group."""
         channel = TransferChannel(connection, f"connection from {host}")
         try:
-            handshake = channel.receive(_HANDSHAKE_TIMEOUT_S, max_bytes=_HANDSHAKE_BYTES)
+            handshake = channel.receive(_HANDSHAKE_TIMEOUT_SECONDS, max_bytes=_HANDSHAKE_BYTES)
             if not secrets.compare_digest(str(handshake.get("session")), self.session):
                 channel.send({"error": "this is not the trainer that published the version"})
                 channel.close()
@@ -290,7 +402,7 @@ class WeightSender:
             group.finished.wait(4 * self.options.timeout_seconds)
             if futures.wait([sent], 1).not_done:
                 group.abort()
-                futures.wait([sent], _ABORT_TIMEOUT_S)
+                futures.wait([sent], _ABORT_TIMEOUT_SECONDS)
         with self._changed:
             del self._sending[group]
             self._changed.notify_all()

@@ -1,12 +1,9 @@
-"""LoRA adapters in peft's file format, and a command that merges one into the weights of its base model.
+"""LoRA adapters in peft's file format, and their merge into the weights of the base model.
 
-    python -m prime_rl.trainer.weights.adapter_files --adapter RUN/weights/step_20 --base MODEL --output MERGED
-
-The result has the base model's tensors under their names, in their dtypes and files; adapted weights are W + scale B A,
-computed in float32.
+A merged model has the base model's tensors under their names, in their dtypes and files; adapted weights are
+W + scale B A, computed in float32.
 """
 
-import argparse
 import json
 import shutil
 from collections.abc import Mapping
@@ -16,8 +13,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
-from prime_rl.core.entry_point import run_main
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.model.lora import AdaptedLinear
 from prime_rl.trainer.model.policy_model import PolicyModel
@@ -25,6 +22,7 @@ from prime_rl.trainer.model.policy_model import PolicyModel
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 # Options of peft that would change the result; they are not supported.
 _OTHER_KINDS = ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")
 
@@ -41,6 +39,7 @@ def adapter_config(policy: PolicyModel, adapted: Mapping[str, AdaptedLinear]) ->
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": policy.causal_lm.config.name_or_path,
+        "revision": policy.revision,
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
@@ -66,18 +65,22 @@ def merge_adapter(adapter: Path, base: Path, output: Path) -> None:
         raise ConfigError(f"--base: {base} contains no .safetensors file")
     if output.exists():
         raise ConfigError(f"--output: {output} already exists; give a new directory")
-    _check_layers(factors, files, adapter, base)
+    adapted = _adapted_tensors(factors, files, adapter, base)
     output.mkdir(parents=True)
     for file in files:
         tensors = load_file(file)
-        for name in tensors.keys() & {f"{layer}.weight" for layer in factors}:
-            a, b = factors[name.removesuffix(".weight")]
-            weight = tensors[name]
-            tensors[name] = weight.float().addmm(b.float(), a.float(), alpha=scale).to(weight.dtype)
+        for layer, name in adapted.items():
+            if name in tensors:
+                (a, b), weight = factors[layer], tensors[name]
+                merged = weight.float().addmm(b.float(), a.float(), alpha=scale).to(weight.dtype)
+                tensors[f"{layer}.weight"] = merged
         save_file(tensors, output / file.name, metadata={"format": "pt"})
     for path in base.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name != "manifest.json":
             shutil.copy(path, output / path.name)
+    for layer, name in adapted.items():
+        if name != f"{layer}.weight":
+            _untie(output, f"{layer}.weight", name)
 
 
 def _target_modules(policy: PolicyModel, adapted: Mapping[str, AdaptedLinear]) -> list[str]:
@@ -107,25 +110,34 @@ def _read_adapter(directory: Path) -> tuple[dict[str, tuple[Tensor, Tensor]], fl
     return pairs, scale
 
 
-def _check_layers(factors: Mapping[str, Any], files: list[Path], adapter: Path, base: Path) -> None:
+def _adapted_tensors(factors: Mapping[str, Any], files: list[Path], adapter: Path, base: Path) -> dict[str, str]:
+    """Return layer -> name of the tensor that it adapts: a tied output head has that of the input embedding."""
     shapes: dict[str, list[int]] = {}
     for file in files:
         with safe_open(file, "pt") as opened:
             shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  not a dict
+    names = {layer: f"{layer}.weight" for layer in factors}
+    if absent := [layer for layer, name in names.items() if name not in shapes]:
+        config = AutoConfig.from_pretrained(base).get_text_config()
+        embeddings = [name for name in shapes if name.endswith(_EMBEDDINGS)]
+        if config.tie_word_embeddings and len(absent) == len(embeddings) == 1:
+            names[absent[0]] = embeddings[0]
     for layer, (a, b) in factors.items():
-        if shapes.get(f"{layer}.weight") != [b.shape[0], a.shape[1]]:
+        if shapes.get(names[layer]) != [b.shape[0], a.shape[1]]:
             raise ConfigError(
                 f"--base: the adapter in {adapter} does not match {base}: the shape of {layer}.weight differs"
             )
+    return names
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description="Merge an adapter into the weights of its base model.")
-    for name in ("adapter", "base", "output"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    merge_adapter(**vars(parser.parse_args()))
-
-
-if __name__ == "__main__":
-    run_main(main)
+def _untie(model: Path, head: str, embedding: str) -> None:
+    """Record that the output head of a model on disk has a tensor of its own, in the file of the embedding."""
+    file = model / "config.json"
+    values = json.loads(file.read_text())
+    for part in (values, values.get("text_config", {})):
+        part["tie_word_embeddings"] = False
+    file.write_text(json.dumps(values, indent=2))
+    if (index := model / "model.safetensors.index.json").is_file():
+        listed = json.loads(index.read_text())
+        listed["weight_map"][head] = listed["weight_map"][embedding]
+        index.write_text(json.dumps(listed, indent=2))

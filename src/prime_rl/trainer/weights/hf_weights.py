@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from prime_rl.core.errors import ConfigError
-from prime_rl.trainer.parallel.dtensor_slices import fill_tensor, local_ranges
+from prime_rl.trainer.parallel.device_mesh import fill_tensor, local_ranges, local_tensor, read_ranges
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SAME_ELEMENTS = 1 << 24
@@ -85,6 +86,8 @@ class HFWeights:
             if group.converter is None:
                 (name,) = group.sources[group.target]
                 fill_tensor(tensors[group.target], self._lazy(name))
+            elif (joined := _joined_along(group.converter)) is not None:
+                self._load_joined(tensors[group.target], group, group.converter, *joined)
             else:
                 self._load_converted(causal_lm, tensors, group, group.converter)
 
@@ -123,25 +126,48 @@ class HFWeights:
     def _load_converted(
         self, causal_lm: PreTrainedModel, tensors: Mapping[str, Tensor], group: TensorGroup, converter: WeightConverter
     ) -> None:
-        begin, end = _local_experts(converter, tensors[group.target])
+        """Convert whole tensors of the files, then fill this rank's part of the results."""
         converter = deepcopy(converter)
         for pattern, names in group.sources.items():
-            for name in names[begin:end]:
+            for name in names:
                 converter.add_tensor(group.target, name, pattern, partial(self._whole, name))
-        if begin == end:
-            return
         made = converter.convert(group.target, model=causal_lm, config=causal_lm.config)
         for name, value in made.items():
             whole = value[0] if isinstance(value, list) else value
-            part = tensors[name]
-            ranges = local_ranges(part)
-            if end is not None:  # only this rank's experts were read
-                ranges[0], shape = [(0, end - begin)], [end - begin, *part.shape[1:]]
-            else:
-                shape = list(part.shape)
-            if list(whole.shape) != shape:
-                raise ConfigError(self._wrong_shape(group, name, list(whole.shape), shape))
-            fill_tensor(part, whole, ranges)
+            if whole.shape != tensors[name].shape:
+                raise ConfigError(self._wrong_shape(group, name, list(whole.shape), list(tensors[name].shape)))
+            fill_tensor(tensors[name], whole)
+
+    def _load_joined(
+        self, target: Tensor, group: TensorGroup, converter: WeightConverter, stacked: bool, dim: int
+    ) -> None:
+        """Fill this rank's part of tensors that the converter only stacks and concatenates, from slices of the files.
+
+        The stack of the experts' gate_up_proj, for example: one tensor per expert, each of two tensors of the files.
+        """
+        by_pattern = [group.sources[pattern] for pattern in converter.source_patterns if pattern in group.sources]
+        names = [list(row) for row in zip(*by_pattern, strict=False)] if stacked else [[*chain(*by_pattern)]]
+        shapes = [self._lazy(name).get_shape() for name in names[0]]
+        whole = [*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :]]
+        shape = [max(map(len, by_pattern)), *whole] if stacked else whole
+        if shape != list(target.shape):
+            raise ConfigError(self._wrong_shape(group, group.target, shape, list(target.shape)))
+        local, ranges = local_tensor(target).detach(), local_ranges(target)
+        parts = list(local) if stacked else [local]
+        mine = [row for begin, end in ranges.pop(0) for row in names[begin:end]] if stacked else names
+        for part, row in zip(parts, mine, strict=True):
+            offset = filled = 0
+            for name, wanted in zip(row, shapes, strict=True):
+                source = self._lazy(name)
+                if source.get_shape() != wanted:
+                    raise ConfigError(self._wrong_shape(group, name, source.get_shape(), wanted))
+                inside = [(max(begin - offset, 0), min(end - offset, wanted[dim])) for begin, end in ranges[dim]]
+                inside = [(begin, end) for begin, end in inside if begin < end]
+                length = sum(end - begin for begin, end in inside)
+                if length and part.numel():
+                    piece = part.narrow(dim, filled, length)
+                    piece.copy_(read_ranges(source, [*ranges[:dim], inside, *ranges[dim + 1 :]]))
+                offset, filled = offset + wanted[dim], filled + length
 
     def _check_missing(self, causal_lm: PreTrainedModel, covered: set[str]) -> set[str]:
         """Return the missing names that the model is allowed to initialise itself."""
@@ -237,18 +263,19 @@ def _open_files(files: list[Path]) -> tuple[dict[str, Path], dict[Path, Any]]:
     return where, opened
 
 
-def _local_experts(converter: WeightConverter, target: Tensor) -> tuple[int, int | None]:
-    """Return the range of listed tensors that this rank needs: its experts, or (0, None) for all tensors."""
-    stacked = all(
-        (isinstance(operation, MergeModulelist) and operation.dim == 0)
-        or (isinstance(operation, Concatenate) and operation.dim > 0)
-        for operation in converter.operations
-    )
-    merged = any(isinstance(operation, MergeModulelist) for operation in converter.operations)
-    ranges = local_ranges(target)[0] if target.ndim else []
-    if not (stacked and merged) or len(ranges) > 1:
-        return 0, None
-    return ranges[0] if ranges else (0, 0)
+def _joined_along(converter: WeightConverter) -> tuple[bool, int] | None:
+    """Return how a converter joins the files' tensors; None if it does something else.
+
+    Whether it stacks them along dimension 0 of one target (experts), and along which of their dimensions it
+    concatenates them.
+    """
+    stacks = [operation for operation in converter.operations if isinstance(operation, MergeModulelist)]
+    cats = [operation for operation in converter.operations if isinstance(operation, Concatenate)]
+    dim = (cats[0].dim if cats else len(stacks)) - len(stacks)
+    known = [*stacks, *cats] == converter.operations and max(len(stacks), len(cats)) == 1
+    if not known or dim < 0 or any(stack.dim for stack in stacks) or len(converter.target_patterns) > 1:
+        return None
+    return bool(stacks), dim
 
 
 def _tied_names(causal_lm: PreTrainedModel) -> dict[str, list[str]]:

@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
+from prime_rl.storage.checkpoint_artifacts import read_resume
 from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import MODEL, ORCHESTRATOR, StartCommand, of_server, rl_values, write_toml
 from tests.integration.rl.test_whole_run import manifest
 from tests.support.command import (
-    END_TIMEOUT_S,
-    PROGRESS_TIMEOUT_S,
+    END_TIMEOUT_SECONDS,
+    PROGRESS_TIMEOUT_SECONDS,
     alive,
     clean_environment,
     executable,
@@ -30,7 +31,7 @@ from tests.support.server import Server
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 4
+HALF, STEPS = 2, 4
 PROMPT = [1, 4, 6, 90, 91, 86, 85, 76, 2, 6, 1, 5, 6]  # "stone", in the model's chat template
 
 
@@ -62,7 +63,7 @@ def assert_bound_kept(paths: RunPaths, async_level: int) -> None:
     for step, line in enumerate(shipped):
         assert line["step"] == step
         assert line["staleness/max"] == step - manifest(paths, step)["min_version"] <= async_level
-        assert line["tokens/wasted"] == 0
+        assert line["tokens/unaccounted"] == 0
 
 
 def assert_serves(server: Server, paths: RunPaths, step: int) -> None:
@@ -146,7 +147,7 @@ def test_standalone_commands_in_three_shells_complete(
         close()
         trainer = start("trainer", {**shared, "model": {**shared["model"], "seq_len": 64}}, paths.root)
         until(lambda: trainer.process.poll() is not None or not alive(process), "the end of either")
-        assert process.wait(PROGRESS_TIMEOUT_S) == 0, (tmp_path / "orchestrator.out").read_text()
+        assert process.wait(PROGRESS_TIMEOUT_SECONDS) == 0, (tmp_path / "orchestrator.out").read_text()
         assert trainer.end() == 0, trainer.story()
     assert_bound_kept(paths, 1)
     assert [line["step"] for line in metrics_of(paths, "trainer")] == list(range(STEPS))
@@ -162,10 +163,30 @@ def test_run_with_a_killed_process_ends_and_names_it(
     assert_bound_kept(run.paths, 2)
     killed = run.role("orchestrator") if victim == "orchestrator" else run.ranks()[1]
     os.kill(killed.pid, signal.SIGKILL)
-    assert run.end(END_TIMEOUT_S) == 1, run.story()
+    assert run.end(END_TIMEOUT_SECONDS) == 1, run.story()
     [error] = run.errors.splitlines()
     by_whom = f"exited with code 1: rank 1 (pid {killed.pid}) was killed by SIGKILL, perhaps out of memory"
     assert error.startswith(f"error: {victim} {'was killed by SIGKILL' if victim == 'orchestrator' else by_whom}")
     assert "out of memory" in error
     assert str(run.paths.log(victim)) in error
     assert free_server.policy()["step"] >= 0, "the standalone server continues"
+
+
+def test_resumed_run_continues_where_the_first_ended(free_server: Server, start: StartCommand, tmp_path: Path) -> None:
+    """At k = 0, as branch 1; tests/unit/orchestrator compares the batches with those of one run."""
+    values = {"orchestrator": {**ORCHESTRATOR, "client": of_server(free_server)}, "async_level": 0}
+    split = RunPaths(tmp_path / "run")
+    for steps, ckpt in ((HALF, {"interval": 50}), (STEPS, {"resume_step": HALF})):
+        run = start("rl", rl_values(split.root, max_steps=steps, ckpt=ckpt, **values), split.root)
+        assert run.end() == 0, run.story()
+        assert free_server.policy()["step"] == steps
+        free_server.reload()
+    groups = [group for step in range(STEPS) for group in manifest(split, step)["group_ids"]]
+    assert groups == list(range(STEPS * 4)), "at k = 0 batches are shipped in the order of the stream"
+    assert [manifest(split, step)["branch"] for step in range(STEPS)] == [0] * HALF + [1] * (STEPS - HALF)
+    resume = read_resume(split.checkpoints_dir)
+    assert resume is not None and (resume.step, resume.branch) == (HALF, 1)
+    for role in ("trainer", "orchestrator"):
+        assert [line["step"] for line in metrics_of(split, role)] == list(range(STEPS))
+    for line in metrics_of(split, "trainer"):
+        assert line["mismatch_kl/on_policy"] < 1e-4, "inference samples from what the trainer resumed"

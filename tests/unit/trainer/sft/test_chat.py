@@ -5,8 +5,7 @@ import pytest
 
 from prime_rl.configs.training.sft_data import SFTDataConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.trainer.data.chat_rendering import encode_example
-from prime_rl.trainer.data.example_schema import RowError
+from prime_rl.trainer.data.chat_rendering import RowError, encode_example
 from tests.support.tiny_model import make_tokenizer
 
 

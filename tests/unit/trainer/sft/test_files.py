@@ -8,7 +8,7 @@ from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.training.sft_data import SFTDataConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.trainer.data import sft_dataset
-from prime_rl.trainer.data.local_files import find_files
+from prime_rl.trainer.data.chat_rendering import find_files
 
 ROW = {"prompt": "a", "completion": "b"}
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import threading
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -17,11 +18,18 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.trainer.data import sft_dataset
 from prime_rl.trainer.data.chat_rendering import RenderedSequence
-from prime_rl.trainer.data.example_sources import InMemorySource, InterleavedSource, RowStream, StreamedSource
-from prime_rl.trainer.data.packed_stream import PackedStream, pack_all
-from prime_rl.trainer.sft.sft_objective import to_micro_batch
+from prime_rl.trainer.data.packed_stream import (
+    InMemorySource,
+    InterleavedSource,
+    PackedStream,
+    RowStream,
+    StreamedSource,
+    pack_all,
+)
+from prime_rl.trainer.sft.train import to_micro_batch
 from tests.support.tiny_model import make_tokenizer
 from tests.unit.trainer.sft.test_chat import THINKING_STRIPPED
+from tests.unit.trainer.world import run_world
 
 
 @pytest.fixture(scope="module")
@@ -146,29 +154,32 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS.keys())
-def test_restored_stream_continues_exactly(files, tokenizer, options):
-    """Left after each of the first batches, through several passes; the place travels as JSON."""
-    options = {**options, "name": [str(files / name) for name in options["name"].split(",")]}
-
-    def fresh(steps):
-        return open_batches(tokenizer, max_steps=steps, **options).batches
-
-    whole = fresh(40)
-    states, batches = [whole.state()], []
+def assert_restores_exactly(fresh, lefts=None):
+    """Leave the stream after `lefts` batches (None: after each number); return all batches, and the states as JSON."""
+    whole = fresh()
+    batches, states = [], [json.dumps(whole.state())]
     for batch in whole:
         batches.append(batch)
         states.append(json.dumps(whole.state()))
-    states[0] = json.dumps(states[0])
-    for left in (0, 1, 2, 7, 20, 39):
-        again = fresh(40)
+    for left in range(len(states)) if lefts is None else lefts:
+        again = fresh()
         again.restore(json.loads(states[left]))
         assert again.num_yielded == left
         rest = list(again)
-        assert len(rest) == 40 - left
+        assert len(rest) == len(batches) - left
         for one, other in zip(batches[left:], rest, strict=True):
             assert_same(one, other)
         assert json.dumps(again.state()) == states[-1]
+    return batches, states
+
+
+@pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS.keys())
+def test_restored_stream_continues_exactly(files, tokenizer, options):
+    """Left after each of the first batches, through several passes."""
+    options = {**options, "name": [str(files / name) for name in options["name"].split(",")]}
+    fresh = partial(open_batches, tokenizer, max_steps=40, **options)
+    batches, _ = assert_restores_exactly(lambda: fresh().batches, (0, 1, 2, 7, 20, 39))
+    assert len(batches) == 40
 
 
 def assert_same(one, other):
@@ -186,34 +197,15 @@ def test_restored_stream_continues_inside_an_example(tmp_path, pack_function):
     chats = [[{"role": role, "content": f"{n}{text}"} for role, text in turns] for n in range(5)]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     options = {"name": str(tmp_path / "x.jsonl"), "pack_function": pack_function, "batch_size": 1, "seq_len": 160}
-    whole = open_batches(tokenizer, max_steps=12, **options).batches
-    batches, states = [], []
-    for batch in whole:
-        batches.append(batch)
-        states.append(whole.state())
-    assert any(state["pending"] for state in states)
-    for left, state in enumerate(states, 1):
-        again = open_batches(tokenizer, max_steps=12, **options).batches
-        again.restore(state)
-        for one, other in zip(batches[left:], again, strict=True):
-            assert_same(one, other)
+    _, states = assert_restores_exactly(lambda: open_batches(tokenizer, max_steps=12, **options).batches)
+    assert any(json.loads(state)["pending"] for state in states)
 
 
 def test_restored_pass_ends_like_the_original(files, tokenizer):
     """Also among the rows that are closed when nothing more comes."""
-    whole = open_batches(tokenizer, name=str(files / "a.jsonl"), batch_size=1).batches
-    batches, states = [], []
-    for batch in whole:
-        batches.append(batch)
-        states.append(whole.state())
-    assert len(batches) == whole.steps > 3
-    for left, state in enumerate(states, 1):
-        again = open_batches(tokenizer, name=str(files / "a.jsonl"), batch_size=1).batches
-        again.restore(state)
-        rest = list(again)
-        assert len(rest) == len(batches) - left
-        for one, other in zip(batches[left:], rest, strict=True):
-            assert_same(one, other)
+    fresh = partial(open_batches, tokenizer, name=str(files / "a.jsonl"), batch_size=1)
+    batches, _ = assert_restores_exactly(lambda: fresh().batches)
+    assert len(batches) == fresh().batches.steps > 3
 
 
 def test_restore_with_changed_data_raises(files, tokenizer):
@@ -362,9 +354,73 @@ def test_stalled_data_raise_at_the_deadline():
             return {}
 
     stuck = Stuck()
-    batches = PackedStream(stuck, 16, 2, timeout_s=0.3)
+    batches = PackedStream(stuck, 16, 2, timeout_seconds=0.3)
     with pytest.raises(DeadlineError, match=r"waited 0 s for the data of batch \d \(wait_timeout_seconds\)"):
         for _ in range(4):
             next(batches)
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "data")
     stuck.go_on.set()
+
+
+# Ranks that share the tokenizing make the batches of one rank
+
+
+EXAMPLES = 90
+
+
+def make_batches(world, argument):
+    """Runs on every rank: the batches as lists, the position in the middle, and how many examples were encoded here."""
+    encoded = []
+    original = sft_dataset.encode_row
+
+    def count(row, *more):
+        encoded.append(row[0])
+        if argument["bad"] and row[1]["prompt"].startswith("word60"):
+            raise ConfigError(f"data.name: {row[0]}: its template is broken")
+        return original(row, *more)
+
+    sft_dataset.encode_row = count
+    try:
+        config = SFTConfig(
+            data=SFTDataConfig(name=argument["file"], seq_len=48, batch_size=3), max_steps=argument["steps"]
+        )
+        batches = sft_dataset.open_data(config, make_tokenizer(), world).batches
+        if argument["state"] is not None:
+            batches.restore(argument["state"])
+        if argument["bad"]:
+            with pytest.raises(ConfigError, match="its template is broken") as caught:
+                list(batches)
+            return str(caught.value)
+        seen, states = [], []
+        for rows in batches:
+            seen.append([[sequence.tokens.tolist() for sequence in row] for row in rows])
+            states.append(batches.state())
+        return {"batches": seen, "steps": batches.steps, "encoded": len(encoded), "state": states[len(states) // 2]}
+    finally:
+        sft_dataset.encode_row = original
+
+
+def write(path):
+    rows = [{"prompt": f"word{i}" + "x" * (i * 7 % 13), "completion": f"{i}"} for i in range(EXAMPLES)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("steps", [None, 7])
+def test_shared_encoding_gives_the_batches_of_one_rank(steps, tmp_path):
+    argument = {"file": write(tmp_path / "a.jsonl"), "steps": steps, "state": None, "bad": False}
+    alone = make_batches(None, argument)
+    two = run_world(2, make_batches, argument, tmp_path)
+    for rank in two:
+        assert (rank["batches"], rank["steps"]) == (alone["batches"], alone["steps"])
+    if steps is None:  # once to count the steps, once to train
+        assert [rank["encoded"] for rank in two] == [EXAMPLES, EXAMPLES]
+        assert alone["encoded"] == 2 * EXAMPLES
+    resumed = make_batches(None, {**argument, "state": two[0]["state"]})
+    assert resumed["batches"] == alone["batches"][len(alone["batches"]) // 2 + 1 :]
+
+
+def test_invalid_row_of_one_rank_raises_on_all_ranks(tmp_path):
+    argument = {"file": write(tmp_path / "a.jsonl"), "steps": 20, "state": None, "bad": True}
+    first, second = run_world(2, make_batches, argument, tmp_path)
+    assert first == second

@@ -1,0 +1,258 @@
+"""Persistent Python sessions in a sandbox, and assert-style tests that the tested code cannot reach.
+
+A session has cells in one namespace, files, and calls of functions on the host.
+
+Assert-style tests and the tested code run in two sandboxes. In that of the tests, each tested function is a stand-in
+that sends its arguments as JSON through the host to the other one, and returns the plain value that comes back. The
+code under test therefore cannot skip, patch or read the tests: `os._exit`, a patched `builtins`, an `__eq__` that
+returns True and a printed end marker have no effect on them. The tests passed if their sandbox reports a random text
+after the last one.
+"""
+
+import asyncio
+import inspect
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from prime_rl_sandbox import plain_values
+from prime_rl_sandbox.execution import (
+    AssertResult,
+    ExecutionResult,
+    SandboxError,
+    SandboxLimits,
+    Verdict,
+    check_file_name,
+    check_files,
+    check_timeout,
+)
+from prime_rl_sandbox.jail.jail import JailConnection, JailLostError, JailStartError, encode_files
+from prime_rl_sandbox.jail.jail_pool import JailPool, decode_result
+
+Answer = Callable[[str], Awaitable[str]]
+"""Answers `host_call(text)` in the session. The text is untrusted."""
+_PLAIN_VALUES = inspect.getsource(plain_values)
+_SOLUTION_SIDE = """
+import json as _json, sys as _sys
+__name__ = "solution"
+_sys.modules["solution"] = _sys.modules["__main__"]
+_sys.set_int_max_str_digits(0) if hasattr(_sys, "set_int_max_str_digits") else None
+_codec = {"__name__": "plain_values"}
+exec(__CODEC__, _codec)
+def _serve(_host_call=host_call, _codec=_codec, _namespace=globals()):
+    reply = {"ready": True}
+    while True:
+        request = _json.loads(_host_call(_json.dumps(reply)))
+        try:
+            args, kwargs = _codec["decode_value"](request["args"]), _codec["decode_value"](request["kwargs"])
+            value = _namespace[request["function"]](*args, **kwargs)
+            value = list(value) if hasattr(value, "__next__") or isinstance(value, range) else value
+            reply = {"value": _codec["encode_value"](value), "args": _codec["encode_value"](args)}
+        except Exception as error:
+            reply = {"error": type(error).__name__, "message": str(error)[:1000]}
+"""
+_TEST_SIDE = """
+import builtins as _builtins, json as _json, sys as _sys
+_sys.set_int_max_str_digits(0) if hasattr(_sys, "set_int_max_str_digits") else None
+_codec = {"__name__": "plain_values"}
+exec(__CODEC__, _codec)
+def _stand_in(name, host_call=host_call, encode=_codec["encode_value"], decode=_codec["decode_value"]):
+    def call(*args, **kwargs):
+        request = {"function": name, "args": encode(list(args)), "kwargs": encode(kwargs)}
+        reply = _json.loads(host_call(_json.dumps(request)))
+        if "error" in reply:
+            kind = getattr(_builtins, str(reply["error"]), None)
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                kind = RuntimeError
+            if issubclass(kind, (StopIteration, StopAsyncIteration)):  # it would end the loop of a test, which passes
+                kind = RuntimeError
+            if issubclass(kind, UnicodeError):  # it has other arguments
+                kind = ValueError
+            raise kind(f"{reply['error']}: {reply.get('message', '')}")
+        for mine, theirs in zip(args, decode(reply["args"])):
+            if isinstance(mine, list) and isinstance(theirs, list) and mine != theirs:
+                mine[:] = theirs
+            elif isinstance(mine, (dict, set)) and type(mine) is type(theirs) and mine != theirs:
+                mine.clear()
+                mine.update(theirs)
+        return decode(reply["value"])
+    call.__name__ = name
+    return call
+"""
+_ENDED = '{"error": "RuntimeError", "message": "the tested code has ended"}'
+
+
+class Session:
+    """A Python interpreter that keeps its state from cell to cell. Use it with `async with`.
+
+    A cell that takes too long gets a KeyboardInterrupt; if it does not stop then, the session ends. After its end
+    each cell has the verdict of the cell that ended it.
+    """
+
+    def __init__(self, pool: JailPool, limits: SandboxLimits, answer: Answer | None = None) -> None:
+        self._pool, self._limits, self._answer = pool, limits, answer
+        self._context = pool.connect()
+        self._connection: JailConnection | None = None
+        self._ended_by: Verdict | None = None
+        self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        """Open the session.
+
+        Raises:
+            SandboxError: the sandbox failed.
+        """
+        try:
+            self._connection = await self._context.__aenter__()
+            async with asyncio.timeout(self._pool.longest_seconds(self._limits.timeout_seconds)):
+                command = {"kind": "session", "calls": self._answer is not None}
+                opening = {"mode": "session", "command": command, "stdin": "", "files": {}, "outputs": []}
+                await self._connection.send(opening | {"max_output_bytes": self._limits.output_bytes})
+                await self._connection.receive()
+        except (JailLostError, JailStartError, TimeoutError) as error:
+            if self._connection is not None:
+                await self._context.__aexit__(type(error), error, error.__traceback__)
+            raise SandboxError(f"the sandbox cannot open a session: {error}") from None
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the session and all processes in it."""
+        await self._context.__aexit__(None, None, None)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the session can run another cell."""
+        return self._ended_by is None
+
+    async def run(
+        self,
+        code: str,
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        outputs: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> ExecutionResult:
+        """Run a cell and return its output, the files in `outputs`, and the `repr` of its last expression.
+
+        Raises:
+            ValueError: a file name leads out of the working directory, or the files are too large.
+        """
+        check_timeout(timeout)
+        check_files(files or {}, self._limits)
+        for name in outputs:
+            check_file_name(name)
+        async with self._lock:
+            if self._ended_by is not None:
+                return ExecutionResult(self._ended_by, stderr="the session has ended")
+            seconds = timeout or self._limits.timeout_seconds
+            cell = {
+                "command": {"code": code},
+                "files": encode_files(files or {}),
+                "outputs": list(outputs),
+                "timeout_seconds": seconds,
+            }
+            try:
+                async with asyncio.timeout(self._pool.longest_seconds(seconds)):
+                    message = await self._exchange(cell)
+            except (JailLostError, TimeoutError) as error:
+                self._ended_by = Verdict.INFRA
+                return ExecutionResult(Verdict.INFRA, stderr=str(error) or "the jail did not answer")
+            except asyncio.CancelledError:
+                self._ended_by = Verdict.INFRA
+                raise
+            result = decode_result(message)
+            if not message["alive"]:
+                if result.ok:  # an exit code of 0 in the middle of a cell
+                    result = replace(result, verdict=Verdict.ERROR)
+                self._ended_by = result.verdict
+            return result
+
+    async def _exchange(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._connection is not None, "use the session inside `async with`"
+        await self._connection.send(cell)
+        while "call" in (message := await self._connection.receive()):
+            answer = await self._answer(message["call"]) if self._answer is not None else ""
+            with suppress(JailLostError):  # the cell has ended meanwhile; its result is still to be read
+                await self._connection.send({"answer": answer})
+        return message
+
+
+class _SolutionSide:
+    """Runs the tested code, and answers calls of the tests from it."""
+
+    def __init__(self, code: str, seconds: float) -> None:
+        self.code, self.seconds = code, seconds
+        self.ready = asyncio.Event()
+        self.result: ExecutionResult | None = None
+        self._requests: asyncio.Queue[str] = asyncio.Queue()
+        self._replies: asyncio.Queue[str] = asyncio.Queue()
+
+    async def answer(self, reply: str) -> str:
+        """Take a reply of the tested code, and return the next request for it."""
+        if self.ready.is_set():
+            self._replies.put_nowait(reply)
+        self.ready.set()
+        return await self._requests.get()
+
+    async def call(self, request: str) -> str:
+        """Return the reply of the tested code to a call of the tests."""
+        if self.result is not None:
+            return _ENDED
+        self._requests.put_nowait(request)
+        return await self._replies.get()
+
+    async def run(self, session: Session) -> None:
+        """Run until the session ends or the task is cancelled."""
+        loaded = await session.run(_SOLUTION_SIDE.replace("__CODEC__", repr(_PLAIN_VALUES)), timeout=self.seconds)
+        program = self.code + "\n\n_serve()\n"
+        self.result = await session.run(program, timeout=self.seconds) if loaded.ok else loaded
+        self.ready.set()
+        self._replies.put_nowait(_ENDED)
+
+
+async def run_asserts(
+    pool: JailPool,
+    limits: SandboxLimits,
+    code: str,
+    tests: str,
+    functions: Sequence[str],
+    *,
+    setup: str = "",
+    timeout: float,
+) -> AssertResult:
+    """Run tests against functions of the code; arguments as in `Sandbox.run_asserts`."""
+    solution = _SolutionSide(code, timeout)
+    nonce = secrets.token_hex(16)
+    stand_ins = "\n".join(f"{name} = _stand_in({name!r})" for name in functions)
+    test_side = _TEST_SIDE.replace("__CODEC__", repr(_PLAIN_VALUES))
+    program = f"{setup}\n{test_side}\n{stand_ins}\n{tests}\n{nonce!r}\n"
+    async with (
+        pool.pair_slots,
+        Session(pool, limits, solution.answer) as code_session,
+        Session(pool, limits, solution.call) as session,
+    ):
+        task = asyncio.create_task(solution.run(code_session))
+        try:
+            await solution.ready.wait()
+            if solution.result is not None:
+                return _failure(solution.result)
+            tested = await session.run(program, timeout=timeout)
+            if tested.ok and tested.value == repr(nonce):
+                return AssertResult(True, Verdict.OK, latency_ms=tested.milliseconds)
+            if solution.result is not None and not solution.result.ok:
+                return _failure(solution.result)
+            return _failure(tested)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _failure(result: ExecutionResult) -> AssertResult:
+    verdict = Verdict.ERROR if result.verdict is Verdict.OK else result.verdict
+    lines = result.stderr.strip().splitlines()
+    return AssertResult(False, verdict, lines[-1] if lines else f"ended with {verdict}", result.milliseconds)

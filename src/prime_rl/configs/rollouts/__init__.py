@@ -1,1 +1,0 @@
-"""Blocks of the commands that run environments."""

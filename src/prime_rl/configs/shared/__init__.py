@@ -1,1 +1,0 @@
-"""Blocks that several commands share."""

@@ -1,1 +1,0 @@
-"""The log of a process: its format, and its file in the run directory."""

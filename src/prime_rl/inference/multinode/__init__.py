@@ -1,1 +1,0 @@
-"""One server on several nodes."""

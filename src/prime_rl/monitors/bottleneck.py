@@ -1,0 +1,178 @@
+"""Names the bottleneck of a run in one line, from its metrics. Console, page and doctor show the same line.
+
+The trainer waits for batches, and sampling waits for versions. Who waits is not the bottleneck; if both wait, they wait
+for something between them. The causes of one side share its time, and the largest share names the bottleneck.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean
+from typing import Any
+
+Row = Mapping[str, Any]
+NUM_STEPS = 10
+_MIN_STEPS = 3
+_MIN_SHARE = 0.1
+"""Waits below this share of the time need no remedy."""
+_MOST = 0.5
+_BLOCKED_LOOP_SECONDS = 0.5
+_HINTS = {
+    "inference": "add inference GPUs (without GPUs: cores), or lower max_tokens or rollouts_per_example",
+    "environment": "raise orchestrator.workers_per_env, or make the environment faster",
+    "grader": "make the reward function faster or asynchronous, or raise orchestrator.workers_per_env",
+    "orchestrator": "raise orchestrator.workers_per_env, or give the orchestrator more CPU cores",
+    "trainer": "add trainer GPUs (without GPUs: cores), or lower model.seq_len or batch_size",
+    "other runs": "add trainer GPUs (without GPUs: cores), or lower max_concurrent_runs",
+    "staleness bound": "raise async_level: trainer and inference wait for each other",
+    "evaluation": "raise eval.interval, lower eval.num_examples, or give it servers of its own (eval.base_url)",
+    "weight update": "use a faster disk or network, or publish adapters (model.lora)",
+    "checkpoint": "raise ckpt.interval, or write checkpoints to a faster disk",
+    "data": "raise the number of workers, or use a faster disk",
+}
+"""Cause -> what reduces it."""
+_TOOK = {"trainer": "training", "other runs": "other runs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """What limits the speed of a run: a cause with a remedy, or None if nothing waits for long; and the evidence."""
+
+    cause: str | None
+    evidence: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        if self.cause is None:
+            return f"no bottleneck: {self.evidence}"
+        return f"{self.cause}{self.where} is the bottleneck: {self.evidence}; {_HINTS[self.cause]}"
+
+
+def find_bottleneck(trainer: Sequence[Row], orchestrator: Sequence[Row], since: float = 0.0) -> Bottleneck | None:
+    """Return what limits the last `NUM_STEPS` steps; None before there are enough.
+
+    Args:
+        trainer: lines of metrics/trainer.jsonl in order.
+        orchestrator: lines of metrics/orchestrator.jsonl in order, with those of evaluations.
+        since: Unix seconds of the last start of a process; earlier lines do not count.
+    """
+    trained = [row for row in trainer if "time/step" in row and "time" in row and row["time"] >= since]
+    trained = trained[-1 - NUM_STEPS :]
+    if len(trained) <= _MIN_STEPS:
+        return None
+    begin, steps = trained[0]["time"], trained[1:]
+    total = max(trained[-1]["time"] - begin, 1e-9)
+    outside = sum(max(0.0, b["time"] - a["time"] - b["time/step"]) for a, b in pairwise(trained))
+    time = _Sum(steps, total)
+    found, num = {row["step"] for row in steps}, len(steps)
+    latest = {row["step"]: row for row in orchestrator if row.get("step") in found and "time/wait_for_policy" in row}
+    shipped = list(latest.values())  # a resumed run repeats steps
+    if not shipped:
+        loading = time("load_data")
+        evidence = f"the trainer waited {loading:.0%} of the last {num} steps for rows"
+        return Bottleneck("data", evidence) if loading >= _MIN_SHARE else None
+    waits = _Sum(shipped, sum(row.get("time/step") or 0.0 for row in shipped) or 1e-9)
+    trainer_wait, sampler_wait, checkpoint = time("wait_for_batch"), waits("wait_for_policy"), outside / total
+    evidence = f"the trainer waited {trainer_wait:.0%} and sampling {sampler_wait:.0%} of the last {num} steps"
+    # A side that waits much less than the other one is the slow one, and waits only for its input.
+    if min(trainer_wait, sampler_wait) >= max(_MIN_SHARE, max(trainer_wait, sampler_wait) / 4):
+        update = (_sum(steps, "weight_sync/seconds") + _sum(shipped, "time/weight_update")) / total
+        held = _held(orchestrator, begin) / total
+        # Both also wait while versions are published and held; the rest is work that the bound keeps from overlapping.
+        between = {
+            "staleness bound": min(trainer_wait, sampler_wait) - update - held, "weight update": update,
+            "evaluation": held, "checkpoint": checkpoint, "other runs": time("wait_for_turn"),
+        }  # fmt: skip
+        cause = max(between, key=lambda name: between[name])
+        took = "" if cause == "staleness bound" else f", {_TOOK.get(cause, f'{cause}s')} took {between[cause]:.0%}"
+        return Bottleneck(cause, evidence + took)
+    if trainer_wait >= max(_MIN_SHARE, sampler_wait):
+        if (evaluating := _evaluation(orchestrator, trained)) >= _MOST:
+            return Bottleneck("evaluation", f"{evidence}, {evaluating:.0%} of its wait during evaluations")
+        if (paused := waits("weight_update_pause")) >= _MOST * trainer_wait:
+            return Bottleneck("weight update", f"{evidence}, sampling was paused for {paused:.0%}")
+        return _sampling(shipped, evidence)
+    if sampler_wait >= _MIN_SHARE:
+        parts = {
+            "trainer": time("train"), "checkpoint": checkpoint, "weight update": time("publish"),
+            "other runs": time("wait_for_turn"),
+        }  # fmt: skip
+        cause = max(parts, key=lambda name: parts[name])
+        return Bottleneck(cause, f"{evidence}, {_TOOK.get(cause, f'{cause}s')} took {parts[cause]:.0%}")
+    return Bottleneck(None, evidence)
+
+
+class _Sum:
+    """Share of a total that the rows spent on a lap."""
+
+    def __init__(self, rows: Sequence[Row], total: float) -> None:
+        self._rows, self._total = rows, total
+
+    def __call__(self, name: str) -> float:
+        return min(1.0, _sum(self._rows, f"time/{name}") / self._total)
+
+
+def _sum(rows: Sequence[Row], name: str) -> float:
+    return float(sum(row.get(name) or 0.0 for row in rows))
+
+
+def _sampling(rows: Sequence[Row], evidence: str) -> Bottleneck:
+    """Name the part of a rollout that takes longest: the engine, an environment or its grader, or our event loop."""
+    seconds = defaultdict[tuple[str, str], float](float)
+    for row in rows:
+        for env, part, value in _rollout_times(row):
+            seconds[part, env] += value * (row.get(f"env/{env}/groups") or 1)
+    if (lag := mean(row.get("event_loop_lag/median") or 0.0 for row in rows)) >= _BLOCKED_LOOP_SECONDS:
+        return Bottleneck("orchestrator", f"{evidence}, the timers of the orchestrator were {lag:.1f} s late")
+    total = sum(seconds.values())
+    shares = {p: sum(v for (part, _), v in seconds.items() if part == p) / total for p, _ in seconds} if total else {}
+    part = max(shares, key=lambda name: shares[name], default="engine")
+    engine = shares.get("engine", 0.0)
+    if not shares or engine >= _MOST or part == "engine":
+        took = f", the engine took {engine:.0%} of the rollouts' time" if shares else ""
+        return Bottleneck("inference", evidence + took)
+    cause = {"scoring": "grader"}.get(part, part)
+    slowest = max((key for key in seconds if key[0] == part), key=lambda key: seconds[key])[1]
+    return Bottleneck(
+        cause,
+        f"{evidence}, the {cause} took {shares[part]:.0%} of the rollouts' time",
+        f" of {slowest}" if cause == "grader" else f" {slowest}",
+    )
+
+
+def _rollout_times(row: Row) -> Iterator[tuple[str, str, float]]:
+    for name, value in row.items():
+        if name.startswith("env/") and value:
+            env, _, part = name.removeprefix("env/").rpartition("/time/")
+            if env and part in ("engine", "environment", "scoring"):
+                yield env, part, float(value)
+
+
+def _evaluation(orchestrator: Sequence[Row], trained: Sequence[Row]) -> float:
+    """Share of the trainer's wait within evaluations; 0 if it waits as much without them."""
+    spans = [(row["time"] - seconds, row["time"]) for row in orchestrator for seconds in _evaluated(row)]
+    inside = outside = in_seconds = out_seconds = 0.0
+    for before, row in pairwise(trained):
+        wall = max(row["time"] - before["time"], 1e-9)
+        overlap = sum(max(0.0, min(end, row["time"]) - max(start, before["time"])) for start, end in spans)
+        share, wait = min(1.0, overlap / wall), row.get("time/wait_for_batch") or 0.0
+        inside, outside = inside + share * wait, outside + (1 - share) * wait
+        in_seconds, out_seconds = in_seconds + share * wall, out_seconds + (1 - share) * wall
+    if not in_seconds or not inside or inside / in_seconds < 1.5 * outside / max(out_seconds, 1e-9):
+        return 0.0
+    return inside / (inside + outside)
+
+
+def _evaluated(row: Row) -> list[float]:
+    found = [row.get(f"{prefix}/time_s") for prefix in ("eval", "val")]
+    return [float(seconds) for seconds in found if seconds and "time" in row]
+
+
+def _held(orchestrator: Sequence[Row], begin: float) -> float:
+    """Seconds for which weight updates waited for pinned evaluations since `begin`."""
+    rows = [row for row in orchestrator if "eval/held_s" in row and "time" in row]
+    before = [row["eval/held_s"] for row in rows if row["time"] < begin][-1:] or [0.0]
+    totals = before + [row["eval/held_s"] for row in rows if row["time"] >= begin]
+    # A restarted process counts from 0 again.
+    return float(sum(later - earlier if later >= earlier else later for earlier, later in pairwise(totals)))

@@ -1,0 +1,163 @@
+"""What the curves of a run say about its learning, one line per finding. Page and doctor show the same lines."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import isfinite, sqrt
+from statistics import mean, median, variance
+from typing import Any
+
+from prime_rl.monitors.learning_signal import find_missing_signal
+
+Row = Mapping[str, Any]
+_MIN_POINTS = 6
+_NUM_ERRORS = 3.0
+"""A change counts if it is so many times its standard error, and at least `_MIN_CHANGE`."""
+_MIN_CHANGE = 0.05
+_EXPLODED = 10.0
+_COLLAPSED = 0.1
+_SATURATED = 0.75
+"""A mean reward of this share of the largest one leaves little to explore."""
+_MISMATCH_NATS = 1.0
+_DISAGREEMENT_NATS = 0.1
+_FAILED_SHARE = 0.1
+_RECENT = 10
+_MIN_FAILED_GROUPS = 3
+"""So many groups of an environment must have failed before the first batch."""
+_LOWER_IS_BETTER = re.compile("error|fail|timeout|timed_out|mistake|trunc|violat|invalid|repeat")
+"""Part of the name of a metric of an environment that may fall without harm."""
+
+
+def find_problems(trainer: Sequence[Row], orchestrator: Sequence[Row], warnings: Sequence[Row] = ()) -> list[str]:
+    """Return what is probably wrong, the most certain first, each with its evidence and what to do.
+
+    Args:
+        trainer: lines of metrics/trainer.jsonl in order.
+        orchestrator: lines of metrics/orchestrator.jsonl in order, with those of evaluations.
+        warnings: lines of metrics/warnings.jsonl in order.
+    """
+    batches = [row for row in orchestrator if "reward/mean" in row]
+    found = [*_failures(batches, warnings), *_instability(trainer, batches), *_hacking(orchestrator, batches)]
+    missing = find_missing_signal(batches)
+    return [*found, *([missing] if missing is not None else []), *_collapse(trainer, batches)]
+
+
+def _failures(batches: Sequence[Row], warnings: Sequence[Row]) -> Iterator[str]:
+    latest = {str(row.get("env")): row for row in warnings if row.get("kind") == "group"}
+    texts = {env: str(row.get("text")) for env, row in latest.items()}
+    recent = batches[-_RECENT - 1 :]
+    # The totals begin at 0 again in a process that is started again.
+    is_restarted = any(after.get("groups/ended", 0) < one.get("groups/ended", 0) for one, after in pairwise(recent))
+    before = recent[0] if len(recent) > _RECENT and not is_restarted else {}
+    last = recent[-1] if recent else {}
+    failed, ended = (last.get(f"groups/{name}", 0) - before.get(f"groups/{name}", 0) for name in ("failed", "ended"))
+    if batches and failed < _FAILED_SHARE * max(1, ended):
+        return
+    counts = {name: last.get(f"dropped/error/{name}", 0) - before.get(f"dropped/error/{name}", 0) for name in texts}
+    for env, text in texts.items():
+        if counts[env] if batches else latest[env].get("count", 0) >= _MIN_FAILED_GROUPS:
+            share = f"{failed:.0f} of {ended:.0f} groups failed: " if batches else ""
+            yield f"environment {env} or its reward function fails: {share}{text}"
+
+
+def _instability(trainer: Sequence[Row], batches: Sequence[Row]) -> Iterator[str]:
+    """Updates that are too large: gradients, mismatch and entropy explode, and the reward falls."""
+    all_norms, entropies = _values(trainer, "grad_norm"), _ends(_values(trainer, "entropy"))
+    rewards = _values(batches, "reward/mean")
+    signs = []
+    if (norms := _ends(all_norms)) is not None:
+        # The first steps may have no gradient.
+        base = max(mean(norms[0]), median(all_norms[: len(all_norms) // 2]))
+        if mean(norms[1]) > _EXPLODED * base > 0:
+            signs.append(f"the gradient norm rose from {base:.3g} to {mean(norms[1]):.3g}")
+    mismatch = _values(trainer, "mismatch_kl")[-_RECENT:]
+    if mismatch and mean(mismatch) > _MISMATCH_NATS:
+        signs.append(f"mismatch_kl is {mean(mismatch):.3g} nats")
+    disagreement = _values(trainer, "mismatch_kl/on_policy")[-_RECENT:]
+    if disagreement and mean(disagreement) > _DISAGREEMENT_NATS:
+        yield (
+            f"trainer and sampler disagree: mismatch_kl/on_policy is {mean(disagreement):.3g} nats, and 0 is expected; "
+            "compare model.dtype and quantization of both"
+        )
+    if entropies and mean(entropies[1]) > max(1.0, 2 * mean(entropies[0])):
+        signs.append(f"the entropy rose from {mean(entropies[0]):.3g} to {mean(entropies[1]):.3g} nats")
+    if skipped := sum(row.get("optim/skipped") or 0 for row in trainer[-_RECENT:]):
+        signs.append(f"{skipped:.0f} updates of the last {_RECENT} steps were skipped, since gradients are not finite")
+    if (fall := _fall(rewards)) is not None:
+        signs.append(f"the reward fell from {fall[0]:.3g} to {fall[1]:.3g}")
+    if len(signs) > (fall is not None) or (fall is not None and fall[1] < fall[0] / 2):
+        rate = next((row["lr"] for row in reversed(trainer) if row.get("lr")), None)
+        now = f" (now {rate:.2g})" if rate is not None else ""
+        yield f"training is unstable: {', '.join(signs)}; lower optim.lr{now}, or resume from an earlier checkpoint"
+
+
+def _hacking(orchestrator: Sequence[Row], batches: Sequence[Row]) -> Iterator[str]:
+    """The reward rises while an evaluation or a metric of the environment falls."""
+    if (rise := _change(_values(batches, "reward/mean"))) is None or rise[1] <= rise[0]:
+        return
+    names = {name for row in orchestrator for name in row if _measures_quality(name)}
+    for name in sorted(names, key=lambda name: (not name.startswith(("eval/", "val/")), name)):
+        values = _values(orchestrator, name)
+        change = _change(values) if all(0 <= value <= 1 for value in values) else None
+        if change is not None and change[1] < change[0]:
+            verdict = "the reward may be hacked"
+            if name.startswith("metrics/"):
+                verdict = f"if a lower {name} is worse, the reward is hacked"
+            yield (
+                f"the reward rose from {rise[0]:.3g} to {rise[1]:.3g} while {name} fell from {change[0]:.3g} to "
+                f"{change[1]:.3g}: {verdict}; read the rollouts with the highest reward"
+            )
+            return
+
+
+def _measures_quality(name: str) -> bool:
+    is_evaluation = name.startswith(("eval/", "val/")) and name.endswith("/reward/mean") and "/by/" not in name
+    return is_evaluation or (name.startswith("metrics/") and not _LOWER_IS_BETTER.search(name))
+
+
+def _collapse(trainer: Sequence[Row], batches: Sequence[Row]) -> Iterator[str]:
+    """The entropy is gone, although the best rollouts still have a higher reward than the others."""
+    entropies, rewards = _ends(_values(trainer, "entropy")), _values(batches, "reward/mean")
+    if not entropies or not rewards or mean(entropies[1]) > _COLLAPSED * mean(entropies[0]):
+        return
+    best, recent = max(_values(batches, "reward/max"), default=0.0), mean(rewards[-_RECENT:])
+    change = _change(rewards[len(rewards) // 2 :])
+    if recent < _SATURATED * best and (change is None or change[1] < change[0]):
+        yield (
+            f"the entropy collapsed from {mean(entropies[0]):.3g} to {mean(entropies[1]):.3g} nats, and the reward "
+            f"stays at {recent:.3g}: rollouts are alike; lower optim.lr, add loss.kl, or raise sampling.temperature"
+        )
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    values = (row.get(name) for row in rows)
+    return [float(value) for value in values if isinstance(value, int | float) and isfinite(value)]
+
+
+def _ends(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]] | None:
+    """Return the first and the last third, at most `_RECENT` values each; None if there are too few."""
+    if len(values) < _MIN_POINTS:
+        return None
+    size = min(_RECENT, len(values) // 3)
+    return values[:size], values[-size:]
+
+
+def _change(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the means at both ends if they differ significantly."""
+    ends = _ends(values)
+    return _differ(*ends) if ends is not None else None
+
+
+def _differ(first: Sequence[float], last: Sequence[float]) -> tuple[float, float] | None:
+    error = sqrt(variance(first) / len(first) + variance(last) / len(last))
+    is_different = abs(mean(last) - mean(first)) > max(_MIN_CHANGE, _NUM_ERRORS * error)
+    return (mean(first), mean(last)) if is_different else None
+
+
+def _fall(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the largest mean of consecutive values and the mean of the last ones, if it fell significantly."""
+    if (ends := _ends(values)) is None:
+        return None
+    size, last = len(ends[1]), ends[1]
+    best = max((values[i : i + size] for i in range(len(values) - size + 1)), key=mean)
+    return _differ(best, last) if mean(best) > mean(last) else None

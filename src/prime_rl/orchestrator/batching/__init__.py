@@ -1,1 +1,0 @@
-"""Finished groups to a packed batch."""

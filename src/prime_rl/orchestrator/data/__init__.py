@@ -1,1 +1,0 @@
-"""The stream of examples and the order in which they are drawn."""

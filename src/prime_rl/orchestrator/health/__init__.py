@@ -1,1 +1,0 @@
-"""Warnings and limits for a run that makes no progress (I7)."""

@@ -1,1 +1,0 @@
-"""Figures of a run, as plotly's JSON. Imports neither torch nor plotly."""

@@ -1,1 +1,0 @@
-"""Environments: how an id is resolved and loaded, and what identifies one."""

@@ -1,0 +1,225 @@
+"""Harnesses that run in the worker, without a process per rollout: a chat, and a coding agent in the sandbox.
+
+The chat harnesses of verifiers start an interpreter per rollout, which costs seconds of CPU time. These use the same
+interception server, so the limits, stops and hooks of a task work as with any other harness.
+
+The coding agent is verifiers' `bash` harness with only its tools in the box. The program of verifiers' harness installs
+packages and calls the model over the network, and the sandbox has none.
+"""
+
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack
+from types import ModuleType
+from typing import Any
+
+import aiohttp
+from mcp import Client
+from mcp.client.streamable_http import streamable_http_client
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.harness import HarnessConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harness import Harness
+from verifiers.v1.harnesses.bash.harness import BASH_SYSTEM_PROMPT, EDIT_SYSTEM_PROMPT, BashHarnessConfig
+from verifiers.v1.runtimes import ProgramResult, Runtime
+from verifiers.v1.task import TaskData
+from verifiers.v1.trace import Trace
+from verifiers.v1.types import Messages
+
+HARNESS_ID = "prime_rl_chat"
+SHELL_HARNESS_ID = "prime_rl_shell"
+
+CONTEXT_OVERFLOW = "maximum context length"
+"""Phrase in the error by which chat harnesses recognise a full context."""
+
+Message = dict[str, Any]
+
+
+class ChatHarnessConfig(HarnessConfig):
+    """A harness without further options."""
+
+
+class ChatHarness(Harness[ChatHarnessConfig]):
+    """Alternates replies and tool results until a reply calls no tool."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+        tool_interception_url: str | None = None,
+    ) -> ProgramResult:
+        """Run the conversation; called by verifiers."""
+        system, prompt = self.resolve_prompt(data)
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or []]
+        async with AsyncExitStack() as stack:
+            tools = McpTools(self.config.tool_timeout, self.config.disabled_tools or ())
+            local = self.local_tools()
+            local_names = {tool["function"]["name"] for tool in local}
+            for name, url in mcp_urls.items():
+                await tools.connect(stack, name, url)
+            schemas = [*local, *tools.schemas]
+            headers = {"Authorization": f"Bearer {secret}"}
+            timeout = aiohttp.ClientTimeout(total=None)  # the task has its own limits
+            session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers, timeout=timeout))
+            while True:
+                body = {"model": ctx.model, "messages": messages, **({"tools": schemas} if schemas else {})}
+                async with session.post(f"{endpoint}/chat/completions", json=body) as response:
+                    answer = await response.read()
+                if response.status != 200:
+                    # A full context ends the conversation, which is scored with its turns so far.
+                    full = response.status == 400 and CONTEXT_OVERFLOW.encode() in answer
+                    return ProgramResult(0 if full else 1, "", answer.decode(errors="replace"))
+                message = json.loads(answer)["choices"][0]["message"]
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    return ProgramResult(0, message["content"] or "", "")
+                for call in message["tool_calls"]:
+                    name = call["function"]["name"]
+                    if name in local_names:
+                        content = await self.call_local(name, call["function"]["arguments"], runtime)
+                    else:
+                        content = await tools.call(name, call["function"]["arguments"])
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
+
+    def local_tools(self) -> list[Message]:
+        """Return the definitions of further tools, which `call_local` runs."""
+        return []
+
+    async def call_local(self, name: str, arguments: str, runtime: Runtime) -> str:
+        """Return the result of one of `local_tools`; its arguments are JSON from the model."""
+        raise LookupError(f"{type(self).__name__} has no tool {name}")
+
+
+class McpTools:
+    """The tools of the MCP servers of one rollout.
+
+    Attributes:
+        schemas: their definitions in OpenAI's form.
+    """
+
+    def __init__(self, timeout_seconds: float, disabled: tuple[str, ...] | list[str]) -> None:
+        """Limit each call to `timeout_seconds` seconds; exclude the `disabled` tools."""
+        self.schemas: list[Message] = []
+        self._timeout_seconds = timeout_seconds
+        self._disabled = set(disabled)
+        self._owners: dict[str, tuple[Client, str]] = {}
+
+    async def connect(self, stack: AsyncExitStack, server: str, url: str) -> None:
+        """Connect to a server until `stack` closes, and list its tools."""
+        client = await stack.enter_async_context(Client(streamable_http_client(url)))
+        for tool in (await client.list_tools()).tools:
+            name = f"{server}_{tool.name}" if server else tool.name
+            if name in self._disabled:
+                continue
+            if name in self._owners:
+                raise ValueError(f"two tools are called {name!r}")
+            self._owners[name] = (client, tool.name)
+            function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+            self.schemas.append({"type": "function", "function": function})
+
+    async def call(self, name: str, arguments: str) -> str:
+        """Call a tool. The result of an unknown tool is an error message for the model; other failures raise."""
+        if name not in self._owners:
+            return f"error: there is no tool {name!r}"
+        client, original = self._owners[name]
+        async with asyncio.timeout(self._timeout_seconds):
+            result = await client.call_tool(original, json.loads(arguments))
+        return "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
+
+
+def _tool(name: str, description: str, parameters: dict[str, str]) -> Message:
+    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+_BASH = _tool(
+    "bash", "Run a bash command and return its combined stdout and stderr.", {"command": "The bash command to run."}
+)
+_EDIT = _tool(
+    "edit",
+    "Replace a unique string in a file. old_str must appear exactly once in the file.",
+    {
+        "path": "File path (relative to cwd or absolute).",
+        "old_str": "Exact string to find (must appear exactly once).",
+        "new_str": "Replacement string.",
+    },
+)
+
+
+class ShellHarnessConfig(BashHarnessConfig):
+    """The options of verifiers' `bash` harness."""
+
+
+class ShellHarness(ChatHarness):
+    """A chat whose model has the tools `bash` and `edit`, which act in the runtime of the rollout."""
+
+    EXECUTES_CODE = True
+
+    config: ShellHarnessConfig
+
+    def resolve_prompt(self, task: TaskData) -> tuple[str | None, str | Messages | None]:
+        """Return the system prompt of verifiers' harness with that of the task, and the prompt; called by verifiers."""
+        system, prompt = super().resolve_prompt(task)
+        own = f"{BASH_SYSTEM_PROMPT} {EDIT_SYSTEM_PROMPT}" if self.config.edit else BASH_SYSTEM_PROMPT
+        return "\n\n".join(filter(None, (own, system))), prompt
+
+    def local_tools(self) -> list[Message]:
+        """Return the definitions of the tools."""
+        return [_BASH, _EDIT] if self.config.edit else [_BASH]
+
+    async def call_local(self, name: str, arguments: str, runtime: Runtime) -> str:
+        """Return the result of a tool. A mistake of the model is a result, too; errors of the sandbox are raised."""
+        try:
+            values = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
+        names = ("command",) if name == "bash" else ("path", "old_str", "new_str")
+        if not isinstance(values, dict) or not all(isinstance(values.get(key), str) for key in names):
+            return f"error: the arguments of {name} are {', '.join(names)}, all of them text"
+        if any("\0" in values[key] for key in names):
+            return "error: an argument contains a null character"
+        if name == "bash":
+            result = await runtime.run(["bash", "-c", values["command"]], self.config.resolved_env)
+            return result.stdout + result.stderr
+        return await _edit(runtime, **{key: values[key] for key in names})
+
+
+async def _edit(runtime: Runtime, path: str, old_str: str, new_str: str) -> str:
+    if not path or not old_str:
+        return "error: 'path' and 'old_str' must not be empty"
+    try:
+        content = (await runtime.read(path)).decode()
+        if (count := content.count(old_str)) != 1:
+            return f"error: old_str must appear exactly once in {path} (found {count})"
+        await runtime.write(path, content.replace(old_str, new_str, 1).encode())
+    except (OSError, UnicodeError) as error:
+        return f"error: {error}"
+    return f"Edited {path}"
+
+
+def shell_config(config: Any) -> ShellHarnessConfig:
+    """Return the configuration of this harness from that of verifiers' `bash` harness."""
+    return ShellHarnessConfig(**{**config.model_dump(exclude_unset=True), "id": SHELL_HARNESS_ID})
+
+
+for _id, _harness in ((HARNESS_ID, ChatHarness), (SHELL_HARNESS_ID, ShellHarness)):
+    # Verifiers finds a harness by the name of a top-level module, which exports one.
+    _module = sys.modules.setdefault(_id, ModuleType(_id))
+    _module.__dict__.update({"__all__": [_harness.__name__], _harness.__name__: _harness})

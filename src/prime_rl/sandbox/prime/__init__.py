@@ -1,1 +1,0 @@
-"""Backend `prime`: jails in remote machines of Prime Intellect, over the client library `prime-sandboxes`."""

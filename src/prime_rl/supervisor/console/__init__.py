@@ -1,1 +1,0 @@
-"""What `rl` shows of the run on the console."""

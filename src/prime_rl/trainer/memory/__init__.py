@@ -1,1 +1,0 @@
-"""Recomputation, compilation, offloading and garbage collection; results do not change."""

@@ -1,1 +1,0 @@
-"""Statistics over tokens, parameters and ranks, for the metrics of a step."""

@@ -1,0 +1,102 @@
+"""The bottleneck of simulated runs: a server, a trainer and their staleness bound, with a known slowest part."""
+
+import itertools
+import random
+
+import pytest
+
+from prime_rl.monitors.bottleneck import find_bottleneck
+
+
+def simulate(sample=1.0, train=1.0, k=1, publish=0.0, update=0.0, checkpoint=0.0, pause=0.0, steps=14, noise=0.0,
+             parts=None, evaluation=None, hold=0.0):  # fmt: skip
+    """Return the lines of both processes. Batch n is sampled from version n - k or later, one batch after the other.
+
+    Every duration is in seconds; `evaluation` is (steps between two, slowdown of sampling while one runs).
+    """
+    draw = random.Random(0)
+    trainer, orchestrator, published = [], [], {0: 0.0}
+    free = trained = shipped_before = held = 0.0
+    for step in range(steps):
+        needed = max(0, step - k)
+        if hold and step:
+            published[needed], held = published[needed] + hold, held + hold
+        begin = max(free, published[needed])
+        seconds = sample * (1 + noise * draw.uniform(-1, 1)) + pause
+        if evaluation and step % evaluation[0] == 0 and step:
+            seconds *= evaluation[1]
+            orchestrator.append({"step": step, "time": begin + seconds, "eval/time_s": seconds})
+        ready = begin + seconds
+        row = {"step": step, "time": ready, "time/step": ready - shipped_before, "reward/mean": 0.5,
+               "time/wait_for_policy": begin - free, "time/weight_update": update,
+               "time/weight_update_pause": pause}  # fmt: skip
+        orchestrator.append(row | {f"env/math/time/{part}": seconds * share for part, share in (parts or {}).items()})
+        if hold:
+            orchestrator.append({"step": step, "time": ready, "eval/held_s": held, "eval/time_s": hold})
+        free = shipped_before = ready
+        start = max(trained, ready)
+        end = start + train * (1 + noise * draw.uniform(-1, 1))
+        trainer.append({"step": step, "time": end, "time/step": end - trained, "time/wait_for_batch": start - trained,
+                        "time/train": end - start, "weight_sync/seconds": publish})  # fmt: skip
+        published[step + 1] = end + publish + update
+        trained = end + checkpoint
+    return trainer, orchestrator
+
+
+ENGINE, ENV, GRADER = ({"engine": 0.9, "environment": 0.1}, {"engine": 0.2, "environment": 0.8},
+                       {"engine": 0.3, "environment": 0.1, "scoring": 0.6})  # fmt: skip
+CASES = {
+    "inference": [{"sample": s, "k": k, "parts": ENGINE} for s, k in itertools.product((1.5, 3, 20), (1, 2, 4))]
+    + [{"sample": 8, "k": 0, "parts": {"engine": 0.95}}],
+    "environment": [{"sample": s, "parts": ENV} for s in (1.5, 5)],
+    "grader": [{"sample": s, "k": 2, "parts": GRADER} for s in (1.5, 5)]
+    + [{"sample": 8, "k": 0, "parts": {"engine": 0.05, "scoring": 0.95}}],
+    "trainer": [{"train": t, "k": k} for t, k in itertools.product((1.5, 3, 20), (1, 2, 4))] + [{"train": 8, "k": 0}],
+    "staleness bound": [{"k": 0, "sample": s} for s in (0.5, 1, 3)] + [{"k": 1, "noise": 0.7}],
+    "weight update": [{"k": 0, "publish": 2, "update": 1}, {"sample": 1, "pause": 3, "k": 2}],
+    "checkpoint": [{"checkpoint": 3.0, "k": 2}, {"checkpoint": 10.0, "k": 1}],
+    "evaluation": [{"evaluation": (3, 6.0), "k": 2, "parts": ENGINE, "sample": 0.9}, {"hold": 4.0, "k": 0}],
+    None: [{"k": 1}, {"k": 4, "noise": 0.1}],
+}
+
+
+@pytest.mark.parametrize(("cause", "options"), [(cause, one) for cause, all_ in CASES.items() for one in all_])
+@pytest.mark.parametrize("unit", [0.01, 60.0])
+def test_bottleneck_of_a_simulated_run_is_its_slowest_part(cause, options, unit):
+    trainer, orchestrator = simulate(**options)
+    for row in (*trainer, *orchestrator):
+        row.update({key: value * unit for key, value in row.items() if key.startswith(("time", "weight_sync", "eval"))})
+    found = find_bottleneck(trainer, orchestrator)
+    assert found.cause == cause, str(found)
+    assert ("is the bottleneck" in str(found)) == (cause is not None)
+    assert ("without GPUs: cores" in str(found)) == (cause in ("inference", "trainer"))
+
+
+def test_bottleneck_of_a_run_that_waits_for_its_turn_is_the_other_runs():
+    trainer, orchestrator = simulate(k=0)
+    shares = {"time/wait_for_batch": 0.15, "time/wait_for_turn": 0.55, "time/train": 0.3}
+    for row, shipped in zip(trainer, orchestrator, strict=True):
+        row.update({name: share * row["time/step"] for name, share in shares.items()})
+        shipped["time/wait_for_policy"] = 0.6 * shipped["time/step"]
+    found = find_bottleneck(trainer, orchestrator)
+    assert found.cause == "other runs" and "other runs took 55%" in str(found)
+
+
+def test_bottleneck_needs_steps_of_this_start():
+    trainer, orchestrator = simulate(sample=3)
+    assert find_bottleneck(trainer[:3], orchestrator[:3]) is None
+    assert find_bottleneck(trainer, orchestrator, since=trainer[-2]["time"]) is None
+    assert find_bottleneck([], []) is None
+
+
+def test_bottleneck_of_fine_tuning_is_its_data():
+    rows = [{"step": n, "time": 2.0 * n, "time/step": 2.0, "time/load_data": 1.0, "time/train": 1.0} for n in range(6)]
+    assert find_bottleneck(rows, []).cause == "data"
+    assert find_bottleneck([{**row, "time/load_data": 0.01} for row in rows], []) is None
+
+
+def test_bottleneck_after_a_restart_counts_only_what_the_new_process_held():
+    trainer, orchestrator = simulate(hold=0.05, k=0)
+    assert find_bottleneck(trainer, orchestrator).cause == "staleness bound"
+    old = {"step": -1, "time": -1e3, "eval/held_s": 500.0}  # the total of the process before
+    assert find_bottleneck(trainer, [old, *orchestrator]).cause == "staleness bound"

@@ -1,0 +1,93 @@
+"""What the findings say about made-up curves: of healthy runs nothing, of others the problem that was put in."""
+
+import math
+import random
+
+import pytest
+
+from prime_rl.monitors.findings import find_problems
+
+
+def curves(steps, rng, **shapes):
+    """Lines of trainer and orchestrator; `shapes` are functions of the progress from 0 to 1, by name of the metric."""
+    healthy = {
+        "reward/mean": lambda x: 0.3 + 0.5 * x, "metrics/exact_match": lambda x: 0.1 + 0.4 * x,
+        "entropy": lambda x: 1.5 - x, "grad_norm": lambda x: 1 + x, "mismatch_kl": lambda x: 0.002,
+        "lr": lambda x: 1e-3, "reward/max": lambda x: 1.0, "metrics/turns": lambda x: 5 - 2 * x,
+        "batch/zero_advantage_groups": lambda x: 0.2,
+    }  # fmt: skip
+    rows = []
+    for step in range(steps):
+        noise = 1 + 0.04 * rng.uniform(-1, 1)
+        values = {name: shape(step / (steps - 1)) * noise for name, shape in (healthy | shapes).items()}
+        rows.append({"step": step, "time": float(step), **values})
+    return rows, rows
+
+
+@pytest.mark.parametrize("steps", [3, 8, 20, 60, 500])
+@pytest.mark.parametrize("seed", range(5))
+def test_findings_of_a_healthy_run_are_none(steps, seed):
+    assert find_problems(*curves(steps, random.Random(seed))) == []
+    saturated = curves(steps, random.Random(seed), entropy=lambda x: 1.5 * math.exp(-5 * x),
+                       **{"reward/mean": lambda x: 1 - 0.7 * math.exp(-4 * x)})  # fmt: skip
+    assert find_problems(*saturated) == []
+
+
+def test_findings_of_a_run_whose_first_steps_have_no_gradient_are_none():
+    norms = {"grad_norm": lambda x: 1.0 if x > 0.2 else 1e-4}
+    for steps in (20, 60, 500):
+        assert find_problems(*curves(steps, random.Random(0), **norms)) == []
+
+
+@pytest.mark.parametrize("name", ["tool_errors", "timeouts", "grading_failed", "mistakes", "truncated"])
+def test_findings_of_a_run_that_makes_fewer_errors_are_none(name):
+    fewer = {f"metrics/{name}": lambda x: 0.6 - 0.5 * x}
+    assert find_problems(*curves(60, random.Random(0), **fewer)) == []
+
+
+PROBLEMS = {
+    "if a lower metrics/exact_match is worse, the reward is hacked": {"metrics/exact_match": lambda x: 0.5 - 0.4 * x},
+    "eval/math/reward/mean": {"eval/math/reward/mean": lambda x: 0.6 - 0.3 * x},
+    "gradient norm rose": {"grad_norm": lambda x: 1 if x < 0.5 else 100 * x},
+    "the reward fell": {"reward/mean": lambda x: 0.8 - 1.5 * abs(x - 0.5)},
+    "nats; lower optim.lr (now 0.0": {"mismatch_kl": lambda x: 5 * x},
+    "trainer and sampler disagree": {"mismatch_kl/on_policy": lambda x: 0.5 * x},
+    "entropy rose": {"entropy": lambda x: 1 + 3 * x},
+    "entropy collapsed": {"entropy": lambda x: math.exp(-8 * x), "reward/mean": lambda x: 0.3},
+    "learns nothing": {"batch/zero_advantage_groups": lambda x: math.inf, "reward/mean": lambda x: 0.3},
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("steps", [12, 20, 60, 500])
+def test_findings_of_a_run_with_a_problem_name_it(problem, steps):
+    found = find_problems(*curves(steps, random.Random(1), **PROBLEMS[problem]))
+    assert any(problem in line for line in found), found
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_findings_name_a_reward_function_that_raises(batches):
+    trainer, rows = curves(20, random.Random(0))
+    for row in rows:
+        row.update(
+            {"groups/ended": 10 * row["step"], "groups/failed": 5 * row["step"], "dropped/error/math": 5 * row["step"]}
+        )
+    warning = {"kind": "group", "env": "math", "count": 10, "text": "10 groups failed; the last: KeyError: 'score'"}
+    [line] = find_problems(trainer if batches else [], rows if batches else [], [warning])
+    assert "environment math or its reward function fails" in line and "KeyError" in line
+    assert ("50 of 100 groups failed" in line) == batches
+    assert (
+        find_problems(trainer, [row | {"groups/failed": 0, "dropped/error/math": 0} for row in rows], [warning]) == []
+    )
+    early = warning | {"count": 1}
+    assert find_problems([], [], [early]) == []
+
+
+def test_findings_count_failed_groups_since_the_restart_of_the_orchestrator():
+    _, rows = curves(20, random.Random(0))
+    for row in rows:
+        ended = 100 * row["step"] if row["step"] < 15 else 10 * (row["step"] - 14)
+        failed = 0 if row["step"] < 15 else ended // 10 + 1
+        row.update({"groups/ended": ended, "groups/failed": failed, "dropped/error/math": failed})
+    [line] = find_problems([], rows, [{"kind": "group", "env": "math", "count": 1, "text": "KeyError"}])
+    assert "6 of 50 groups failed" in line

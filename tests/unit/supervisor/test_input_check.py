@@ -1,0 +1,109 @@
+"""What a user gives to a run is loaded in other processes before anything starts."""
+
+import pytest
+
+from prime_rl.configs.rl import RLConfig
+from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.supervisor.input_check import InputCheck
+
+MODEL = "configs/reverse_text/model"
+ENVIRONMENT = """
+import os
+import sys
+import time
+
+import verifiers as vf
+from datasets import Dataset
+
+
+def load_environment(rows=3, trouble=""):
+    print("loud")
+    if trouble == "exit":
+        sys.exit(7)
+    if trouble == "crash":
+        os.abort()
+    if trouble == "hang":
+        time.sleep(600)
+    if "PRIME_RL_API_KEY" in os.environ:
+        raise RuntimeError("it can read the key of the server")
+    data = Dataset.from_list([{"question": "q", "answer": "a"}] * rows)
+    return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric())
+"""
+
+
+def check_input(config):
+    with InputCheck() as check:
+        return check.run(config)
+
+
+FUNCTIONS = """
+def loss(inputs, beta):
+    return -beta * inputs.logprobs
+
+
+def advantage(batch):
+    return [scores.rewards for scores in batch]
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "loud.py").write_text(ENVIRONMENT)
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+
+    def load(*arguments):
+        fixed = ["--model.name", MODEL, "--orchestrator.env.id", str(tmp_path / "loud.py")]
+        return RLConfig.load([*fixed, *(argument.format(tmp_path) for argument in arguments)])
+
+    return load
+
+
+@pytest.mark.slow
+def test_check_input_counts_the_examples_of_all_environments(config, monkeypatch):
+    monkeypatch.setenv("INFERENCE_SERVER_API_KEY", "secret")
+    monkeypatch.setenv("PRIME_RL_API_KEY", "secret")
+    loaded = config("--orchestrator.client.api-key-var", "PRIME_RL_API_KEY")
+    (env,) = loaded.orchestrator.env
+    both = [env, env.model_copy(update={"args": {"rows": 5}, "name": "other"})]
+    orchestrator = loaded.orchestrator.model_copy(update={"env": both})
+    assert check_input(loaded.model_copy(update={"orchestrator": orchestrator})) == 8
+
+
+CUSTOM_LOSS = ["--trainer.loss.type", "custom", "--trainer.loss.import-path"]
+CUSTOM_ADVANTAGE = ["--orchestrator.advantage.type", "custom", "--orchestrator.advantage.import-path"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--orchestrator.env.args.row", "3"], ["env.args.row", "did you mean rows?"]),
+        (["--orchestrator.env.args.trouble", "exit"], ["loud.py: the process that loaded it exited with code 7"]),
+        pytest.param(
+            ["--orchestrator.env.args.trouble", "crash"],
+            ["the process that loaded it was killed by signal 6"],
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(["--orchestrator.env.args.rows", "0"], ["has no train examples"], marks=pytest.mark.extended),
+        ([*CUSTOM_LOSS, "{}/functions.py:los"], ["trainer.loss.import_path", "no function 'los'; did you mean loss?"]),
+        pytest.param(
+            [*CUSTOM_LOSS, "{}/functions.py:loss"],
+            ["trainer.loss.import_path", "missing a required argument: 'beta'"],
+            marks=pytest.mark.extended,
+        ),
+        ([*CUSTOM_ADVANTAGE, "{}/functions.py:advantages"], ["orchestrator.advantage.import_path", "did you mean"]),
+    ],
+)
+def test_check_input_refuses_what_a_process_would_refuse(config, arguments, parts):
+    with pytest.raises(ConfigError) as caught:
+        check_input(config(*arguments))
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.slow
+def test_check_input_of_an_environment_that_hangs_ends(config):
+    arguments = ["--orchestrator.env.args.trouble", "hang", "--orchestrator.env.start-timeout-seconds", "0.5"]
+    with pytest.raises(RunError, match=r"did not load within 0\.5 s"):
+        check_input(config(*arguments))

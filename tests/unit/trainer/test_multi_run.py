@@ -1,0 +1,372 @@
+"""Several LoRA runs in one trainer: each run gets the weights that it gets alone."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from prime_rl.configs.loading.base_config import write_config
+from prime_rl.configs.orchestrator import OrchestratorConfig
+from prime_rl.configs.trainer import FakeDataConfig, TrainerConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.storage.batch import write_batch
+from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.wait_for import wait_for, wait_until
+from prime_rl.trainer.model.policy_model import load_tokenizer
+from prime_rl.trainer.rl import trained_run
+from prime_rl.trainer.rl.batch_source import fake_batch
+from prime_rl.trainer.rl.multi_run import ActiveRun, take_turns
+from prime_rl.trainer.trainer_nodes import join_nodes
+from prime_rl.trainer.weights.policy_loading import make_policy
+from tests.support.command import PROGRESS_TIMEOUT_SECONDS
+from tests.unit.trainer.world import run_command
+
+SCRIPT = Path(__file__).parents[3] / "src/prime_rl/trainer/rl/train.py"
+STEPS = 3
+RANKS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
+RUNS = {
+    "run_alpha": {"optim": {"lr": 1e-3}, "batch": 10},
+    "run_beta": {
+        "optim": {"lr": 1e-2, "max_norm": 0.01}, "lora": {"rank": 2, "alpha": 8.0}, "loss": {"type": "grpo"},
+        "batch": 40, "num_minibatches": 2,
+    },
+    "run_gamma": {"loss": {"kl": {"coef": 0.1}}, "scheduler": {"type": "linear"}, "batch": 3, "seed": 7},
+}  # fmt: skip
+
+
+def ship(paths, size, seed, steps, damage=None):
+    """Write the batches of a run as its orchestrator would."""
+    config = FakeDataConfig(batch_size=size, seq_len=40, micro_batch_size=2, variable_length=True)
+    for step in range(steps):
+        batch = fake_batch(config, 103, row_length=80, seed=seed, step=step)
+        if damage is not None and step == 1:
+            damage(batch)
+        write_batch(paths.rollouts(step), batch, {"branch": 0, "step": step, "async_level": 2})
+
+
+def announce(stack, root, name, model, damage=None, **changes):
+    """Write a run's batches and configuration, and keep the heartbeat of its orchestrator."""
+    settings = {**RUNS.get(name, {"batch": 4}), **changes}
+    paths = RunPaths(root / name)
+    ship(paths, settings.pop("batch"), len(name), settings.pop("num_batches", STEPS), damage)
+    lora = settings.pop("lora", {})
+    config = OrchestratorConfig(
+        model={"name": str(model), "lora": lora}, output_dir=paths.root, seq_len=80, **{"max_steps": STEPS, **settings}
+    )
+    heartbeat = HeartbeatWriter(paths, "orchestrator", "orchestrator", interval_seconds=0.2)
+    stack.enter_context(heartbeat)
+    write_config(config, paths.config("orchestrator"))
+    return paths
+
+
+def arguments(root, model, *more):
+    fixed = ["--model.lora", "--model.lora.rank", "4", "--model.seq-len", "80", "--exit-when-idle-seconds", "0"]
+    return ["--model.name", model, "--output-dir", root, "--device", "cpu", "--max-concurrent-runs", "2", *fixed, *more]
+
+
+def train(root, model, ranks=1, *more):
+    return run_command("trainer", arguments(root, model, *more), ranks=ranks)
+
+
+def weights(paths, step=STEPS):
+    return load_file(paths.weights(step) / "adapter_model.safetensors")
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max(np.abs(one[name] - other[name]).max() for name in one)
+
+
+def lines(paths):
+    return [json.loads(line) for line in paths.metrics("trainer").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, tmp_path_factory):
+    """The final weights of each run alone in its trainer."""
+    finals = {}
+    for name in RUNS:
+        root = tmp_path_factory.mktemp("alone")
+        with ExitStack() as stack:
+            paths = announce(stack, root, name, tiny)
+            code, error = train(root, tiny)
+        assert code == 0, error
+        finals[name] = weights(paths)
+    return finals
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
+def test_runs_in_company_end_as_alone(alone, tiny, tmp_path, ranks):
+    """Three runs on two slots: the third joins when one has finished."""
+    with ExitStack() as stack:
+        paths = {name: announce(stack, tmp_path, name, tiny) for name in RUNS}
+        code, error = train(tmp_path, tiny, ranks)
+    assert code == 0, error
+    for name, run in paths.items():
+        assert difference(weights(run), alone[name]) <= 1e-5, name
+        assert [line["step"] for line in lines(run)] == list(range(STEPS))
+        for line in lines(run):
+            waits = ("wait_for_batch", "wait_for_turn", "synchronize")
+            assert line["time/busy"] == pytest.approx(line["time/step"] - sum(line[f"time/{name}"] for name in waits))
+    assert json.loads((paths["run_beta"].weights(1) / "adapter_config.json").read_text())["r"] == 2
+    totals = lines(RunPaths(tmp_path))
+    assert max(line["runs/active"] for line in totals) == 2
+    assert sum(line["tokens"] for line in totals) == sum(
+        line["tokens"] for run in paths.values() for line in lines(run)
+    )
+
+
+@contextmanager
+def training(root, model, ranks=1, *more):
+    """Train in the background for the length of the block; yields the future of exit code and stderr."""
+    with ThreadPoolExecutor(1) as pool:
+        trainer = pool.submit(train, root, model, ranks, *more)
+        try:
+            yield trainer
+        except BaseException:
+            os.kill(trainer_of(root), signal.SIGKILL)
+            raise
+
+
+def trainer_of(root):
+    """Return the process id of the trainer."""
+    return json.loads(RunPaths(root).heartbeat("trainer_0").read_text())["pid"]
+
+
+def phase_of(paths, name="trainer_0"):
+    file = paths.heartbeat(name)
+    return json.loads(file.read_text())["phase"] if file.exists() else ""
+
+
+def await_phase(paths, start):
+    wait_until(paths.heartbeats_dir, lambda: phase_of(paths).startswith(start), PROGRESS_TIMEOUT_SECONDS, start)
+
+
+def make_advantages_infinite(batch):
+    batch.advantages[np.flatnonzero(batch.loss_mask)[0]] = np.inf
+
+
+@RANKS
+def test_failing_run_leaves_no_trace_in_another(alone, tiny, tmp_path, ranks):
+    """A batch that is not finite, a gradient that is not, and an unknown key; the healthy run is bit-identical."""
+    with ExitStack() as stack:
+        healthy = announce(stack, tmp_path, "run_alpha", tiny)
+        damaged = announce(stack, tmp_path, "run_gamma", tiny, make_advantages_infinite)
+        sgd = {"lr": 1e30, "type": "sgd", "max_norm": None}
+        wild = announce(stack, tmp_path, "run_wild", tiny, optim=sgd, max_steps=9, num_batches=4)
+        typo = announce(stack, tmp_path, "run_typo", tiny, optim={"lrr": 1.0})
+        full = announce(stack, tmp_path, "run_full", tiny, num_batches=1)
+        full.weights_dir.touch()  # nothing can be published, and the orchestrator waits for it
+        code, error = train(tmp_path, tiny, ranks)
+    assert code == 0, error
+    assert difference(weights(healthy), alone["run_alpha"]) <= (0 if ranks == 1 else 1e-5)
+    assert "batch 1 has log-probabilities or advantages that are not finite" in damaged.evicted.read_text()
+    assert weights(damaged, step=1), "the version before the bad batch stays"
+    assert "gradient was not finite in 3 consecutive steps" in wild.evicted.read_text()
+    assert "optim.adamw.lrr: Extra inputs are not permitted" in typo.refused.read_text()
+    assert "cannot publish" in full.evicted.read_text()
+    assert not healthy.evicted.exists() and not damaged.refused.exists()
+
+
+@RANKS
+def test_slot_of_a_run_that_ends_goes_to_the_one_that_waits_longest(tiny, tmp_path, ranks):
+    """Orchestrators that end, a folder that is removed, a run that starts again with another configuration."""
+    endless = {"max_steps": 99}
+    with ExitStack() as stack, training(tmp_path, tiny, ranks) as trainer:
+        alpha = announce(stack, tmp_path, "run_alpha", tiny, **endless)
+        beta = announce(stack, tmp_path, "run_beta", tiny, **endless)
+        await_phase(alpha, f"wait for batch {STEPS}")
+        await_phase(beta, f"wait for batch {STEPS}")
+        gamma = announce(stack, tmp_path, "run_gamma", tiny)
+        await_phase(gamma, "wait for a slot: 2 runs use this trainer, position 1")
+        shutil.rmtree(alpha.root / "configs")
+        shutil.rmtree(alpha.root, ignore_errors=True)  # its orchestrator still writes heartbeats
+        wait_for(gamma.weights(STEPS), PROGRESS_TIMEOUT_SECONDS, "the trainer")
+        await_phase(gamma, "ended")
+        assert not alpha.weights_dir.exists()
+        config = beta.config("orchestrator").read_text()
+        beta.config("orchestrator").write_text(config.replace("max_steps = 99", "max_steps = 98"))
+        wait_for(beta.refused, PROGRESS_TIMEOUT_SECONDS, "the trainer")
+        assert "of an earlier run" in beta.refused.read_text(), "a start in a used folder does not resume by itself"
+        stack.close()
+        code, error = trainer.result()
+    assert code == 0, error
+
+
+def test_trainer_ends_when_no_orchestrator_is_left(tiny, tmp_path):
+    with training(tmp_path, tiny) as trainer:
+        with ExitStack() as stack:
+            alpha = announce(stack, tmp_path, "run_alpha", tiny, max_steps=99)
+            await_phase(alpha, f"wait for batch {STEPS}")
+        code, error = trainer.result()
+    assert code == 0, error
+    assert phase_of(alpha) == "ended"
+
+
+BEAT = """
+import sys, time
+from pathlib import Path
+from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
+from prime_rl.storage.paths import RunPaths
+with HeartbeatWriter(RunPaths(Path(sys.argv[1])), "orchestrator", "orchestrator", interval_seconds=0.2):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_run_without_its_orchestrator_gives_its_slot_to_one_that_waits(tiny, tmp_path, number):
+    limits = ["--heartbeat.dead-after-seconds", "2", "--heartbeat.warn-after-seconds", "1"]
+    with ExitStack() as stack, training(tmp_path, tiny, 1, *limits) as trainer:
+        gamma = announce(stack, tmp_path, "run_gamma", tiny, max_steps=99)
+        with ExitStack() as announcing:
+            alpha = announce(announcing, tmp_path, "run_alpha", tiny, max_steps=99)
+        orchestrator = stack.enter_context(subprocess.Popen([sys.executable, "-c", BEAT, str(alpha.root)]))
+        stack.callback(orchestrator.kill)
+        for run in (alpha, gamma):
+            await_phase(run, f"wait for batch {STEPS}")
+        beta = announce(stack, tmp_path, "run_beta", tiny)
+        await_phase(beta, "wait for a slot: 2 runs use this trainer, position 1")
+        orchestrator.send_signal(number)
+        wait_for(beta.weights(STEPS), PROGRESS_TIMEOUT_SECONDS, "the trainer")
+        stack.close()
+        code, error = trainer.result()
+    assert code == 0, error
+    assert phase_of(alpha) == "ended"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stopped_runs_resume_as_if_not_stopped(alone, tiny, tmp_path, ranks):
+    """A checkpoint of each run, then SIGTERM; a later trainer, with other ranks, resumes them."""
+    checkpoints = {"ckpt": {"interval": STEPS - 1}}
+    names = ("run_alpha", "run_beta")
+    with ExitStack() as stack, training(tmp_path, tiny) as trainer:
+        paths = [announce(stack, tmp_path, name, tiny, **checkpoints) for name in names]
+        for run in paths:  # the last batch is not there yet
+            run.rollouts(STEPS - 1).rename(run.root / "later")
+        for run in paths:
+            await_phase(run, f"wait for batch {STEPS - 1}")
+        os.kill(trainer_of(tmp_path), signal.SIGTERM)
+        code, error = trainer.result()
+    assert code == 128 + signal.SIGTERM, error
+    with ExitStack() as stack:
+        for run in paths:
+            assert (run.checkpoint(STEPS - 1) / "COMMITTED").exists()
+            (run.root / "later").rename(run.rollouts(STEPS - 1))
+            config = OrchestratorConfig.read(run.config("orchestrator"))
+            resumed = config.model_copy(update={"ckpt": config.ckpt.model_copy(update={"resume_step": -1})})
+            stack.enter_context(HeartbeatWriter(run, "orchestrator", "orchestrator", interval_seconds=0.2))
+            write_config(resumed, run.config("orchestrator"))
+        code, error = train(tmp_path, tiny, ranks)
+    assert code == 0, error
+    for name, run in zip(names, paths, strict=True):
+        assert difference(weights(run), alone[name]) <= 1e-5, name
+
+
+_ARRIVALS = st.lists(st.dictionaries(st.integers(0, 7), st.integers(1, 30)), min_size=1, max_size=20)
+
+
+@given(_ARRIVALS, st.integers(1, 8))
+def test_turns_take_every_row_once_and_let_no_run_wait(arrivals, budget):
+    """Rows arrive between iterations; a run gets its share of the budget in each, or a turn in the next ones."""
+    left, after, waited, trained = Counter(), -1, Counter(), Counter()
+    coming = list(arrivals)
+    while coming or left:
+        left.update(coming.pop(0) if coming else {})
+        taken, after = take_turns(left, after, budget)
+        assert sum(taken.values()) == min(budget, sum(left.values()))
+        for idx in left:
+            waited[idx] = 0 if idx in taken else waited[idx] + 1
+            assert waited[idx] < -(-8 // budget)
+            assert idx not in taken or taken[idx] >= min(left[idx], budget // len(left))
+        trained.update(taken)
+        left = +Counter({idx: count - taken.get(idx, 0) for idx, count in left.items()})
+    assert trained == sum(map(Counter, arrivals), Counter())
+
+
+def test_run_continues_in_a_trainer_of_its_own(alone, tiny, tmp_path):
+    """Counts, scale, clipping and moments are those of a trainer of one run; its initial adapter would be another."""
+    with ExitStack() as stack, training(tmp_path, tiny) as trainer:
+        run = announce(stack, tmp_path, "run_alpha", tiny, ckpt={"interval": 1})
+        for step in range(1, STEPS):
+            run.rollouts(step).rename(run.root / f"later_{step}")
+        await_phase(run, "wait for batch 1")
+        os.kill(trainer_of(tmp_path), signal.SIGTERM)
+        trainer.result()
+    for step in range(1, STEPS):
+        (run.root / f"later_{step}").rename(run.rollouts(step))
+    lora = ["--model.lora.rank", "4", "--model.lora.publish", "adapter", "--model.seq-len", "80", "--optim.lr", "1e-3"]
+    resumed = ["--ckpt.interval", "1", "--ckpt.resume-step", "1", "--max-steps", STEPS, "--device", "cpu"]
+    code, error = run_command("trainer", ["--model.name", tiny, "--output-dir", run.root, *lora, *resumed], ranks=2)
+    assert code == 0, error
+    assert difference(weights(run), alone["run_alpha"]) <= 1e-5
+
+
+@pytest.mark.extended
+def test_runs_resume_their_checkpoints_when_a_rank_is_killed(alone, tiny, tmp_path):
+    """torchrun restarts all ranks; runs with and without recorded checkpoints end as if nothing had happened."""
+    with ExitStack() as stack:
+        names = ("run_alpha", "run_beta")
+        paths = [announce(stack, tmp_path, name, tiny, ckpt={"interval": 1}) for name in names]
+        for run in paths:  # the last batch is not there yet
+            run.rollouts(STEPS - 1).rename(run.root / "later")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+        trainer = stack.enter_context(
+            subprocess.Popen(
+                [*command, "--max-restarts=1", SCRIPT, *arguments(tmp_path, tiny)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        )
+        stack.callback(trainer.kill)
+        for run in paths:
+            await_phase(run, f"wait for batch {STEPS - 1}")
+        first = trainer_of(tmp_path)
+        os.kill(json.loads(RunPaths(tmp_path).heartbeat("trainer_1").read_text())["pid"], signal.SIGKILL)
+        wait_until(tmp_path, lambda: trainer_of(tmp_path) != first, PROGRESS_TIMEOUT_SECONDS, "a restart")
+        for run in paths:
+            (run.root / "later").rename(run.rollouts(STEPS - 1))
+        assert trainer.wait(PROGRESS_TIMEOUT_SECONDS) == 0
+    for name, run in zip(names, paths, strict=True):
+        assert difference(weights(run), alone[name]) <= 1e-5, name
+        assert json.loads((run.weights(STEPS) / "manifest.json").read_text())["branch"] == 1
+
+
+@pytest.mark.parametrize("fails", ["used folder", "optimizer", "restore"])
+def test_run_that_cannot_join_leaves_no_process_group(tiny, tmp_path, world, monkeypatch, fails):
+    config = TrainerConfig(
+        model={"name": str(tiny), "lora": {"rank": 2}, "seq_len": 80}, output_dir=tmp_path / "run_a", device="cpu"
+    )
+    if fails == "used folder":
+        ship(config.run_paths, 4, 0, 1)
+        config.run_paths.weights(1).mkdir(parents=True)
+    elif fails == "optimizer":
+        monkeypatch.setattr(trained_run, "build_objective", refuse)
+    else:
+        monkeypatch.setattr(trained_run.TrainedRun, "restore", refuse)
+    policy = make_policy(config.model, 0, world, shared=True)
+    heartbeat = HeartbeatWriter(config.run_paths, "trainer_0", "trainer")
+    with join_nodes(config.run_paths, world, heartbeat) as directory:
+        shared = trained_run.PolicyOfRuns(policy, load_tokenizer(config.tokenizer, config.model), world, directory)
+        before = set(dist.distributed_c10d._world.pg_map)
+        with pytest.raises(ConfigError):
+            ActiveRun(0, config, shared, heartbeat)
+        assert set(dist.distributed_c10d._world.pg_map) == before
+
+
+def refuse(*args):
+    raise ConfigError("no")

@@ -1,0 +1,191 @@
+"""The setup of a rank: settings of the ranks of several nodes, and garbage collection at an interval."""
+
+import gc
+import os
+import signal
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from prime_rl.configs.trainer import TrainerConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.liveness.parent_process import SUPERVISED
+from prime_rl.storage.checkpoint_artifacts import STOP, StopRecord, find_checkpoints, read_stop, write_stop
+from prime_rl.storage.rollback import START_VARIABLE
+from prime_rl.trainer.parallel.process_group import World, _rendezvous_options
+from prime_rl.trainer.process_setup import GarbageCollection, StopRequest, check_rank_settings
+from tests.unit.trainer.world import run_world
+
+CASES = {
+    "same": ([], [], None),
+    "paths": (["--output-dir", "a", "--log.level", "debug"], ["--output-dir", "b", "--wandb"], None),
+    "rate": (["--optim.lr", "1e-3"], ["--optim.lr", "1e-5"], "optim.lr = 0.001 at rank 0 on "),
+    "block": (["--model.lora.rank", "4"], [], "model.lora = set at rank 0 on "),
+    "kind": ([], ["--loss.type", "ppo"], "loss.type = aipo at rank 0 on "),
+}
+
+
+def _refusals(world, cases):
+    """The error of each case on this rank, which is alone on its node."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    found = {}
+    for name, arguments in cases.items():
+        config = TrainerConfig.load(["--model.name", "m", *arguments[world.rank % 2]])
+        try:
+            check_rank_settings(config, world)
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    ranks = run_world(2, _refusals, {name: case[:2] for name, case in CASES.items()}, tmp_path_factory.mktemp("world"))
+    assert ranks[0] == ranks[1], "all ranks raise the same error"
+    return ranks[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_check_rank_settings_refuses_what_decides_the_result(refusals, name):
+    expected = CASES[name][2]
+    assert (name in refusals) is (expected is not None)
+    if expected is not None:
+        assert refusals[name].startswith(expected) and "at rank 1 on " in refusals[name]
+        assert refusals[name].endswith("; give all ranks the same")
+
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+
+def test_garbage_is_collected_at_the_interval_only():
+    garbage = GarbageCollection(3)
+    try:
+        alive = []
+        for step in range(4, 9):
+            watched = weakref.ref(Cycle())
+            for _ in range(3000):  # more than the thresholds of automatic collection
+                Cycle()
+            garbage.step_done(step)
+            alive.append(watched() is not None)
+        assert alive == [True, False, True, True, False]  # steps 5 and 8 end a third step
+        assert not gc.isenabled()
+    finally:
+        garbage.close()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_garbage_of_objects_that_survived_a_collection_is_collected_later():
+    garbage = GarbageCollection(1)
+    try:
+        kept = Cycle()
+        watched = weakref.ref(kept)
+        for step in range(3):
+            garbage.step_done(step)
+        del kept
+        garbage.step_done(3)
+        assert watched() is None
+    finally:
+        garbage.close()
+
+
+# A request to stop reaches the trainer by SIGTERM, or by the file that `rl` and the other ranks write
+
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def start(monkeypatch):
+    monkeypatch.setenv(START_VARIABLE, "this start")
+
+
+def test_stop_request_sigterm_is_agreed_and_announced(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(tmp_path, 2, ALONE) as stop:
+        assert not stop.agree(4)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.agree(5) and stop.is_agreed
+    assert read_stop(tmp_path) == StopRecord(5, 2, "this start")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("record", "requested"),
+    [
+        (StopRecord(start="this start"), True),
+        (StopRecord(start="an earlier start"), False),
+        (StopRecord(), False),
+        (StopRecord(5, 2), True),
+        (StopRecord(5, 1), False),
+        (StopRecord(4, 2), False),
+    ],
+)
+def test_stop_request_file_counts_for_this_start_or_step_only(tmp_path, record, requested):
+    stop = StopRequest(tmp_path, 2, ALONE)
+    write_stop(tmp_path, record)
+    assert stop.agree(5) is requested
+
+
+@pytest.mark.parametrize(("record", "kept"), [(StopRecord(start="this start"), True), (StopRecord(0, 0), False)])
+def test_stop_request_of_an_earlier_start_is_removed(tmp_path, record, kept):
+    """A run without a checkpoint starts at the same step of the same branch again."""
+    write_stop(tmp_path, record)
+    assert not find_checkpoints(tmp_path).broken
+    with StopRequest(tmp_path, 0, ALONE) as stop:
+        assert (tmp_path / STOP).exists() is kept
+        assert stop.agree(0) is kept
+
+
+def test_stop_request_under_rl_leaves_sigterm_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv(SUPERVISED, "1")
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(tmp_path, 0, ALONE):
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_stop_request_without_checkpoints_never_stops(tmp_path):
+    assert not StopRequest(None, 0, ALONE).agree(3)
+
+
+# Ranks of a restart attempt use their own part of torchrun's store
+
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def place(monkeypatch, attempt, rank=0, size=1):
+    variables = {"TORCHELASTIC_RESTART_COUNT": attempt, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": size, "RANK": rank}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    return _rendezvous_options(TIMEOUT)
+
+
+@pytest.fixture
+def agent(monkeypatch):
+    """torchrun's own store, which outlives the attempts."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
+    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in {**variables, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    return store
+
+
+def test_store_of_an_attempt_does_not_contain_earlier_attempts(agent, monkeypatch):
+    first, second = place(monkeypatch, 0), place(monkeypatch, 1)
+    first["store"].set("address", "of a rank that dies")
+    assert first["store"].check(["address"])
+    assert not second["store"].check(["address"])
+    assert (second["rank"], second["world_size"]) == (0, 1)
+
+
+def test_store_on_several_nodes_is_the_same_if_they_count_attempts_differently(agent, monkeypatch):
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(agent, int(os.environ["RANK"]), 2)]))
+    first, second = place(monkeypatch, 0, size=2), place(monkeypatch, 1, rank=1, size=2)
+    first["store"].set("address", "of a rank")
+    assert second["store"].check(["address"])
+    assert (second["rank"], second["world_size"]) == (1, 2)
