@@ -54,7 +54,7 @@ work() {
     else
         printf 'unset PRIME_EXP_ID; '
     fi
-    printf 'tail -n +1 -F %q 2> /dev/null & exec %q' "$1" "${SHELL:-bash}"
+    printf 'tail --pid=$$ -n +1 -F %q 2> /dev/null & exec %q' "$1" "${SHELL:-bash}"
 }
 
 if ! tmux has-session -t "=$session" 2> /dev/null; then

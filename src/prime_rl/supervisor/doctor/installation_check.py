@@ -19,8 +19,8 @@ from typing import Any
 
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.http_requests import send_request
-from prime_rl.core.import_utils import require_engine_libraries
 from prime_rl.core.terminal_escape import escape_control_chars
+from prime_rl.inference.vllm.libnuma import provide_libnuma
 from prime_rl_sandbox.execution import SandboxConfigError
 from prime_rl_sandbox.jail.bubblewrap import JAIL_UID, bubblewrap_version, find_bubblewrap, find_interpreter
 from prime_rl_sandbox.prime_jail import check_prime
@@ -133,9 +133,9 @@ def _check_cuda(torch: dict[str, Any]) -> tuple[CheckLevel, str]:
 
 
 def _check_vllm(torch: dict[str, Any]) -> tuple[CheckLevel, str]:
-    require_engine_libraries()
+    stand_in = ", a stand-in for libnuma: no memory binding" if provide_libnuma() else ""
     vllm = _import(_PROBE_VLLM)
-    line = f"{vllm['version']}, device {vllm['device'] or 'unknown'}"
+    line = f"{vllm['version']}, device {vllm['device'] or 'unknown'}{stand_in}"
     if torch and (vllm["device"] == "cuda") != torch["available"]:
         return CheckLevel.FAIL, f"{line}, which is not torch's device; {_SYNC}"
     if not vllm["kernels"]:

@@ -1,0 +1,35 @@
+"""Check that the reward of a run has risen: the mean over the rollouts of its last batch is at least a value.
+
+    uv run python scripts/check_reward.py outputs --at-least 0.9
+
+Exit code 0 if it is, 1 if it is not, 2 if the directory has no rewards.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Print the first and the last reward and compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the output_dir of a run")
+    parser.add_argument("--at-least", type=float, required=True, help="the reward that the last batch must have")
+    arguments = parser.parse_args()
+    file = arguments.run / "metrics" / "orchestrator.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    if not rewards:
+        print(
+            f"error: {file} has no values of reward/mean; is {arguments.run} the output_dir of a run?", file=sys.stderr
+        )
+        return 2
+    risen = rewards[-1] >= arguments.at_least
+    comparison = "at least" if risen else "below"
+    print(f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f} in {len(rewards)} steps: {comparison} {arguments.at_least}")
+    return 0 if risen else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
