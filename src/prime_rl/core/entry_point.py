@@ -2,6 +2,7 @@
 
 import gc
 import os
+import select
 import shlex
 import signal
 import sys
@@ -36,16 +37,17 @@ class ReportedError:
 
 @contextmanager
 def exit_with_reader() -> Iterator[None]:
-    """Exit silently if the reader of stdout exits (`--help | head`). Restores the SIGPIPE handler afterwards.
-
-    With the default handler, a lost network connection would end the process as well.
-    """
-    previous = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    """Exit silently, with a shell's code for SIGPIPE, if the reader of stdout exits (`--help | head`)."""
     try:
         yield
         sys.stdout.flush()
-    finally:
-        signal.signal(signal.SIGPIPE, previous)
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise  # another pipe or connection
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout again
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def command(main: Callable[[], None]) -> Callable[[], None]:
