@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the extended tests, with any `-m` that does not name them, unless `--extended` is given."""
+    """Leave out the extended tests, with any `-m` that does not name them, unless `--extended` is given.
+
+    `extended(after=n)` leaves out the cases of a parametrized test after the first n.
+    """
     if config.getoption("extended") or "extended" in config.getoption("markexpr"):
         return
-    extended = [item for item in items if item.get_closest_marker("extended")]
+    num_cases, kept, extended = Counter[str](), list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        mark, function = item.get_closest_marker("extended"), item.nodeid.partition("[")[0]
+        num_cases[function] += 1
+        (kept if mark is None or num_cases[function] <= mark.kwargs.get("after", 0) else extended).append(item)
     config.hook.pytest_deselected(items=extended)
-    items[:] = [item for item in items if not item.get_closest_marker("extended")]
+    items[:] = kept
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -157,6 +157,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return done.stdout.split("case\n")[1:]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(arguments) for arguments, _ in CASES])
 def test_marks_select_the_documented_tests(outputs: list[str], number: int) -> None:
     assert len(outputs) == len(CASES)

@@ -28,6 +28,7 @@ def run_script(monkeypatch, *arguments):
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
+@pytest.mark.extended(after=6)
 @pytest.mark.parametrize("family", f"{DENSE} {MIXTURES} {HYBRIDS}".split())
 def test_tiny_model_of_a_family_loads_and_tells_tokens_apart(family, tmp_path, monkeypatch):
     import torch

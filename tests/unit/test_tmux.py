@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts/tmux.sh"
-pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+pytestmark = [pytest.mark.extended, pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")]
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from tests.support.server import free_port
 
 from prime_rl.storage.paths import RunPaths
 
+pytestmark = pytest.mark.extended
+
 
 def relay(*arguments, **variables):
     return subprocess.Popen(

@@ -29,6 +29,8 @@ from prime_rl.storage.relay.run_files import RelayIndex, RunFiles
 from prime_rl.storage.rollback import roll_back
 from prime_rl_relay.run_copier import RunCopier
 
+pytestmark = pytest.mark.extended
+
 
 async def until(condition):
     async with asyncio.timeout(120):

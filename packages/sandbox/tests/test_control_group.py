@@ -13,6 +13,8 @@ from prime_rl_sandbox.jail import jail as jail_module
 from prime_rl_sandbox.jail.jail import create_control_group, find_group_folders
 from prime_rl_sandbox.sandbox import Sandbox
 
+pytestmark = pytest.mark.extended
+
 MEMORY_HOGS = """
 import os, time
 for _ in range(4):

@@ -261,6 +261,7 @@ BUSY = (
 )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "code",
     [

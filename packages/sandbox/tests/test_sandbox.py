@@ -224,11 +224,13 @@ async def test_session_that_ends_while_the_host_answers_is_no_failure_of_the_san
         assert (await session.run(code, timeout=10)).verdict is Verdict.ERROR
 
 
+@pytest.mark.extended
 async def test_run_many_at_once_are_all_answered(sandbox):
     results = await asyncio.gather(*(sandbox.run(f"print({number})") for number in range(60)))
     assert [int(result.stdout) for result in results] == list(range(60))
 
 
+@pytest.mark.extended
 async def test_run_executions_at_once_really_overlap(sandbox):
     code = "import time; begin = time.monotonic(); time.sleep(2); print(begin, time.monotonic())"
     results = await asyncio.gather(*(sandbox.run(code, timeout=30) for _ in range(20)))
@@ -283,6 +285,7 @@ async def test_run_jail_killed_meanwhile_is_retried_in_a_new_one():
         assert own.jail_pids != [first]
 
 
+@pytest.mark.extended
 @needs_isolation
 @pytest.mark.parametrize("num_jails", [1, 2])
 async def test_run_many_survive_a_fork_server_that_is_killed(num_jails):
@@ -299,6 +302,7 @@ async def test_run_many_survive_a_fork_server_that_is_killed(num_jails):
         assert [(await task).stdout for task in tasks] == [f"{number}\n" for number in range(60)]
 
 
+@pytest.mark.extended
 @needs_isolation
 async def test_run_many_survive_several_jails_that_are_killed():
     async with Sandbox(num_jails=3) as own:

@@ -30,7 +30,7 @@ from tests.support.command import alive, until
 from tests.support.server import STOP_TIMEOUT_SECONDS, Server, inference_server
 from tests.support.tiny_model import publish_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.extended

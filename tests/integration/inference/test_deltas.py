@@ -29,7 +29,7 @@ from tests.integration.inference.conftest import (
 )
 from tests.support.server import STOP_TIMEOUT_SECONDS, Server, free_port, inference_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 

@@ -27,7 +27,7 @@ from tests.integration.inference.conftest import METRIC_TIMEOUT_SECONDS, Models,
 from tests.support.server import REQUEST_TIMEOUT_SECONDS, Server
 from tests.support.tiny_model import publish_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 CANARY = [6 + (7 * i) % 94 for i in range(64)]

@@ -11,7 +11,7 @@ import pytest
 from tests.support.command import clean_environment, executable
 from tests.support.server import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 BAD_MEMORY = ["--vllm.kv-cache-memory-bytes", "100"]
 BAD_THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "no-such-processor"}
 SPAWNED = ["--vllm.distributed-executor-backend", "mp"]  # engine and worker start as on a GPU

@@ -23,7 +23,7 @@ from tests.integration.inference.conftest import (
 )
 from tests.support.server import Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = [1, 4, 6, *range(40, 60)]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}

@@ -59,6 +59,7 @@ def log_file(server: Server) -> Path:
     return path
 
 
+@pytest.mark.extended
 def test_log_file_has_the_lines_of_engines(locked):
     path = log_file(locked)
     assert path.name == f"inference_{socket.gethostname()}_{httpx.URL(locked.url).port}.log"
@@ -131,6 +132,7 @@ def test_server_does_not_log_the_key(locked):
     assert not any(SECRET in " ".join(psutil.Process(pid).cmdline()) for pid in (locked.process.pid, *engine))
 
 
+@pytest.mark.extended
 def test_seeded_requests_with_long_prompts_are_reproducible(locked):
     """More prompt tokens than one step of the engine: its CPU generator does not support chunked prompts."""
     locked.client.headers.update(KEY)
@@ -199,6 +201,7 @@ def _fails(*arguments: str, imports_vllm: bool) -> str:
     return errors[-1]
 
 
+@pytest.mark.extended
 def test_port_in_use_is_an_error_at_once(models):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

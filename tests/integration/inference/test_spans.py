@@ -31,7 +31,7 @@ from tests.support.recording_proxy import RecordingProxy, recording_proxy
 from tests.support.server import inference_server
 from tests.support.tiny_model import publish_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900)]
 
 REQUESTS = int(os.environ.get("SPAN_REQUESTS", "0"))  # 0: 16 for each server, and 16
 STEPS = 4

@@ -14,7 +14,7 @@ from prime_rl.storage.paths import RunPaths
 from tests.integration.rl.conftest import MODEL
 from tests.support.command import PROGRESS_TIMEOUT_SECONDS, clean_environment, executable
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.extended, pytest.mark.slow]
 
 FEW_WORDS = ["--orchestrator.env.id", "reverse_text", "--orchestrator.env.args", "{'words': 10}"]
 

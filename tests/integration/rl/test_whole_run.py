@@ -18,7 +18,7 @@ from prime_rl.storage.paths import RunPaths, steps_in
 from tests.integration.rl.conftest import StartCommand, own_server, rl_values
 from tests.support.command import END_TIMEOUT_SECONDS, Command, metrics_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 5
 SECRET = "k-51c0ffee"

@@ -43,6 +43,7 @@ def load(monkeypatch):
             del sys.modules[name]  # two folders have files of the same name
 
 
+@pytest.mark.extended
 def test_every_script_can_be_imported(load):
     for script in SCRIPTS:
         load(script)
@@ -165,6 +166,7 @@ def test_values_are_ordered_and_rounded_as_bfloat16(load):
     assert [hex(word) for word in benchmark.bfloat16(values)] == ["0x3f80", "0x3f80", "0x3f82", "0xbf81", "0x7f62"]
 
 
+@pytest.mark.extended
 def test_delta_size_stays_within_the_limits_and_a_wrong_result_is_not_exact(load, monkeypatch):
     """Within 1.3 of the entropy and 1.8 times smaller than XOR + zstd, on simulated steps of Adam and drawn changes."""
     benchmark = load("delta.py")

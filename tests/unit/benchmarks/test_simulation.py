@@ -42,6 +42,7 @@ def measure(bench):
     return columns
 
 
+@pytest.mark.extended(after=2)
 @pytest.mark.parametrize("workload", ["four waves", "one wave, brutal tail", "four waves, 30 % dropped"])
 @pytest.mark.parametrize(("k", "bound"), [(2, 2), (1, 2)])
 @pytest.mark.parametrize("expectation", [None, "history"])
@@ -52,6 +53,7 @@ def test_deadlines_keep_the_bound_and_waste_nothing(measure, workload, k, bound,
     assert ours.length_ratio == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.extended
 def test_efficiency_of_deadlines_and_of_length_aware_admission(measure):
     assert measure("synchronous", 0, 0).efficiency < 0.4
     in_order = {k: measure("deadline", k, k).efficiency for k in (1, 2, 4)}
@@ -62,12 +64,14 @@ def test_efficiency_of_deadlines_and_of_length_aware_admission(measure):
     assert by_length[2] >= 0.95 and by_length[4] >= 0.97
 
 
+@pytest.mark.extended
 def test_length_aware_admission_tolerates_wrong_expectations(measure):
     right, off, far_off = (measure("deadline", 2, 2, kind).efficiency for kind in ("exact", 0.5, 1.0))
     assert off > right - 0.02
     assert far_off > measure("deadline", 2, 2).efficiency + 0.02
 
 
+@pytest.mark.extended
 def test_windows_of_several_batches_raise_efficiency_within_the_same_bound(bench):
     def run(workload, kind, batches):
         work = replace(bench.simulation.WINDOWED_WORKLOADS[workload], steps=48, warmup_steps=8)
@@ -82,6 +86,7 @@ def test_windows_of_several_batches_raise_efficiency_within_the_same_bound(bench
     assert seconds["efficiency"] > tokens["efficiency"] + 0.02
 
 
+@pytest.mark.extended
 def test_other_policies_exceed_the_bound_or_waste_tokens(measure):
     """Other policies exceed the staleness bound, or discard tokens and prefer short rollouts."""
     gate = measure("admission_gate", 2)
@@ -94,6 +99,7 @@ def test_other_policies_exceed_the_bound_or_waste_tokens(measure):
     assert measure("one_step_off", 1, 1).staleness_max == 1
 
 
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize(("k", "bound"), [(1, 2), (2, 3), (4, 6)])
 def test_windowed_fifo_keeps_its_own_bound(bench, measure, k, bound):
     assert bench.policies.WindowedFifo(32, k).bound == bound
@@ -122,6 +128,7 @@ def test_trace_is_a_function_of_its_seed(bench):
     assert work / workload.slots / 4 == pytest.approx(workload.t_infer), "a batch keeps all slots busy for t_infer"
 
 
+@pytest.mark.extended
 def test_program_writes_table_and_plot(tmp_path):
     files = tmp_path / "new" / "table.json", tmp_path / "new" / "plot.png"
     command = [sys.executable, BENCHMARKS / "simulation.py", "--seeds", "1", "--steps", "6", "--async-levels", "1"]

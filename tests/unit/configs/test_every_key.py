@@ -341,6 +341,7 @@ def readers() -> Readers:
     return Readers()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("root", ROOTS)
 def test_every_key_has_a_reader_or_is_reported(root, readers):

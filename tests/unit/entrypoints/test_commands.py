@@ -17,6 +17,7 @@ def test_modules_of_entrypoints_are_commands():
     assert {path.removesuffix(".py").replace("/", ".") for path in files} <= TARGETS
 
 
+@pytest.mark.extended(after=2)
 @pytest.mark.parametrize("module", MODULES)
 def test_command_help_with_a_reader_that_exits_is_silent(module, tmp_path):
     line = f"set -o pipefail; {sys.executable} -m {module} --help | head -n 1"
@@ -26,6 +27,7 @@ def test_command_help_with_a_reader_that_exits_is_silent(module, tmp_path):
     assert done.returncode in (0, 128 + 13), "SIGPIPE"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", ["eval", "synthesize"])
 def test_command_with_an_unknown_environment_writes_nothing(command, tmp_path):
     arguments = ["--env.id", "nosuch", "--output-dir", str(tmp_path / "outputs")]

@@ -173,6 +173,7 @@ def test_push_uploads_the_folder_to_a_private_repository(run, hub, tmp_path):
     assert TOKEN not in done.stdout + done.stderr
 
 
+@pytest.mark.extended
 def test_push_that_fails_is_one_line_without_the_token(run, hub, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
     for arguments, changed, message in (

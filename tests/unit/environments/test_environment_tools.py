@@ -210,6 +210,7 @@ def test_answers_are_compared_as_mathematics() -> None:
     grader.close()
 
 
+@pytest.mark.extended
 def test_endless_grading_times_out_and_the_next_answer_is_graded() -> None:
     grader = MathGrader(seconds=0.7)
 
@@ -225,6 +226,7 @@ def test_endless_grading_times_out_and_the_next_answer_is_graded() -> None:
     grader.close()
 
 
+@pytest.mark.extended
 def test_grader_whose_worker_dies_loses_one_answer() -> None:
     grader = MathGrader(workers=1)
     assert asyncio.run(grader.grade("2", "1 + 1")).correct
@@ -249,6 +251,7 @@ def _unread_bytes(process: subprocess.Popen[str]) -> int:
     return int.from_bytes(fcntl.ioctl(process.stdin, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
+@pytest.mark.extended
 def test_grading_leaves_the_event_loop_free_and_needs_no_main_thread() -> None:
     grader = MathGrader(seconds=1.0)
     turns: list[float] = []

@@ -75,6 +75,7 @@ def test_is_solved_by_accepts_solutions_only(puzzle, right, wrong):
     assert [answer for answer in wrong if puzzle.is_solved_by(answer)] == []
 
 
+@pytest.mark.extended
 @settings(max_examples=40)
 @given(st.sampled_from([COUNTDOWN, SUDOKU, KNIGHTS, ORDERING]), st.text(max_size=300))
 def test_is_solved_by_never_raises(puzzle, answer):

@@ -147,6 +147,7 @@ def test_environment_loads_by_each_of_its_ids(name: str, data_dir: str) -> None:
     assert len(vf.load_environment(name, data_dir=data_dir, num_train_examples=1).get_dataset()) == 1
 
 
+@pytest.mark.extended
 def test_environment_is_importable_by_its_path(data_dir: str) -> None:
     program = (
         "from environments.nanochatAquaRat.nanochatAquaRat import load_environment; "

@@ -34,6 +34,7 @@ async def test_evaluation_logs_rollouts_and_distributions_to_wandb(evaluate, tmp
     assert counts == {"reverse_text/reward": 6, "reverse_text/completion_len": 6}
 
 
+@pytest.mark.extended
 async def test_interrupted_evaluation_resumes(evaluate, tmp_path, monkeypatch):
     monkeypatch.setattr(eval_session, "_RECONNECT_SECONDS", 0.0)
     async with fake_engine() as engine:
@@ -74,6 +75,7 @@ async def test_interrupted_evaluation_resumes(evaluate, tmp_path, monkeypatch):
         assert other["folder"] != str(folder), "another configuration, another folder"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ours", [False, True])
 async def test_chat_server_gets_messages_and_our_server_pins(evaluate, monkeypatch, ours):
     monkeypatch.setenv("SOME_KEY", "secret")
@@ -95,6 +97,7 @@ async def test_chat_server_gets_messages_and_our_server_pins(evaluate, monkeypat
     assert "version/min" not in result
 
 
+@pytest.mark.extended
 async def test_published_versions_are_evaluated_in_turn_and_the_base_model_is_restored(evaluate, tmp_path):
     run = RunPaths(tmp_path / "run")
     for step in (2, 5, 6):
@@ -227,6 +230,7 @@ def load_environment(data_path):
 """
 
 
+@pytest.mark.extended
 async def test_evaluation_with_other_keys_or_data_starts_again(evaluate, tmp_path):
     (tmp_path / "grader_of_this_test.py").write_text(GRADER)
     data = tmp_path / "data.txt"

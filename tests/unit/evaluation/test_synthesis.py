@@ -63,6 +63,7 @@ async def test_sft_learns_synthesized_tool_calls(synthesize):
         assert '"name": "calculate", "description"' in text, "the model sees the tools that it had"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_failed_groups_are_dropped_and_an_interrupted_synthesis_resumes(synthesize):
     async with fake_chat() as server:

@@ -722,6 +722,7 @@ async def test_server_that_does_not_answer_the_handshake_is_lost(monkeypatch):
     server.close()
 
 
+@pytest.mark.extended
 async def test_client_splits_many_aborts_into_frames_that_the_server_accepts():
     async with connected() as (served, client):
         served.engine.holds = True

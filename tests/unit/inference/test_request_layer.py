@@ -87,6 +87,7 @@ def serve(access: AccessRules) -> tuple[TestClient, MagicMock]:
     return TestClient(layer(app, access), raise_server_exceptions=False), slots
 
 
+@pytest.mark.extended
 def test_server_with_a_key_requires_it_on_every_route_except_probes():
     client, slots = serve(AccessRules("secret", is_remote=True, variable="V"))
     wrong = ["", "secret", "Bearer", "Bearer ", "Bearer other", "Bearer secrets", "Bearer secre", "Basic secret"]

@@ -235,6 +235,7 @@ def test_find_base_model_rejects_other_directories(tmp_path):
         find_base_model(NameConfig(name=str(tmp_path / "missing")))
 
 
+@pytest.mark.extended
 def test_server_exits_when_the_download_of_its_model_times_out(tmp_path):
     arguments = [
         "--model.name",

@@ -259,6 +259,7 @@ def test_missing_worker_is_named_in_the_error(start):
         fetch(worker(), request, hashes)
 
 
+@pytest.mark.extended
 def test_silent_worker_raises_after_the_timeout(start, monkeypatch):
     monkeypatch.setattr(
         cpu_transfer, "JOIN_TIMEOUT_SECONDS", 5

@@ -237,6 +237,7 @@ def test_wandb_rejected_settings_are_one_line(tmp_path, monkeypatch, kind, refus
     assert "more" not in str(caught.value)
 
 
+@pytest.mark.extended
 def test_wandb_that_cannot_be_reached_is_logged_offline_with_a_warning(tmp_path, monkeypatch, said):
     import wandb
 
@@ -434,6 +435,7 @@ def test_tensorboard_event_file_contains_scalars_and_histograms(tmp_path):
     assert (histogram.step, histogram.histogram_value.num, histogram.histogram_value.sum) == (0, 2, 1.0)
 
 
+@pytest.mark.extended
 def test_trackio_database_contains_scalars_and_tables(tmp_path):
     pytest.importorskip("trackio")
     code = f"""
@@ -463,6 +465,7 @@ print("LOGS " + json.dumps(SQLiteStorage.get_logs("p", "x-trainer"), default=str
     assert [row["step"] for row in logs if "distributions/reward" in row] == [0]
 
 
+@pytest.mark.extended
 def test_mlflow_database_contains_scalars_parameters_and_samples_and_continues(tmp_path):
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
@@ -515,6 +518,7 @@ def test_mlflow_that_cannot_be_reached_or_refuses_is_stated(tmp_path, monkeypatc
         RLConfig.load(["--mlflow.tracking-uri", "https://user:k-51c0ffee@host"])
 
 
+@pytest.mark.extended
 def test_mlflow_without_its_driver_artifacts_lock_or_earlier_run(tmp_path, monkeypatch, said):
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
@@ -607,6 +611,7 @@ def test_every_command_has_the_loggers(root, argv):
     ]
 
 
+@pytest.mark.extended
 def test_mlflow_databases_of_two_processes_that_start_together_are_one(tmp_path):
     pytest.importorskip("mlflow")
     code = (

@@ -103,6 +103,7 @@ async def test_resume_continues_at_the_checkpoint(tmp_path, tokenizer_dir, run_o
     assert steps_in(paths.abandoned(0) / "rollouts") == list(range(CUT, STEPS))
 
 
+@pytest.mark.extended
 @in_loop
 async def test_resume_finished_groups_are_not_sampled_again(tmp_path, tokenizer_dir, run_orchestrator):
     """Groups finished before their batch are in the checkpoint, and ship with their deadlines."""
@@ -121,6 +122,7 @@ async def test_resume_finished_groups_are_not_sampled_again(tmp_path, tokenizer_
 STOPPED_AT = 3
 
 
+@pytest.mark.extended
 @in_loop
 @pytest.mark.parametrize("is_signalled", [False, True])
 async def test_stop_between_two_checkpoints_resumes_with_every_position_once(
@@ -182,6 +184,7 @@ def test_checkpoint_part_written_is_read_back(part):
     assert [draw.group_id for draw in positions.waiting] == [8]
 
 
+@pytest.mark.extended(after=3)
 @in_loop
 @pytest.mark.parametrize(
     "changes",
@@ -231,6 +234,7 @@ async def test_resume_other_settings_trains_every_position_once(tmp_path, tokeni
     assert last["tokens/sampled"] >= last["tokens/shipped"] > 0
 
 
+@pytest.mark.extended
 @in_loop
 async def test_resume_another_mixture_and_restart_train_every_position_once(tmp_path, tokenizer_dir, run_orchestrator):
     """An environment is added and a weight changed at a resume; the ledger of the new branch then replays."""

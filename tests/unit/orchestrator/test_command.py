@@ -11,6 +11,8 @@ from prime_rl.storage.paths import RunPaths, steps_in
 from ...support.command import clean_environment, executable
 from ...support.fake_engine import fake_engine
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -47,6 +47,7 @@ def check_stream(paths):
     assert sorted(shipped) == sorted(group for _, manifest in batches(paths) for group in manifest["group_ids"])
 
 
+@pytest.mark.extended
 async def test_saturated_environment_in_a_mixture_costs_only_its_share(tmp_path, tokenizer_dir, run_orchestrator):
     """One of two environments is solved: twice the sampling, no batch of zero advantages, no growth over the run."""
     config = make_config(
@@ -63,6 +64,7 @@ async def test_saturated_environment_in_a_mixture_costs_only_its_share(tmp_path,
     assert drops[-1] - drops[15] <= 14 * 3 + 9
 
 
+@pytest.mark.extended
 async def test_environment_with_all_groups_filtered_does_not_end_the_run(tmp_path, tokenizer_dir, run_orchestrator):
     """Its weight is 50 times the other's, so ten batches of drops precede any other group."""
     useless, useful = toy("useless", examples=1), toy("useful", spread=True, examples=1)
@@ -109,6 +111,7 @@ async def test_environment_outage_ends_the_run_after_the_timeout(tmp_path, token
     assert asyncio.get_running_loop().time() - began >= 1.5
 
 
+@pytest.mark.extended
 async def test_environment_that_never_worked_warns_and_ends_the_run_early(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(
         tmp_path, tokenizer_dir, {"bad": list(range(12))}, failing_env_seconds=600, failing_at_start_seconds=1.0
@@ -125,6 +128,7 @@ async def test_environment_that_never_worked_warns_and_ends_the_run_early(tmp_pa
     assert "1 s (orchestrator.failing_at_start_seconds)" in first["text"]
 
 
+@pytest.mark.extended
 async def test_group_that_hangs_is_reported_with_its_key_while_the_batch_waits(
     tmp_path, tokenizer_dir, run_orchestrator, monkeypatch, said
 ):
@@ -267,6 +271,7 @@ async def test_all_requests_rejected_end_the_run(tmp_path, tokenizer_dir, run_or
         assert len(engine.requests) < 60
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("status", [401, 403, 404])
 async def test_wrong_key_or_model_name_ends_the_run(tmp_path, tokenizer_dir, run_orchestrator, status):
     config = make_config(tmp_path, tokenizer_dir, failing_env_seconds=600)
@@ -325,6 +330,7 @@ async def test_failed_groups_tokens_are_counted(tmp_path, tokenizer_dir, run_orc
     assert last["tokens/dropped"] > 0
 
 
+@pytest.mark.extended
 async def test_restarted_groups_tokens_are_counted(tmp_path, tokenizer_dir, run_orchestrator):
     """The server fails one of two rollouts of a group: the group starts again."""
     config = make_config(tmp_path, tokenizer_dir, failing_env_seconds=600)
@@ -356,6 +362,7 @@ async def test_rollout_with_lost_sandbox_is_retried_alone(tmp_path, tokenizer_di
     assert ledger(paths, "dropped") == []
 
 
+@pytest.mark.extended
 async def test_group_with_min_rollouts_is_trained_on(tmp_path, tokenizer_dir, run_orchestrator):
     """Without retries, batches have complete and smaller groups, with the baselines of the finished rollouts."""
     env = toy("toy", turns=2, flaky=[0, 3, 4, 7], spread=True).model_copy(update={"num_retries": 0, "min_rollouts": 2})

@@ -166,6 +166,7 @@ async def test_run_any_async_level_keeps_the_staleness_bound(
     assert all(row["tokens/unaccounted"] == 0 for row in rows)
 
 
+@pytest.mark.extended
 async def test_run_whose_last_version_arrives_long_after_the_end_of_the_trainer_completes(
     tmp_path, tokenizer_dir, run_orchestrator, said
 ):
@@ -452,6 +453,7 @@ def stopped(tmp_path, tokenizer_dir, run_orchestrator):
     return run
 
 
+@pytest.mark.extended(after=4)
 @pytest.mark.parametrize(
     ("changes", "kept"),
     [
@@ -499,6 +501,7 @@ async def test_restart_other_settings_ships_every_position_once(stopped, run_orc
         check_progress(paths)
 
 
+@pytest.mark.extended
 async def test_restart_other_seed_or_max_steps_below_shipped_raises(stopped, run_orchestrator, monkeypatch):
     """In between, a restart that succeeds reads the ledger outside the event loop."""
     loop = asyncio.get_running_loop()

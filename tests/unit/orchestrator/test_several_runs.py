@@ -180,6 +180,7 @@ def test_peer_monitor_of_an_orchestrator_that_waits_for_a_slot_has_no_queue(conf
         assert not peer.check() and peer.queue == ""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("raises", [True, False])
 async def test_watchdog_waiting_for_a_slot_is_no_timeout(config, raises):
     paths = config.run_paths

@@ -122,6 +122,7 @@ ROLLBACKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.extended(after=1)
 @in_loop
 @pytest.mark.parametrize(("ckpt", "deaths", "begins", "has_relays"), ROLLBACKS)
 async def test_running_orchestrator_follows_a_rollback(
@@ -150,6 +151,7 @@ async def test_running_orchestrator_follows_a_rollback(
     assert read_resume(paths.checkpoints_dir).branch == len(deaths)
 
 
+@pytest.mark.extended
 @in_loop
 async def test_rollback_waits_for_a_batch_being_written(tmp_path, tokenizer_dir, run_on, monkeypatch):
     """Otherwise the batch would appear in the new branch."""

@@ -227,6 +227,7 @@ async def test_tokens_are_parsed_without_a_thread(environment, monkeypatch):
     assert len(await run(environment)) == 3
 
 
+@pytest.mark.extended
 async def test_finished_rollouts_are_freed_without_the_garbage_collector(environment):
     def clients():
         return [one for one in gc.get_objects() if type(one) is RolloutClient]

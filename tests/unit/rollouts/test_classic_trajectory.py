@@ -798,6 +798,7 @@ COLLISIONS = {
 }
 
 
+@pytest.mark.extended(after=12)
 @pytest.mark.parametrize("says", COLLISIONS.values(), ids=COLLISIONS)
 @pytest.mark.parametrize(
     ("changes", "count"),

@@ -77,6 +77,7 @@ def test_content_hash_changes_with_order_and_number():
     assert len({hash_of(a, b), hash_of(b, a), hash_of(a), hash_of(a, b, b)}) == 4
 
 
+@pytest.mark.extended
 def test_content_hash_is_the_same_in_another_process():
     code = "from tests.unit.rollouts.test_content_hash import ROW, hash_of; print(hash_of(ROW))"
     seen = {

@@ -153,6 +153,7 @@ async def test_failed_environment_raises_instead_of_scoring_0(open_pool):
         assert pool.deaths == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("trouble", "how"),
     [
@@ -169,6 +170,7 @@ async def test_reward_that_cannot_be_cancelled_kills_its_worker(open_pool, troub
         assert (await play(pool, engine, example=1))[0].reward == 1 / 8
 
 
+@pytest.mark.extended
 async def test_group_in_the_worker_of_a_blocking_group_succeeds(open_pool):
     """It is overdue first, but it could do nothing about that; it has its whole time again, in another process."""
     async with fake_engine() as engine, open_pool(trouble="block", timeout=2, grace_seconds=0.5, retries=0) as pool:
@@ -215,6 +217,7 @@ async def test_event_loop_continues_while_a_worker_is_blocked(open_pool):
         await asyncio.gather(blocked, return_exceptions=True)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("trouble", "how"), [("kill", r"was killed by SIGKILL \(signal 9\)"), ("exit in a task", "exited with code 4")]
 )
@@ -266,6 +269,7 @@ async def test_repeated_worker_deaths_without_a_known_cause_raise(open_pool):
             await group
 
 
+@pytest.mark.extended
 async def test_worker_that_is_blocked_warns_with_the_key_of_the_limit(open_pool):
     warned = []
     blocks = {"trouble": "block", "config": {"silence_timeout_seconds": 1.0}}
@@ -284,6 +288,7 @@ async def test_worker_takes_its_silence_limit_from_the_configuration(host):
         await worker.close(0)
 
 
+@pytest.mark.extended
 async def test_worker_that_outgrows_its_memory_is_replaced_after_its_groups(open_pool):
     with pytest.raises(ConfigError, match=r"needs .* GiB before its first group; raise env.max_memory_gib") as caught:
         async with open_pool(config={"max_memory_gib": 0.001}):
@@ -304,6 +309,7 @@ async def test_worker_that_outgrows_its_memory_is_replaced_after_its_groups(open
     assert "worker 0 exceeded env.max_memory_gib" in warned[0][2](1)
 
 
+@pytest.mark.extended
 async def test_reward_that_exceeds_the_time_limit_is_cancelled(open_pool):
     limit = {"scoring_timeout_seconds": 2.0}
     async with fake_engine() as engine, open_pool(trouble="wait", grace_seconds=60, config=limit) as pool:

@@ -44,6 +44,7 @@ async def test_worker_with_a_lone_surrogate_in_an_exception_reports_it(open_pecu
         assert pool.deaths == 0
 
 
+@pytest.mark.extended
 async def test_pool_logs_a_warning_of_all_workers_once(open_peculiar, logged):
     async with fake_engine() as engine, open_peculiar("sampling", workers=2) as pool:
         await asyncio.gather(*(play(pool, engine) for _ in range(4)))
@@ -77,6 +78,7 @@ async def test_worker_sizes_thread_and_process_pools_like_verifiers(open_peculia
     assert metrics["processes"] == min(4, os.cpu_count())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("cancels", "cleanup_seconds", "grace_seconds", "left"),
     [(False, 2.5, 60.0, "cleaned"), (True, 2.5, 60.0, "cleaned"), (False, 1000.0, 0.5, "waiting")],

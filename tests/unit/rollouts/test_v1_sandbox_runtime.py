@@ -117,6 +117,7 @@ async def test_agent_in_a_worker_sees_neither_users_nor_keys_of_the_host(install
         assert secret not in seen.replace("cannot access '/root'", "")
 
 
+@pytest.mark.extended
 @in_one_loop
 @pytest.mark.parametrize(
     ("command", "seconds", "exit_code", "output"),

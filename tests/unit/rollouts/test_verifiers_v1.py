@@ -327,6 +327,7 @@ async def test_module_without_environment_raises_with_its_name(tmp_path, monkeyp
         load("no_environment")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_v1_taskset_runs_in_a_worker_process(tokenizer_dir):
     async with fake_engine() as fake, WorkerLauncher() as host:

@@ -27,6 +27,7 @@ def started_fork_server(monkeypatch):
     monkeypatch.setattr(worker_launcher, "subprocess", subprocess)
 
 
+@pytest.mark.extended
 def test_workers_inherit_no_withheld_variable_and_exit_when_main_is_killed(packages, tokenizer_dir):
     """The variable is neither in the environment nor in the kernel's copy of the first environment."""
     script = f"""
@@ -79,6 +80,7 @@ async def test_fork_server_that_always_dies_raises(monkeypatch):
             await workers.start(None)
 
 
+@pytest.mark.extended
 async def test_start_after_the_death_of_the_fork_server_starts_another_one():
     """The event loop has not seen the end of the connection yet when the next worker is started."""
     async with asyncio.timeout(240), worker_launcher.WorkerLauncher() as workers:

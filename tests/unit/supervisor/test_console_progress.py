@@ -63,6 +63,7 @@ def test_console_progress_shows_new_warnings_and_none_of_an_earlier_process(tmp_
     assert out.getvalue() == "warning: environment [red]: group 0 failed: NameError: name 'x' is not defined\n"
 
 
+@pytest.mark.extended
 def test_console_progress_and_doctor_name_a_rank_that_stays_slow_and_its_host(tmp_path, request):
     paths, out = RunPaths(tmp_path), io.StringIO()
     paths.metrics_dir.mkdir()

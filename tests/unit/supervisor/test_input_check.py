@@ -58,6 +58,7 @@ def config(tmp_path):
     return load
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_check_input_counts_the_examples_of_all_environments(config, monkeypatch):
     monkeypatch.setenv("INFERENCE_SERVER_API_KEY", "secret")
@@ -73,6 +74,7 @@ CUSTOM_LOSS = ["--trainer.loss.type", "custom", "--trainer.loss.import-path"]
 CUSTOM_ADVANTAGE = ["--orchestrator.advantage.type", "custom", "--orchestrator.advantage.import-path"]
 
 
+@pytest.mark.extended(after=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "parts"),

@@ -101,6 +101,7 @@ def test_command_runs_on_each_node_with_the_environment_that_no_command_line_sho
     assert sorted(calls.splitlines()) == ["n1 bash -s", "n2 bash -s"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("end", "code", "message"),
     [

@@ -20,6 +20,8 @@ from prime_rl.supervisor.process_tree import ProcessTree
 from tests.support.command import PROGRESS_TIMEOUT_SECONDS
 from tests.support.server import free_port
 
+pytestmark = pytest.mark.extended
+
 
 async def fetch(url, page):
     """Status and body of a response of the page, as soon as it answers."""

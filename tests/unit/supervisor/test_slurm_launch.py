@@ -243,6 +243,7 @@ def test_slurm_script_starts_servers_orchestrator_and_one_trainer_on_the_other_n
     assert parsed.training_script == "src/prime_rl/trainer/rl/train.py" and Path(parsed.training_script).exists()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("role", ["ORCHESTRATOR", "TRAINER"])
 def test_slurm_script_exits_with_the_code_of_the_failed_process(run_rl_script, role):
     done, _ = run_rl_script(**{f"{role}_CODE": "3"})

@@ -318,6 +318,7 @@ def test_inference_is_ready_only_as_the_started_process(tmp_path):
     [(["setsid", "--ctty"], 129), (["setsid", "--ctty", "nohup"], 0), (["setsid"], 0)],
     ids=["terminal", "nohup", "setsid"],
 )
+@pytest.mark.extended
 def test_rl_closed_terminal_ends_only_a_run_that_belongs_to_it(tmp_path, monkeypatch, wrapper, code):
     """Under nohup SIGHUP is ignored; under setsid none is sent, and each write to the terminal fails."""
     monkeypatch.chdir(tmp_path)  # for nohup.out
@@ -342,6 +343,7 @@ def test_rl_closed_terminal_ends_only_a_run_that_belongs_to_it(tmp_path, monkeyp
         process.kill()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_rl_signal_ignored_at_start_stays_ignored(start, number, tmp_path):
     """As with nohup; the child processes ignore it as well."""

@@ -71,6 +71,7 @@ def test_rl_killed_process_stops_the_others_and_is_named(start, victim):
     assert_gone(pids)
 
 
+@pytest.mark.extended
 def test_rl_failed_process_prints_the_end_of_its_log(start):
     script = "for i in range(100): print('line', i)\nraise SystemExit(3)"
     run = start({"inference": FOREVER, "orchestrator": script, "trainer": FOREVER})
@@ -132,6 +133,7 @@ def test_rl_signal_stops_all_processes(start, number, expected):
     assert_gone(pids)
 
 
+@pytest.mark.extended
 def test_rl_orphans_and_processes_that_ignore_sigterm_are_killed(start):
     """The orphan leads its own session and its parent exited with code 0."""
     run = start({"inference": STUBBORN, "orchestrator": ORPHANER, "trainer": FOREVER}, stop_seconds=2.0)
@@ -190,6 +192,7 @@ def test_rl_prints_steps_and_summary_from_the_metrics(start):
     assert "uv run page " in output
 
 
+@pytest.mark.extended
 def test_rl_second_run_in_a_directory_is_rejected(start):
     first = start({"orchestrator": FOREVER, "trainer": FOREVER})
     first.wait_for_log("trainer", "up")
@@ -237,6 +240,7 @@ def test_rl_all_runs_failed_ends_an_unused_trainer(start):
     assert code == 2, "the largest of both"
 
 
+@pytest.mark.extended
 def test_rl_all_runs_failed_leaves_the_trainer_to_a_run_that_joined(start, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/in_use").touch()
@@ -257,6 +261,7 @@ def test_rl_failed_run_that_joined_another_trainer_ends_rl(start):
     assert "error: run_a: rank is too large" in output
 
 
+@pytest.mark.extended
 def test_rl_lost_trainer_of_several_runs_ends_all(start):
     run = runs(start, run_a="raise SystemExit(1)", trainer="import time; time.sleep(3); raise SystemExit(3)")
     code, output = run.end()
@@ -283,6 +288,7 @@ def test_rl_run_of_several_that_is_over_is_not_restarted(start):
     assert code == 1 and "restart" not in output
 
 
+@pytest.mark.extended
 def test_rl_succeeds_if_its_runs_do_and_one_that_joined_dies(start, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/in_use").touch()
@@ -296,6 +302,7 @@ def test_rl_succeeds_if_its_runs_do_and_one_that_joined_dies(start, tmp_path):
     assert run.end()[0] == 0
 
 
+@pytest.mark.extended
 def test_rl_trainer_that_outlives_its_runs_is_the_culprit(start):
     code, output = runs(start, run_a=DONE, run_b=DONE, exit_seconds=1).end()
     assert code == 1

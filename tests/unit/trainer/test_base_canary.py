@@ -151,6 +151,7 @@ def wrong_models(base, version):
             "another seed": deep_model(1)}  # fmt: skip
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("precision", ["bfloat16", "fp8"])
 def test_canary_accepts_the_rounding_of_a_deep_model_and_refuses_wrong_weights(precision):
     served = quantized if precision == "fp8" else lambda model: model

@@ -7,6 +7,7 @@ import pytest
 from tests.unit.trainer.world import run_command
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", ["trainer", "sft"])
 def test_bench_reports_steps_after_the_first(command, tiny, tmp_path):
     (tmp_path / "weights").mkdir()  # of a run that goes on
@@ -44,6 +45,7 @@ def test_bench_with_wandb_writes_distributions_and_figures(command, tiny, tmp_pa
     assert b"bench/perf/tokens_per_second/mean" in written.read_bytes()
 
 
+@pytest.mark.extended
 def test_trace_contains_steps(tiny, tmp_path):
     arguments = ["--model.name", tiny, "--output-dir", tmp_path, "--device", "cpu", "--data.fake.seq-len", "16"]
     code, error = run_command("trainer", [*arguments, "--bench", "--trace-path", tmp_path / "trace"])

@@ -123,6 +123,7 @@ def test_checkpoints_rows_and_branches_of_a_resumed_run(whole, halves):
     assert read_manifest(aside, WEIGHTS_FORMAT)["hash"] == manifests[1]["hash"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("ranks", "signalled"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.extended)])
 def test_trainer_sigterm_saves_a_checkpoint_from_which_it_resumes(whole, model, tmp_path, ranks, signalled):
     """SIGTERM ends the wait for a batch, on all ranks; the checkpoint is no multiple of the interval."""
@@ -160,6 +161,7 @@ def test_sft_sigterm_saves_a_checkpoint_from_which_it_resumes(model, words, tmp_
     assert weights_hash(tmp_path / "run", step + 2) == weights_hash(tmp_path / "whole", step + 2)
 
 
+@pytest.mark.extended
 def test_kept_batches_reproduce_the_run(model, tmp_path):
     """Neither a commit deletes them nor, without checkpoints, the next step."""
     run, again = tmp_path / "run", tmp_path / "again"
@@ -232,6 +234,7 @@ def test_resume_with_changed_settings_logs_them(halves, model, tmp_path):
     assert "optim.beta1 was 0.9 when the checkpoint was written and is 0.5" in error
 
 
+@pytest.mark.extended
 def test_resumed_sft_is_bit_identical(model, words, tmp_path):
     """The halves end in the middle of an epoch, are saved in the background, and keep the last checkpoint only."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -245,6 +248,7 @@ def test_resumed_sft_is_bit_identical(model, words, tmp_path):
     assert weights_hash(halves, 4) != weights_hash(halves, 8)
 
 
+@pytest.mark.extended
 def test_resume_restores_random_generators(model, tmp_path):
     """Dropout of adapters is drawn anew in each step; a reference model is loaded by both runs."""
     more = ["--model.lora.rank", "4", "--model.lora.dropout", "0.5", "--loss.kl.coef", "0.1"]

@@ -32,6 +32,8 @@ from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.test_parallel import make_variant
 from tests.unit.trainer.world import run_world
 
+pytestmark = pytest.mark.extended
+
 BEFORE, AFTER = 2, 2
 OPTIMIZERS = {"adamw": AdamWConfig(lr=1e-3), "muon": MuonConfig(lr=1e-3)}
 NAMES = ["adamw", "muon", "adamw+lora", "adamw+experts"]

@@ -25,6 +25,8 @@ from prime_rl.trainer.weights.policy_loading import fuse_kernels, load_policy
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.test_policy_model import ARCHITECTURES, SMALL
 
+pytestmark = pytest.mark.extended
+
 FAMILIES = ["qwen3", "mistral_window", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss_sinks_window"]
 HEAVY = ["deepseek_v3", "gpt_oss_sinks_window"]
 MARKS = [[pytest.mark.extended], [pytest.mark.extended, pytest.mark.release]]

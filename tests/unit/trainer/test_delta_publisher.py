@@ -109,6 +109,7 @@ def publish_on_ranks(world, argument):
     return [file.owner for file in training.publisher._plan.files]
 
 
+@pytest.mark.extended
 def test_deltas_of_several_ranks_equal_those_of_one(tmp_path):
     """I9."""
     make_tiny_model(tmp_path / "tiny")

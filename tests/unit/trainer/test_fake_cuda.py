@@ -114,6 +114,7 @@ STEPS = {
 EXPERTS = {"attention sinks": ("sinks", {"debug": {}}), "experts": ("experts", {"ranks": 2})}
 
 
+@pytest.mark.extended(after=3)
 @pytest.mark.parametrize("case", [*STEPS, *EXPERTS])
 def test_step_reads_nothing_inside_a_row(models, case):
     model, keys = (STEPS | EXPERTS)[case]
@@ -121,6 +122,7 @@ def test_step_reads_nothing_inside_a_row(models, case):
     assert trace(models / model, **keys) == ALLOWED | balance
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ac", [None, ActivationCheckpointConfig(mode="selective")])
 def test_step_with_offloads_runs(models, ac, monkeypatch):
     locked = []
@@ -148,6 +150,7 @@ def test_untied_embedding_and_head_are_fsdp_units(models, name, own):
             assert isinstance(module, FSDPModule) == own
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["dense", "sinks"])
 def test_packing_check_reads_nothing_before_the_comparison(models, name):
     with fake_cuda(1) as device:

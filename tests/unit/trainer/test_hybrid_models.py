@@ -87,6 +87,7 @@ def check_against_transformers(policy, reference, lengths):
         assert difference <= 3e-4 * gradient.norm(), key  # small sums of large terms: 6e-5 on some CPUs
 
 
+@pytest.mark.extended(after=4)
 @pytest.mark.parametrize("name", HYBRID)
 def test_values_and_gradients_of_packed_segments_equal_those_alone(name, tmp_path):
     config = HYBRID[name]()
@@ -110,6 +111,7 @@ def test_recomputed_and_compiled_blocks_compute_the_same(name, options, tmp_path
     check_against_transformers(policy, reference, [70, 3, 30])
 
 
+@pytest.mark.extended(after=4)
 @pytest.mark.parametrize("name", HYBRID)
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"lora": {"target_modules": ["all-linear"]}}], ids=str)
 def test_packing_check_of_a_hybrid_model_passes(name, options, world, tmp_path):

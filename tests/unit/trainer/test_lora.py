@@ -79,6 +79,7 @@ def trained(tmp_path_factory):
     return root, {size: run_world(size, train_adapters, str(root), root)[0] for size in (1, 4)}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_adapters_do_not_depend_on_the_world_size(trained, name):
     root, results = trained

@@ -104,6 +104,7 @@ def measured(tmp_path_factory):
     return {size: run_world(size, measure_everything, str(model), folder) for size in LAYOUTS}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("size", "layout"), [(size, layout) for size in LAYOUTS for layout in LAYOUTS[size]])
 def test_layer_norms_equal_the_norms_of_the_whole_gradients(measured, size, layout):
     for rank in measured[size]:

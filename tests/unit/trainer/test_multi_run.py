@@ -109,6 +109,7 @@ def alone(tiny, tmp_path_factory):
     return finals
 
 
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
 def test_runs_in_company_end_as_alone(alone, tiny, tmp_path, ranks):
     """Three runs on two slots: the third joins when one has finished."""
@@ -160,6 +161,7 @@ def make_advantages_infinite(batch):
     batch.advantages[np.flatnonzero(batch.loss_mask)[0]] = np.inf
 
 
+@pytest.mark.extended
 @RANKS
 def test_failing_run_leaves_no_trace_in_another(alone, tiny, tmp_path, ranks):
     """A batch that is not finite, a gradient that is not, and an unknown key; the healthy run is bit-identical."""
@@ -182,6 +184,7 @@ def test_failing_run_leaves_no_trace_in_another(alone, tiny, tmp_path, ranks):
     assert not healthy.evicted.exists() and not damaged.refused.exists()
 
 
+@pytest.mark.extended
 @RANKS
 def test_slot_of_a_run_that_ends_goes_to_the_one_that_waits_longest(tiny, tmp_path, ranks):
     """Orchestrators that end, a folder that is removed, a run that starts again with another configuration."""
@@ -207,6 +210,7 @@ def test_slot_of_a_run_that_ends_goes_to_the_one_that_waits_longest(tiny, tmp_pa
     assert code == 0, error
 
 
+@pytest.mark.extended
 def test_trainer_ends_when_no_orchestrator_is_left(tiny, tmp_path):
     with training(tmp_path, tiny) as trainer:
         with ExitStack() as stack:
@@ -299,6 +303,7 @@ def test_turns_take_every_row_once_and_let_no_run_wait(arrivals, budget):
     assert trained == sum(map(Counter, arrivals), Counter())
 
 
+@pytest.mark.extended
 def test_run_continues_in_a_trainer_of_its_own(alone, tiny, tmp_path):
     """Counts, scale, clipping and moments are those of a trainer of one run; its initial adapter would be another."""
     with ExitStack() as stack, training(tmp_path, tiny) as trainer:

@@ -283,6 +283,7 @@ def train_sharded(world: World, argument: str):
     return results
 
 
+@pytest.mark.extended
 def test_muon_does_not_depend_on_world_size_and_layout(tmp_path):
     weights, gradients = draw()
     alone = [torch.nn.Parameter(torch.tensor(w, dtype=torch.float32)) for w in weights]
@@ -307,6 +308,7 @@ def train_policy(world: World, argument: tuple[str, list[int]]):
     return results
 
 
+@pytest.mark.extended
 def test_muon_training_does_not_depend_on_world_size(tmp_path):
     path = make_tiny_model(tmp_path / "tiny")
     layouts = {1: [1], 4: [1, 2]}  # ranks -> copies of the sharded model

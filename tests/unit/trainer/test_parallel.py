@@ -196,6 +196,7 @@ def make_variant(path, kind, **changes):
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", CASE_PARAMETERS)
 def test_layout_gives_the_gradients_and_weights_of_one_rank(worlds, case):
     """Loss, norm, gradients and published weights do not depend on the layout (I9)."""
@@ -323,6 +324,7 @@ def collectives_in(action):
     return counts
 
 
+@pytest.mark.extended
 def test_gradients_are_reduced_for_every_row_or_once_with_equal_norms(tmp_path):
     """By default for every row, so that they stay sharded; with `reduce_once` in the last row only."""
     path = str(make_tiny_model(tmp_path / "dense"))
@@ -360,6 +362,7 @@ def lose_a_rank(world, argument):
         return [str(error), time.monotonic() - begin]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_collective_with_a_lost_rank_raises_on_the_others(worlds, how):
     """The other ranks raise at once if connections close, else after the world's time limit (I7)."""
@@ -382,6 +385,7 @@ def test_rendezvous_on_a_port_in_use_raises_config_error(monkeypatch):
             dist.TCPStore("127.0.0.1", port, 1, is_master=True)
 
 
+@pytest.mark.extended
 def test_rendezvous_without_rank_zero_times_out(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -31,6 +31,8 @@ from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import _context, run_world
 
+pytestmark = pytest.mark.extended
+
 PATIENCE_SECONDS = 60
 
 

@@ -32,6 +32,7 @@ def make_publisher(world, path, tokenizer_path, dtype=torch.float32, **options):
     return Publisher(policy, tokenizer, dtype, world, **options)
 
 
+@pytest.mark.extended(after=8)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_publish_reload_gives_the_same_model(name, world, tmp_path, tiny):
     reference = save(ARCHITECTURES[name](), tmp_path / "base")

@@ -85,6 +85,7 @@ def worlds(tmp_path_factory):
     return {size: run_world(size, on_ranks, str(root / "policy"), root) for size in (1, 2)}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", ["base", "lora", "other", "decoupled"])
 def test_reference_logprobs_do_not_depend_on_world_size(worlds, case):
     """I9, with a second sharded model beside the first, and padding rows."""

@@ -150,6 +150,7 @@ def test_train_with_weights_of_earlier_run_exits(runs, tiny):
     assert error.splitlines()[-1].startswith("error: output_dir:") and "Traceback" not in error
 
 
+@pytest.mark.extended
 def test_train_with_fake_data_runs_twice(tiny, tmp_path):
     arguments = base_arguments(tiny, tmp_path, "--data.fake", "{'batch_size': 4, 'seq_len': 16}")
     for _ in range(2):
@@ -159,6 +160,7 @@ def test_train_with_fake_data_runs_twice(tiny, tmp_path):
     assert not any(RunPaths(tmp_path).weights_dir.iterdir())
 
 
+@pytest.mark.extended
 def test_train_without_batch_times_out_and_names_orchestrator(tiny, tmp_path):
     ship(tmp_path, steps=1)
     code, error = run(base_arguments(tiny, tmp_path, "--wait-timeout-seconds", "2"))

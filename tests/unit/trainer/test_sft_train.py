@@ -53,6 +53,7 @@ def first(inputs, tmp_path_factory):
     return root, sft(inputs, root, "--max-steps", STEPS, "--weights-interval", "4", *VALIDATE)
 
 
+@pytest.mark.extended
 def test_sft_reduces_and_reports_the_loss(first):
     _, (lines, _) = first
     assert [line["step"] for line in lines] == list(range(STEPS))
@@ -146,6 +147,7 @@ def test_sft_with_torchrun_writes_output_of_ranks_to_files_and_rank_0_to_console
     assert {path.parent.name for path in (tmp_path / "logs").rglob("stderr.log")} == {"0", "1"}
 
 
+@pytest.mark.extended
 def test_sft_on_two_ranks_equals_one(first, two_ranks):
     """The world size does not change supervised fine-tuning (I9)."""
     _, (ones, validations) = first

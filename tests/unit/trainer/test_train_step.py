@@ -75,6 +75,7 @@ def worlds(tmp_path_factory):
     return root, results
 
 
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize("case", CASES)
 def test_train_step_does_not_depend_on_world_size(worlds, case):
     """I9: loss, gradient norm, every mean and the resulting weights are those of one rank, and the same on all."""

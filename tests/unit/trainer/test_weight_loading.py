@@ -98,6 +98,7 @@ def differences(loaded, reference):
     yield from (name for name in our_buffers if not torch.equal(our_buffers[name], their_buffers[name]))
 
 
+@pytest.mark.extended
 def test_two_ranks_read_their_parts_and_equal_transformers(models, tmp_path):
     """They read the model once, but for what both need (buffers) and rows that do not divide."""
     loaded = run_world(2, load_all, str(models), tmp_path)

@@ -173,6 +173,7 @@ def assert_restores_exactly(fresh, lefts=None):
     return batches, states
 
 
+@pytest.mark.extended(after=4)
 @pytest.mark.parametrize("options", STREAMS.values(), ids=STREAMS.keys())
 def test_restored_stream_continues_exactly(files, tokenizer, options):
     """Left after each of the first batches, through several passes."""
