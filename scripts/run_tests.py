@@ -20,19 +20,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         code = _run_pytest(folder, *sys.argv[1:])
-        failed = _read_failed(folder)
-        if code != 1 or not failed:
+        reasons = _read_reasons(folder)
+        failed = _read_failed(folder) or sorted(reasons)  # pytest does not record a test during which a worker dies
+        if code != 1:
             return code
-        if len(failed) > MAX_UNSTABLE:
-            print(f"gate: {len(failed)} tests failed; up to {MAX_UNSTABLE} would run again")
+        if not 0 < len(failed) <= MAX_UNSTABLE:
+            print(f"gate: {len(failed)} tests failed, which are too many to run again:", *failed, sep="\n  ")
             return 1
-        first = _read_reasons(folder)
-        print(f"gate: {len(failed)} of the tests failed and run again, alone", flush=True)
+        print("gate: run again, alone:", *failed, sep="\n  ", flush=True)
         code = _run_pytest(folder, "-n", "0", *failed)
-        again = _read_failed(folder)
+        broken = _read_failed(folder)
         for test in failed:
-            result = "failed again" if test in again else "passed alone"
-            print(f"gate: {'broken' if test in again else 'unstable'}: {test}: failed ({first.get(test)}), {result}")
+            kind, result = ("broken", "failed again") if test in broken or code > 1 else ("unstable", "passed alone")
+            print(f"gate: {kind}: {test}: failed ({reasons.get(test, 'no reason recorded')}), {result}")
         return code
 
 
@@ -50,11 +50,11 @@ def _read_failed(folder: Path) -> list[str]:
 
 def _read_reasons(folder: Path) -> dict[str, str]:
     """Return the first line of each failure by the test's node id."""
-    reasons = dict[str, str]()
-    for case in ElementTree.parse(folder / "results.xml").iter("testcase"):
+    reasons, file = dict[str, str](), folder / "results.xml"
+    for case in ElementTree.parse(file).iter("testcase") if file.exists() else ():
         if (result := next((child for child in case if child.tag in ("failure", "error")), None)) is not None:
-            module, _, name = f"{case.get('classname')}".replace(".", "/"), None, case.get("name")
-            reasons[f"{module}.py::{name}"] = (result.get("message") or "no message").splitlines()[0][:200]
+            test = f"{(case.get('classname') or '').replace('.', '/')}.py::{case.get('name')}"
+            reasons[test] = (result.get("message") or "no message").splitlines()[0][:200]
     return reasons
 
 

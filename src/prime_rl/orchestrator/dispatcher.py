@@ -119,7 +119,7 @@ class Dispatcher:
         on_end: Callable[[], None],
         warnings: RunWarnings,
     ) -> None:
-        """Connect the parts; `on_end` is called when a group ends and when a pause after an error ends."""
+        """Connect the parts; `on_end` is called when a group ends."""
         self.complete: dict[int, Group] = {}
         """Finished groups by group_id that wait to be shipped."""
         self.filled: set[int] = set()
@@ -194,19 +194,35 @@ class Dispatcher:
             return f"no batch from {self._scheduler.next_step} on can take them within the staleness bound"
         return None
 
-    def admit(self, tasks: asyncio.TaskGroup) -> None:
-        """Start groups as long as the staleness bound and the servers allow it."""
+    def admit(self, tasks: asyncio.TaskGroup) -> int:
+        """Start groups as long as the staleness bound and the servers allow it; return how many."""
+        num_started = 0
         if self._config.oversampling_factor > 1:
             self._scheduler.credit = self._drops.credit(self._scheduler.in_flight)
         environments = range(len(self._pools))
         while not self._failed and any(map(self._may_start, environments)) and (server := self._find_server()):
             draw = self._next_position()
             self._drops.health[draw.env].started(draw.group_id)
-            if pause_seconds := self._limits.started(draw.env):
-                asyncio.get_running_loop().call_later(pause_seconds, self._on_end)
+            self._limits.started(draw.env)
             deadline = self._scheduler.admit(draw.group_id, server.version.step)
             self._assign(draw, server, deadline)
             tasks.create_task(self._run_group(draw, server, time.monotonic()))
+            num_started += 1
+        return num_started
+
+    def find_pauses(self, now: float) -> dict[str, float]:
+        """Return what keeps groups from starting until a time after `now`, with that time, by `time.monotonic`.
+
+        Take `now` before `admit`, and call `admit` again at the earliest of these times: a pause that ends in between
+        is still returned, so that none is missed.
+        """
+        ends = dict[str, float]()
+        for env, pool in enumerate(self._pools):
+            ends[f"the pause that env.max_rollouts_per_minute makes at {pool.name}"] = self._limits.next_start[env]
+            ends[f"the pause of environment {pool.name}, which fails"] = self._drops.health[env].paused_until
+        for server in self._inference.servers:
+            ends[f"the pause of server {server.client.url}, which failed"] = server.backoff_until
+        return {what: end for what, end in ends.items() if end > now}
 
     def shipped(self, group_ids: Sequence[int]) -> None:
         """Start the next batch, after one with these groups."""
@@ -252,13 +268,6 @@ class Dispatcher:
             return now - group.scoring_since >= _REPORTED_WAIT_SECONDS
         least = _UNKNOWN_DURATION_SECONDS if usual is None else _LATE * usual
         return now - group.started >= max(_REPORTED_WAIT_SECONDS, least)
-
-    @property
-    def pausing(self) -> list[str]:
-        """The failing environments, if no group may start anywhere at the moment; else empty."""
-        healths = zip(self._pools, self._drops.health, strict=True)
-        may_start = any(map(self._drops.may_start, range(len(self._pools))))
-        return [] if may_start else [pool.name for pool, health in healths if health.errors]
 
     def metrics(self) -> dict[str, float | None]:
         """Return for how many seconds each environment has been failing, and the limit of the rollouts in flight."""
@@ -352,8 +361,8 @@ class Dispatcher:
             return _Retry(str(error))
         if error.status in _MISCONFIGURED:
             raise error
-        if error.is_server_fault:  # it gets no groups for a while; then look for work again
-            asyncio.get_running_loop().call_later(server.failed(), self._on_end)
+        if error.is_server_fault:
+            server.failed()  # it gets no groups for a while
             if sum(isinstance(failure, InferenceError) for failure in failures) <= _MAX_SERVER_FAULTS:
                 return _Retry(str(error))
         return _Failed(ENGINE, str(error))
@@ -452,7 +461,6 @@ class Dispatcher:
         self._warnings.add("group", env, text)
         if action is DropAction.FAIL:
             raise self._exhausted(reason, failure)
-        asyncio.get_running_loop().call_later(health.pause_seconds, self._on_end)
 
     def _end(self, group_id: int, reason: str, group: Group | None = None, *, env: int) -> None:
         self._ended[env] += 1

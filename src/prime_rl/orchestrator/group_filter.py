@@ -111,7 +111,8 @@ class EnvironmentHealth:
         self._batch_groups = batch_groups
         self._longest_pause_seconds = longest_pause_seconds
         self._pauses = 0
-        self._paused_until = 0.0
+        self.paused_until = 0.0
+        """End of the last pause, by `time.monotonic`."""
         self._failing_since: float | None = None
         self._trial = set[int]()
 
@@ -123,7 +124,7 @@ class EnvironmentHealth:
     @property
     def pause_seconds(self) -> float:
         """Seconds until the next group may start."""
-        return max(0.0, self._paused_until - time.monotonic()) if self._pauses else 0.0
+        return max(0.0, self.paused_until - time.monotonic()) if self._pauses else 0.0
 
     @property
     def may_start(self) -> bool:
@@ -145,7 +146,7 @@ class EnvironmentHealth:
         if not self._pauses or group_id in self._trial:
             pause_seconds = min(_SHORTEST_PAUSE_SECONDS * 2.0 ** min(self._pauses, 16), self._longest_pause_seconds)
             self._pauses += 1
-            self._paused_until = time.monotonic() + pause_seconds
+            self.paused_until = time.monotonic() + pause_seconds
             self._trial.clear()
 
     def succeeded(self) -> None:
@@ -165,6 +166,7 @@ class StartLimits:
     Attributes:
         counts: rollouts of a group, by the index of the environment.
         in_flight: rollouts in flight, by the index of the environment.
+        next_start: when the rate allows the next group, by `time.monotonic`, by the index of the environment.
     """
 
     def __init__(self, config: OrchestratorConfig) -> None:
@@ -176,22 +178,20 @@ class StartLimits:
             60 * count / env.max_rollouts_per_minute if env.max_rollouts_per_minute else 0.0
             for env, count in zip(config.env, self.counts, strict=True)
         ]
-        self._next_start = [0.0] * len(config.env)
+        self.next_start = [0.0] * len(config.env)
 
     def may_start(self, env: int) -> bool:
         """Return whether a group of environment `env` may start now; one group may always be in flight."""
         limit = self._limits[env]
         if limit is not None and self.in_flight[env] + self.counts[env] > max(limit, self.counts[env]):
             return False
-        return time.monotonic() >= self._next_start[env]
+        return time.monotonic() >= self.next_start[env]
 
-    def started(self, env: int) -> float:
-        """Count a group that starts; return the seconds until the next may start, by the rate alone."""
+    def started(self, env: int) -> None:
+        """Count a group that starts."""
         self.in_flight[env] += self.counts[env]
-        if not self._seconds[env]:
-            return 0.0
-        self._next_start[env] = time.monotonic() + self._seconds[env]
-        return self._seconds[env]
+        if self._seconds[env]:
+            self.next_start[env] = time.monotonic() + self._seconds[env]
 
     def ended(self, env: int) -> None:
         """Count a group that is not in flight any more."""

@@ -20,6 +20,7 @@ Dispatch continues while a batch is written. One coroutine ships batches (`_ship
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -59,7 +60,7 @@ from prime_rl.orchestrator.resume import (
 )
 from prime_rl.orchestrator.run_reports import RunCounters, RunWarnings, SampleFiles, batch_metrics, rollout_times
 from prime_rl.orchestrator.scheduler import DeadlineScheduler
-from prime_rl.orchestrator.waits import INFERENCE, TRAINER, ProgressWatchdog
+from prime_rl.orchestrator.waits import INFERENCE, TRAINER, ProgressWatchdog, pause
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import DiscardedWork
 from prime_rl.storage.artifact import MANIFEST
@@ -272,17 +273,27 @@ class OrchestratorLoop:
         self._can_dispatch.set()
 
     async def _keep_admitting(self, tasks: asyncio.TaskGroup, stop: asyncio.Event) -> None:
-        """Start groups as soon as they can be admitted, also while a batch is written."""
+        """Start groups as soon as they can be admitted, also while a batch is written.
+
+        Timers may fire early, and events may come at any time: each is only a reason to look again.
+        """
         while not stop.is_set():
             self._can_dispatch.clear()
-            self._dispatcher.admit(tasks)
-            await self._can_dispatch.wait()
+            now = time.monotonic()
+            if self._dispatcher.admit(tasks):
+                self._wake.set()  # `_wait_for_progress` waits for something else now
+            next_start = min(self._dispatcher.find_pauses(now).values(), default=None)
+            await pause(self._can_dispatch, None if next_start is None else max(0.0, next_start - time.monotonic()))
+            if not self._can_dispatch.is_set():
+                self._num_ended += 1
+                self._wake.set()
 
     async def _ship_all(self, tasks: asyncio.TaskGroup) -> None:
         while not self._scheduler.finished:
             self._wake.clear()
             self._evaluator.on_switch(self._inference.version, tasks)
             self._dispatcher.admit(tasks)
+            self._can_dispatch.set()  # the groups that start have changed what may start next, and when
             if (group_ids := self._scheduler.ready()) is not None:
                 await self._ship(group_ids)
                 continue
@@ -405,13 +416,15 @@ class OrchestratorLoop:
     async def _wait_for_progress(self) -> None:
         """Wait until a group ends or more groups can be dispatched; both set `_wake`."""
         step, in_flight, version = self._scheduler.next_step, self._scheduler.in_flight, self._inference.version
-        pausing = [] if in_flight else self._dispatcher.pausing
-        if not in_flight and not pausing:
+        servers = [server for server in self._inference.servers if server.up]
+        may_start = any(self._scheduler.can_admit(server.version.step) for server in servers)
+        if not in_flight and not may_start:
             self._inference.raise_if_refused(step)
         progress_token = step, version, self._num_ended
-        if in_flight or pausing or not any(server.up for server in self._inference.servers):
-            names = ", ".join(pausing or [pool.name for pool in self._pools])
-            waiting_for = f"environment {names}, which fails" if pausing else f"{in_flight} groups in flight at {names}"
+        if in_flight or may_start or not servers:
+            pauses = [] if in_flight else self._dispatcher.find_pauses(time.monotonic())
+            names = ", ".join(pool.name for pool in self._pools)
+            waiting_for = " and ".join(pauses) or f"{in_flight} groups in flight at {names}"
             phase, unblock = f"sample batch {step}", self._dispatcher.end_stuck
             await self._watchdog.wait(
                 self._wake, progress_token, phase, INFERENCE, waiting_for, unblock, step=step, version=version,

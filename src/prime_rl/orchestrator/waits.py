@@ -26,8 +26,11 @@ _MIN_CHECK_INTERVAL_SECONDS = 0.5
 """Events may end a hundred waits per second; each check starts a thread and reads a file."""
 
 
-async def pause(stop: asyncio.Event, seconds: float) -> None:
-    """Return after `seconds`, or as soon as `stop` is set. (`asyncio.wait_for` may swallow a cancellation in 3.11.)"""
+async def pause(stop: asyncio.Event, seconds: float | None) -> None:
+    """Return after `seconds` (None: never), or as soon as `stop` is set.
+
+    `asyncio.wait_for` may swallow a cancellation in 3.11.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await stop.wait()

@@ -264,7 +264,8 @@ class InferenceServer:
         self.failed_switches = 0
         self.last_load: ServerLoad | None = None
         self._faults = 0
-        self._backoff_until = 0.0
+        self.backoff_until = 0.0
+        """End of the last back-off, by `time.monotonic`."""
         self._scopes = set[asyncio.Timeout]()
 
     async def policy(self) -> LoadedVersion:
@@ -311,18 +312,17 @@ class InferenceServer:
     @property
     def backoff_seconds(self) -> float:
         """Remaining seconds without new rollouts after a failure; a server that fails fast would otherwise get all."""
-        return max(0.0, self._backoff_until - time.monotonic())
+        return max(0.0, self.backoff_until - time.monotonic())
 
-    def failed(self) -> float:
-        """Start a back-off; return its length in seconds."""
+    def failed(self) -> None:
+        """Start a back-off."""
         backoff_seconds = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(self._faults, 16), _LONGEST_BACKOFF_SECONDS)
         self._faults += 1
-        self._backoff_until = time.monotonic() + backoff_seconds
-        return backoff_seconds
+        self.backoff_until = time.monotonic() + backoff_seconds
 
     def succeeded(self) -> None:
         """Reset the back-off after a finished group."""
-        self._faults, self._backoff_until = 0, 0.0
+        self._faults, self.backoff_until = 0, 0.0
 
     def has_capacity(self, rollouts: int) -> bool:
         """Return whether it can take `rollouts` more; an idle server always can."""
