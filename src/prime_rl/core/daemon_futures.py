@@ -17,11 +17,15 @@ def start_daemon_future(work: Callable[[], Value], name: str, exit_wait_seconds:
     The exit of the process waits for the work for `exit_wait_seconds` at most.
     """
     done: Future[Value] = Future()
+    calls = [work]
+    del work
     done.set_running_or_notify_cancel()  # a cancelled caller stops waiting, but the work cannot be cancelled
 
     def run() -> None:
         try:
-            done.set_result(work())
+            # The call is released before its result is set: the process may exit then, and a thread that frees tensors
+            # during the exit aborts it.
+            done.set_result(calls.pop()())
         except BaseException as error:  # noqa: BLE001  `done.result` raises it
             done.set_exception(error)
 

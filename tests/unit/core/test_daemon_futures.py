@@ -4,10 +4,12 @@ import asyncio
 import subprocess
 import sys
 import threading
+import weakref
+from functools import partial
 
 import pytest
 
-from prime_rl.core.daemon_futures import run_in_daemon_thread
+from prime_rl.core.daemon_futures import run_in_daemon_thread, start_daemon_future
 
 HANGS = """
 import asyncio, threading
@@ -28,6 +30,23 @@ async def test_run_in_daemon_thread_returns_and_raises_like_the_work():
     assert await run_in_daemon_thread(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await run_in_daemon_thread(divmod, 7, 0)
+
+
+def test_daemon_future_releases_its_work_before_the_result_is_set():
+    """The process may exit as soon as it has the result, and must not do so while a thread frees tensors."""
+    go, called, held = threading.Event(), threading.Event(), {"tensor"}
+    reference, found = weakref.ref(held), list[object]()
+
+    def look(_):
+        found.append(reference())
+        called.set()
+
+    future = start_daemon_future(partial(lambda _: go.wait(120), held), "work")
+    del held
+    future.add_done_callback(look)
+    go.set()
+    assert future.result(120) and called.wait(120)
+    assert found == [None]
 
 
 async def test_run_in_daemon_thread_cancelled_does_not_stop_the_work():
