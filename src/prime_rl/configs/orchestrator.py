@@ -26,6 +26,9 @@ from prime_rl.storage.paths import RunPaths
 _MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures, except 0, to this value."""
 
+_MIN_TOP_P, _MAX_MIN_P = 0.01, 0.9
+"""Beyond them the most likely token alone is left, except where the distribution is nearly uniform."""
+
 
 class SlotConfig(BaseConfig):
     """The adapter of this run in a trainer and a server that several runs share (docs/multi_run.md)."""
@@ -311,7 +314,18 @@ def _check_sampling(sampling: SamplingConfig, where: str) -> None:
             f"sampling.temperature = {sampling.temperature}{where}: vLLM samples at {_MIN_TEMPERATURE} instead, and "
             f"the trainer would compute other log-probabilities; set it to {_MIN_TEMPERATURE} or more"
         )
-    if sampling.top_k == 1:
+    narrow = {
+        f"top_k = {sampling.top_k}": (sampling.top_k == 1, "set it above 1, or to -1"),
+        f"top_p = {sampling.top_p:g}": (sampling.top_p < _MIN_TOP_P, f"set it to {_MIN_TOP_P} or more"),
+        f"min_p = {sampling.min_p:g}": (sampling.min_p > _MAX_MIN_P, f"set it to {_MAX_MIN_P} or less"),
+    }
+    for setting, (leaves_one, remedy) in narrow.items():
+        if leaves_one:
+            raise ValueError(
+                f"sampling.{setting}{where} leaves one token to choose from, whose gradient is 0; {remedy}"
+            )
+    if sampling.min_tokens:
         raise ValueError(
-            f"sampling.top_k = 1{where} leaves one token to choose from, whose gradient is 0; set it above 1, or to -1"
+            f"sampling.min_tokens = {sampling.min_tokens}{where} is not supported in training: the sampler excludes "
+            "the end of the reply, and the trainer does not; remove it"
         )

@@ -26,7 +26,7 @@ class SamplingConfig(BaseConfig):
     """Maximum tokens of one turn's completion; None allows the whole sequence length."""
 
     min_tokens: int = Field(0, ge=0)
-    """Minimum tokens of one turn's completion."""
+    """Minimum tokens of one turn's completion. For evaluation only: the trainer does not exclude the end of a reply."""
 
     # Upstream configurations set it, and an unknown key would not explain why another value is wrong.
     repetition_penalty: float = Field(1.0, gt=0)
@@ -41,4 +41,6 @@ class SamplingConfig(BaseConfig):
             raise ValueError(
                 "repetition_penalty is not supported: the trainer does not apply it to its log-probabilities; remove it"
             )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}; lower it")
         return self

