@@ -24,6 +24,7 @@ from prime_rl.trainer.fsdp import compute_dtype, reshard_policy
 from prime_rl.trainer.micro_batch import make_micro_batch
 from prime_rl.trainer.model.policy_model import PolicyModel
 from prime_rl.trainer.model.varlen_attention import rope_parameters
+from prime_rl.trainer.parallel.device_mesh import local_tensor
 from prime_rl.trainer.parallel.process_group import World
 
 _FIRST, _SECOND = 24, 64
@@ -73,13 +74,24 @@ def check_packing(policy: PolicyModel, config: TrainerModelConfig, world: World,
         difference = measure_packing(policy, world.device, lengths)
     excess = difference.excess(compute_dtype(config.dtype, world.device), policy.routing.is_moe)
     error = None
-    if excess is not None:
+    if excess is not None and (name := _find_non_finite(policy)) is not None:
+        error = ConfigError(
+            f"model.name: the weights of {config.name} are not finite: {name} contains NaN or infinity; replace it"
+        )
+    elif excess is not None:
         error = ConfigError(
             f"model.name: the log-probabilities that {config.name} gives to packed samples {excess}: it carries state "
             "from one sample to the next, or depends on the length of the row, and cannot be trained on packed rows; "
             "use a model that docs/training.md lists"
         )
     world.raise_on_all_ranks(error, "the check that packing is invisible")
+
+
+@torch.no_grad()
+def _find_non_finite(policy: PolicyModel) -> str | None:
+    """Return the name of a parameter of which this rank's part is not finite; None if there is none."""
+    parts = ((name, local_tensor(parameter)) for name, parameter in policy.causal_lm.named_parameters())
+    return next((name for name, part in parts if not torch.isfinite(part).all()), None)
 
 
 @torch.no_grad()

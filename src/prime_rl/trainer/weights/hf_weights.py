@@ -229,7 +229,11 @@ class HFWeights:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """List the safetensors files of a model. Raises ConfigError if there are none, or one of the index is missing."""
+    """List the safetensors files of a model.
+
+    Raises:
+        ConfigError: there are none, one of the index is missing, or a single file contradicts the index.
+    """
     index = directory / _INDEX
     if index.is_file():
         try:
@@ -237,6 +241,10 @@ def weight_files(directory: Path) -> list[Path]:
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"model.name: {index} is not a valid index of weight files: {error!r}") from None
         files = [directory / name for name in names]
+        if (directory / _SINGLE).is_file() and _SINGLE not in names:
+            raise ConfigError(
+                f"model.name: {directory} has two models, {_SINGLE} and the shards that {_INDEX} lists; remove one"
+            )
     else:
         files = [directory / _SINGLE]
     missing = [file for file in files if not file.is_file()]
