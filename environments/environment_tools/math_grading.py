@@ -138,7 +138,7 @@ class MathGrader:
             [(right, _)], [(value, _)] = numbers
             if right == value or right.denominator == value.denominator == 1:
                 return Verdict(correct=right == value)
-        elif re.search(r"[0-9]\s+[0-9]", answer):  # two numbers, which math-verify joins or multiplies
+        if any(re.search(r"[0-9]\s+[0-9]", text) for text in (gold, answer)):  # math-verify joins or multiplies them
             return Verdict(correct=False)
         # math-verify ignores both.
         bases = [match and match[1] for match in map(_BASE.search, (gold, answer))]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .environment_tools.letters import LETTERS
 from .environment_tools.prompts import make_prompt
 from .environment_tools.rows import Row, Source, pick, text_of
-from .graders import Grader, make_grader
+from .graders import Grader, MathVerifyGrader, make_grader
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -87,6 +87,11 @@ def load_environment(
 
 def _rubric(grader: Grader) -> Any:
     import verifiers as vf
+
+    if isinstance(grader, MathVerifyGrader):
+        from .environment_tools.math_environment import MathRubric
+
+        return MathRubric(grader.processes)
 
     async def correct_answer(completion: Any, answer: str, parser: Any) -> float:
         return await grader.grade(parser.parse_answer(completion) or "", answer)

@@ -19,8 +19,12 @@ class Grader(ABC):
     """Compares replies with the answers of the data set."""
 
     def gold(self, answer: str) -> str:
-        """Return the right answer in the form that `grade` takes. Raises ValueError if it is none."""
-        return answer
+        r"""Return the right answer in the form that `grade` takes, without a `\boxed{}` around it.
+
+        Raises:
+            ValueError: it is no answer of the kind that `grade` compares.
+        """
+        return last_boxed(answer) or answer
 
     @abstractmethod
     async def grade(self, text: str, answer: str) -> float:
@@ -55,7 +59,7 @@ class NumberGrader(Grader):
 
     def gold(self, answer: str) -> str:
         """Return the number that the answer is, or the one after `####`."""
-        number = number_of(answer.rpartition("####")[2])
+        number = number_of(super().gold(answer).rpartition("####")[2])
         if number is None:
             raise ValueError(f"the answer is not one number: {answer[-60:]!r}")
         return show_number(number)
@@ -71,7 +75,7 @@ class LetterGrader(Grader):
 
     def gold(self, answer: str) -> str:
         """Return the letter."""
-        letter = answer.strip("() .").upper()
+        letter = super().gold(answer).strip("() .").upper()
         if letter not in tuple(LETTERS):
             raise ValueError(f"the answer is not one of the letters {', '.join(LETTERS)}: {answer[:60]!r}")
         return letter
@@ -85,19 +89,15 @@ class MathVerifyGrader(Grader):
     r"""math-verify finds the last `\boxed{}` of the reply equal to the answer; in separate, limited processes."""
 
     def __init__(self) -> None:
-        self._grader = MathGrader()
-
-    def gold(self, answer: str) -> str:
-        """Return the answer without a box around it."""
-        return last_boxed(answer) or answer
+        self.processes = MathGrader()
 
     async def grade(self, text: str, answer: str) -> float:
         """1 if the answers are equal."""
-        return float((await self._grader.grade(answer, last_boxed(final_part(text)) or "")).correct)
+        return float((await self.processes.grade(answer, last_boxed(final_part(text)) or "")).correct)
 
     def close(self) -> None:
         """End the processes."""
-        self._grader.close()
+        self.processes.close()
 
 
 class FunctionGrader(Grader):
@@ -112,6 +112,10 @@ class FunctionGrader(Grader):
             self._function = getattr(importlib.import_module(module_name), name)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"grader = {import_path!r} cannot be imported: {error}") from error
+
+    def gold(self, answer: str) -> str:
+        """Return the answer as it is."""
+        return answer
 
     async def grade(self, text: str, answer: str) -> float:
         """What the function returns."""

@@ -58,6 +58,7 @@ def test_row_of_a_csv_file_may_have_several_lines():
     [
         ("exact", "two words", ["two words", " two\n words ", "<think>no</think>two words", r"so \boxed{two words}"],
          ["", "Two words", "two words.", "<think>two words"]),
+        ("exact", r"so \boxed{7}", [r"\boxed{7}", "7", r"so \boxed{7}"], ["8", ""]),
         ("contains", "New York", ["in new  york.", "NEW YORK"], ["", "York New", "anew york", "new yorkers"]),
         ("contains", "3", ["it is 3"], ["13", "31"]),
         ("contains", ".*", ["the pattern .*"], ["anything"]),
@@ -65,6 +66,8 @@ def test_row_of_a_csv_file_may_have_several_lines():
         ("number", "1/3", [r"\boxed{\frac{1}{3}}", "It is 1/3."], ["3", "1", "0.33"]),
         ("number", "5 apples", [r"\boxed{5 \text{ apples}}", "5"], ["10 - 5", "5 million"]),
         ("number", "3 + 4\n#### 7", ["7"], ["3"]),
+        ("number", r"\boxed{7}", ["7"], ["8"]),
+        ("letter", r"\boxed{C}", ["C"], ["B"]),
         ("letter", "(c)", ["Answer: C", r"\boxed{c}", "C"], ["", "Answer: B", "a, b, c, d and e"]),
     ],
 )  # fmt: skip
@@ -85,6 +88,8 @@ def test_math_grader_compares_values_and_releases_its_processes(write):
     assert scores(env, row, [r"\boxed{0.5}", r"\boxed{2/4}", r"\boxed{0.6}", "0.5", r"\boxed{9^{9^{9^9}}}"]) == [
         1, 1, 0, 0, 0,
     ]  # fmt: skip
+    played = [play(env, row, [reply]) for reply in (r"\boxed{0.6}", r"\boxed{9^{9^{9^9}}}")]
+    assert [state["metrics"]["grading_failed"] for state in played] == [0, 1]
 
 
 @pytest.mark.parametrize("definition", ["def", "async def"])

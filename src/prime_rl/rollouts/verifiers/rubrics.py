@@ -21,7 +21,7 @@ import inspect
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from contextvars import ContextVar
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -331,7 +331,8 @@ def _weight(rubric: Any, func: Any) -> float:
 
 
 def _as_numbers(count: int, name: str, values: Any) -> list[float]:
-    if isinstance(values, str | bytes) or not hasattr(values, "__len__") or len(values) != count:
+    is_ordered = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping | Set)
+    if not is_ordered or len(values) != count:
         raise EnvironmentFailed(f"{name} returned {values!r:.80} for a group of {count}")
     return [as_number(name, value) for value in values]
 
