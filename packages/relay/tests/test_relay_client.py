@@ -252,6 +252,7 @@ async def test_relay_with_a_late_listing_is_asked_when_the_others_are_wrong(sour
     assert read_all(target) == read_all(source / "weights/step_1")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("path", ["/index", f"/artifacts/{NAME}"])
 async def test_relay_that_sends_an_answer_byte_by_byte_is_left_out(path, source):
     async def drops():

@@ -307,6 +307,7 @@ def save_trained(world, argument):
     return np.frombuffer(scored.logprobs[0], np.float32).tolist()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_adapter_and_merged_model_have_the_trainers_logprobs(tied, tmp_path):
     path = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)

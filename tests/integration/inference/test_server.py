@@ -70,6 +70,7 @@ def test_log_file_has_the_lines_of_engines(locked):
     assert locked.log.read_text().count("init engine") == 1
 
 
+@pytest.mark.extended
 def test_engine_is_forked_from_the_server_on_a_cpu(locked):
     """Each process that imports torch and vLLM again takes another eleven seconds of CPU."""
     [engine] = locked.engine_pids()

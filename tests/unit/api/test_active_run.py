@@ -95,6 +95,7 @@ async def test_run_evaluations_at_once_have_a_folder_each(small_run, monkeypatch
     assert len(set(used)) == 8
 
 
+@pytest.mark.extended
 async def test_run_synchronous_form_works_inside_an_event_loop_and_skips_an_earlier_run(small_run):
     assert asyncio.get_running_loop().is_running()
     with small_run("three") as run:

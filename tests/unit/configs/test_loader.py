@@ -358,6 +358,14 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         (OrchestratorConfig, ["--env", "[]"], ["env", "at least 1"]),
         (OrchestratorConfig, ["--sampling.temperature", "0.005"], ["sampling.temperature", "0.01"]),
         (OrchestratorConfig, ["--sampling.top-k", "1"], ["sampling.top_k", "gradient"]),
+        (OrchestratorConfig, ["--sampling.top-p", "1e-9"], ["sampling.top_p = 1e-09", "gradient"]),
+        (OrchestratorConfig, ["--sampling.min-p", "1"], ["sampling.min_p = 1", "gradient"]),
+        (OrchestratorConfig, ["--sampling.min-tokens", "6"], ["sampling.min_tokens = 6", "remove it"]),
+        (
+            EvalConfig,
+            ["--sampling.min-tokens", "6", "--sampling.max-tokens", "5"],
+            ["min_tokens = 6 is above max_tokens = 5"],
+        ),
         (OrchestratorConfig, ["--env.2.id", "x"], ["gap"]),
         (InferenceConfig, ["--vllm.api_key", "x"], ["vllm.api_key", "secret"]),
         (OrchestratorConfig, ["--env.args.judge_api_key", "x"], ["judge_api_key", "secret"]),
@@ -425,6 +433,7 @@ def test_copies_of_a_shared_value_are_one_problem():
     assert text.endswith("is unlimited (also wrong: trainer.optim.lr)")
 
 
+@pytest.mark.extended
 def test_hint_of_names_of_other_programs_leads_to_a_key():
     for name, end in _OUR_NAMES.items():
         roots = [root for root in (RLConfig, SFTConfig) if f"{end}?" in hint(root, name.split("."))]

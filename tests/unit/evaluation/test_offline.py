@@ -143,6 +143,7 @@ async def test_invalid_input_raises_config_error(evaluate, keys, message):
             await evaluate(engine.url, **keys)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("models", "message"),
     [

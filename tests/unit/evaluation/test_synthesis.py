@@ -34,6 +34,7 @@ def solve(body):
     return calls("calculate", expression=expression)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 async def test_sft_learns_synthesized_tool_calls(synthesize):
     from prime_rl.trainer.data.chat_rendering import read_rows

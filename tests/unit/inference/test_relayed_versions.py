@@ -124,6 +124,7 @@ async def test_directory_of_a_model_is_refused(tmp_path, copies):
             await copies(client).copy(Path("/models/base"), PolicyVersion(0, 1), never)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["wrong bytes", "no end", "no listing"])
 @virtual_clock
 async def test_copy_from_a_damaged_relay_ends_after_the_timeout(kind, tmp_path, copies):
@@ -150,6 +151,7 @@ async def test_copy_from_a_damaged_relay_ends_after_the_timeout(kind, tmp_path, 
     assert (directory / "model.safetensors").read_bytes() == bytes(3 << 20)
 
 
+@pytest.mark.extended
 async def test_relay_with_another_manifest_of_the_version_does_not_keep_a_good_one_from_being_used(tmp_path, copies):
     publish_bytes(tmp_path / "run", 1)
     publish_bytes(tmp_path / "lying", 1, note="another manifest")

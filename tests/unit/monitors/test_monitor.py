@@ -258,6 +258,7 @@ def test_wandb_that_cannot_be_reached_is_logged_offline_with_a_warning(tmp_path,
     assert "W&B cannot be reached; this run is logged offline" in line and "more" not in line
 
 
+@pytest.mark.extended
 def test_wandb_offline_run_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("INFERENCE_SERVER_API_KEY", "k-51c0ffee")
     config = WandbConfig(offline=True, name="x-trainer", log_extras=WandbExtrasConfig(interval=1))

@@ -184,7 +184,7 @@ def test_checkpoint_part_written_is_read_back(part):
     assert [draw.group_id for draw in positions.waiting] == [8]
 
 
-@pytest.mark.extended(after=3)
+@pytest.mark.extended(after=2)
 @in_loop
 @pytest.mark.parametrize(
     "changes",

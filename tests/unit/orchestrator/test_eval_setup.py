@@ -42,6 +42,7 @@ async def test_val_with_evaluation_split_uses_its_examples(start):
     assert workers == [2], "workers_per_env"
 
 
+@pytest.mark.extended
 async def test_val_one_environment_without_evaluation_split_is_named(start):
     envs = [
         EnvConfig(id="toy_environment", name="good", args={"eval_examples": 5}),

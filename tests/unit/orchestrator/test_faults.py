@@ -154,6 +154,7 @@ async def test_group_that_hangs_is_reported_with_its_key_while_the_batch_waits(
     assert last["env_workers/memory_gib"] > 0.01
 
 
+@pytest.mark.extended
 async def test_broken_environment_of_two_passes_its_turns(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, env=[toy("broken", fail="setup"), toy("well")], max_steps=12)
     paths = await run_orchestrator(config)
@@ -166,6 +167,7 @@ async def test_broken_environment_of_two_passes_its_turns(tmp_path, tokenizer_di
     assert last["dropped/error/broken"] <= 24
 
 
+@pytest.mark.extended
 async def test_restart_with_failing_environment_repeats_the_stream(tmp_path, tokenizer_dir, run_orchestrator):
     """Passed turns are replayed for the same environment."""
     config = make_config(tmp_path, tokenizer_dir, env=[toy("broken", fail="setup"), toy("well")])
@@ -214,6 +216,16 @@ async def test_stuck_group_is_dropped_by_name_and_the_run_continues(
     assert {examples[line["group_id"]] for line in dropped} == {3}
 
 
+@pytest.mark.extended
+async def test_wait_for_a_rate_limit_is_named(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
+    limit_waits(monkeypatch, {INFERENCE: 0.5, TRAINER: 60})
+    slow = toy("slow").model_copy(update={"max_rollouts_per_minute": 0.5})
+    config = make_config(tmp_path, tokenizer_dir, env=[slow])
+    message = r"waiting for the pause that env.max_rollouts_per_minute makes at slow"
+    with pytest.raises(RunError, match=message):
+        await run_orchestrator(config)
+
+
 async def test_rejected_prompt_drops_its_group(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, failing_env_seconds=600)
     async with fake_engine() as engine:
@@ -232,6 +244,7 @@ async def test_rejected_prompt_drops_its_group(tmp_path, tokenizer_dir, run_orch
     assert metrics(paths)[-1]["dropped/error/engine"] <= 2
 
 
+@pytest.mark.extended
 async def test_server_reporting_impossible_version_counts_as_failed(tmp_path, tokenizer_dir, run_orchestrator):
     """The group is sampled again without a wait."""
     config = make_config(tmp_path, tokenizer_dir, failing_env_seconds=600)
@@ -283,6 +296,7 @@ async def test_wrong_key_or_model_name_ends_the_run(tmp_path, tokenizer_dir, run
     assert ledger(RunPaths(config.output_dir), "dropped") == []
 
 
+@pytest.mark.extended
 async def test_run_with_a_slot_names_it_and_makes_a_lost_one_again(tmp_path, tokenizer_dir, run_orchestrator):
     """Its lease may have expired while this process was stopped."""
     model = {"name": str(tokenizer_dir), "lora": {"name": "alpha"}}
@@ -317,6 +331,7 @@ def check_account(paths, engine, tokens=6, cancelled=0):
     return last
 
 
+@pytest.mark.extended
 async def test_failed_groups_tokens_are_counted(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(
         tmp_path, tokenizer_dir, {"bad": [2, 5], "turns": 2}, failing_env_seconds=600, seq_len=256,
@@ -350,6 +365,7 @@ async def test_restarted_groups_tokens_are_counted(tmp_path, tokenizer_dir, run_
     assert last["rollouts/replayed"] + last["rollouts/failed"] > 0
 
 
+@pytest.mark.extended
 async def test_rollout_with_lost_sandbox_is_retried_alone(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(
         tmp_path, tokenizer_dir, {"turns": 2, "flaky": [0, 3, 4, 7]}, seq_len=256, failing_env_seconds=600

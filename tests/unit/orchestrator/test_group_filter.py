@@ -340,7 +340,8 @@ def test_limits_rollouts_of_another_group_size():
 def test_limits_starts_per_minute_evenly(clock):
     limited = limits({"max_rollouts_per_minute": 60, "rollouts_per_example": 2})
     assert limited.may_start(0)
-    assert limited.started(0) == 2.0
+    limited.started(0)
+    assert limited.next_start[0] == clock.now + 2.0
     assert not limited.may_start(0)
     clock.now += 1.9
     assert not limited.may_start(0)

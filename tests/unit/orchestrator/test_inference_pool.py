@@ -174,12 +174,12 @@ async def test_wait_for_server_lost_version_during_back_off_is_not_chosen(tmp_pa
         async def wait(step):
             await loaded.wait()
 
-        server._backoff_until = time.monotonic() + 3600
+        server.backoff_until = time.monotonic() + 3600
         waiting = asyncio.create_task(policy.wait_for_server(2))
         engine.switching = wait
         engine.step, engine.hash, engine.holder = 0, "base", None
         await ask_until(policy, lambda: server.version.step != 2)
-        server._backoff_until = 0.0
+        server.backoff_until = 0.0
         await policy._notify()
         await server.client.peek_policy()  # time for a choice that should not be
         assert not waiting.done(), "no server samples from version 2"
@@ -202,7 +202,7 @@ async def test_wait_for_server_waits_for_the_version(tmp_path):
 async def test_wait_for_server_available_server_beats_one_in_back_off(tmp_path):
     async with pool_of(tmp_path, 2) as (_paths, policy, _, _one, _two):
         policy.take_out(policy.servers[1])
-        policy.servers[0]._backoff_until = time.monotonic() + 3600
+        policy.servers[0].backoff_until = time.monotonic() + 3600
         async with asyncio.timeout(60):
             assert await policy.wait_for_server(0) is policy.servers[1], "it came back meanwhile"
 

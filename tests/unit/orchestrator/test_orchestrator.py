@@ -263,6 +263,7 @@ async def test_multi_turn_rollout_keeps_the_engine_token_ids(tmp_path, tokenizer
         start += length
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
@@ -353,6 +354,7 @@ def toy(name, **args):
     return EnvConfig(id="toy_environment", name=name, args=args)
 
 
+@pytest.mark.extended
 async def test_mixture_keeps_group_size_and_concurrency_of_each_environment(tmp_path, tokenizer_dir, run_orchestrator):
     """Groups of 2 and 4 rollouts in batches of 3 groups; `large` has one group in flight at a time."""
     limits = {"rollouts_per_example": 4, "max_concurrent": 4, "max_rollouts_per_minute": 60_000.0}
@@ -453,7 +455,7 @@ def stopped(tmp_path, tokenizer_dir, run_orchestrator):
     return run
 
 
-@pytest.mark.extended(after=4)
+@pytest.mark.extended(after=3)
 @pytest.mark.parametrize(
     ("changes", "kept"),
     [
@@ -589,6 +591,7 @@ async def test_sample_files_choose_evenly_from_the_batch(tmp_path, num, chosen):
     assert [row["group_id"] for row in written] == [group for group in chosen for _ in range(2)]
 
 
+@pytest.mark.extended
 async def test_restart_evaluates_each_version_once(tmp_path, tokenizer_dir, run_orchestrator):
     """A restart resets the servers, but their version is never reported as 0."""
     config = make_config(tmp_path, tokenizer_dir, async_level=1)
@@ -793,6 +796,7 @@ async def test_ship_all_of_batches_that_are_ready_together_starts_evaluations_be
 
     orchestrator = SimpleNamespace(
         _wake=asyncio.Event(),
+        _can_dispatch=asyncio.Event(),
         _inference=inference,
         _scheduler=Scheduler(),
         _ship=ship,

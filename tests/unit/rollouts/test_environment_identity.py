@@ -61,6 +61,7 @@ def test_identity_of_a_package_has_its_version_hash_and_path():
     assert str(identity) == f"reverse_text 0.1.0 {identity.content_hash}" and len(identity.content_hash) == 12
 
 
+@pytest.mark.extended
 def test_identity_of_an_editable_package_with_other_modules_has_its_version():
     assert identify(find_environment("nanochatAquaRat")).version == "0.1.0"
     with pytest.raises(ConfigError, match=r"version 0\.1\.0 is installed"):

@@ -182,7 +182,7 @@ def play(pool, engine, count=2, example=0):
     return pool.run_group(example, count, engine.url, {"max_tokens": 200, "temperature": 1.0}, 4000)
 
 
-@pytest.mark.extended(after=6)
+@pytest.mark.extended(after=4)
 @pytest.mark.parametrize("kind", KINDS_AND_RESULTS, ids=lambda kind: Path(kind.file).stem)
 async def test_environment_gives_the_right_tokens_rewards_and_advantages(open_kind, kind):
     async with fake_engine() as engine, open_kind(kind.file, kind.args, **kind.keys) as pool:
@@ -210,6 +210,7 @@ async def test_environment_gives_the_right_tokens_rewards_and_advantages(open_ki
     assert has_only_zero_advantages(group, config) == (not np.any([value for values in expected for value in values]))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("file", "asked", "answer"),
     [

@@ -185,6 +185,7 @@ async def test_group_in_the_worker_of_a_blocking_group_succeeds(open_pool):
         assert (await other)[0].reward == 5 / 8
 
 
+@pytest.mark.extended
 async def test_groups_in_the_worker_of_a_crashing_group_run_again(open_pool):
     async with fake_engine() as engine, open_pool(trouble="exit") as pool:
         gate = Gate(engine, held=lambda body: body["sampling_params"]["max_tokens"] == 3)
@@ -502,6 +503,7 @@ async def test_closing_ends_groups_and_processes(open_pool):
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.extended
 async def test_tokens_of_a_worker_that_dies_are_counted(open_pool):
     """They are known from the page that it shares with main; so are the rollouts of all its groups."""
     async with fake_engine() as engine, open_pool(trouble="exit", retries=0) as pool:

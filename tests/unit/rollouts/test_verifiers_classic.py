@@ -52,6 +52,10 @@ def broken_ranks(states):
     raise KeyError("broken reward")
 
 
+def named_ranks(states):
+    return {0: 1.0, 1: 0.0, 2: 0.5}
+
+
 def short_ranks(states):
     return [1.0]
 
@@ -178,7 +182,8 @@ def single(*funcs, **kwargs):
 
 SINGLE_TURN = {
     "plain": [fine], "broken": [fine, broken], "broken later": [broken_later], "none": [none], "group": [fine, ranks],
-    "broken group": [fine, broken_ranks], "short group": [short_ranks], "nan group": [nan_ranks],
+    "broken group": [fine, broken_ranks], "short group": [short_ranks], "named group": [named_ranks],
+    "nan group": [nan_ranks],
     "asks_policy": [asks_policy], "asks_policy_or_zero": [asks_policy_or_zero], "loses_server": [loses_server],
     "group_asks_policy": [group_asks_policy],
     # The second rollout cannot be graded; ranks and best depend on which rollouts there are.
@@ -314,6 +319,7 @@ def play(load, renderer):
         ("broken later", "broken_later raised KeyError: 'broken reward'"),
         ("broken group", "broken_ranks raised KeyError: 'broken reward'"),
         ("short group", r"short_ranks returned \[1.0\] for a group of 3"),
+        ("named group", r"named_ranks returned \{0: 1.0, 1: 0.0, 2: 0.5\} for a group of 3"),
         ("nan group", "nan_ranks is nan, not a finite number"),
     ],
 )

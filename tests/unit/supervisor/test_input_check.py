@@ -74,7 +74,7 @@ CUSTOM_LOSS = ["--trainer.loss.type", "custom", "--trainer.loss.import-path"]
 CUSTOM_ADVANTAGE = ["--orchestrator.advantage.type", "custom", "--orchestrator.advantage.import-path"]
 
 
-@pytest.mark.extended(after=2)
+@pytest.mark.extended(after=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "parts"),

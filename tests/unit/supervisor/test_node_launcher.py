@@ -138,6 +138,7 @@ def test_node_that_can_be_reached_only_later_runs_the_command(run):
     assert calls.splitlines() == ["late bash -s"] * 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_end_of_the_launcher_leaves_no_process_on_the_nodes(start, tmp_path, number):
     process = start(f"open(f'started{{__import__(\"sys\").argv[1]}}', 'w'); {SLEEPS}")

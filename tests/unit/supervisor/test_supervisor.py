@@ -116,6 +116,7 @@ def test_rl_effect_before_its_cause_names_the_cause(start):
     assert "error: inference was killed by SIGKILL" in output
 
 
+@pytest.mark.extended
 def test_rl_process_that_does_not_exit_after_the_last_step_is_named(start):
     code, output = start({"orchestrator": FOREVER, "trainer": DONE}, exit_seconds=1.0).end()
     assert code == 1
@@ -255,6 +256,7 @@ def test_rl_all_runs_failed_leaves_the_trainer_to_a_run_that_joined(start, tmp_p
     assert code == 2
 
 
+@pytest.mark.extended
 def test_rl_failed_run_that_joined_another_trainer_ends_rl(start):
     code, output = start({"run_a": BAD}).end()
     assert code == 2
@@ -309,6 +311,7 @@ def test_rl_trainer_that_outlives_its_runs_is_the_culprit(start):
     assert "error: trainer did not exit" in output
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_rl_signal_stops_all_runs(start, number):
     run = runs(start)

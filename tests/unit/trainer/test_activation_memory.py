@@ -105,6 +105,7 @@ def train_cases(world, path):
     return {name: train(path, world, **CASES[name]) for name in ("fsdp_cpu_offload", "all")}
 
 
+@pytest.mark.extended
 def test_memory_options_on_two_ranks_give_equal_losses_and_weights(tiny, plain, tmp_path):
     for rank in run_world(2, train_cases, str(tiny), tmp_path):
         for losses, weights in rank.values():

@@ -201,6 +201,7 @@ def test_resume_of_damaged_checkpoint_exits(whole, model, tmp_path):
     assert RunPaths(root).weights(8).exists()  # nothing was put aside
 
 
+@pytest.mark.extended
 def test_resume_of_another_model_or_command_exits(whole, model, words, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(whole, root)

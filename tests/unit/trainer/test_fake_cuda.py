@@ -114,7 +114,7 @@ STEPS = {
 EXPERTS = {"attention sinks": ("sinks", {"debug": {}}), "experts": ("experts", {"ranks": 2})}
 
 
-@pytest.mark.extended(after=3)
+@pytest.mark.extended(after=2)
 @pytest.mark.parametrize("case", [*STEPS, *EXPERTS])
 def test_step_reads_nothing_inside_a_row(models, case):
     model, keys = (STEPS | EXPERTS)[case]

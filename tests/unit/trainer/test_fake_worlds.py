@@ -109,7 +109,7 @@ LAYOUTS += [(4, {"ep": 2}), (8, {"ep": 4}), (12, {"ep": 4}), (16, {"ep": 4}), (2
 LAYOUTS += [(16, {"tp": 2}), (24, {"dp_replicate": 2}), (32, {"ep": 4, "dp_replicate": 2}), (24, {"cp": {"degree": 2}})]
 
 
-@pytest.mark.extended(after=10)
+@pytest.mark.extended(after=6)
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 @pytest.mark.parametrize(("ranks", "keys"), LAYOUTS)
 def test_each_rank_reads_exactly_the_elements_that_it_holds(models, name, ranks, keys, monkeypatch):

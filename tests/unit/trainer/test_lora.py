@@ -90,6 +90,7 @@ def test_adapters_do_not_depend_on_the_world_size(trained, name):
             np.testing.assert_allclose(value, alone[key], atol=2e-5, err_msg=key)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_merged_publication_changes_adapted_weights_only(trained, name):
     root, _ = trained

@@ -129,6 +129,7 @@ def test_layer_norms_equal_the_norms_of_the_whole_gradients(measured, size, layo
         assert rank[layout]["skipped"] == {}
 
 
+@pytest.mark.extended
 def test_layer_norms_and_entropies_do_not_depend_on_the_ranks(measured):
     alone = measured[1][0]["alone"]
     assert alone["entropies"].keys() == {"logprob/mean", "entropy", *(f"entropy/{name}" for name in ENTROPY_QUANTILES)}

@@ -136,6 +136,7 @@ def within(mode, forward):
     return run
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_router_in_float32_is_compiled_with_its_block_in_one_graph(backend):
     config = transformers.Qwen3MoeConfig(

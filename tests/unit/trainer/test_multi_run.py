@@ -109,7 +109,7 @@ def alone(tiny, tmp_path_factory):
     return finals
 
 
-@pytest.mark.extended(after=1)
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
 def test_runs_in_company_end_as_alone(alone, tiny, tmp_path, ranks):
     """Three runs on two slots: the third joins when one has finished."""

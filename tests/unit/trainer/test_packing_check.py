@@ -64,6 +64,16 @@ def test_packing_check_of_a_recurrent_model_raises(dtype, world, tmp_path, monke
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packing_check_names_weights_that_are_not_finite(dtype, world, tmp_path):
+    model = save(ARCHITECTURES["gpt2"](), tmp_path)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    model.get_parameter(name).data[0, 3] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"not finite: {name} contains NaN"):
+        check(tmp_path, world, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packing_check_of_row_dependent_frequencies_raises(dtype, world, tmp_path, monkeypatch):
     monkeypatch.setattr(model_module, "fix_frequencies", lambda *_: None)
     save(config("longrope"), tmp_path)

@@ -96,6 +96,7 @@ def test_reference_logprobs_do_not_depend_on_world_size(worlds, case):
     assert worlds[2][0][case] == worlds[2][1][case]
 
 
+@pytest.mark.extended
 def test_reference_kl_starts_at_zero_and_grows(worlds):
     for case in ("base", "lora"):
         kl = [step["means"]["kl/reference"] for step in worlds[1][0][case]]

@@ -111,6 +111,7 @@ def test_sft_publishes_weights_at_interval_and_end(first):
     assert "time/publish" in lines[3] and "time/publish" not in lines[4]
 
 
+@pytest.mark.extended
 def test_sft_repeated_gives_equal_bytes(first, inputs, tmp_path):
     root, (lines, validations) = first
     again, validated = sft(inputs, tmp_path, "--max-steps", STEPS, "--weights-interval", "4", *VALIDATE)

@@ -207,6 +207,14 @@ def test_invalid_index_is_in_the_error(tiny, content):
     assert "model.safetensors.index.json is not a valid index of weight files" in refusal(tiny)
 
 
+def test_single_file_beside_an_index_of_other_files_is_refused(tiny):
+    """transformers would load the file, the index names the shards."""
+    shutil.copy(tiny / "model.safetensors", tiny / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (tiny / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "has two models, model.safetensors and the shards that" in refusal(tiny)
+
+
 def test_wrong_shape_of_experts_is_in_the_error(models, tmp_path):
     path = shutil.copytree(models / "mixtral", tmp_path / "moe")
     config = json.loads((path / "config.json").read_text())

@@ -122,6 +122,7 @@ def test_doctor_finished_run_exits_with_0(paths, capsys):
     assert (code, json.loads(output.out)["state"]) == (0, "finished")
 
 
+@pytest.mark.extended
 def test_doctor_stopped_process_is_reported_with_the_chain_of_waits(paths, capsys, quick):
     """Real processes, a real SIGSTOP; then SIGCONT, and a kill without a last heartbeat."""
     waits = {"trainer_0": "orchestrator", "orchestrator": "inference", "inference": ""}
