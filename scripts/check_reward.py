@@ -6,9 +6,11 @@ Exit code 0 if it is, 1 if it is not, 2 if the directory has no rewards.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
+
+from prime_rl.core.json_lines import JsonLinesFile
+from prime_rl.storage.paths import RunPaths
 
 
 def main() -> int:
@@ -17,13 +19,11 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="the output_dir of a run")
     parser.add_argument("--at-least", type=float, required=True, help="the reward that the last batch must have")
     arguments = parser.parse_args()
-    file = arguments.run / "metrics" / "orchestrator.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    file, rewards = JsonLinesFile(RunPaths(arguments.run).metrics("orchestrator")), list[float]()
+    while rows := file.read():
+        rewards += [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     if not rewards:
-        print(
-            f"error: {file} has no values of reward/mean; is {arguments.run} the output_dir of a run?", file=sys.stderr
-        )
+        print(f"error: {file.path} has no values of reward/mean; pass the output_dir of a run", file=sys.stderr)
         return 2
     risen = rewards[-1] >= arguments.at_least
     comparison = "at least" if risen else "below"

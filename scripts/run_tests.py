@@ -6,9 +6,11 @@ Exit code: 0 if at most three tests are unstable and none fails twice, otherwise
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,14 +23,14 @@ def main() -> int:
         folder = Path(name)
         code = _run_pytest(folder, *sys.argv[1:])
         reasons = _read_reasons(folder)
-        failed = _read_failed(folder) or sorted(reasons)  # pytest does not record a test during which a worker dies
+        failed = sorted({*_read_failed(folder), *_find_crashed(reasons)})
         if code != 1:
             return code
         if not 0 < len(failed) <= MAX_UNSTABLE:
             print(f"gate: {len(failed)} tests failed, which are too many to run again:", *failed, sep="\n  ")
             return 1
         print("gate: run again, alone:", *failed, sep="\n  ", flush=True)
-        code = _run_pytest(folder, "-n", "0", *failed)
+        code = _run_pytest(folder, "-n", "0", *(argument for argument in sys.argv if argument == "--extended"), *failed)
         broken = _read_failed(folder)
         for test in failed:
             kind, result = ("broken", "failed again") if test in broken or code > 1 else ("unstable", "passed alone")
@@ -48,13 +50,19 @@ def _read_failed(folder: Path) -> list[str]:
     return sorted(json.loads(file.read_text())) if file.exists() else []
 
 
+def _find_crashed(reasons: Mapping[str, str]) -> list[str]:
+    """Return the tests during which a worker died: pytest does not record them as failed."""
+    matches = (re.search("crashed while running '(.*)'", reason) for reason in reasons.values())
+    return [match[1] for match in matches if match]
+
+
 def _read_reasons(folder: Path) -> dict[str, str]:
     """Return the first line of each failure by the test's node id."""
     reasons, file = dict[str, str](), folder / "results.xml"
     for case in ElementTree.parse(file).iter("testcase") if file.exists() else ():
         if (result := next((child for child in case if child.tag in ("failure", "error")), None)) is not None:
             test = f"{(case.get('classname') or '').replace('.', '/')}.py::{case.get('name')}"
-            reasons[test] = (result.get("message") or "no message").splitlines()[0][:200]
+            reasons[test] = (result.get("message") or "no message").splitlines()[0][:400]
     return reasons
 
 
