@@ -161,10 +161,10 @@ def test_model_with_code_does_not_execute_it(tmp_path):
     path = make_tiny_model(tmp_path / "model")
     (path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass A: pass\n")
     for name, entry in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
-        told = json.loads((path / name).read_text())
+        written = json.loads((path / name).read_text())
         own = "own.A" if entry == "AutoConfig" else ["own.A", None]
-        told |= {"auto_map": {entry: own}, "model_type": "own", "tokenizer_class": "A"}
-        (path / name).write_text(json.dumps(told))
+        written |= {"auto_map": {entry: own}, "model_type": "own", "tokenizer_class": "A"}
+        (path / name).write_text(json.dumps(written))
     with pytest.raises(ConfigError):
         trainer_model._hf_config(TrainerModelConfig(name=str(path)), path)
     with pytest.raises(ConfigError):

@@ -231,6 +231,13 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
                     f"env.min_rollouts = {env.min_rollouts} of environment {env.label!r} is not between {fewest} and "
                     f"rollouts_per_example = {most}; a group of one rollout has no baseline"
                 )
+            pause_seconds = 60 * most / env.max_rollouts_per_minute if env.max_rollouts_per_minute else 0.0
+            if pause_seconds >= self.wait_timeout_seconds:
+                raise ValueError(
+                    f"env.max_rollouts_per_minute = {env.max_rollouts_per_minute:g} of {env.label!r} starts "
+                    f"a group of {most} every {pause_seconds:.0f} s, and wait_timeout_seconds = "
+                    f"{self.wait_timeout_seconds:g} ends a run without progress; raise one of them"
+                )
             _check_sampling(env.sampling_with(self.sampling), f" of environment {env.label!r}" if env.sampling else "")
         return self
 

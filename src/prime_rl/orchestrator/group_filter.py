@@ -153,6 +153,7 @@ class EnvironmentHealth:
         """Record a group that ended without an error, and reset the errors."""
         self.has_succeeded = True
         self.errors = self._pauses = 0
+        self.paused_until = 0.0
         self._failing_since = None
         self._trial.clear()
 

@@ -424,7 +424,8 @@ class OrchestratorLoop:
         if in_flight or may_start or not servers:
             pauses = [] if in_flight else self._dispatcher.find_pauses(time.monotonic())
             names = ", ".join(pool.name for pool in self._pools)
-            waiting_for = " and ".join(pauses) or f"{in_flight} groups in flight at {names}"
+            groups = f"{in_flight} groups in flight at {names}" if in_flight else f"a group of {names} to start"
+            waiting_for = " and ".join(pauses) or (groups if servers else "an inference server")
             phase, unblock = f"sample batch {step}", self._dispatcher.end_stuck
             await self._watchdog.wait(
                 self._wake, progress_token, phase, INFERENCE, waiting_for, unblock, step=step, version=version,

@@ -358,6 +358,11 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         (OrchestratorConfig, ["--env", "[]"], ["env", "at least 1"]),
         (OrchestratorConfig, ["--sampling.temperature", "0.005"], ["sampling.temperature", "0.01"]),
         (OrchestratorConfig, ["--sampling.top-k", "1"], ["sampling.top_k", "gradient"]),
+        (
+            OrchestratorConfig,
+            ["--env.id", "x", "--env.max-rollouts-per-minute", "0.1"],
+            ["env.max_rollouts_per_minute = 0.1", "wait_timeout_seconds = 1800"],
+        ),
         (OrchestratorConfig, ["--sampling.top-p", "1e-9"], ["sampling.top_p = 1e-09", "gradient"]),
         (OrchestratorConfig, ["--sampling.min-p", "1"], ["sampling.min_p = 1", "gradient"]),
         (OrchestratorConfig, ["--sampling.min-tokens", "6"], ["sampling.min_tokens = 6", "remove it"]),

@@ -219,7 +219,7 @@ async def test_stuck_group_is_dropped_by_name_and_the_run_continues(
 @pytest.mark.extended
 async def test_wait_for_a_rate_limit_is_named(tmp_path, tokenizer_dir, run_orchestrator, monkeypatch):
     limit_waits(monkeypatch, {INFERENCE: 0.5, TRAINER: 60})
-    slow = toy("slow").model_copy(update={"max_rollouts_per_minute": 0.5})
+    slow = toy("slow").model_copy(update={"max_rollouts_per_minute": 3.0})
     config = make_config(tmp_path, tokenizer_dir, env=[slow])
     message = r"waiting for the pause that env.max_rollouts_per_minute makes at slow"
     with pytest.raises(RunError, match=message):

@@ -816,4 +816,4 @@ async def test_event_loop_lag_blocking_call_is_measured():
     stop.set()
     await measuring
     assert lag.metrics()["event_loop_lag/max"] > 0.1
-    assert lag.metrics() == {}, "each measurement is told once"
+    assert lag.metrics() == {}, "each measurement is returned once"

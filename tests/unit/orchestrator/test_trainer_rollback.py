@@ -94,7 +94,7 @@ def run_on(host):
                     await run_loop(host, config, started[-1])
                     break
                 except TrainerRolledBack:
-                    assert engine.holder is not None, "nobody else gets the server meanwhile"
+                    assert engine.holder is not None, "no other run gets the server meanwhile"
                 config = config.model_copy(update={"restart": True})
             await training
         finally:

@@ -279,7 +279,7 @@ async def test_rollout_is_truncated_if_any_turn_is(play, kind, cut, truncated):
 
 
 class Hanging(Chat):
-    """Waits for ever after so many answers; its cleanup takes longer than the limit."""
+    """Never ends after so many answers; its cleanup takes longer than the limit."""
 
     def __init__(self, answers, **kwargs):
         self.answers = answers

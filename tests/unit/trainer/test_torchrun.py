@@ -172,10 +172,10 @@ def test_stores_and_gloo_listen_on_loopback_only(tmp_path):
     env = {key: value for key, value in os.environ.items() if key not in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)
-    assert told["agent"] and set(told["agent"]) == {"127.0.0.1"}, told
-    assert told["rank"] and set(told["rank"]) == {"127.0.0.1"}, told
-    assert told["at"] == "127.0.0.1"
+    addresses = json.loads(done.stdout)
+    assert addresses["agent"] and set(addresses["agent"]) == {"127.0.0.1"}, addresses
+    assert addresses["rank"] and set(addresses["rank"]) == {"127.0.0.1"}, addresses
+    assert addresses["at"] == "127.0.0.1"
 
 
 # The start of a rank: limits of its process, and the GPUs that it supports
