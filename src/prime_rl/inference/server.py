@@ -110,9 +110,14 @@ def run(config: InferenceConfig) -> None:
             with translate_error(ValidationError, engine_arguments.explain_refusal):
                 run_headless(config) if config.parallel.headless else _run(config)
         except RuntimeError as error:  # vLLM's, which names no cause
-            if (cause := read_engine_error()) is None:
+            if (cause := read_engine_error()) is not None:
+                raise RunError(f"an engine did not start: {cause}") from error
+            if "See root cause above" not in str(error):
                 raise
-            raise RunError(f"an engine did not start: {cause}") from error
+            raise RunError(
+                "an engine ended while it started, without an error of its own: it was killed, as by the system when "
+                "memory is exhausted, or crashed; see the log before this line"
+            ) from error
 
 
 @contextmanager

@@ -136,15 +136,16 @@ def archive_late_artifacts(paths: RunPaths, directory: Path, step: int, branch: 
 
     Only the orchestrator calls this, before it starts `branch`; the trainer waits for its first batch.
 
-    Files of `branch`, which starts at `step`, are kept, and so are committed checkpoints in `directory`.
+    Files of `branch`, which starts at `step`, are kept, and so are committed checkpoints in `directory`. Unfinished
+    ones of earlier steps, of which a stop may have left the orchestrator's part, are never committed either.
     """
     archive = paths.abandoned(branch - 1)
     for batch in _steps(paths.rollouts_dir, above=step - 1):
         if (earlier := branch_of_batch(batch)) is None or earlier < branch:
             _move([batch], paths.abandoned(branch - 1 if earlier is None else earlier) / "rollouts")
     _move(sorted(set(paths.ledger_dir.glob("branch_*.jsonl")) - {paths.ledger(branch)}), archive / "ledger")
-    unfinished = [checkpoint for checkpoint in _steps(directory, above=step) if not (checkpoint / COMMITTED).exists()]
-    _move(unfinished, archive / "checkpoints")
+    other = [checkpoint for checkpoint in _steps(directory, above=-1) if step_of(checkpoint) != step]
+    _move([one for one in other if not (one / COMMITTED).exists()], archive / "checkpoints")
     _move_evaluations(paths, archive, step)
     _cut_metrics(paths, "orchestrator", archive, step)
 

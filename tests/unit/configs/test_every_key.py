@@ -49,6 +49,7 @@ BESIDE = {
     r"--data\.loss-mask\.assistant": "--data.loss-mask.user",
     r"--(steps|eval-base-model)$": "--weights-dir a",
     r"--ckpt\.keep-interval": "--@ckpt.keep-last 1",
+    r"--ckpt\.skip-": "--@ckpt.resume-step 1",
     r"--oversampling": "--@max-off-policy-steps 4",
     r"--bench-steps": "--bench",
     r"--max-concurrent-runs": "--@model.lora.rank 8 --@model.lora.publish adapter",
@@ -75,6 +76,8 @@ BESIDE_IN_RL = {
 }
 REFUSED = {
     "sampling.repetition_penalty": "not supported",
+    "ckpt.skip_dataloader": "is for sft",
+    "sampling.min_tokens": "not supported",
     "env.weight": "env.num_examples sets",
     "model.seq_len": "data.seq_len",
     "orchestrator.clean": "`rl` has the key clean",

@@ -317,13 +317,13 @@ def test_only_late_artifacts_are_archived(paths):
         make_batch(paths, step, branch)
     make_ledger(paths, 0)
     make_ledger(paths, 1)
-    for step in (2, 4):
+    for step in (0, 1, 2, 4, 6):
         paths.checkpoint(step).mkdir()
-    paths.checkpoint(6).mkdir()
-    (paths.checkpoint(6) / "COMMITTED").touch()
+    for step in (0, 6):
+        (paths.checkpoint(step) / "COMMITTED").touch()
     (paths.abandoned(0) / "rollouts/step_2").mkdir(parents=True)  # of an earlier rewind
     archive_late_artifacts(paths, paths.checkpoints_dir, 2, 1)
     assert steps_in(paths.rollouts_dir) == [1, 3], "those before the rewind, and the branch's own"
     assert sorted(p.name for p in (paths.abandoned(0) / "rollouts").iterdir()) == ["step_2", "step_2.1"]
-    assert steps_in(paths.checkpoints_dir) == [2, 6], "nothing that is complete is touched"
+    assert steps_in(paths.checkpoints_dir) == [0, 2, 6], "nothing that is complete is touched"
     assert not paths.ledger(0).exists() and paths.ledger(1).exists()
