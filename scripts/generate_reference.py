@@ -8,6 +8,7 @@ from pathlib import Path
 import reference_config
 import reference_metrics
 import reference_routes
+import reference_sampling
 import reference_tinker
 
 REFERENCE = Path(__file__).parents[1] / "docs/reference"
@@ -15,6 +16,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "config": reference_config.page,
     "metrics": reference_metrics.page,
     "routes": reference_routes.page,
+    "sampling": reference_sampling.page,
     "tinker": reference_tinker.page,
 }
 

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from prime_rl.configs.loading.base_config import BaseConfig, common
 
+SKIPPED = ("skip_optimizer", "skip_scheduler", "skip_progress", "skip_dataloader")
+"""Keys that exclude a part of the state from a resume."""
+
 
 class CkptConfig(BaseConfig):
     """Checkpoints, from which a run can resume. Off unless this block is given."""
@@ -35,7 +38,22 @@ class CkptConfig(BaseConfig):
     keep_interval: int | None = Field(None, ge=1)
     """Never delete checkpoints at multiples of this many steps; needs keep_last."""
 
+    # Upstream's names.
+    skip_optimizer: bool = False
+    """Resume without the optimizer's state, which starts empty; allows another optim.type."""
+
+    skip_scheduler: bool = False
+    """Start the learning rate schedule over at the resumed step, with the rest of max_steps as its length."""
+
+    skip_progress: bool = False
+    """Count tokens, samples and problems from 0. The step is kept: it numbers batches, versions and checkpoints."""
+
+    skip_dataloader: bool = False
+    """Read the training data from the start, or other data. `sft` only: `rl` resumes the batches of the checkpoint."""
+
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        """Report `keep_interval` without `keep_last`."""
+        """Report `keep_interval` without `keep_last`, and what to skip without `resume_step`."""
         if self.keep_last is None:
             yield "keep_interval", "has no effect without ckpt.keep_last: all checkpoints are kept"
+        for key in SKIPPED if self.resume_step is None else ():
+            yield key, "has no effect without ckpt.resume_step"

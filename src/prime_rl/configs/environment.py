@@ -116,6 +116,9 @@ class EnvConfig(BaseConfig):
     """If a reward function raises or returns a non-finite number: drop the rollout, or set this reward to 0.
     Infrastructure errors are never 0, and functions of weight 0 only log a warning."""
 
+    long_prompts: Literal["error", "skip"] = "error"
+    """If the prompt of a training example leaves no space in seq_len: refuse to start, or skip these examples."""
+
     step_rewards: Literal["ignore", "add", "included"] = "ignore"
     """Rewards that a classic environment sets in single steps: `add` adds them to the rubric's reward, `included` means
     that the rubric adds them up itself; both credit each turn only with the reward that comes after it."""
@@ -179,7 +182,7 @@ class EnvConfig(BaseConfig):
         return (path.parent if path.name == "__init__.py" else path).resolve().stem
 
 
-_OF_TRAINING = {"weight", "rollouts_per_example", "max_concurrent", "max_rollouts_per_minute"}
+_OF_TRAINING = {"weight", "rollouts_per_example", "max_concurrent", "max_rollouts_per_minute", "long_prompts"}
 
 
 class EvalEnvConfig(EnvConfig):
@@ -205,6 +208,7 @@ class EvalEnvConfig(EnvConfig):
         """Report limits of training."""
         for key in ("max_concurrent", "max_rollouts_per_minute"):
             yield key, "limits training only; max_concurrent without env limits an evaluation"
+        yield "long_prompts", "is for training; an evaluation drops examples whose prompt is too long"
 
     @classmethod
     def from_training(cls, env: EnvConfig) -> Self:

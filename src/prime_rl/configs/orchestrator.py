@@ -11,6 +11,7 @@ from prime_rl.configs.advantage import GROUP_BASELINES, AdvantageConfig, GRPOAdv
 from prime_rl.configs.base_model import NameConfig
 from prime_rl.configs.bench import sample_without_trainer
 from prime_rl.configs.buffer import BufferConfig, SimpleBufferConfig
+from prime_rl.configs.checkpoint import SKIPPED
 from prime_rl.configs.client import ClientConfig
 from prime_rl.configs.command_bases import RolloutsConfig, RunConfig
 from prime_rl.configs.concurrency import ConcurrencyConfig
@@ -19,15 +20,9 @@ from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.loading.base_config import BaseConfig, common
 from prime_rl.configs.loading.provenance import ConfigState
 from prime_rl.configs.online_eval import OnlineEvalConfig, ValConfig
-from prime_rl.configs.sampling import SamplingConfig
+from prime_rl.configs.sampling import check_trained_sampling
 from prime_rl.liveness.run_settings import RUN_KEYS, SAMPLED_LENGTH, RunSettings, describe_model
 from prime_rl.storage.paths import RunPaths
-
-_MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures, except 0, to this value."""
-
-_MIN_TOP_P, _MAX_MIN_P = 0.01, 0.9
-"""Beyond them the most likely token alone is left, except where the distribution is nearly uniform."""
 
 
 class SlotConfig(BaseConfig):
@@ -238,7 +233,9 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
                     f"a group of {most} every {pause_seconds:.0f} s, and wait_timeout_seconds = "
                     f"{self.wait_timeout_seconds:g} ends a run without progress; raise one of them"
                 )
-            _check_sampling(env.sampling_with(self.sampling), f" of environment {env.label!r}" if env.sampling else "")
+            check_trained_sampling(
+                env.sampling_with(self.sampling), f" of environment {env.label!r}" if env.sampling else ""
+            )
         return self
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
@@ -261,7 +258,7 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
 
     def without_effect_alone(self) -> Iterator[tuple[str, str]]:
         """Report checkpoint keys that only the trainer uses."""
-        for key in ("save_async", "timeout_seconds", "keep_last", "keep_interval"):
+        for key in ("save_async", "timeout_seconds", "keep_last", "keep_interval", *SKIPPED):
             yield f"ckpt.{key}", "has no effect on the orchestrator; give it to the trainer"
 
     def group_size(self, env: EnvConfig) -> int:
@@ -309,30 +306,3 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
 def slot_name(folder: Path) -> str:
     """Return the name of the slot of the run in `folder`."""
     return re.sub(r"[^\w.@:/+-]", "_", folder.resolve().name)
-
-
-def _check_sampling(sampling: SamplingConfig, where: str) -> None:
-    if sampling.temperature == 0:
-        raise ValueError(
-            f"sampling.temperature = 0{where} gives every rollout of a group the same reward; set it above 0"
-        )
-    if sampling.temperature < _MIN_TEMPERATURE:
-        raise ValueError(
-            f"sampling.temperature = {sampling.temperature}{where}: vLLM samples at {_MIN_TEMPERATURE} instead, and "
-            f"the trainer would compute other log-probabilities; set it to {_MIN_TEMPERATURE} or more"
-        )
-    narrow = {
-        f"top_k = {sampling.top_k}": (sampling.top_k == 1, "set it above 1, or to -1"),
-        f"top_p = {sampling.top_p:g}": (sampling.top_p < _MIN_TOP_P, f"set it to {_MIN_TOP_P} or more"),
-        f"min_p = {sampling.min_p:g}": (sampling.min_p > _MAX_MIN_P, f"set it to {_MAX_MIN_P} or less"),
-    }
-    for setting, (leaves_one, remedy) in narrow.items():
-        if leaves_one:
-            raise ValueError(
-                f"sampling.{setting}{where} leaves one token to choose from, whose gradient is 0; {remedy}"
-            )
-    if sampling.min_tokens:
-        raise ValueError(
-            f"sampling.min_tokens = {sampling.min_tokens}{where} is not supported in training: the sampler excludes "
-            "the end of the reply, and the trainer does not; remove it"
-        )

@@ -8,7 +8,17 @@ from pydantic import Field
 from prime_rl.configs.loading.base_config import BaseConfig
 
 
-class RenderingConfig(BaseConfig):
+class TemplateConfig(BaseConfig):
+    """The chat template."""
+
+    chat_template: Path | None = None
+    """Jinja file with the chat template; None uses the tokenizer's own."""
+
+    chat_template_args: dict[str, object] = Field({})
+    """Further variables of the chat template, such as `enable_thinking`."""
+
+
+class RenderingConfig(TemplateConfig):
     """Conversion between messages and tokens: chat template, tool calls, reasoning."""
 
     tool_call_parser: Literal["hermes", "qwen3_coder", "llama3_json", "mistral"] = "hermes"
@@ -16,9 +26,3 @@ class RenderingConfig(BaseConfig):
 
     reasoning_parser: Literal["none", "think"] = "none"
     """think passes `<think>...</think>` to environments as reasoning_content, none leaves it in the content."""
-
-    chat_template: Path | None = None
-    """Jinja file with the chat template; None uses the tokenizer's own."""
-
-    chat_template_args: dict[str, object] = Field({})
-    """Further variables of the chat template, such as `enable_thinking`."""

@@ -1,6 +1,8 @@
-"""`sampling`: the sampling of completions."""
+"""`sampling`: the sampling of completions, and what training does with each key."""
 
-from typing import Self
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -44,3 +46,98 @@ class SamplingConfig(BaseConfig):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}; lower it")
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Values of a key that training refuses.
+
+    Attributes:
+        values: in words, for the documentation.
+        applies: returns whether a value is one of them.
+        reason: end of the error message, which starts with the key and its value.
+    """
+
+    values: str
+    applies: Callable[[Any], bool]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSampling:
+    """What training does with a key of `sampling`.
+
+    Attributes:
+        effect: "same distribution": the trainer computes the log-probabilities of the distribution that was sampled
+            from; "refused": only the default is accepted; "no effect": the key does not change the distribution.
+        how: the reason, for the documentation.
+        refusals: of these values; all but the default are refused if `effect` says so.
+    """
+
+    effect: Literal["same distribution", "refused", "no effect"]
+    how: str
+    refusals: tuple[Refusal, ...] = ()
+
+
+_ONE_TOKEN = "leaves one token to choose from, whose gradient is 0"
+
+TRAINED_SAMPLING: dict[str, TrainedSampling] = {
+    "temperature": TrainedSampling(
+        "same distribution",
+        "the trainer divides its logits",
+        (
+            Refusal("0", lambda value: value == 0, "gives every rollout of a group the same reward; set it above 0"),
+            Refusal(
+                "below 0.01",
+                lambda value: value < 0.01,
+                "is raised to 0.01 by vLLM, and the trainer would compute other log-probabilities; "
+                "set it to 0.01 or more",
+            ),
+        ),
+    ),
+    "top_p": TrainedSampling(
+        "same distribution",
+        "the trainer excludes the same tokens",
+        (Refusal("below 0.01", lambda value: value < 0.01, f"{_ONE_TOKEN}; set it to 0.01 or more"),),
+    ),
+    "top_k": TrainedSampling(
+        "same distribution",
+        "the trainer excludes the same tokens",
+        (Refusal("1", lambda value: value == 1, f"{_ONE_TOKEN}; set it above 1, or to -1"),),
+    ),
+    "min_p": TrainedSampling(
+        "same distribution",
+        "the trainer excludes the same tokens",
+        (Refusal("above 0.9", lambda value: value > 0.9, f"{_ONE_TOKEN}; set it to 0.9 or less"),),
+    ),
+    "max_tokens": TrainedSampling("no effect", "it ends a reply; the tokens before are sampled as without it"),
+    "min_tokens": TrainedSampling(
+        "refused",
+        "the sampler excludes the end of the reply, and the trainer does not",
+        (
+            Refusal(
+                "above 0",
+                lambda value: value > 0,
+                "is not supported in training: the sampler excludes the end of the reply, and the trainer does not; "
+                "remove it",
+            ),
+        ),
+    ),
+    "repetition_penalty": TrainedSampling(
+        "refused",
+        "the trainer does not apply it; refused in evaluations too",
+        (Refusal("all but 1", lambda value: value != 1, "is not supported; remove it"),),
+    ),
+    "seed": TrainedSampling("no effect", "it chooses the random numbers"),
+}
+"""What training does with each key. The trainer's side of the same distribution is trainer/model/lm_head.py."""
+
+
+def check_trained_sampling(sampling: SamplingConfig, where: str = "") -> None:
+    """Raise ValueError for a value that training refuses; `where` names an environment that overrides it."""
+    for key, trained in TRAINED_SAMPLING.items():
+        value = getattr(sampling, key)
+        for refusal in trained.refusals:
+            if refusal.applies(value):
+                shown = f"{value:g}" if isinstance(value, float) else value
+                raise ValueError(f"sampling.{key} = {shown}{where} {refusal.reason}")

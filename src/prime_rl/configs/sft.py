@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from prime_rl.configs.command_bases import TrainingConfig
 from prime_rl.configs.loading.base_config import common
+from prime_rl.configs.rendering import TemplateConfig
 from prime_rl.configs.training.broadcast import Precision
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.configs.training.optim import AdamWConfig, OptimConfig
@@ -25,6 +26,12 @@ class SFTConfig(TrainingConfig):
 
     val: SFTValConfig | None = Field(None, json_schema_extra=common("Data"))
     """Validation loss; None computes none."""
+
+    rendering: TemplateConfig = Field(default_factory=TemplateConfig)
+    """The chat template."""
+
+    show_sample: bool = Field(False, json_schema_extra=common("Data"))
+    """Print the first five examples as they are rendered, with the trained text between « and », and exit."""
 
     optim: OptimConfig = Field(default_factory=lambda: AdamWConfig(lr=1e-5), json_schema_extra=common("Training"))
 

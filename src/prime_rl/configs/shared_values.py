@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl.configs.base_model import DEFAULT_MODEL
+from prime_rl.configs.checkpoint import SKIPPED
 from prime_rl.configs.client import SERVER_ADDRESS_VAR
 from prime_rl.configs.heartbeat import HeartbeatConfig
 from prime_rl.configs.loading.provenance import DEFAULT, MISSING, Assignment, ConfigState, Origin, Rank, complete
@@ -55,7 +56,7 @@ def _all(key: str) -> tuple[str, ...]:
 _SHARED_GPU = 0.5
 """Share of a GPU's memory for inference if the trainer uses the GPU too."""
 _CKPT = [f"ckpt.{key}" for key in ("path", "interval", "save_async", "timeout_seconds", "resume_step", "keep_last",
-                                   "keep_interval")]  # fmt: skip
+                                   "keep_interval", *SKIPPED)]  # fmt: skip
 _LOGGER_KEYS = [
     *(f"wandb.{key}" for key in ("project", "entity", "group", "tags", "offline", "names", "metric_aliases")),
     *(f"trackio.{key}" for key in ("project", "group", "timeout_seconds")),

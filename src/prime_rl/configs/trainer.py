@@ -169,6 +169,12 @@ class TrainerConfig(TrainingConfig):
             )
         if not self.nodes_share_directory and self.ckpt is not None:
             raise ValueError("ckpt needs a directory that all nodes share; remove it, or nodes_share_directory = false")
+        if self.ckpt is not None and self.ckpt.skip_dataloader:
+            raise ValueError(
+                "ckpt.skip_dataloader is for sft: the position in the examples belongs to the batches of the "
+                "checkpoint, and each example is trained on once; to start over, export the weights (`uv run export`) "
+                "and start a new run from them"
+            )
         if self.scheduler.type != "constant" and self.max_steps is None and self.max_concurrent_runs == 1:
             raise ValueError(f"scheduler.type {self.scheduler.type!r} needs max_steps, the end of the decay")
         return self

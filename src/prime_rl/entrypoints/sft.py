@@ -11,12 +11,17 @@ def main() -> None:
 
     config = SFTConfig.load()
     from prime_rl.storage.model_files import check_model
-    from prime_rl.trainer.data.chat_rendering import check_files
+    from prime_rl.trainer.data.training_files import check_files
 
     require_packages("torch")
     check_model(config.model.name)
     if config.data.type == "sft":
         check_files(config.data)
+    if config.show_sample:
+        from prime_rl.trainer.data.sft_dataset import show_samples
+
+        show_samples(config)
+        return
     from prime_rl.trainer.rank_start import start_rank
 
     with start_rank(config.log, config.run_paths, "sft") as heartbeat:

@@ -30,6 +30,8 @@ def _in_workdir(workdir):
         (SynthesizeConfig, "--client.reconnect-seconds 9", "client.reconnect_seconds has no effect here"),
         (OrchestratorConfig, "--oversampling-factor 2", "oversampling_factor has no effect unless max_off_policy"),
         (OrchestratorConfig, "--ckpt.save-async", "ckpt.save_async has no effect on the orchestrator"),
+        (OrchestratorConfig, "--ckpt.resume-step 1 --ckpt.skip-optimizer", "ckpt.skip_optimizer has no effect on the"),
+        (TrainerConfig, "--ckpt.skip-optimizer", "ckpt.skip_optimizer has no effect without ckpt.resume_step"),
         (OrchestratorConfig, "--ckpt.keep-last 3", "ckpt.keep_last has no effect on the orchestrator"),
         (OrchestratorConfig, "--client.base-url http://a/v1 --client.port 9",
          "client.port has no effect if client.base_url"),

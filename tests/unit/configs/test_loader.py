@@ -110,6 +110,7 @@ LOADED = [
     (TrainerConfig, "--model.reshard-after-forward false", {"model.reshard_after_forward": False}),
     (TrainerConfig, "--wandb --no-wandb.log-extras.distributions",
      {"wandb.log_extras.samples": True, "wandb.log_extras.distributions": False}),
+    (TrainerConfig, "--ckpt.resume-step 7 --ckpt.skip-optimizer", {"ckpt.skip_optimizer": True}),
     (TrainerConfig, "--ckpt", {"ckpt.interval": 50}),
     (TrainerConfig, "@ a.toml --ckpt", {"ckpt.interval": 7}),
     (TrainerConfig, "@ a.toml --no-ckpt", {"ckpt": None}),
@@ -248,6 +249,8 @@ def test_shared_value_of_a_stronger_source_overrides_the_file_of_a_process(monke
 def test_checkpoints_are_shared_and_wandb_is_not():
     config = RLConfig.load(["--trainer.ckpt.interval", "5"])
     assert config.orchestrator.ckpt.interval == config.ckpt.interval == 5
+    config = RLConfig.load(["--ckpt.resume-step", "4", "--ckpt.skip-scheduler"])
+    assert config.trainer.ckpt.skip_scheduler
     config = RLConfig.load(["--trainer.wandb"])
     assert config.orchestrator.wandb is config.wandb is None
     file = write("t.toml", "[trainer.wandb]\n[trainer.ckpt]\ninterval = 3\n")
@@ -312,6 +315,7 @@ def test_processes_under_rl_read_no_environment(monkeypatch):
         (TrainerConfig, ["--optim.lr", "abc"], ["optim.lr = 'abc'", "--optim.lr", "number"]),
         (TrainerConfig, ["--optim.lr"], ["--optim.lr needs a value"]),
         (TrainerConfig, ["--optim.lr", "--ckpt"], ["--optim.lr needs a value"]),
+        (RLConfig, ["--ckpt.resume-step", "4", "--ckpt.skip-dataloader"], ["ckpt.skip_dataloader is for sft"]),
         (RLConfig, ["--ckpt.resume-step", "latest"], ["ckpt.resume_step = 'latest'", "-1 is the latest complete one"]),
         (TrainerConfig, ["--max-steps", "1.5"], ["max_steps = '1.5'", "integer"]),
         (TrainerConfig, ["--max-steps", "0"], ["max_steps = '0'", "greater than or equal to 1"]),

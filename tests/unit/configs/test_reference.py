@@ -1,4 +1,4 @@
-"""docs/reference/config.md is generated from the models."""
+"""docs/reference/config.md and sampling.md are generated from the configuration."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 from tests.unit.configs.conftest import REPOSITORY
 
 
-def test_reference_page_is_up_to_date():
-    command = [sys.executable, REPOSITORY / "scripts/generate_reference.py", "config", "--check"]
+def test_reference_pages_are_up_to_date():
+    command = [sys.executable, REPOSITORY / "scripts/generate_reference.py", "config", "sampling", "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -37,8 +37,8 @@ def solve(body):
 @pytest.mark.extended
 @pytest.mark.slow
 async def test_sft_learns_synthesized_tool_calls(synthesize):
-    from prime_rl.trainer.data.chat_rendering import read_rows
     from prime_rl.trainer.data.sft_dataset import encode_row
+    from prime_rl.trainer.data.training_files import read_rows
 
     async with fake_chat() as server:
         server.reply = solve

@@ -1,179 +1,211 @@
-"""Conversations of classic environments against a fake engine: every trained token is one that was sampled, in the very
-context that it was sampled in, and tools are called."""
+"""Stored conversations of all formats are read to the same messages."""
 
-from itertools import pairwise
-from pathlib import Path
+import json
 
-import numpy as np
 import pytest
 
-from prime_rl.configs.environment import EnvConfig
-from prime_rl.core.types import Group
-from prime_rl.orchestrator.ledger.ledger_records import decode_group, encode_group
-from prime_rl.orchestrator.run_reports import SampleFiles
-from prime_rl.rollouts.clients.inference_client import InferenceClient
-from prime_rl.rollouts.recorder import Recorder
-from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.workers import worker_main
-from prime_rl.storage.paths import RunPaths
-from tests.support.chat_templates import SHAPES, make_merging_tokenizer
-from tests.support.fake_engine import fake_engine
-from tests.support.tiny_model import make_tokenizer
+from prime_rl.configs.training.sft_data import SFTDataConfig
+from prime_rl.rollouts.rendering.conversations import (
+    Conversation,
+    PromptCompletion,
+    RowError,
+    TrackedRow,
+    read_row,
+)
 
-TOKENIZER = make_tokenizer()
-SAMPLING = {"temperature": 1.0}
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "support/packages"))
-
-
-def says(text, tokenizer=TOKENIZER):
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], "stop"
+ARGUMENTS = {"city": "Bern", "days": 2, "note": None}
+CALL = {"id": "", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {}, "note": {}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}}
+EXPECTED = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "sunny"},
+    {"role": "assistant", "content": "It is sunny."},
+]
+TEXT = json.dumps({"name": "weather", "arguments": ARGUMENTS})
 
 
-def nagging(renderer=None, **args):
-    config = EnvConfig(id="nagging_environment", args=args)
-    return worker_main.load(config, renderer or Renderer(TOKENIZER), "train")
+def unread(row, **options):
+    tracked = TrackedRow(row)
+    read_row(tracked, SFTDataConfig(**options))
+    return tracked.unread()
 
 
-async def play(environment, reply, seq_len=512, count=1, example=3):
-    """Rollouts of an example, and the prompts that the engine got; `reply` gets the engine and a request."""
-    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
-        fake.reply = lambda body: reply(fake, body)
-        rollouts = await environment.run_group(example, count, engine, SAMPLING, seq_len)
-    return rollouts, [request["token_ids"] for request in fake.requests]
+def openai(arguments, **more):
+    function = {"name": "weather", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}], **more}
 
 
-def check(rollout, asked, replies):
-    """The samples hold every reply once, behind exactly the ids that the engine was given."""
-    sampled = [ids for ids, _ in replies]
-    ends = {tuple(prompt + ids): len(ids) for prompt, ids in zip(asked, sampled, strict=True)}
-    for sample in rollout.samples:
-        length = ends[tuple(sample.tokens.tolist())]  # a sample ends with what the engine saw and said last
-        assert sample.loss_mask[-length:].all()
-    trained = [token for sample in rollout.samples for token in sample.tokens[sample.loss_mask].tolist()]
-    assert sorted(trained) == sorted(token for ids in sampled for token in ids)
+def share(role, text):
+    return {"from": role, "value": text}
 
 
-async def test_five_turns_are_one_sample_and_nothing_is_tokenised_again(installed):
-    letters = [says(letter)[0][0] for letter in "user"]  # which is one token, where it is tokenised
-    assert len(says("user")[0]) == 2
-    replies = [([*letters, *says(str(turn) * 2)[0]], "stop") for turn in range(5)]
-
-    def reply(fake, body):
-        fake.step = len(fake.requests)  # the weights switch in the middle of every turn
-        return replies[len(fake.requests) - 1]
-
-    (rollout,), asked = await play(nagging(turns=5), reply)
-    assert len(asked) == 5 and len(rollout.samples) == 1
-    check(rollout, asked, replies)
-    for (earlier, later), (ids, _) in zip(pairwise(asked), replies, strict=False):
-        assert later[: len(earlier) + len(ids)] == earlier + ids
-    (sample,) = rollout.samples
-    assert sample.versions[sample.loss_mask].tolist() == [i // 7 + (i % 7 >= 3) for i in range(35)]
-    assert (sample.versions[~sample.loss_mask] == -1).all()
-    assert "user00" in TOKENIZER.decode(sample.tokens)
-
-
-async def test_environment_cannot_change_the_trained_tokens(installed):
-    rollouts, asked = await play(nagging(turns=2, scribble=True), lambda *_: says("so"), count=2)
-    first, again = min(asked, key=len), max(asked, key=len)
-    assert again[: len(first) + 3] == first + says("so")[0]
-    for rollout in rollouts:
-        (sample,) = rollout.samples
-        assert sample.tokens.tolist() == again + says("so")[0]
-
-
-async def test_branching_renders_every_turn_and_makes_one_sample_per_turn(installed):
-    renderer = Renderer(TOKENIZER, strategy="branching")
-    (rollout,), asked = await play(nagging(renderer, turns=3), lambda *_: says("so"))
-    assert len(rollout.samples) == 3
-    check(rollout, asked, [says("so")] * 3)
+SHAREGPT = [
+    share("human", "weather?"), share("function_call", TEXT), share("observation", "sunny"),
+    share("gpt", "It is sunny."),
+]  # fmt: skip
+LEGACY = {
+    "role": "assistant",
+    "content": None,
+    "function_call": {"name": "weather", "arguments": json.dumps(ARGUMENTS)},
+}
+OBJECTS = [*EXPECTED[:2], openai(ARGUMENTS, refusal=None), *EXPECTED[3:]]
+FORMS = {
+    "openai": {"messages": [*EXPECTED[:2], openai(json.dumps(ARGUMENTS)), *EXPECTED[3:]], "tools": [TOOL]},
+    "objects": {"messages": OBJECTS, "tools": json.dumps([TOOL])},
+    "legacy": {
+        "messages": [*EXPECTED[:2], LEGACY, *EXPECTED[3:]],
+        "functions": [TOOL["function"]],
+    },
+    "parts": {
+        "messages": [
+            {"role": "System", "content": [{"type": "text", "text": "be short"}]},
+            {"role": "user", "content": [{"type": "text", "text": "weather?"}]},
+            openai(ARGUMENTS),
+            {"role": "tool", "content": [{"type": "text", "text": "sunny"}]},
+            {"role": "Assistant", "content": "It is sunny."},
+        ],
+        "tool_defs": [TOOL],
+    },
+    "sharegpt": {"conversations": SHAREGPT, "system": "be short", "tools": json.dumps([TOOL["function"]])},
+    "text": {"messages": json.dumps([EXPECTED[0], *SHAREGPT]), "tools": [TOOL]},
+    "pair": {"prompt": EXPECTED[:2], "completion": [openai(ARGUMENTS), *EXPECTED[3:]], "tools": [TOOL]},
+}  # fmt: skip
 
 
-async def test_template_that_drops_reasoning_gives_one_sample_per_turn(installed):
-    tokenizer = make_merging_tokenizer(SHAPES["tools"])
-    replies = [says(f"<think>\nhm {i}\n</think>\n\nso", tokenizer) for i in range(3)]
-    environment = nagging(Renderer(tokenizer), turns=3)
-    (rollout,), asked = await play(environment, lambda fake, _: replies[len(fake.requests) - 1])
-    assert len(rollout.samples) == 3
-    check(rollout, asked, replies)
-    assert ["hm" in tokenizer.decode(prompt) for prompt in asked] == [False] * 3
+@pytest.mark.parametrize("form", FORMS)
+def test_conversation_of_each_form_has_the_same_messages(form):
+    chat = read_row(FORMS[form], SFTDataConfig())
+    assert isinstance(chat, Conversation)
+    assert [{k: v for k, v in m.items() if k not in ("refusal",)} for m in chat.messages] == EXPECTED
+    assert chat.tools == [TOOL] and chat.first == (2 if form == "pair" else 0)
 
 
-async def test_conversation_ends_before_the_turn_that_exceeds_seq_len(installed):
-    (rollout,), asked = await play(nagging(turns=5), lambda *_: says("so"), seq_len=50)
-    assert len(asked) == 2 and rollout.is_truncated
-    check(rollout, asked, [says("so")] * 2)
+def test_xlam_row_becomes_a_call_and_a_json_schema():
+    types = {
+        "city": {"type": "str", "description": "c"},
+        "days": {"type": "int, optional", "description": "n"},
+        "tags": {"type": "List[str]", "default": "x"},
+        "note": {"type": "Optional[float]"},
+    }
+    row = {
+        "id": 1,
+        "query": "weather?",
+        "answers": json.dumps([{"name": "weather", "arguments": ARGUMENTS}]),
+        "tools": json.dumps([{"name": "weather", "description": "d", "parameters": types}]),
+    }
+    chat = read_row(row, SFTDataConfig())
+    assert chat.messages == EXPECTED[1:3]
+    schema = chat.tools[0]["function"]["parameters"]
+    assert [one["type"] for one in schema["properties"].values()] == ["string", "integer", "array", "number"]
+    assert schema["required"] == ["city"] and unread(row) == ["id"]
 
 
-@pytest.fixture
-def calculator():
-    args = {"difficulty": "easy", "num_eval_examples": 0}
-    return worker_main.load(EnvConfig(id="calculator", args=args), Renderer(TOKENIZER), "train")
+def test_hermes_row_keeps_its_text_and_describes_tools_once():
+    call = f"<tool_call>\n{TEXT}\n</tool_call>"
+    system = 'You may call functions in <tools> [{"name": "weather"}] </tools>.'
+    turns = [share("system", system), share("human", "weather?"), share("gpt", call),
+             share("tool", '<tool_response>\n{"sky": "sunny"}\n</tool_response>')]  # fmt: skip
+    chat = read_row({"conversations": turns, "tools": json.dumps([TOOL])}, SFTDataConfig())
+    assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "tool"]
+    assert chat.messages[2]["content"] == call and chat.messages[3]["content"] == turns[3]["value"]
+    assert chat.tools is None
 
 
-def call(expression, name="calculate"):
-    return f'<tool_call>{{"name": "{name}", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
+def test_alpaca_row_with_input_system_and_history():
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "s", "history": [["Hi", "Hello"]]}
+    chat = read_row(row, SFTDataConfig())
+    assert [(m["role"], m["content"]) for m in chat.messages] == [
+        ("system", "s"), ("user", "Hi"), ("assistant", "Hello"), ("user", "Add.\n1 2"), ("assistant", "3"),
+    ]  # fmt: skip
+    assert read_row({"instruction": "Hi", "input": "", "output": "Yo"}, SFTDataConfig()).messages[0]["content"] == "Hi"
 
 
-def answers(first, then):
-    """Say `then` after the results of tools."""
-    return lambda _, body: says(then if "<tool_response>" in TOKENIZER.decode(body["token_ids"]) else first)
+@pytest.mark.parametrize("key", ["weight", "loss_mask", "trainable", "train"])
+def test_flags_of_messages_exclude_and_include(key):
+    turns = [{**EXPECTED[0], key: False}, EXPECTED[1], {**EXPECTED[4], key: 0}, EXPECTED[1], {**EXPECTED[4], key: 1}]
+    chat = read_row({"messages": turns, "system": "unused"}, SFTDataConfig())
+    assert (chat.excluded, chat.included) == ({0, 2}, {4})
+    shifted = read_row({"messages": turns[1:], "system": "be short"}, SFTDataConfig())
+    assert shifted.messages == chat.messages and (shifted.excluded, shifted.included) == ({2}, {4})
 
 
-async def test_tool_result_is_not_trained_on_and_calls_are_kept(calculator, tmp_path):
-    question = calculator._rows[0]
-    expression = question["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?")
-    turns = f"Let me see. {call(expression)} {call('1+', 'calculate')}", f"<answer>{question['answer']}</answer>"
-    rollouts, asked = await play(calculator, answers(*turns), 2048, 2, 0)
-    for rollout in rollouts:
-        assert rollout.reward == 1.0
-        assert (rollout.metrics["total_tool_calls"], rollout.metrics["tool_errors"]) == (2, 1)
-        (sample,) = rollout.samples
-        assert sample.tokens[sample.loss_mask].tolist() == says(turns[0])[0] + says(turns[1])[0]
-        assert ("tool", question["answer"]) in rollout.text
-        assert "Let me see." in rollout.text[2][1]
-        # What `synthesize --from` reads in samples/: exact calls and tools, also after the group was on disk.
-        group = decode_group(encode_group(Group(0, (rollout,), "calculator", 0, 1.0)), Path())
-        (row,) = SampleFiles(RunPaths(tmp_path)).write(0, [group], [np.zeros(1)])
-        first, second = row["messages"][2]["tool_calls"]
-        assert first["function"] == {"name": "calculate", "arguments": {"expression": expression}}
-        assert [message["tool_call_id"] for message in row["messages"][3:5]] == [first["id"], second["id"]]
-        assert row["tools"][0]["function"]["name"] == "calculate"
-    assert '"name": "calculate"' in TOKENIZER.decode(asked[0])
+def test_reasoning_and_other_keys():
+    turns = [EXPECTED[1], {"role": "model", "content": "a", "reasoning": "r", "plan": "p", "weight": 1}]
+    chat = read_row({"messages": turns, "chat_template_kwargs": '{"enable_thinking": false}'}, SFTDataConfig())
+    assert chat.messages[1] == {
+        "role": "assistant", "content": "a", "reasoning_content": "r", "reasoning": "r", "plan": "p",
+    }  # fmt: skip
+    assert chat.other_keys == {"plan"} and chat.template_args == {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("text", ["<tool_call>{broken</tool_call>", '<tool_call>{"name": "calculate"}</tool_call>'])
-async def test_malformed_tool_call_is_content_and_ends_the_conversation(calculator, text):
-    (rollout,), asked = await play(calculator, lambda *_: says(text), 2048, 1, 0)
-    assert len(asked) == 1
-    assert rollout.reward == 0.0 and rollout.text[-1] == ("assistant", text)
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"messages": EXPECTED, "chat_template_kwargs": "x"}, "chat_template_kwargs must be an object"),
+        ({"messages": [share("function_call", "[1]")]}, "must contain calls with a `name`"),
+        ({"messages": [openai("[1]")]}, "arguments of the call of weather must be an object"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}, "calls with a `name`"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "content must be text, not dict"),
+        ({"instruction": "a", "output": "b", "history": [["a"]]}, "history must be a list of pairs"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, r"messages\[0\]: .*'audio'"),
+    ],
+)
+def test_invalid_conversation_raises_one_line(row, match):
+    with pytest.raises(RowError, match=match):
+        read_row(row, SFTDataConfig())
 
 
-async def test_unknown_tool_returns_an_error_message_to_the_model(calculator):
-    (rollout,), _ = await play(calculator, answers(call("1", "guess"), "<answer>0.5</answer>"), 2048, 1, 0)
-    assert any(role == "tool" and "no such tool" in text for role, text in rollout.text)
-    assert len(rollout.samples) == 1
+def contents(row, **options):
+    return [(m["role"], m["content"]) for m in read_row(row, SFTDataConfig(**options)).messages]
 
 
-async def test_interleaved_conversations_give_one_sample_each():
-    letters = [*(says(letter)[0][0] for letter in "user"), TOKENIZER.eos_token_id]
-    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
-        fake.reply = lambda body: (letters, "length" if len(fake.requests) == 9 else "stop")
-        recorder = Recorder(engine, Renderer(TOKENIZER), 512)
-        talks = {name: [{"role": "user", "content": name}] for name in ("one", "two", "three")}
-        for _ in range(3):
-            for talk in talks.values():
-                reply = await recorder.ask(talk, None, SAMPLING)
-                talk += [{"role": "assistant", "content": reply.parsed.content}, {"role": "user", "content": "again"}]
-    earlier, rollout = (
-        recorder.rollout(dict.fromkeys(replies, True), [], 0.0, {}, False)
-        for replies in (recorder.replies[:-1], recorder.replies)
-    )
-    assert (earlier.is_truncated, rollout.is_truncated) == (False, True)
-    for sample, request in zip(rollout.samples, fake.requests[-3:], strict=True):
-        assert sample.tokens.tolist() == request["token_ids"] + letters
-        assert sample.tokens[sample.loss_mask].tolist() == letters * 3
+def test_rows_of_several_forms_in_one_table():
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    filled = {"messages": None, "prompt": "q", "completion": "a", "system": "s"}
+    assert read_row(filled, SFTDataConfig()) == PromptCompletion("q", "a") and unread(filled) == ["system"]
+    assert contents({"messages": turns, "prompt": None, "completion": ""}) == [("user", "q"), ("assistant", "a")]
+    as_text = {"prompt": json.dumps(turns[:1]), "completion": json.dumps(turns[1:])}
+    assert contents(as_text) == [("user", "q"), ("assistant", "a")]
+    assert read_row({"prompt": "[1]", "completion": "[2]"}, SFTDataConfig()) == PromptCompletion("[1]", "[2]")
+    named = {"instruction": "q", "input": "i", "output": "a"}
+    options = {"prompt_column": "instruction", "completion_column": "output"}
+    assert unread(named, **options) == ["input"] and unread(named) == []
+
+
+def test_xlam_answers_of_other_kinds():
+    row = {"query": "q", "tools": json.dumps([TOOL["function"]])}
+    assert contents({**row, "answers": "[]"}) == [("user", "q")]
+    assert contents({**row, "answers": "I cannot"}) == [("user", "q"), ("assistant", "I cannot")]
+    (_, answer) = read_row({**row, "answers": TEXT}, SFTDataConfig()).messages
+    assert answer["tool_calls"][0]["function"]["name"] == "weather"
+    calls = {"instruction": "q", "input": "i", "output": f"[{TEXT}]", "tools": [TOOL]}
+    assert contents(calls) == [("user", "q\ni"), ("assistant", "")]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [TOOL, [json.dumps(TOOL)], [{"type": "function", "function": json.dumps(TOOL["function"])}], [TOOL["function"]]],
+)
+def test_tool_definitions_of_other_forms(tools):
+    assert read_row({"messages": EXPECTED, "tools": tools}, SFTDataConfig()).tools == [TOOL]
+
+
+def test_none_that_a_table_added_to_json_is_removed():
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}, "b": None}}}
+    call = {"function": {"name": "f", "arguments": {"a": None, "b": None}}}
+    turns = [EXPECTED[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat = read_row({"messages": turns, "tools": [{"type": "function", "function": function}]}, SFTDataConfig())
+    assert chat.tools[0]["function"]["parameters"]["properties"] == {"a": {"type": "string"}}
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+
+
+def test_contents_that_are_empty_or_no_call():
+    turns = [
+        share("function_call", "<tool_call>x</tool_call>"), {"role": "tool", "content": None},
+        {"role": "assistant", "reasoning_content": "r"}, {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "user", "content": [{"text": "a"}, {"type": "text", "text": None}]},
+    ]  # fmt: skip
+    assert [text for _, text in contents({"messages": turns})] == ["<tool_call>x</tool_call>", "", "", "no", "a\n"]

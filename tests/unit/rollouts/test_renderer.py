@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.rendering.messages import PARSERS, Generation, Parsed, ToolCall, normalise, readable
+from prime_rl.rollouts.rendering.completion_parsers import PARSERS
+from prime_rl.rollouts.rendering.messages import Generation, Parsed, ToolCall, normalise, readable
 from prime_rl.rollouts.rendering.renderer import Exchange, Renderer
 from tests.support.chat_templates import SHAPES, make_merging_tokenizer
 

@@ -7,18 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.rollouts.rendering.messages import (
+from prime_rl.rollouts.rendering.completion_parsers import (
     MAX_CALLS,
-    MAX_DEPTH,
     PARSERS,
-    Parsed,
-    ToolCall,
     hermes,
     llama3_json,
     mistral,
     qwen3_coder,
     split_reasoning,
 )
+from prime_rl.rollouts.rendering.messages import MAX_DEPTH, Parsed, ToolCall
 
 SUM = ToolCall("add", '{"a": 1, "b": {"c": [2]}}')
 JSON = '{"name": "add", "arguments": {"a": 1, "b": {"c": [2]}}}'

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta, TensorProperties
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from prime_rl.configs.checkpoint import CkptConfig
+from prime_rl.configs.checkpoint import SKIPPED, CkptConfig
+from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.core.daemon_futures import start_daemon_future
@@ -24,12 +25,15 @@ from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.storage.batch import Progress
 from prime_rl.storage.checkpoint_artifacts import COMMITTED
 from prime_rl.storage.paths import RunPaths
+from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
 from prime_rl.storage.tensor_hashes import hash_tensors
 from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.trainer.checkpoints.checkpointer import Checkpointer, changed_settings
 from prime_rl.trainer.checkpoints.trainer_state import TensorReader
 from prime_rl.trainer.export import model_config
 from prime_rl.trainer.model.policy_model import build_policy
+from prime_rl.trainer.optim.optimizers import build_optimizer
+from prime_rl.trainer.weights.policy_loading import make_policy
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.test_policy_model import SMALL, save
 from tests.unit.trainer.test_rope import HEAD_DIM, LONGEST, ROPES
@@ -209,6 +213,77 @@ def test_changed_settings_ignore_unknown_keys():
     older = dump()
     del older["optim"]["weight_decay"]
     assert changed_settings(older, dump(optim={"type": "adamw", "weight_decay": 0.5})) == []
+
+
+class Data:
+    """A stream whose position is a number."""
+
+    def __init__(self, position=0):
+        self.position = position
+
+    def state(self):
+        return {"position": self.position}
+
+    def restore(self, state):
+        self.position = state["position"]
+
+
+def restore(world, model, root, optim=None, data=None, **ckpt):
+    """Resume as a new process does; return its parts, with the progress."""
+    data_keys = {"type": "fake", "seq_len": 16}
+    config = SFTConfig(
+        model={"name": str(model)}, optim=optim or {"type": "adamw"}, data=data_keys, max_steps=9, output_dir=root,
+        device="cpu", ckpt={"interval": 1, **ckpt},
+    )  # fmt: skip
+    checkpoints, policy = Checkpointer(config, RunPaths(root), world), make_policy(config.model, 0, world)
+    optimizer, data = build_optimizer(config.optim, policy), data or Data()
+    return checkpoints, policy, optimizer, data, checkpoints.restore(policy, optimizer, data)
+
+
+def save_two_steps(world, model, root):
+    """Save checkpoint 2 with moments, five tokens and position 7."""
+    checkpoints, policy, optimizer, _, progress = restore(world, model, root, data=Data(7))
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    progress.step, progress.tokens = 2, 5
+    checkpoints.step_done(progress, last=True)
+    return checkpoints, policy
+
+
+def test_skipped_parts_are_not_restored(tmp_path, world, monkeypatch):
+    """The weights always are; a later resume keeps the schedule, and a restart skips nothing of its own checkpoints."""
+    make_tiny_model(tmp_path / "model")
+    root = tmp_path / "run"
+    _, saved = save_two_steps(world, tmp_path / "model", root)
+    expected = [parameter.full_tensor().clone() for parameter in saved.parameters()]
+
+    def resume(**keys):
+        checkpoints, policy, optimizer, data, progress = restore(world, tmp_path / "model", root, **keys)
+        weights = [parameter.full_tensor() for parameter in policy.parameters()]
+        assert all(torch.equal(one, other) for one, other in zip(expected, weights, strict=True))
+        found = bool(optimizer.state), checkpoints.schedule_start, progress.step, progress.tokens, data.position
+        return checkpoints, progress, found
+
+    assert resume(resume_step=2)[2] == (True, 0, 2, 5, 7)
+    assert resume(resume_step=2, skip_optimizer=True)[2] == (False, 0, 2, 5, 7)
+    assert resume(resume_step=2, skip_progress=True)[2] == (True, 0, 2, 0, 7)
+    assert resume(resume_step=2, skip_dataloader=True)[2] == (True, 0, 2, 5, 0)
+    assert resume(resume_step=2, skip_optimizer=True, optim={"type": "sgd"})[2] == (False, 0, 2, 5, 7)
+    with pytest.raises(ConfigError, match=r"optim.type = sgd, .* --ckpt.skip-optimizer"):
+        resume(resume_step=2, optim={"type": "sgd"})
+    monkeypatch.setenv(START_VARIABLE, "ours")
+    checkpoints, progress, found = resume(resume_step=2, skip_scheduler=True)
+    assert found == (True, 2, 2, 5, 7)
+    progress.step, progress.tokens = 3, 6
+    checkpoints.step_done(progress, last=True)
+    everything = dict.fromkeys(SKIPPED, True)
+    assert resume(resume_step=-1)[2] == (True, 2, 3, 6, 7), "the schedule continues"
+    monkeypatch.setenv(RESTART_VARIABLE, "1")
+    assert resume(resume_step=2, **everything)[2] == (True, 2, 3, 6, 7)
+    monkeypatch.setenv(START_VARIABLE, "another")
+    monkeypatch.setenv(RESTART_VARIABLE, "0")
+    assert resume(resume_step=3, **everything)[2] == (False, 3, 3, 0, 0)
 
 
 def test_close_with_hanging_disk_raises_at_deadline(tmp_path):

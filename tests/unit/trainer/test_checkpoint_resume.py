@@ -249,6 +249,54 @@ def test_resumed_sft_is_bit_identical(model, words, tmp_path):
     assert weights_hash(halves, 4) != weights_hash(halves, 8)
 
 
+def steps_of(root):
+    return [line["step"] for line in metrics_of(root) if "loss" in line]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("changed", [["--data.batch-size", "3"], ["--data.batch-size", "1"], ["--data.seq-len", "48"]])
+def test_resumed_sft_pass_with_changed_settings_publishes_at_its_end(model, words, tmp_path, changed):
+    """Without max_steps; a decaying schedule ends with the pass."""
+    schedule = ["--scheduler.type", "linear", "--data.seq-len", "96"]
+    succeed(sft(model, words, tmp_path, *schedule, "--ckpt.interval", "2"))
+    total = len(steps_of(tmp_path))
+    assert total >= 4
+    succeed(sft(model, words, tmp_path, *schedule, "--ckpt.resume-step", "2", *changed))
+    steps = steps_of(tmp_path)
+    assert steps == list(range(len(steps))) and len(steps) != total
+    assert RunPaths(tmp_path).weights(len(steps)).exists()
+    rates = [line["lr"] for line in metrics_of(tmp_path) if "lr" in line]
+    assert rates[-1] == pytest.approx(1e-2 / len(steps))
+
+
+@pytest.mark.extended
+def test_sft_resumed_at_its_end_publishes_a_missing_version(model, words, tmp_path):
+    succeed(sft(model, words, tmp_path, "--max-steps", "3", "--ckpt.interval", "2"))
+    line = fail(sft(model, words, tmp_path, "--max-steps", "2", "--ckpt.resume-step", "3"), 2)
+    assert "max_steps = 2, but the checkpoint to resume from has completed 3 steps; increase" in line
+    assert not RunPaths(tmp_path).weights(2).exists()
+    succeed(sft(model, words, tmp_path, "--max-steps", "2", "--ckpt.resume-step", "2"))
+    assert RunPaths(tmp_path).weights(2).exists()
+    published = weights_hash(tmp_path, 2)
+    succeed(sft(model, words, tmp_path, "--max-steps", "2", "--ckpt.resume-step", "2"))
+    assert weights_hash(tmp_path, 2) == published
+
+
+@pytest.mark.extended
+def test_sft_resumed_without_parts_trains_the_new_data_from_their_start(model, words, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(words.read_text().splitlines(keepends=True)[::-2]))
+    run = tmp_path / "run"
+    succeed(sft(model, words, run, "--max-steps", "2", "--ckpt"))
+    resume = ["--max-steps", "4", "--ckpt.resume-step", "2"]
+    assert f"the contents of {other} (data.name) have changed" in fail(sft(model, other, run, *resume), 2)
+    skipped = ["--ckpt.skip-dataloader", "--ckpt.skip-optimizer", "--ckpt.skip-scheduler", "--ckpt.skip-progress"]
+    succeed(sft(model, other, run, *resume, *skipped))
+    assert steps_of(run) == [0, 1, 2, 3]
+    assert [line["progress/step"] for line in metrics_of(run)] == [1, 2, 3, 4]
+    assert metrics_of(run)[2]["progress/samples"] < metrics_of(run)[1]["progress/samples"]
+
+
 @pytest.mark.extended
 def test_resume_restores_random_generators(model, tmp_path):
     """Dropout of adapters is drawn anew in each step; a reference model is loaded by both runs."""

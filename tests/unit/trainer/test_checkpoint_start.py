@@ -10,15 +10,18 @@ import pytest
 from prime_rl.configs.checkpoint import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.types import PolicyVersion
 from prime_rl.liveness import run_takeover
 from prime_rl.liveness.parent_process import SUPERVISED
 from prime_rl.storage import checkpoint_artifacts as files
+from prime_rl.storage.batch import Progress
 from prime_rl.storage.checkpoint_artifacts import ORCHESTRATOR, TRAINER, ResumeRecord, read_resume
 from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
 from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.trainer.checkpoints.resume_point import ResumeDecision, ResumePoint
 from prime_rl.trainer.rl.batch_source import BatchSource
+from prime_rl.trainer.rl.trained_run import TrainedRun
 
 VARIABLES = (RESTART_VARIABLE, START_VARIABLE, SUPERVISED, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 
@@ -168,6 +171,50 @@ def test_resume_without_orchestrator_keeps_batches(paths, monkeypatch):
     commit = write_checkpoint(paths, 5, branch=1, parts=(TRAINER,))
     assert choose(paths, CkptConfig()) == ResumePoint(5, 2, commit, None)
     assert steps_in(paths.rollouts_dir) == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "skip", "kept"), [(4, False, ""), (5, True, ", which ckpt.skip_progress does not reset")]
+)
+def test_resume_beyond_max_steps_is_refused(paths, start_again, max_steps, skip, kept):
+    write_checkpoint(paths, 5)
+    ckpt = CkptConfig(resume_step=-1, skip_progress=skip)
+    with pytest.raises(ConfigError, match=f"max_steps = {max_steps}, .* has completed 5 steps{kept}; increase"):
+        choose(paths, ckpt, max_steps=max_steps)
+    assert not paths.abandoned(0).exists()
+    if skip:
+        start_again()
+        assert choose(paths, ckpt, max_steps=max_steps).step == 5, "a restart after the last step"
+
+
+@pytest.mark.parametrize(("max_steps", "last"), [(5, True), (6, False), (None, False)])
+def test_restored_version_is_the_last_if_no_step_follows(paths, max_steps, last):
+    """The last version is always written to files, not to memory."""
+    run, published = TrainedRun.__new__(TrainedRun), []
+    run._config = TrainerConfig(output_dir=paths.root, max_steps=max_steps)
+    run.progress, run._paths = Progress(5), paths
+    run._checkpoints = SimpleNamespace(resumes=True, branch=1)
+    run.publisher = SimpleNamespace(start=lambda *arguments: published.append(arguments))
+    run.publish_restored()
+    assert published == [(paths.weights(5), PolicyVersion(1, 5), last)]
+
+
+def test_schedule_that_starts_over_ends_with_the_run(paths):
+    """With ckpt.skip_scheduler, at step 4 of 8."""
+    run, factors = TrainedRun.__new__(TrainedRun), []
+    run._config = TrainerConfig(
+        output_dir=paths.root,
+        max_steps=8,
+        scheduler={"type": "linear", "warmup_steps": 1},
+        optim={"type": "sgd", "lr": 1.0},
+    )
+    run._exporter = SimpleNamespace(start_step=lambda step: None)
+    run._distributions = SimpleNamespace(record=lambda *arguments: None)
+    run._objective, run._checkpoints = None, SimpleNamespace(schedule_start=4)
+    for step in range(4, 8):
+        run.progress = Progress(step)
+        factors.append(run.begin_step(1)[1])
+    assert factors == pytest.approx([0.5, 1, 2 / 3, 1 / 3])
 
 
 def test_sft_requires_no_branch(paths, start_again):

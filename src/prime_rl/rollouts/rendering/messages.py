@@ -1,16 +1,12 @@
-"""What a model call returns, and chat messages: their normal form, and the parsers that make them from completions.
+"""What a model call returns, and the normal form of chat messages.
 
 Messages that a template cannot distinguish are equal in normal form: None is empty content, the arguments of a tool
 call are an object, and fields that no template reads are removed.
-
-The parsers of tool calls and reasoning read text that a model has written. It is untrusted: parsing takes linear time
-and never raises. Text that is not a complete call of a function with a JSON object of arguments stays content.
 """
 
 import json
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -160,6 +156,16 @@ class Reply:
 Message = dict[str, Any]
 
 _KEPT_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+_ROLES = {
+    "text": "user",  # of verifiers' class for a plain-text prompt
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "chatbot", "chatgpt", "ai", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(
+        ("function", "observation", "ipython", "tool_response", "function_response", "tool_result"), "tool"
+    ),
+}
+"""Roles of other formats."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def normalise(messages: Iterable[Any]) -> list[Message]:
@@ -194,9 +200,14 @@ def last_reply(messages: Sequence[Mapping[str, Any]]) -> str:
     return next((str(message["content"]) for message in reversed(messages) if message["role"] == "assistant"), "")
 
 
+def role_of(name: str) -> str:
+    """Return a role by its standard name, such as `assistant` for `gpt`; unknown names are kept."""
+    known = name.strip().lower()
+    return _ROLES.get(known, known if known in ("system", "developer", "user", "assistant", "tool") else name)
+
+
 def _normalise(message: Mapping[str, Any]) -> Message:
-    role = message["role"]  # verifiers' class for a plain-text prompt has the role "text"
-    normal: Message = {"role": "user" if role == "text" else role, "content": _text(message.get("content"))}
+    normal: Message = {"role": role_of(message["role"]), "content": text_of(message.get("content"))}
     for name in ("reasoning_content", "tool_call_id", "name"):
         if message.get(name):
             normal[name] = replace_surrogates(message[name])
@@ -205,18 +216,24 @@ def _normalise(message: Mapping[str, Any]) -> Message:
     return normal
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """Join the text parts of a content. Raises ValueError for other parts, such as images."""
     if content is None or isinstance(content, str):
         return replace_surrogates(content or "")
-    parts = [part if isinstance(part, Mapping) else part.model_dump() for part in content]
-    if other := [part.get("type") for part in parts if part.get("type") != "text"]:
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else _dictionary(part) for part in content]
+    kinds = [part.get("type", "text" if "text" in part else "unknown") for part in parts]
+    if other := [kind for kind in kinds if kind not in _TEXT_PARTS]:
         raise ValueError(f"a message has content of the type {other[0]!r}; only text can be trained on")
-    return "\n".join(replace_surrogates(str(part["text"])) for part in parts)
+    return "\n".join(replace_surrogates(str(part.get("text") or "")) for part in parts)
+
+
+def _dictionary(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else value.model_dump()
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
     # OpenAI nests name and arguments under `function`, verifiers does not. Both write arguments as JSON text.
-    fields = call if isinstance(call, Mapping) else call.model_dump()
+    fields = _dictionary(call)
     function = fields.get("function") or fields
     return {
         "id": replace_surrogates(fields.get("id") or ""),
@@ -232,109 +249,12 @@ def _arguments(arguments: Any) -> Any:
     """Return the arguments as an object; text that is not JSON, or nested too deeply, stays text."""
     if not isinstance(arguments, str):
         return deepcopy(arguments) or {}  # the environment may change its own object later
-    found = _decode(arguments, 0)
-    return arguments if found is None or _skip(arguments, found[1]) != len(arguments) else found[0]
+    found = decode_json(arguments, 0)
+    return arguments if found is None or skip(arguments, found[1]) != len(arguments) else found[0]
 
-
-MAX_CALLS = 64
-"""Maximum number of calls per message; further ones stay content. Limits the time, because each may read to the end."""
 
 MAX_DEPTH = 32
 """Maximum nesting of a call's arguments; encoding them recurses to this depth."""
-
-MAX_NAME = 256
-"""Maximum length of a function name, characters."""
-
-Tool = Mapping[str, Any]
-
-
-Parser = Callable[[str, Sequence[Tool]], Parsed]
-"""(text, tool definitions in OpenAI's form) -> the message. Never raises."""
-
-
-def hermes(text: str, tools: Sequence[Tool] = ()) -> Parsed:
-    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Hermes, Qwen 2.5 and Qwen 3."""
-    return _between_tags(text, lambda start: _json_call(text, start))
-
-
-def qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> Parsed:
-    """Parse `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
-
-    A value is text, or JSON if the tool's schema declares another type than string.
-    """
-    return _between_tags(text, lambda start: _xml_call(text, start, tools))
-
-
-def llama3_json(text: str, tools: Sequence[Tool] = ()) -> Parsed:
-    """Parse a message of `{"name": ..., "parameters": {...}}` objects separated by `;`, without other text."""
-    body = text.strip().removeprefix("<|python_tag|>").strip()
-    calls: list[ToolCall] = []
-    position = 0
-    while body.startswith("{", position) and len(calls) < MAX_CALLS:
-        found = _json_call(body, position)
-        if found is None:
-            break
-        call, position = found
-        calls.append(call)
-        position = _skip(body, position, "; \n\t\r")
-    return Parsed("", tuple(calls)) if calls and position == len(body) else Parsed(text)
-
-
-def mistral(text: str, tools: Sequence[Tool] = ()) -> Parsed:
-    """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` and the newer `[TOOL_CALLS]name[ARGS]{...}`."""
-    content, marker, rest = text.partition("[TOOL_CALLS]")
-    if not marker:
-        return Parsed(text)
-    calls = _mistral_list(rest) if rest.lstrip().startswith("[") else _mistral_named(rest)
-    return Parsed(content.strip(), calls) if calls else Parsed(text)
-
-
-PARSERS: dict[str, Parser] = {parser.__name__: parser for parser in (hermes, qwen3_coder, llama3_json, mistral)}
-"""By the value of `tool_call_parser`."""
-
-
-def split_reasoning(text: str, opened: bool = False) -> tuple[str | None, str]:
-    """Separate `<think>...</think>` from the answer after it. With `opened`, the prompt ends with the opening tag.
-
-    Returns:
-        The reasoning without tags (None without tags), and the rest. Without a closing tag all text is reasoning.
-    """
-    lead = text.lstrip()
-    if lead.startswith("<think>"):
-        lead = lead.removeprefix("<think>")
-    elif not opened:
-        return None, text
-    reasoning, closing, rest = lead.partition("</think>")
-    return reasoning.strip("\n"), rest.lstrip("\n") if closing else ""
-
-
-def _between_tags(text: str, parse_at: Callable[[int], tuple[ToolCall, int] | None]) -> Parsed:
-    opening, closing = "<tool_call>", "</tool_call>"
-    calls: list[ToolCall] = []
-    kept: list[str] = []
-    position = 0
-    start = text.find(opening)
-    for _ in range(MAX_CALLS):
-        if start < 0:
-            break
-        found = parse_at(start + len(opening))
-        end = None if found is None else _skip(text, found[1])
-        if found is None or end is None or not (text.startswith(closing, end) or end == len(text)):
-            start = text.find(opening, start + len(opening))
-            continue
-        calls.append(found[0])
-        kept.append(text[position:start].rstrip())
-        position = min(end + len(closing), len(text))
-        start = text.find(opening, position)
-    if not calls:
-        return Parsed(text)
-    return Parsed("".join([*kept, text[position:]]).strip(), tuple(calls))
-
-
-def _skip(text: str, position: int, characters: str = " \n\t\r") -> int:
-    while position < len(text) and text[position] in characters:
-        position += 1
-    return position
 
 
 def _reject_constant(constant: str) -> Any:
@@ -344,10 +264,10 @@ def _reject_constant(constant: str) -> Any:
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
-def _decode(text: str, position: int) -> tuple[Any, int] | None:
+def decode_json(text: str, position: int) -> tuple[Any, int] | None:
     """Return the JSON value at `position` and its end; None if it is invalid or nested too deeply."""
     with suppress(ValueError, RecursionError):  # not JSON, a number of thousands of digits, or nested beyond the stack
-        value, end = _DECODER.raw_decode(text, _skip(text, position))
+        value, end = _DECODER.raw_decode(text, skip(text, position))
         return (value, end) if _depth_within(value, MAX_DEPTH) else None
     return None
 
@@ -364,75 +284,8 @@ def _depth_within(value: Any, depth: int) -> bool:
     return not any(isinstance(outer, dict | list) for outer in level)
 
 
-def _json_call(text: str, position: int) -> tuple[ToolCall, int] | None:
-    found = _decode(text, position)
-    if found is None or not isinstance(found[0], dict):
-        return None
-    value, end = found
-    call = _call(value.get("name"), value.get("arguments", value.get("parameters")))
-    return None if call is None else (call, end)
-
-
-def _call(name: Any, arguments: Any) -> ToolCall | None:
-    """Return a call; None if its parts have wrong types or cannot be encoded as UTF-8 JSON."""
-    if not (isinstance(name, str) and 0 < len(name) <= MAX_NAME and isinstance(arguments, dict)):
-        return None
-    with suppress(ValueError):  # an infinite number, or half of a surrogate pair
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (name + written).encode()
-        return ToolCall(name, written)
-    return None
-
-
-_FUNCTION = re.compile(r"\s*<function=([^>\s]{1,256})>\s*")
-_PARAMETER = re.compile(r"<parameter=([^>\s]{1,256})>")
-
-
-def _xml_call(text: str, position: int, tools: Sequence[Tool]) -> tuple[ToolCall, int] | None:
-    head = _FUNCTION.match(text, position)
-    if head is None:
-        return None
-    name, position = head[1], head.end()
-    functions = (tool.get("function", tool) for tool in tools)
-    found: Mapping[str, Any] = next((function for function in functions if function.get("name") == name), {})
-    schema = (found.get("parameters") or {}).get("properties") or {}
-    arguments: dict[str, Any] = {}
-    while (parameter := _PARAMETER.match(text, position)) is not None:
-        end = text.find("</parameter>", parameter.end())
-        if end < 0:
-            return None
-        value = text[parameter.end() : end].removeprefix("\n").removesuffix("\n")
-        arguments[parameter[1]] = _typed(value, schema.get(parameter[1]))
-        position = _skip(text, end + len("</parameter>"))
-    if not text.startswith("</function>", position):
-        return None
-    call = _call(name, arguments)
-    return None if call is None else (call, position + len("</function>"))
-
-
-def _typed(value: str, schema: Any) -> Any:
-    if not isinstance(schema, Mapping) or schema.get("type", "string") == "string":
-        return value
-    found = _decode(value, 0)
-    return value if found is None or _skip(value, found[1]) != len(value) else found[0]
-
-
-def _mistral_list(text: str) -> tuple[ToolCall, ...]:
-    found = _decode(text, 0)
-    if found is None or not isinstance(found[0], list) or text[found[1] :].strip() or len(found[0]) > MAX_CALLS:
-        return ()
-    items = [item if isinstance(item, dict) else {} for item in found[0]]
-    calls = tuple(call for item in items if (call := _call(item.get("name"), item.get("arguments"))) is not None)
-    return calls if len(calls) == len(items) else ()
-
-
-def _mistral_named(text: str) -> tuple[ToolCall, ...]:
-    calls: list[ToolCall] = []
-    for part in text.split("[TOOL_CALLS]", MAX_CALLS):
-        name, _, arguments = part.partition("[ARGS]")
-        found = _decode(arguments, 0)
-        call = None if found is None or arguments[found[1] :].strip() else _call(name.strip(), found[0])
-        if call is None:
-            return ()
-        calls.append(call)
-    return tuple(calls)
+def skip(text: str, position: int, characters: str = " \n\t\r") -> int:
+    """Return the position of the next character that is not one of `characters`."""
+    while position < len(text) and text[position] in characters:
+        position += 1
+    return position

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.rollouts.rendering.messages import PARSERS, Generation, Message, Parsed, normalise, split_reasoning
+from prime_rl.rollouts.rendering.completion_parsers import PARSERS, split_reasoning
+from prime_rl.rollouts.rendering.messages import Generation, Message, Parsed, normalise
 
 TrajectoryStrategy = Literal["interleaved", "branching"]
 
@@ -71,7 +72,7 @@ class Renderer:
         self._backend.no_padding()
         self._cache: deque[tuple[list[Message], list[Any] | None, Prompt]] = deque(maxlen=_CACHED_PROMPTS)
         self._config = config or RenderingConfig()
-        self._template = _read_template(self._config.chat_template)
+        self._template = read_template(self._config.chat_template)
         if self._template is None and tokenizer.chat_template is None:
             raise ConfigError(
                 f"tokenizer {tokenizer.name_or_path} has no chat template; set tokenizer.name to one that has a "
@@ -233,7 +234,8 @@ class Renderer:
         return text
 
 
-def _read_template(file: Path | None) -> str | None:
+def read_template(file: Path | None) -> str | None:
+    """Read `rendering.chat_template`; None uses the tokenizer's own. Raises ConfigError if it cannot be read."""
     try:
         return file.read_text() if file is not None else None
     except OSError as error:

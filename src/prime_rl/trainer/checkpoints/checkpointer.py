@@ -24,7 +24,7 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from prime_rl.configs.checkpoint import CkptConfig
+from prime_rl.configs.checkpoint import SKIPPED, CkptConfig
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.daemon_futures import start_daemon_future
@@ -34,7 +34,7 @@ from prime_rl.storage import checkpoint_artifacts as files
 from prime_rl.storage.artifact import MANIFEST, ArtifactError
 from prime_rl.storage.batch import Progress, delete_rows
 from prime_rl.storage.paths import RunPaths, step_of
-from prime_rl.storage.rollback import orchestrator_has_run
+from prime_rl.storage.rollback import orchestrator_has_run, start_name
 from prime_rl.storage.wait_for import DeadlineError, wait_for
 from prime_rl.trainer.checkpoints import trainer_state as state
 from prime_rl.trainer.checkpoints.resume_point import ResumeDecision, ResumePoint
@@ -85,6 +85,8 @@ class Checkpointer:
         self._publishes_versions, self._waits_for_orchestrator = publishes_versions, False
         self.first_needed_batch = 0
         """First batch whose rows a checkpoint needs, as far as is known; earlier ones are deleted."""
+        self.schedule_start = 0
+        """Step at which the learning rate schedule starts; known once restored."""
         self._options = None if config.bench else config.ckpt
         if config.bench:
             check_output_dir(paths, resuming=False)
@@ -125,8 +127,9 @@ class Checkpointer:
     def restore(self, policy: nn.Module, optimizer: Optimizer, stream: DataStream | None = None) -> Progress:
         """Restore model, optimizer, random generators and data from the checkpoint, if this run resumes one.
 
-        A new run seeds its generators. Call it last before the first step, so that nothing draws random numbers
-        between. Later saves read the same objects. Returns the progress at the start.
+        The keys `ckpt.skip_*` exclude parts, unless a restart resumes a checkpoint that its own start has written. A
+        new run seeds its generators. Call it last before the first step, so that nothing draws random numbers between.
+        Later saves read the same objects. Returns the progress at the start.
 
         Raises:
             ConfigError: the checkpoint is of another model, or of other data.
@@ -139,19 +142,28 @@ class Checkpointer:
         part = self._checkpoint(self._start.step) / PART
         manifest = files.read_manifest(part, files.PART_FORMAT)
         config = self._config.model_dump(mode="json")
-        changes = check_settings(manifest["command"], manifest["config"], self._config.command, config)
+        is_own = start_name() is not None and manifest.get("start") == start_name()
+        options = CkptConfig() if is_own else self._options
+        loaded = None if options.skip_optimizer else optimizer
+        changes = check_settings(
+            manifest["command"], manifest["config"], self._config.command, config, keeps_optimizer=loaded is not None
+        )
         for line in changes if self._world.is_main else ():
             logger.warning(f"settings changed since the checkpoint; results will not be bit-identical: {line}")
         changed = [line for line in changes if line.startswith("model")]
-        load_model_and_optimizer(part, policy, optimizer, self._group, f"; {changed[0]}" if changed else "")
+        load_model_and_optimizer(part, policy, loaded, self._group, f"; {changed[0]}" if changed else "")
         self._restore_generators(part, manifest)
-        if stream is not None:
-            stream.restore(manifest["data"])
+        if stream is not None and not options.skip_dataloader:
+            self._ranks.gather(lambda: stream.restore(manifest["data"]))
+        step = self._start.step
+        self.schedule_start = step if options.skip_scheduler else manifest.get("schedule_start", 0)
         if self._world.is_main:
-            logger.info(f"resumed from {part.parent}, branch {self.branch}")
+            skipped = [f"ckpt.{key}" for key in SKIPPED if getattr(options, key)]
+            without = f", with {', '.join(skipped)}" if skipped else ""
+            logger.info(f"resumed from {part.parent}, branch {self.branch}{without}")
             if self.required_branch is not None:
                 logger.info("the orchestrator samples the batches from step {} again", self._start.step)
-        return Progress(**manifest["progress"])
+        return Progress(step) if options.skip_progress else Progress(**manifest["progress"])
 
     def step_done(self, progress: Progress, last: bool) -> None:
         """Save after step `progress.step - 1` if the interval is reached or it is the `last`. All ranks call it.
@@ -198,6 +210,8 @@ class Checkpointer:
             "device": self._world.device.type,
             "packages": package_versions(),
             "progress": asdict(progress),
+            "start": start_name(),
+            "schedule_start": self.schedule_start,
             "data": self._stream.state() if self._stream is not None else None,
             "config": config,
             "digest": files.settings_digest(settings_of(config)),
@@ -348,7 +362,9 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return chosen
 
 
-def check_settings(old_command: str, before: Mapping[str, Any], command: str, now: Mapping[str, Any]) -> list[str]:
+def check_settings(
+    old_command: str, before: Mapping[str, Any], command: str, now: Mapping[str, Any], keeps_optimizer: bool = True
+) -> list[str]:
     """Return the changed settings, as `changed_settings`; ConfigError if a run of `command` cannot be resumed.
 
     The data and environments check their own settings when their position is restored.
@@ -359,10 +375,10 @@ def check_settings(old_command: str, before: Mapping[str, Any], command: str, no
             "(`uv run export`) and set model.name to the folder"
         )
     had, has = before["optim"]["type"], now["optim"]["type"]
-    if had != has:
+    if had != has and keeps_optimizer:
         raise ConfigError(
-            f"optim.type = {has}, but the checkpoint has the state of {had}; resume with that, or export its weights "
-            "(`uv run export`) and start a new run with them"
+            f"optim.type = {has}, but the checkpoint has the state of {had}; resume with that, or without that state: "
+            "--ckpt.skip-optimizer"
         )
     return changed_settings(before, now)
 

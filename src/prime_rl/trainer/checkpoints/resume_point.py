@@ -111,9 +111,11 @@ class ResumeDecision:
                 chosen = commit
                 break
         step, limit = chosen.step if chosen else 0, self.config.max_steps
-        if limit is not None and step > limit:
+        keeps_step = self.config.ckpt is not None and self.config.ckpt.skip_progress and not is_restart()
+        if limit is not None and (step > limit or (keeps_step and step == limit)):
+            kept = ", which ckpt.skip_progress does not reset" if keeps_step else ""
             raise ConfigError(
-                f"max_steps = {limit}, but the checkpoint to resume from has completed {step} steps; increase "
+                f"max_steps = {limit}, but the checkpoint to resume from has completed {step} steps{kept}; increase "
                 "--max-steps, or choose an earlier one with --ckpt.resume-step"
             )
         if chosen is None and self.world.is_main:

@@ -1,266 +1,39 @@
-"""Reads examples from local files, renders them to token sequences, and marks the tokens to learn.
+"""Renders examples to token sequences, and marks the tokens to learn.
 
-The trained tokens are exactly those that the model would generate after the tokens of its prompt. The prompt is
-rendered with the template's generation prompt and tokenised separately; the answer is the text that the template adds
-with the assistant's message, including the token that ends the turn. For other roles the tokens of the content are
-learned.
+The tokens are those of the whole text, and the trained ones those that the model would generate after its prompt: the
+prompt is rendered with the template's generation prompt; the answer is the text that the template adds with the
+assistant's message, and ends with the token that ends the turn. Where a token would cross the border of the two, they
+are tokenised separately. For other roles the tokens of the content are learned.
 
-Rows are read one by one, each with its location for error messages.
+What a template renders is compared with the message: an answer whose content or tool calls are missing is refused,
+another difference is logged once.
 """
 
-import codecs
-import csv
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from loguru import logger
 from numpy.typing import NDArray
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from prime_rl.configs.training.sft_data import SFTDataConfig, is_local
-from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.configs.training.sft_data import SFTDataConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.rendering.conversations import Conversation, PromptCompletion, RowError, TrackedRow, read_row
+from prime_rl.rollouts.rendering.messages import Message
 
-Message = Mapping[str, Any]
-LocatedRow = tuple[str, Mapping[str, Any]]
-"""Location (`words.jsonl:17`) and columns."""
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-_NUM_CHECKED = 1000
-_COMPLETION: list[Message] = [{"role": "user"}, {"role": "assistant"}]  # of text data
-_SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 _MARK = "\ue000\ue001\ue000"  # placeholder to locate a content; private-use characters
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_THINKING = re.compile(r"</?think>")
 Span = tuple[int, int]
-
-
-class RowError(Exception):
-    """A row is invalid. The caller adds the location of the row to the message."""
-
-
-class Dialogue(NamedTuple):
-    """A conversation."""
-
-    messages: list[Message]  # in OpenAI's form
-    first: int  # index of the first message that may be trained on; earlier messages are the prompt
-    tools: Any  # definitions for the template, if any
-
-
-class PromptCompletion(NamedTuple):
-    """A prompt and a completion without roles."""
-
-    prompt: str
-    completion: str
-
-
-def read_example(example: Mapping[str, Any], options: SFTDataConfig) -> Dialogue | PromptCompletion:
-    """Read the content of a row. Raises RowError if columns are missing, or contain no text or messages."""
-    tools = example.get("tools") or None
-    column = options.messages_column or ("messages" if options.prompt_column is None else None)
-    if column is not None and (options.messages_column or column in example):
-        return Dialogue(_messages(_value(example, column), column), 0, tools)
-    prompt_column, completion_column = _columns(example, options)
-    prompt, completion = _value(example, prompt_column), _value(example, completion_column)
-    if isinstance(prompt, str) and isinstance(completion, str):
-        if not options.as_messages:
-            return PromptCompletion(prompt, completion)
-        pair: list[Message] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        return Dialogue(pair, 0, tools)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before = _messages(prompt, prompt_column)
-        return Dialogue([*before, *_messages(completion, completion_column)], len(before), tools)
-    raise RowError(
-        f"{prompt_column} and {completion_column} must both be text or both lists of messages, not "
-        f"{_kind(prompt)} and {_kind(completion)}"
-    )
-
-
-def _columns(example: Mapping[str, Any], options: SFTDataConfig) -> tuple[str, str]:
-    if options.prompt_column is not None and options.completion_column is not None:
-        return options.prompt_column, options.completion_column
-    for pair in (("prompt", "completion"), ("question", "answer")):
-        if all(column in example for column in pair):
-            return pair
-    raise RowError(
-        f"the columns are {sorted(map(str, example))}; required are `messages`, or `prompt` and `completion` (both "
-        "text or both lists of messages); or set data.prompt_column and data.completion_column"
-    )
-
-
-def _value(example: Mapping[str, Any], column: str) -> Any:
-    if column not in example:
-        raise RowError(f"there is no column {column!r}, only {sorted(map(str, example))}")
-    return example[column]
-
-
-def _messages(value: Any, column: str) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise RowError(f"{column} must be a list of messages, not {_kind(value)}")
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(f"{column}[{i}] must have a `role` and a `content`, but is {str(message)[:80]!r}")
-        content = message.get("content")
-        if not isinstance(content, str | list) and not message.get("tool_calls"):
-            raise RowError(f"{column}[{i}].content must be text, not {_kind(content)}")
-    # Tables fill missing keys of a message with None, which a template would treat as present.
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
-
-
-def _kind(value: Any) -> str:
-    if value is None or value == []:
-        return "nothing" if value is None else "an empty list"
-    name = type(value).__name__
-    return {"str": "text", "list": "a list"}.get(name, name)
-
-
-def find_files(name: str, subset: str | None, split: str) -> list[Path]:
-    """List the files of a file or folder `name` in order.
-
-    `subset` is a file (without its suffix) or folder inside; None takes all. If the names in a folder contain splits
-    (`train-00001.parquet`), those of `split` are selected. Raises ConfigError if there is none.
-    """
-    root = Path(name).expanduser()
-    if not root.exists():
-        raise ConfigError(f"data.name: {name} does not exist")
-    if root.is_file():
-        if root.suffix not in SUFFIXES:
-            raise ConfigError(f"data.name: {name} has none of the suffixes {', '.join(SUFFIXES)}")
-        if subset is not None:
-            raise ConfigError(f"data.subsets: {name} is a file, which has no subsets; set data.name to its folder")
-        if split != "train":
-            logger.warning(f"data.split = {split!r} has no effect: {name} is a file and is read completely")
-        return [root]
-    found = sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES and path.is_file())
-    if subset is not None:
-        names = {path: path.relative_to(root).with_suffix("").as_posix() for path in found}
-        inside = [path for path in found if subset in (names[path], names[path].split("/")[0])]
-        if not inside:
-            raise ConfigError(f"data.subsets: {name} contains no {subset}; it has {_shown(iter(names.values()))}")
-        found = inside
-    if not found:
-        raise ConfigError(f"data.name: {name} contains no file with a suffix of {', '.join(SUFFIXES)}")
-    return _of_split(found, name, split)
-
-
-def check_files(config: SFTDataConfig) -> None:
-    """Read the first rows of local data sets, before torch is imported, which takes seconds.
-
-    Raises:
-        ConfigError: one is missing or empty, a row is invalid, or none has a message of a role that is trained on.
-    """
-    for name, subset, split in config.sets if all(map(is_local, config.name)) else ():
-        rows = list(islice((row for file in find_files(name, subset, split) for row in read_rows(file)), _NUM_CHECKED))
-        if not rows:
-            raise ConfigError(f"data.name: {name} is empty")
-        examples = [locate_errors(row, lambda columns: read_example(columns, config)) for row in rows]
-        roles = {
-            message["role"]
-            for example in examples
-            for message in (example.messages[example.first :] if isinstance(example, Dialogue) else _COMPLETION)
-        }
-        trained = [role for role, is_trained in config.loss_mask if is_trained]
-        if len(rows) < _NUM_CHECKED and not roles & {*trained}:
-            raise ConfigError(
-                f"data.name: {name} has no message to train on: its roles are {', '.join(sorted(roles))}, and "
-                f"data.loss_mask selects {', '.join(trained)}"
-            )
-
-
-def locate_errors(row: LocatedRow, use: Callable[[Any], Any]) -> Any:
-    """Return `use(columns)` of a row; raise ConfigError with its location for a RowError."""
-    where, columns = row
-    with translate_error(RowError, lambda error: ConfigError(f"data.name: {where}: {error}")):
-        return use(columns)
-
-
-def read_rows(path: Path) -> Iterator[LocatedRow]:
-    """Yield the rows of a file. Raises ConfigError with the line if they cannot be read or do not match the suffix."""
-    with _name_location(lambda: str(path), path.suffix[1:]):
-        yield from {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}[path.suffix](path)
-
-
-def _jsonl(path: Path) -> Iterator[LocatedRow]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                where = f"{path}:{number}"
-                yield where, _object(where, _parse_json(where, line))
-
-
-def _json(path: Path) -> Iterator[LocatedRow]:
-    """Read an array of objects, or JSON lines, which many files with this suffix contain."""
-    with path.open("rb") as file:
-        if file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
-            yield from _jsonl(path)
-            return
-    for number, row in enumerate(_parse_json(str(path), path.read_bytes()), 1):
-        yield f"{path}, entry {number}", _object(f"entry {number} of {path}", row)
-
-
-def _csv(path: Path) -> Iterator[LocatedRow]:
-    csv.field_size_limit(sys.maxsize)  # the default limit of a cell is 128 KiB
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)  # reject unclosed quotes
-        with _name_location(lambda: f"{path}:{reader.line_num + 1}", "CSV"):
-            for row in reader:
-                if None in row or None in row.values():
-                    raise ConfigError(f"data.name: {path}:{reader.line_num} does not have one cell per column")
-                yield f"{path}:{reader.line_num}", row
-
-
-def _parquet(path: Path) -> Iterator[LocatedRow]:
-    with pyarrow.parquet.ParquetFile(path) as file:
-        rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
-        for number, row in enumerate(rows, 1):
-            yield f"{path}, row {number}", row
-
-
-def _parse_json(where: str, text: bytes) -> Any:
-    with _name_location(lambda: where, "JSON"):
-        return json.loads(text)
-
-
-def _name_location(where: Callable[[], str], kind: str) -> AbstractContextManager[None]:
-    """Report that `where` is not of this kind, or cannot be read."""
-
-    def make(error: Exception) -> ConfigError:
-        said = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        problem = "cannot be read" if isinstance(error, OSError) else f"is not {kind}"
-        return ConfigError(f"data.name: {where()} {problem}: {said}")
-
-    return translate_error((OSError, ValueError, csv.Error), make)
-
-
-def _object(where: str, row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ConfigError(f"data.name: {where} is not a JSON object")
-    return row
-
-
-def _of_split(files: list[Path], name: str, split: str) -> list[Path]:
-    """Select the files whose names contain `split`; all files if no name contains a split and `split` is train."""
-    words = {path: re.split(r"[^a-z]+", path.stem.lower()) for path in files}
-    splits = {path: next((_SPLITS[word] for word in words[path] if word in _SPLITS), None) for path in files}
-    wanted = _SPLITS.get(split, split)
-    if not any(splits.values()) and wanted == "train":
-        return files
-    chosen = [path for path in files if splits[path] == wanted]
-    if not chosen:
-        raise ConfigError(f"data.split: no file of {name} is named {split}; it has {_shown(p.name for p in files)}")
-    return chosen
-
-
-def _shown(names: Iterator[str]) -> str:
-    first = list(islice(names, 6))
-    return ", ".join(first[:5]) + (", ..." if len(first) > 5 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,132 +49,341 @@ class RenderedSequence:
 
 @dataclass(slots=True)
 class _Draft:
-    """A sequence under construction, turn by turn."""
+    """A sequence under construction, turn by turn: its text, the learned spans, and where prompts end."""
 
-    text: str = ""  # the text so far
-    # separately tokenised texts, each with its learned spans
-    pieces: list[tuple[str, list[Span]]] = field(default_factory=list)
+    text: str = ""
+    learned: list[Span] = field(default_factory=list)
+    borders: list[int] = field(default_factory=list)
 
     def add(self, text: str, learned: Sequence[Span] = ()) -> None:
-        """Append a piece; `learned` are spans relative to the piece."""
-        if text:
-            self.text += text
-            self.pieces.append((text, list(learned)))
+        """Append a piece that is separated from the last one; `learned` are spans relative to it."""
+        start = len(self.text)
+        self.borders += [start] if start and text else []
+        self.learned += [(start + begin, start + end) for begin, end in learned]
+        self.text += text
 
 
-def encode_example(
-    example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, options: SFTDataConfig
-) -> list[RenderedSequence]:
-    """Encode one example: a conversation, or prompt and completion as text or as messages.
+class ExampleEncoder:
+    """Encodes examples with a tokenizer and its chat template."""
 
-    Messages may have `tools`, definitions in OpenAI's form, which are passed to the template. Of prompt and completion
-    only the turns of the completion are trained on. Returns usually one sequence; none if no token is trained on. A
-    template that renders an earlier turn differently when a later one follows (for example without its reasoning) gives
-    one sequence per such turn.
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: SFTDataConfig,
+        template_args: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """`template_args` are further variables of the chat template."""
+        self._tokenizer, self._options, self._template_args = tokenizer, options, template_args
+        self._specials = tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self._special_text = re.compile("|".join(map(re.escape, self._specials)) or "(?!)")
+        self._special_ids = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._trailer: str | None = None
+        self._reads_text_arguments = False
+        self._logged, self._compared_tools = set[str](), False
 
-    Raises:
-        RowError: the example is invalid, or the template rejects it.
-        ConfigError: an answer of the template does not continue its own generation prompt.
-    """
-    content = read_example(example, options)
-    if isinstance(content, Dialogue):
-        return _encode_chat(content, tokenizer, options)
-    begin, end = ([] if one is None else [one] for one in (tokenizer.bos_token_id, tokenizer.eos_token_id))
-    prompt = begin + _tokenise(tokenizer, content.prompt)
-    completion = _tokenise(tokenizer, content.completion) + end
-    mask = [options.loss_mask.user] * len(prompt) + [options.loss_mask.assistant] * len(completion)
-    return [_sequence(prompt + completion, mask)]
+    def encode(self, row: Mapping[str, Any], where: str = "the row") -> list[RenderedSequence]:
+        """Encode one example: a conversation, or prompt and completion as text or as messages.
 
+        Of prompt and completion only the turns of the completion are trained on. Returns usually one sequence; none if
+        no token is trained on. A template that renders an earlier turn differently when a later one follows (for
+        example without its reasoning) gives one sequence per such turn.
 
-def _encode_chat(
-    dialogue: Dialogue, tokenizer: PreTrainedTokenizerBase, options: SFTDataConfig
-) -> list[RenderedSequence]:
-    """Iterate over the assistant's learned turns; other learned messages are marked in the prompt around them."""
-    messages, tools = dialogue.messages, dialogue.tools
-    learned = _learned(dialogue, options)
-    turns = [i for i in learned if messages[i]["role"] == "assistant"]
-    drafts: list[_Draft] = []
-    previous = -1
-    for i in [*turns, len(messages)]:
-        others = [j for j in learned if previous < j < i]
-        if i == len(messages) and not others:
-            break
-        end = i if i < len(messages) else others[-1] + 1
-        with_prompt = i < len(messages)
-        prompt = _render(tokenizer, messages[:end], tools, with_prompt)
-        spans = [_find(tokenizer, messages[:end], j, tools, with_prompt, prompt) for j in others]
-        if not drafts or not prompt.startswith(drafts[-1].text):
-            drafts.append(_Draft())
-        draft, done = drafts[-1], len(drafts[-1].text)
-        draft.add(prompt[done:], [(begin - done, end - done) for begin, end in spans])
-        if with_prompt:
-            answer, after = _answer(tokenizer, messages[: i + 1], tools, prompt)
-            draft.add(answer, [(0, len(answer))])
-            draft.add(after)
-        previous = i
-    return [_finish(draft, tokenizer) for draft in drafts]
+        Args:
+            row: the columns.
+            where: its location, for warnings.
 
+        Raises:
+            RowError: the example is invalid, or the template does not render it.
+            ConfigError: there is no chat template, or it is invalid.
+        """
+        row = TrackedRow(row)
+        content = read_row(row, self._options)
+        if unread := row.unread():
+            read = ", ".join(str(name) for name in row if name not in unread)
+            self._log_once(
+                "columns", f"{where}: columns that are not read: {', '.join(unread)}; read are {read}", "INFO"
+            )
+        if isinstance(content, Conversation):
+            return self._encode_conversation(content, where)
+        return [self._encode_text(content)]
 
-def _learned(dialogue: Dialogue, options: SFTDataConfig) -> list[int]:
-    """Return the indices of the messages to learn, ascending."""
-    mask = options.loss_mask
-    roles = {"system": mask.system, "developer": mask.system, "user": mask.user, "tool": mask.tool}
-    assistant = [i for i, message in enumerate(dialogue.messages) if message["role"] == "assistant"]
-    chosen = set(assistant if options.assistant_turns == "all" else assistant[-1:]) if mask.assistant else set[int]()
-    chosen |= {i for i, message in enumerate(dialogue.messages) if roles.get(message["role"])}
-    return sorted(i for i in chosen if i >= dialogue.first)
+    def _encode_text(self, content: PromptCompletion) -> RenderedSequence:
+        """Encode the joined text with the special tokens that the tokenizer adds itself, and an end."""
+        prefix, suffix = _added_tokens(self._tokenizer)
+        end = suffix or [one for one in (self._tokenizer.eos_token_id,) if one is not None]
+        draft, mask = _Draft(), self._options.loss_mask
+        for text, is_learned in ((content.prompt, mask.user), (content.completion, mask.assistant)):
+            draft.add(text, [(0, len(text))] if is_learned else [])
+        tokens, learned = self._tokens_of(draft)
+        end = [] if tokens[-len(end) :] == end else end
+        return _sequence([*prefix, *tokens, *end], [mask.user] * len(prefix) + learned + [mask.assistant] * len(end))
 
+    def _encode_conversation(self, chat: Conversation, where: str) -> list[RenderedSequence]:
+        """Encode in the form of tool calls that the template reads: objects, or JSON text and no content (DeepSeek)."""
+        if self._mentions("tool_response"):
+            chat = replace(chat, messages=list(map(_unwrap_response, chat.messages)))
+        forms = [chat]
+        if any(message.get("tool_calls") for message in chat.messages):
+            forms.append(replace(chat, messages=list(map(_with_text_arguments, chat.messages))))
+        errors = list[RowError]()
+        for form in reversed(forms) if self._reads_text_arguments else forms:
+            try:
+                sequences = self._encode_chat(form, where)
+            except RowError as error:
+                errors.append(error)
+                continue
+            self._reads_text_arguments = form is not chat if len(forms) > 1 else self._reads_text_arguments
+            self._report_unread(form, where)
+            return sequences
+        raise errors[0]
 
-def _answer(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any, prompt: str
-) -> tuple[str, str]:
-    """Return the text that the last message adds to its prompt, and the white space after the generated text."""
-    whole = _render(tokenizer, messages, tools)
-    if not whole.startswith(prompt):
-        raise ConfigError(
-            "tokenizer.name: the chat template does not continue its own generation prompt with the assistant's "
-            "message, so the trained tokens are ambiguous; use another template"
+    def _encode_chat(self, chat: Conversation, where: str) -> list[RenderedSequence]:
+        """Iterate over the assistant's learned turns; other learned messages are marked in the prompt around them."""
+        messages, learned = chat.messages, self._learned(chat, where)
+        turns = [i for i in learned if messages[i]["role"] == "assistant"]
+        drafts: list[_Draft] = []
+        previous = -1
+        for i in [*turns, len(messages)]:
+            others = [j for j in learned if previous < j < i]
+            if i == len(messages) and not others:
+                break
+            end = i if i < len(messages) else others[-1] + 1
+            with_prompt = i < len(messages)
+            prompt = self._render(chat, messages[:end], with_prompt)
+            spans = [self._find(chat, end, j, with_prompt, prompt) for j in others]
+            if not drafts or not prompt.startswith(drafts[-1].text):
+                drafts.append(_Draft())
+            draft, done = drafts[-1], len(drafts[-1].text)
+            draft.add(prompt[done:], [(begin - done, end - done) for begin, end in spans])
+            if with_prompt:
+                answer, after = self._answer(chat, i, prompt, where)
+                draft.add(answer, [(0, len(answer))])
+                draft.add(after)
+            previous = i
+        return [_sequence(*self._tokens_of(draft)) for draft in drafts]
+
+    def _learned(self, chat: Conversation, where: str) -> list[int]:
+        """Return the indices of the messages to learn, ascending."""
+        mask, roles = self._options.loss_mask, [message["role"] for message in chat.messages]
+        is_selected = {"system": mask.system, "developer": mask.system, "user": mask.user, "tool": mask.tool}
+        assistant = [i for i, role in enumerate(roles) if role == "assistant" and mask.assistant]
+        chosen = {*(assistant if self._options.assistant_turns == "all" else assistant[-1:])}
+        chosen |= {i for i, role in enumerate(roles) if is_selected.get(role)}
+        if 0 in chosen and roles[0] == "assistant":
+            chosen.remove(0)
+            self._log_once("first", f"{where}: a first message of the assistant has no prompt, and is not trained on")
+        for i in sorted(chat.included - chosen):
+            self._log_once(
+                f"included {roles[i]}",
+                f"{where}: message {i} of role {roles[i]} has a weight or loss_mask of 1, but data.loss_mask and "
+                "data.assistant_turns do not select it",
+            )
+        return sorted(i for i in chosen - chat.excluded if i >= chat.first)
+
+    def _answer(self, chat: Conversation, i: int, prompt: str, where: str) -> tuple[str, str]:
+        """Return the text that message `i` adds to its prompt, with the end of the turn, and the white space after."""
+        whole = self._render(chat, chat.messages[: i + 1])
+        if not whole.startswith(prompt):
+            raise RowError(
+                f"the chat template does not continue its own generation prompt with message {i}, so the trained "
+                "tokens are ambiguous; set rendering.chat_template or rendering.chat_template_args, or remove the row"
+            )
+        trailer = self._find_trailer(chat, i, len(prompt), whole)
+        answer = whole[len(prompt) :].removesuffix(trailer)
+        self._compare(chat, i, answer, where)
+        bare = answer.rstrip()
+        if bare.endswith(self._specials):
+            return bare, answer[len(bare) :] + (trailer if i == len(chat.messages) - 1 else "")
+        if marker := self._next_marker(chat, i, whole):
+            return answer + marker, ""
+        self._log_once(
+            "end",
+            f"{where}: the chat template ends the assistant's turn without a special token, so the model does not "
+            "learn to stop; set rendering.chat_template to a template that writes one",
         )
-    answer = whole[len(prompt) :]
-    bare = answer.rstrip()
-    return (bare, answer[len(bare) :]) if bare.endswith(_specials(tokenizer)) else (answer, "")
+        return answer, ""
+
+    def _find_trailer(self, chat: Conversation, i: int, start: int, whole: str) -> str:
+        """Return the special token that the template writes once, after the last turn (newer templates of Phi-3)."""
+        if self._trailer is None:
+            with suppress(RowError):
+                longer = self._render(chat, [*chat.messages[: i + 1], _probe(chat.messages[i])])
+                pairs = enumerate(zip(whole, longer, strict=False))
+                common = next((n for n, (a, b) in pairs if a != b), min(len(whole), len(longer)))
+                ends = [match.end() for match in self._special_text.finditer(whole) if start < match.end() <= common]
+                if ends or common == len(whole):
+                    self._trailer = whole[max(ends, default=common) :] if common < len(whole) else ""
+        return self._trailer or ""
+
+    def _next_marker(self, chat: Conversation, i: int, whole: str) -> str:
+        """Return the special token that begins the next turn, for templates whose turns end with it (GLM)."""
+        following = chat.messages[i + 1 : i + 2] or [_probe(chat.messages[i])]
+        with suppress(RowError):
+            after = self._render(chat, [*chat.messages[: i + 1], *following])
+            if after.startswith(whole):
+                return next((special for special in self._specials if after.startswith(special, len(whole))), "")
+        return ""
+
+    def _compare(self, chat: Conversation, i: int, answer: str, where: str) -> None:
+        """Compare the rendered answer with the message. Raises RowError if the content or the calls are missing."""
+        message = chat.messages[i]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        parts = {
+            "content": [part.strip() for part in _THINKING.split(message["content"] or "")],
+            "reasoning_content": [str(message.get("reasoning_content", "")).strip()],
+            "tool_calls": [call["name"] for call in calls],
+            "arguments of tool_calls": [text for call in calls for text in _texts_of(call["arguments"])],
+        }
+        for name, expected in parts.items():
+            shown = [_is_shown(part, answer) for part in expected if part]
+            if shown and not any(shown) and (name == "tool_calls" or (name == "content" and not calls)):
+                raise RowError(
+                    f"the chat template does not render the {name} of message {i}, so it cannot be trained on; set "
+                    "rendering.chat_template to a template that does"
+                )
+            if not all(shown) or (name == "tool_calls" and any(answer.count(n) < expected.count(n) for n in expected)):
+                self._log_once(
+                    name,
+                    f"{where}: the chat template does not render the {name} of message {i} completely, or changes it",
+                )
+
+    def _report_unread(self, chat: Conversation, where: str) -> None:
+        """Warn of what the chat template does not read: unknown roles, keys, and tools."""
+        for role in {message["role"] for message in chat.messages} - _ROLES:
+            self._log_once(f"role {role}", f"{where}: messages of role {role!r} are not trained on")
+        for key in chat.other_keys:
+            if not self._mentions(key):
+                self._log_once(f"key {key}", f"{where}: the key {key!r} of messages is not read")
+        if chat.tools and not self._compared_tools:
+            self._compared_tools = True
+            if self._render(chat, chat.messages) == self._render(replace(chat, tools=None), chat.messages):
+                self._log_once("tools", f"{where}: the chat template does not render the definitions of `tools`")
+
+    def _mentions(self, key: str) -> bool:
+        """Whether the text of the chat template contains a name."""
+        template = self._tokenizer.chat_template
+        text = template if isinstance(template, str) else " ".join((template or {}).values())
+        return re.search(rf"[.'\"<]{re.escape(key)}\b", text) is not None
+
+    def _find(self, chat: Conversation, end: int, j: int, with_prompt: bool, text: str) -> Span:
+        """Return the span of message `j`'s content in `text`, including an end-of-turn token that follows directly."""
+        messages = chat.messages
+        marked = [*messages[:j], {**messages[j], "content": _MARK}, *messages[j + 1 : end]]
+        before, found, after = self._render(chat, marked, with_prompt).partition(_MARK)
+        around = text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
+        if not found or _MARK in after or not around:
+            raise RowError(
+                f"the chat template does not show the content of message {j} of role {messages[j]['role']} once and "
+                "unchanged, so it cannot be trained on; remove the role from data.loss_mask"
+            )
+        ending = next((special for special in self._specials if after.startswith(special)), "")
+        return len(before), len(text) - len(after) + len(ending)
+
+    def _render(self, chat: Conversation, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(
+                "tokenizer.name: the tokenizer has no chat template; set rendering.chat_template, or use prompt and "
+                "completion as text"
+            )
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=chat.tools,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **{**self._template_args, **chat.template_args},
+            )
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"tokenizer.name: the chat template is invalid: {error}") from None
+        except (TemplateError, TypeError, ValueError) as error:  # a template that adds None to text, or invalid tools
+            raise RowError(f"the chat template rejects the messages: {' '.join(str(error).split())}") from None
+
+    def _tokens_of(self, draft: _Draft) -> tuple[list[int], list[bool]]:
+        """Return the token ids of a draft, and which are learned.
+
+        The text is tokenised as a whole. If a token would cross a border, where the prompt of sampling ends, the pieces
+        are tokenised separately, unless their text would then differ (a tokenizer that begins each text with a space).
+        """
+        pieces = [draft.text[a:b] for a, b in pairwise([0, *draft.borders, len(draft.text)])]
+        if not self._tokenizer.is_fast:
+            return self._tokens_of_pieces(draft, pieces)
+        whole = self._encoding(draft.text, return_offsets_mapping=True)
+        ids, offsets = whole["input_ids"], self._offsets(whole, draft.text)
+        begins, ends = offsets.T
+        crossed = {c for c in draft.borders if c not in begins or c not in ends or ((begins < c) & (c < ends)).any()}
+        learned = draft.learned
+        if crossed:
+            encodings = [self._encoding(piece, return_offsets_mapping=True) for piece in pieces]
+            separate = [one for encoding in encodings for one in encoding["input_ids"]]
+            if self._decode(separate) == self._decode(ids):
+                shifts = np.repeat([0, *draft.borders], [len(encoding["input_ids"]) for encoding in encodings])
+                parts = [self._offsets(encoding, piece) for encoding, piece in zip(encodings, pieces, strict=True)]
+                ids, offsets = separate, np.concatenate(parts) + shifts[:, None]
+            else:  # the token that crosses the border is learned
+                starts = {c: int(begins[(begins < c) & (c < ends)].min(initial=c)) for c in crossed}
+                learned = [(starts.get(begin, begin), end) for begin, end in learned]
+        is_learned = np.zeros(len(draft.text) + 1, np.bool_)
+        for begin, end in learned:
+            is_learned[begin:end] = True
+        counts = np.concatenate([[0], np.cumsum(is_learned)])
+        begins, ends = offsets.T
+        return ids, ((counts[ends] - counts[begins] == ends - begins) & is_learned[begins]).tolist()
+
+    def _offsets(self, encoding: BatchEncoding, text: str) -> NDArray[np.int64]:
+        """Return begin and end of each token in the text [T, 2], white space included.
+
+        Some tokenizers omit the space of a token, and special tokens may include the white space beside them.
+        """
+        offsets, previous = list[Span](), 0
+        for one, (begin, end) in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True):
+            if one in self._special_ids:
+                piece = text[begin:end]
+                start = begin + len(piece) - len(piece.lstrip())
+                offsets.append((start, start + len(piece.strip())))
+            else:
+                offsets.append((previous if text[previous:begin].isspace() else begin, end))
+            previous = max(previous, end)
+        return np.array(offsets, np.int64).reshape(-1, 2)
+
+    def _tokens_of_pieces(self, draft: _Draft, pieces: Sequence[str]) -> tuple[list[int], list[bool]]:
+        """Tokenise pieces separately, without offsets. Raises ConfigError if one is learned partly."""
+        ids, mask = list[int](), list[bool]()
+        for start, piece in zip([0, *draft.borders], pieces, strict=True):
+            spans = [(max(a, start), min(b, start + len(piece))) for a, b in draft.learned]
+            spans = [(a, b) for a, b in spans if a < b]
+            if spans not in ([], [(start, start + len(piece))]):
+                raise ConfigError("data.loss_mask: system, user and tool messages need a fast tokenizer")
+            tokens = self._encoding(piece)["input_ids"] if piece else []
+            ids, mask = ids + tokens, mask + [bool(spans)] * len(tokens)
+        return ids, mask
+
+    def _encoding(self, text: str, **options: Any) -> BatchEncoding:
+        if _SURROGATE.search(text):
+            raise RowError("its text contains half of a surrogate pair (\\ud800 to \\udfff), which is not a character")
+        return self._tokenizer(text, add_special_tokens=False, **options)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def _log_once(self, kind: str, text: str, level: str = "WARNING") -> None:
+        if kind not in self._logged:
+            logger.log(level, "{}", text)
+        self._logged.add(kind)
 
 
-def _find(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], j: int, tools: Any, with_prompt: bool, text: str
-) -> Span:
-    """Return the span of message `j`'s content in `text`, including an end-of-turn token that follows it directly."""
-    content = messages[j].get("content")
-    if not isinstance(content, str):
-        raise RowError(
-            f"message {j} has role {messages[j]['role']!r}, which is trained on, but its content is not text"
-        )
-    marked = [*messages[:j], {**messages[j], "content": _MARK}, *messages[j + 1 :]]
-    before, found, after = _render(tokenizer, marked, tools, with_prompt).partition(_MARK)
-    around = text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
-    if not found or _MARK in after or not around:
-        raise ConfigError(
-            f"tokenizer.name: the chat template does not show the content of a {messages[j]['role']} message once and "
-            "unchanged, so it cannot be trained on; remove it from data.loss_mask"
-        )
-    end = len(text) - len(after)
-    ending = next((special for special in _specials(tokenizer) if after.startswith(special)), "")
-    return len(before), end + len(ending)
-
-
-def _finish(draft: _Draft, tokenizer: PreTrainedTokenizerBase) -> RenderedSequence:
-    tokens, mask = list[int](), list[bool]()
-    for text, spans in draft.pieces:
-        if spans in ([], [(0, len(text))]):
-            ids, learned = _tokenise(tokenizer, text), bool(spans)
-            tokens, mask = tokens + ids, mask + [learned] * len(ids)
-            continue
-        if not tokenizer.is_fast:
-            raise ConfigError("data.loss_mask: system, user and tool messages need a fast tokenizer")
-        encoding = _encoding(tokenizer, text, return_offsets_mapping=True)
-        tokens += encoding["input_ids"]
-        mask += [any(a <= begin and end <= b for a, b in spans) for begin, end in encoding["offset_mapping"]]
-    return _sequence(tokens, mask)
+def show_sequence(sequence: RenderedSequence, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of a sequence with « » around what is learned."""
+    edges = np.flatnonzero(np.diff(sequence.loss_mask, prepend=False, append=False))
+    shown, position = list[str](), 0
+    for begin, end in edges.reshape(-1, 2):
+        shown += [
+            tokenizer.decode(sequence.tokens[position:begin]),
+            "«",
+            tokenizer.decode(sequence.tokens[begin:end]),
+            "»",
+        ]
+        position = end
+    return "".join([*shown, tokenizer.decode(sequence.tokens[position:])])
 
 
 def _sequence(tokens: list[int], mask: list[bool]) -> RenderedSequence:
@@ -410,29 +392,44 @@ def _sequence(tokens: list[int], mask: list[bool]) -> RenderedSequence:
     return RenderedSequence(np.array(tokens, np.int64), learned)
 
 
-def _specials(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    return tuple(str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the special tokens that the tokenizer puts before and after a text, as a server does."""
+    whole, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    return whole[:start], whole[start + len(plain) :]
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any, add_generation_prompt: bool = False
-) -> str:
-    if tokenizer.chat_template is None:
-        raise ConfigError("tokenizer.name: the tokenizer has no chat template; use prompt and completion as text")
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "tools": tools}
-    try:
-        return tokenizer.apply_chat_template(list(messages), **options)
-    except (TemplateError, TypeError, ValueError) as error:  # a template that adds None to text, or invalid tools
-        if isinstance(error, TemplateSyntaxError):
-            raise ConfigError(f"tokenizer.name: the chat template is invalid: {error}") from None
-        raise RowError(f"the chat template rejects the messages: {' '.join(str(error).split())}") from None
+def _probe(message: Message) -> Message:
+    """Return a message that can follow one of the assistant."""
+    return {"role": "tool" if message.get("tool_calls") else "user", "content": _MARK}
 
 
-def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return _encoding(tokenizer, text)["input_ids"] if text else []
+def _unwrap_response(message: Message) -> Message:
+    """Remove the tags that Hermes' data have around the result of a tool, because the template adds them."""
+    text, (begin, end) = message["content"].strip(), ("<tool_response>", "</tool_response>")
+    if message["role"] != "tool" or not (text.startswith(begin) and text.endswith(end) and text.count(begin) == 1):
+        return message
+    return {**message, "content": text[len(begin) : -len(end)].strip()}
 
 
-def _encoding(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> BatchEncoding:
-    if _SURROGATE.search(text):
-        raise RowError("its text contains half of a surrogate pair (\\ud800 to \\udfff), which is not a character")
-    return tokenizer(text, add_special_tokens=False, **options)
+def _with_text_arguments(message: Message) -> Message:
+    """Return the form of tool calls that some templates read: arguments as JSON text, and no empty content."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
+    for function in (call["function"] for call in calls):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
+
+
+def _is_shown(value: str, text: str) -> bool:
+    """Whether `text` contains `value` as it is or as JSON."""
+    return any(form in text for form in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1]))
+
+
+def _texts_of(value: Any) -> list[str]:
+    """Return the texts inside an object."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [text for one in inner for text in _texts_of(one)]

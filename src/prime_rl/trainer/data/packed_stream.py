@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol, Self
 
@@ -24,11 +23,14 @@ from numpy.typing import NDArray
 from prime_rl.core.daemon_futures import start_daemon_future
 from prime_rl.core.errors import ConfigError
 from prime_rl.storage.wait_for import DeadlineError
-from prime_rl.trainer.data.chat_rendering import LocatedRow, RenderedSequence
+from prime_rl.trainer.data.chat_rendering import RenderedSequence
+from prime_rl.trainer.data.training_files import LocatedRow
 
 State = dict[str, Any]
 """JSON values."""
 PackedRow = list[RenderedSequence]
+Contents = Sequence[tuple[str, str | None]]
+"""Name and content hash of each data set; None if the contents are not known."""
 # Rows that are filled at the same time: enough for nearly full rows, few enough to keep the shuffled order.
 _OPEN_ROWS = 32
 
@@ -36,8 +38,8 @@ _OPEN_ROWS = 32
 class InMemorySource:
     """A data set of known size, with another permutation in each pass unless `seed` is None."""
 
-    def __init__(self, rows: Sequence[LocatedRow], seed: list[int] | None) -> None:
-        self._rows, self._seed, self._drawn = rows, seed, 0
+    def __init__(self, rows: Sequence[LocatedRow], seed: list[int] | None, contents: Contents = ()) -> None:
+        self._rows, self._seed, self._drawn, self._contents = rows, seed, 0, contents
         self._order: tuple[int, NDArray[np.integer]] = (-1, np.arange(0))
 
     @property
@@ -54,12 +56,13 @@ class InMemorySource:
         return self._rows[int(self._order[1][place])]
 
     def state(self) -> State:
-        """Return the position, and the size and seed of the data."""
-        return {"drawn": self._drawn, "examples": len(self._rows), "seed": self._seed}
+        """Return the position, and the size, seed and contents of the data."""
+        data = {"examples": len(self._rows), "seed": self._seed, "contents": [content for _, content in self._contents]}
+        return {"drawn": self._drawn, **data}
 
     def restore(self, state: State) -> None:
         """Go to a position. Raises ConfigError if the data changed."""
-        _check_same(self.state(), state, "examples", "seed")
+        _check_same(self.state(), state, self._contents, "examples", "seed")
         self._drawn = state["drawn"]
 
 
@@ -84,8 +87,8 @@ class RowStream:
 class StreamedSource:
     """A stream that is read pass after pass, shuffled within blocks of `size` examples unless `seed` is None."""
 
-    def __init__(self, stream: RowStream, size: int, seed: list[int] | None) -> None:
-        self._stream, self._size, self._seed = stream, size, seed
+    def __init__(self, stream: RowStream, size: int, seed: list[int] | None, contents: Contents = ()) -> None:
+        self._stream, self._size, self._seed, self._contents = stream, size, seed, contents
         self.passes = 0
         """Number of completed passes over the examples."""
         self._go_to(-1, None)
@@ -118,11 +121,12 @@ class StreamedSource:
     def state(self) -> State:
         """Return the position: the start of the block, and the index in it."""
         place = {"epoch": self.passes, "block": self._block, "start": self._start, "place": self._place}
-        return {"buffer": self._size, "seed": self._seed, **place}
+        contents = [content for _, content in self._contents]
+        return {"buffer": self._size, "seed": self._seed, "contents": contents, **place}
 
     def restore(self, state: State) -> None:
         """Seek to a position; reads its block again. Raises ConfigError if the data changed."""
-        _check_same(self.state(), state, "buffer", "seed")
+        _check_same(self.state(), state, self._contents, "buffer", "seed")
         self.passes, start = state["epoch"], state["start"]
         if isinstance(start, list):  # file and row, in checkpoints of 0.1.0
             self._go_to(-1, None)
@@ -192,12 +196,19 @@ def permutation(size: int, seed: Sequence[int] | None, *more: int) -> NDArray[np
     return np.arange(size) if seed is None else np.random.default_rng([*seed, *more]).permutation(size)
 
 
-def _check_same(now: State, then: State, *keys: str) -> None:
+def _check_same(now: State, then: State, contents: Contents, *keys: str) -> None:
+    """Compare `keys` of two positions, and the contents of each data set; earlier releases did not record contents."""
+    for (name, content), recorded in zip(contents, then.get("contents", ()), strict=False):
+        if None not in (content, recorded) and content != recorded:
+            raise ConfigError(
+                f"ckpt.resume_step: the contents of {name} (data.name) have changed since the checkpoint was written; "
+                "resume with the same data, or read the new data from the start with --ckpt.skip-dataloader"
+            )
     for key in keys:
         if now[key] != then.get(key):
             raise ConfigError(
                 f"ckpt.resume_step: the checkpoint was made with other data ({key} {then.get(key)}, now {now[key]}); "
-                "resume with the same data and seed"
+                "resume with the same data and seed, or read the data from the start with --ckpt.skip-dataloader"
             )
 
 
@@ -223,14 +234,10 @@ class Packer:
     """
 
     def __init__(self, seq_len: int, stack: bool = False, rows: Sequence[PackedRow] = ()) -> None:
-        """Start with the open `rows`. Raises ConfigError if one is longer than `seq_len`."""
+        """Start with the open `rows`, none of which is longer than `seq_len`."""
         self.rows: list[PackedRow] = [list(row) for row in rows]
         self._free = [seq_len - sum(map(len, row)) for row in rows]
         self._seq_len, self._stack = seq_len, stack
-        if min(self._free, default=0) < 0:
-            raise ConfigError(
-                "ckpt.resume_step: the checkpoint has rows longer than data.seq_len; resume with the earlier value"
-            )
 
     def add(self, sequence: RenderedSequence) -> PackedRow | None:
         """Add a sequence of at most `seq_len` tokens; return the row that was closed for it, if any."""
@@ -270,14 +277,19 @@ class PackedStream(Iterator[list[PackedRow]]):
         stack: bool = False,
         steps: int | None = None,
         timeout_seconds: float = 1800,
+        on_cut: Callable[[str, int], None] = lambda *_: None,
     ) -> None:
-        """Pack `sequences` into batches of `batch_size` rows; `timeout_seconds` limits the wait for a stream."""
+        """Pack `sequences` into batches of `batch_size` rows.
+
+        `timeout_seconds` limits the wait for a stream. `on_cut` is called with the origin and the length of a restored
+        sequence that is truncated to `seq_len`.
+        """
         self.steps, self._timeout_seconds = steps, timeout_seconds  # the number of batches, None without an end
         self.num_yielded = 0  # number of batches so far, including those before a resume
         self._sequences, self._batch_size = sequences, batch_size
-        self._pack: Callable[[Sequence[PackedRow]], Packer] = lambda rows: Packer(seq_len, stack, rows)
-        self._packer, self._pending = self._pack(()), deque[RenderedSequence]()
-        self._position = self._position_after(0)
+        self._seq_len, self._stack, self._on_cut = seq_len, stack, on_cut
+        self._packer, self._pending = Packer(seq_len, stack), deque[RenderedSequence]()
+        self._position = self._current_position()
         self._started = False
         self._next: Future[tuple[list[PackedRow], State]] | None = None
 
@@ -301,7 +313,7 @@ class PackedStream(Iterator[list[PackedRow]]):
         batch, position = future.result()
         if not batch:
             raise StopIteration
-        self._position, self.num_yielded = position, position["batches"]
+        self._position, self.num_yielded = position, self.num_yielded + 1
         ends = self.num_yielded == self.steps
         self._next = None if ends else self._start()
         return batch
@@ -309,30 +321,48 @@ class PackedStream(Iterator[list[PackedRow]]):
     def state(self) -> State:
         """Return the position after the last yielded batch, as JSON values that are equal on every rank."""
         rows = [[_to_json(sequence) for sequence in row] for row in self._position["rows"]]
-        return {**self._position, "pending": [_to_json(one) for one in self._position["pending"]], "rows": rows}
+        pending = [_to_json(one) for one in self._position["pending"]]
+        return {"batches": self.num_yielded, "source": self._position["source"], "pending": pending, "rows": rows}
 
     def restore(self, state: State) -> None:
-        """Go to a position of `state`, before the first batch. Raises ConfigError if the data changed."""
+        """Go to a position of `state`, before the first batch.
+
+        Open rows that do not fit present settings are packed again. Sequences that are longer than `seq_len` are
+        truncated, and left out if nothing to learn remains. Raises ConfigError if the data changed.
+        """
         assert not self._started, "restore must be called before the first batch"
         self._sequences.restore(state["source"])
-        self._pending = deque(_from_json(value) for value in state["pending"])
-        self._packer = self._pack([[_from_json(value) for value in row] for row in state["rows"]])
-        self._position = self._position_after(state["batches"])
-        self.num_yielded = state["batches"]
+        open_rows, pending = list[PackedRow](), list[RenderedSequence]()
+        for row in map(self._restored, state["rows"]):
+            if self._stack or sum(map(len, row)) > self._seq_len:
+                pending += row
+            elif row:
+                open_rows.append(row)
+        self._pending = deque(pending + self._restored(state["pending"]))
+        self._packer = Packer(self._seq_len, self._stack, open_rows)
+        self.num_yielded, self._position = state["batches"], self._current_position()
+
+    def _restored(self, values: Sequence[dict[str, Any]]) -> list[RenderedSequence]:
+        """Decode sequences of a checkpoint, truncated to `seq_len`, without those that have nothing to learn."""
+        sequences = list(map(_from_json, values))
+        for sequence in sequences:
+            if len(sequence) > self._seq_len:
+                self._on_cut("a sequence of the checkpoint", len(sequence))
+        return [cut for sequence in sequences if (cut := truncate(sequence, self._seq_len)) is not None]
 
     def count(self) -> int:
         """Count the batches by reading to the end; the stream cannot be used afterwards."""
-        return sum(1 for _ in iter(lambda: self._make(0)[0], []))
+        return sum(1 for _ in iter(lambda: self._make()[0], []))
 
     def _start(self) -> "Future[tuple[list[PackedRow], State]]":
         """Make the next batch in a thread; at most one at a time."""
-        return start_daemon_future(partial(self._make, self.num_yielded + 1), "data")
+        return start_daemon_future(self._make, "data")
 
-    def _make(self, number: int) -> tuple[list[PackedRow], State]:
+    def _make(self) -> tuple[list[PackedRow], State]:
         batch: list[PackedRow] = []
         while len(batch) < self._batch_size and (row := self._next_row()) is not None:
             batch.append(row)
-        return batch, self._position_after(number)
+        return batch, self._current_position()
 
     def _next_row(self) -> PackedRow | None:
         while True:
@@ -344,9 +374,16 @@ class PackedStream(Iterator[list[PackedRow]]):
                 return self._packer.close_one()
             self._pending.extend(drawn)
 
-    def _position_after(self, batches: int) -> State:
+    def _current_position(self) -> State:
         rows, pending = [list(row) for row in self._packer.rows], list(self._pending)
-        return {"batches": batches, "source": self._sequences.state(), "pending": pending, "rows": rows}
+        return {"source": self._sequences.state(), "pending": pending, "rows": rows}
+
+
+def truncate(sequence: RenderedSequence, longest: int) -> RenderedSequence | None:
+    """Truncate a sequence to `longest` tokens; None if none of them is trained."""
+    if not sequence.loss_mask[:longest].any():
+        return None
+    return RenderedSequence(sequence.tokens[:longest], sequence.loss_mask[:longest])
 
 
 def pack_all(sequences: Sequence[RenderedSequence], seq_len: int, stack: bool = False) -> list[PackedRow]:

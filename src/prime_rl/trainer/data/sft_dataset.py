@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import xxhash
 from loguru import logger
 from torch.utils.data import ConcatDataset, Subset
 from transformers import PreTrainedTokenizerBase
@@ -14,16 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.training.sft_data import SFTDataConfig, SFTFakeDataConfig, SFTValConfig, is_local
 from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
-from prime_rl.trainer.data.chat_rendering import (
-    LocatedRow,
-    RenderedSequence,
-    encode_example,
-    find_files,
-    locate_errors,
-    read_example,
-    read_rows,
-)
+from prime_rl.core.terminal_escape import escape_control_chars
+from prime_rl.rollouts.rendering.conversations import read_row
+from prime_rl.rollouts.rendering.renderer import read_template
+from prime_rl.storage.checkpoint_artifacts import hash_file, settings_digest
+from prime_rl.trainer.data.chat_rendering import ExampleEncoder, RenderedSequence, show_sequence
 from prime_rl.trainer.data.packed_stream import (
+    Contents,
     InMemorySource,
     InterleavedSource,
     PackedRow,
@@ -33,13 +32,26 @@ from prime_rl.trainer.data.packed_stream import (
     StreamedSource,
     pack_all,
     permutation,
+    truncate,
 )
+from prime_rl.trainer.data.training_files import (
+    LocatedRow,
+    columns_without_none,
+    find_files,
+    is_saved,
+    load_saved,
+    locate_errors,
+    read_local,
+    read_rows,
+)
+from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.parallel.process_group import RankConsensus, World
 
 # Suffixes of `data.seed` for draws other than a pass through all data, whose seed is [seed, pass]. NumPy pads seeds
 # with zeros, so these differ from it in the fourth number.
 _HOLD_OUT, _VALIDATE, _SHARES = (0, 0, 1), (0, 0, 2), (0, 0, 3)
 _ENCODED_PER_RANK = 16
+_END_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +60,54 @@ class SFTData:
 
     batches: PackedStream  # training data
     held_out: list[PackedRow] | None  # packed rows of the validation data; None without validation
+    again: Callable[[], PackedStream]  # opens the training data a second time
+
+    def count_steps(self, step: int) -> int:
+        """Number the next batch `step`, and return the steps of the run. All ranks call it together.
+
+        These are `max_steps`, or `step` and the rest of the pass, which depends on the position and present settings.
+        """
+        batches = self.batches
+        batches.num_yielded = step
+        if batches.steps is None:
+            copy = self.again()
+            copy.restore(batches.state())
+            rest = copy.count()
+            batches.steps = step + rest
+            part = f"the rest of the pass is {rest} of" if step else "one pass over the data is"
+            logger.info(f"{part} {batches.steps} steps")
+        return batches.steps
+
+
+def open_tokenizer(config: SFTConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer with the configured chat template, which is published with it."""
+    tokenizer = load_tokenizer(config.tokenizer, config.model)
+    tokenizer.chat_template = read_template(config.rendering.chat_template) or tokenizer.chat_template
+    return tokenizer
 
 
 def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, world: World | None = None) -> SFTData:
     """Open all data of a run. All ranks of `world` call it together and share the tokenizing.
 
     Raises:
-        ConfigError: data are missing, empty or invalid, or endless although they determine the number of steps.
+        ConfigError: data are missing, empty or invalid.
     """
     source = config.data
     if source.type == "fake":
-        fake = FakeSequences(source, tokenizer.vocab_size)
-        stream = PackedStream(
-            fake, source.seq_len, source.batch_size, steps=config.max_steps, timeout_seconds=config.wait_timeout_seconds
-        )
-        return SFTData(stream, None)
-    stack = source.pack_function == "stack"
+        fake, limits = FakeSequences(source, tokenizer.vocab_size), (config.max_steps, config.wait_timeout_seconds)
+        stream = PackedStream(fake, source.seq_len, source.batch_size, False, *limits)
+        return SFTData(stream, None, lambda: stream)
+    stack, encoder = (
+        source.pack_function == "stack",
+        ExampleEncoder(tokenizer, source, config.rendering.chat_template_args),
+    )
     sharing = SharedEncoder(world)
     sets = [open_dataset(source, *which) for which in source.sets]
+    can_resume = config.ckpt is not None and not config.bench
+    contents = [
+        identify(source, *which, rows) if can_resume else (which[0], None)
+        for which, rows in zip(source.sets, sets, strict=True)
+    ]
     held_out: list[RenderedSequence] | None = None
     if config.val is not None and not config.bench:
         if config.val.name or config.val.split:
@@ -73,22 +115,21 @@ def open_data(config: SFTConfig, tokenizer: PreTrainedTokenizerBase, world: Worl
         else:
             parts = [_hold_out(one, config.val.fraction, [source.seed, *_HOLD_OUT, i]) for i, one in enumerate(sets)]
             sets, rows = [train for train, _ in parts], _choose([held for _, held in parts], config.val, source)
-        held_out = sharing(rows, lambda row: encode_row(row, tokenizer, source))
+        held_out = sharing(rows, lambda row: encode_row(row, encoder, source.seq_len))
         if not held_out:
             raise ConfigError(
                 "val: no example has a trained token within data.seq_len; increase it, or check data.loss_mask"
             )
 
-    def make(steps: int | None) -> PackedStream:
-        mixed = interleave(sets, source, once=config.max_steps is None)
-        encoded = EncodedExamples(mixed, tokenizer, source, sharing)
-        return PackedStream(encoded, source.seq_len, source.batch_size, stack, steps, config.wait_timeout_seconds)
+    def make() -> PackedStream:
+        mixed = interleave(sets, source, contents, once=config.max_steps is None)
+        encoded = EncodedExamples(mixed, encoder, source, sharing)
+        return PackedStream(
+            encoded, source.seq_len, source.batch_size, stack, config.max_steps, config.wait_timeout_seconds,
+            encoded.warn_of_cut,
+        )  # fmt: skip
 
-    steps = config.max_steps
-    if steps is None:
-        steps = make(None).count()
-        logger.info(f"one pass over the data is {steps} steps")
-    return SFTData(make(steps), None if held_out is None else pack_all(held_out, source.seq_len, stack))
+    return SFTData(make(), None if held_out is None else pack_all(held_out, source.seq_len, stack), make)
 
 
 class MappedRows(Sequence[LocatedRow]):
@@ -96,6 +137,7 @@ class MappedRows(Sequence[LocatedRow]):
 
     def __init__(self, dataset: Any, locate: Callable[[int, Any], LocatedRow]) -> None:
         self._dataset, self._locate = dataset, locate
+        self.fingerprint = str(dataset._fingerprint)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -106,27 +148,52 @@ class MappedRows(Sequence[LocatedRow]):
 
 def open_dataset(config: SFTDataConfig, name: str, subset: str | None, split: str) -> Sequence[LocatedRow] | RowStream:
     """Open one of `config.sets`. Raises ConfigError if it is missing or empty; in memory also if a row is invalid."""
-    if is_local(name):
-        files = find_files(name, subset, split)
+    if is_local(name) and not is_saved(name):
         if config.streaming:
-            return stream_files(files)
-        rows: Sequence[LocatedRow] = [row for file in files for row in read_rows(file)]
+            return stream_files(find_files(name, subset, split))
+        rows: Sequence[LocatedRow] = list(read_local(name, subset, split))
         checked = rows
     else:
-        dataset = _load_from_hub(name, subset, split, config.streaming)
+        dataset = load_saved(name, split) if is_saved(name) else _load_from_hub(name, subset, split, config.streaming)
 
         def locate(number: int, example: Any) -> LocatedRow:
-            return f"row {number} of {name}", example
+            return f"row {number} of {name}", columns_without_none(example)
 
         if config.streaming:
-            return RowStream(dataset, locate)
+            return RowStream(dataset.to_iterable_dataset() if is_saved(name) else dataset, locate)
         rows = MappedRows(dataset, locate)
         checked = [rows[i] for i in range(min(1, len(rows)))]  # all rows have the same columns
     if not rows:
         raise ConfigError(f"data.name: {name} is empty")
     for row in checked:
-        locate_errors(row, lambda example: read_example(example, config))
+        locate_errors(row, lambda columns: read_row(columns, config))
     return rows
+
+
+def identify(
+    config: SFTDataConfig, name: str, subset: str | None, split: str, rows: Sequence[LocatedRow] | RowStream
+) -> tuple[str, str | None]:
+    """Return the name of an opened data set, and what identifies its contents when a run resumes.
+
+    Files in memory are hashed whole. Streamed files, which may be larger than memory, are identified by their sizes and
+    their first and last MiB. Data of the `datasets` library have a fingerprint: on the hub it changes with the
+    repository. A stream from the hub has none.
+    """
+    if is_saved(name):
+        return name, str(load_saved(name, split)._fingerprint)
+    if not is_local(name):
+        return name, rows.fingerprint if isinstance(rows, MappedRows) else None
+    hash_one = _hash_ends if config.streaming else hash_file
+    return name, settings_digest({"files": [hash_one(file) for file in find_files(name, subset, split)]})
+
+
+def _hash_ends(file: Path) -> str:
+    """Hash the size of a file, and its first and last MiB."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        first = content.read(_END_BYTES)
+        content.seek(max(0, size - _END_BYTES))
+        return xxhash.xxh3_128(b"%d " % size + first + content.read()).hexdigest()
 
 
 def stream_files(files: list[Path]) -> RowStream:
@@ -152,7 +219,7 @@ def _load_from_hub(name: str, subset: str | None, split: str, streaming: bool) -
 
 
 def interleave(
-    sets: Sequence[Sequence[LocatedRow] | RowStream], config: SFTDataConfig, once: bool
+    sets: Sequence[Sequence[LocatedRow] | RowStream], config: SFTDataConfig, contents: Contents, once: bool
 ) -> InterleavedSource:
     """Combine the examples of all sets: by their shares, or each once per pass; `once` ends after one pass."""
     sources: list[InMemorySource | StreamedSource] = []
@@ -160,11 +227,11 @@ def interleave(
         for i, one in enumerate(sets):
             seed = [config.seed, *_SHARES, i] if config.shuffle else None
             if isinstance(one, RowStream):
-                sources.append(StreamedSource(one, config.shuffle_buffer, seed))
+                sources.append(StreamedSource(one, config.shuffle_buffer, seed, contents[i : i + 1]))
             else:
-                sources.append(InMemorySource(one, seed))
+                sources.append(InMemorySource(one, seed, contents[i : i + 1]))
     else:
-        sources.append(InMemorySource(ConcatDataset(sets), [config.seed] if config.shuffle else None))
+        sources.append(InMemorySource(ConcatDataset(sets), [config.seed] if config.shuffle else None, contents))
     stop = {"all_exhausted": "all", "first_exhausted": "first"}[config.stopping_strategy] if once else None
     return InterleavedSource(sources, config.probabilities or [1.0] * len(sources), cast(Any, stop))
 
@@ -227,11 +294,11 @@ class EncodedExamples:
     def __init__(
         self,
         examples: InterleavedSource,
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: ExampleEncoder,
         config: SFTDataConfig,
         sharing: SharedEncoder,
     ) -> None:
-        self._examples, self._tokenizer, self._config, self._sharing = examples, tokenizer, config, sharing
+        self._examples, self._encoder, self._config, self._sharing = examples, encoder, config, sharing
         self._found = False
         self._warned = False
 
@@ -252,11 +319,13 @@ class EncodedExamples:
                     f"data.seq_len={self._config.seq_len}"
                 )
             return None
-        kept = self._sharing(rows, lambda row: encode_row(row, self._tokenizer, self._config, self._warn_of_cut))
+        longest = self._config.seq_len
+        kept = self._sharing(rows, lambda row: encode_row(row, self._encoder, longest, self.warn_of_cut))
         self._found = self._found or bool(kept)
         return kept
 
-    def _warn_of_cut(self, where: str, length: int) -> None:
+    def warn_of_cut(self, where: str, length: int) -> None:
+        """Log that a sequence is truncated, once."""
         if not self._warned:
             logger.warning(
                 f"{where} has {length} tokens and is truncated to data.seq_len={self._config.seq_len}, as all longer "
@@ -275,23 +344,40 @@ class EncodedExamples:
 
 
 def encode_row(
-    row: LocatedRow,
-    tokenizer: PreTrainedTokenizerBase,
-    config: SFTDataConfig,
-    on_cut: Callable[[str, int], None] = lambda *_: None,
+    row: LocatedRow, encoder: ExampleEncoder, longest: int, on_cut: Callable[[str, int], None] = lambda *_: None
 ) -> list[RenderedSequence]:
-    """Encode a row and truncate it to `seq_len`; sequences with nothing to learn are omitted.
+    """Encode a row and truncate it to `longest` tokens; sequences with nothing to learn are omitted.
 
     `on_cut` is called with the location and the length of a truncated sequence. Raises ConfigError with the location of
     an invalid row.
     """
-    longest, kept = config.seq_len, []
-    for sequence in locate_errors(row, lambda example: encode_example(example, tokenizer, config)):
+    kept = []
+    for sequence in locate_errors(row, lambda columns: encoder.encode(columns, row[0])):
         if len(sequence) > longest:
             on_cut(row[0], len(sequence))
-        if sequence.loss_mask[:longest].any():
-            kept.append(RenderedSequence(sequence.tokens[:longest], sequence.loss_mask[:longest]))
+        if (cut := truncate(sequence, longest)) is not None:
+            kept.append(cut)
     return kept
+
+
+def show_samples(config: SFTConfig, count: int = 5) -> None:
+    """Print the first `count` examples of each data set as they are rendered. Raises ConfigError as `open_data`."""
+    source = config.data
+    if source.type == "fake":
+        raise ConfigError("show_sample: data.type is fake, so there are no examples to show")
+    tokenizer = open_tokenizer(config)
+    encoder = ExampleEncoder(tokenizer, source, config.rendering.chat_template_args)
+    for which in source.sets:
+        opened = open_dataset(source, *which)
+        rows = (
+            opened.take(count) if isinstance(opened, RowStream) else [opened[i] for i in range(min(count, len(opened)))]
+        )
+        for row in rows:
+            for sequence in locate_errors(row, partial(encoder.encode, where=row[0])):
+                learned = int(sequence.loss_mask.sum())
+                cut = f", truncated to {source.seq_len}" if len(sequence) > source.seq_len else ""
+                print(f"--- {row[0]}: {len(sequence)} tokens{cut}, {learned} trained")
+                print("\n".join(map(escape_control_chars, show_sequence(sequence, tokenizer).split("\n"))))
 
 
 class FakeSequences:

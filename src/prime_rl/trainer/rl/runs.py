@@ -17,6 +17,7 @@ from typing import Any
 from loguru import logger
 from pydantic import ValidationError
 
+from prime_rl.configs.checkpoint import SKIPPED
 from prime_rl.configs.monitoring import METRIC_LOGGERS
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.trainer import TrainerConfig
@@ -273,7 +274,7 @@ def derive_config(trainer: TrainerConfig, run: OrchestratorConfig, root: Path) -
         "num_minibatches": run.num_minibatches or trainer.num_minibatches,
     }
     if run.restart and values["ckpt"] is not None:
-        values["ckpt"]["resume_step"] = -1
+        values["ckpt"] |= {"resume_step": -1, **dict.fromkeys(SKIPPED, False)}
     if values["wandb"] is not None:
         values["wandb"]["id"] = None  # the orchestrator's
     try:

@@ -103,12 +103,14 @@ class TrainedRun:
         """Start to publish the version of a resumed checkpoint again."""
         step = self.progress.step
         if self._checkpoints.resumes and self._config.data.fake is None:
-            self.publisher.start(self._paths.weights(step), PolicyVersion(self._checkpoints.branch, step))
+            last = step == self._config.max_steps
+            self.publisher.start(self._paths.weights(step), PolicyVersion(self._checkpoints.branch, step), last)
 
     def begin_step(self, num_rows: int) -> tuple[Callable[[ScoredRow], Objective], float, bool]:
         """Return the arguments of `TrainStep.begin` for a step with `num_rows` rows on this rank."""
-        step = self.progress.step
-        factor = schedule_factor(self._config.scheduler, self._config.optim.lr, step, self._config.max_steps)
+        step, start, steps = self.progress.step, self._checkpoints.schedule_start, self._config.max_steps
+        length = None if steps is None else steps - start
+        factor = schedule_factor(self._config.scheduler, self._config.optim.lr, step - start, length)
         self._exporter.start_step(step)
         objective = self._distributions.record(step, num_rows, self._objective)
         return objective, factor, self._config.records_layers(step)

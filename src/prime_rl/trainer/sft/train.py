@@ -40,10 +40,9 @@ from prime_rl.trainer.fsdp import compute_dtype
 from prime_rl.trainer.losses.loss_functions import cross_entropy
 from prime_rl.trainer.memory_savings import prepare_optimizer
 from prime_rl.trainer.micro_batch import PADDING_ROW, MicroBatch, assign_rows, make_micro_batch, masked_row
-from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.packing_check import check_packing
-from prime_rl.trainer.parallel.process_group import World, join_world
+from prime_rl.trainer.parallel.process_group import RankConsensus, World, join_world
 from prime_rl.trainer.process_setup import (
     GarbageCollection,
     check_rank_settings,
@@ -80,9 +79,10 @@ def train(config: SFTConfig, heartbeat: HeartbeatWriter) -> bool:
         check_rank_settings(config, world)
         heartbeat.enter("load data and model")
         checkpoints = Checkpointer(config, paths, world)
-        tokenizer = load_tokenizer(config.tokenizer, config.model)
+        tokenizer = sft_dataset.open_tokenizer(config)
         examples = sft_dataset.open_data(config, tokenizer, world)
-        batches, steps = examples.batches, examples.batches.steps
+        if not checkpoints.resumes:
+            examples.count_steps(0)  # reports invalid data before the model is loaded
         limits = {"seq_len": config.data.seq_len, "max_model_len": config.model.max_model_len or config.data.seq_len}
         model = config.model.model_copy(update=limits)
         policy = make_policy(model, config.seed, world)
@@ -99,17 +99,22 @@ def train(config: SFTConfig, heartbeat: HeartbeatWriter) -> bool:
         validate = Validator(config, examples.held_out, train_step, world, monitor)
 
         heartbeat.enter("restore")
-        progress = checkpoints.restore(policy, optimizer, batches)
+        progress = checkpoints.restore(policy, optimizer, examples.batches)
+        heartbeat.enter("count the steps")
+        steps, start = examples.count_steps(progress.step), checkpoints.schedule_start
         heartbeat.enter("check the model", timeout_seconds if world.size > 1 else None)
         max_tokens = config.data.seq_len * config.data.micro_batch_size
         check_packing(policy, model, world, max_tokens)
-        validate(progress.step)
+        if progress.step < steps or checkpoints.resumes:
+            validate(progress.step, last=progress.step == steps)
+        if progress.step == steps and not RankConsensus(world).on_main(paths.weights(steps).exists):
+            publisher.start(paths.weights(steps), PolicyVersion(checkpoints.branch, steps))
         stop = checkpoints.stop_request
         with stop:
             garbage = GarbageCollection(config.gc_interval)
-            for step, rows in enumerate(batches, progress.step):
+            for step, rows in enumerate(examples.batches, progress.step):
                 timer = StepTimer()
-                factor = schedule_factor(config.scheduler, config.optim.lr, step, steps)
+                factor = schedule_factor(config.scheduler, config.optim.lr, step - start, steps - start)
                 minibatch = share_rows(rows, config.data.micro_batch_size, world, step)
                 timer.lap("load_data")
                 heartbeat.enter(f"step {step}", timeout_seconds if world.size > 1 else None, step=step)

@@ -2,10 +2,14 @@
 
 import numpy as np
 import pytest
+from loguru import logger
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from prime_rl.configs.training.sft_data import SFTDataConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.trainer.data.chat_rendering import RowError, encode_example
+from prime_rl.rollouts.rendering.conversations import RowError
+from prime_rl.trainer.data.chat_rendering import ExampleEncoder, show_sequence
 from tests.support.tiny_model import make_tokenizer
 
 
@@ -15,7 +19,7 @@ def tokenizer():
 
 
 def encode(example, tokenizer, **options):
-    return encode_example(example, tokenizer, SFTDataConfig(**options))
+    return ExampleEncoder(tokenizer, SFTDataConfig(**options)).encode(example)
 
 
 def learned(sequence, tokenizer):
@@ -82,6 +86,14 @@ def test_loss_mask_includes_unanswered_message(tokenizer):
     assert encode({"messages": CHAT[:2]}, tokenizer) == []
 
 
+def call(name, arguments):
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
+
+
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
@@ -103,9 +115,6 @@ def test_loss_mask_can_include_tool_results(tokenizer):
 
 def bpe_tokenizer():
     """A byte-pair tokenizer that merges across the border of a turn's header and its content."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -180,14 +189,15 @@ def test_template_rewriting_history_gives_a_sequence_per_turn():
     ("template", "mask", "match"),
     [
         (THINKING_STRIPPED.replace("assistant\n", "assistant\n<think>"), {}, "generation prompt"),
-        (THINKING_STRIPPED.replace("{{ m['content'] }}", "{{ m['content'][:1] }}"), {"user": True}, "data.loss_mask"),
+        (THINKING_STRIPPED.replace("{{ m['content'] }}", "{{ m['content'][:1] }}"),
+         {"user": True, "assistant": False}, "data.loss_mask"),
         (None, {}, "no chat template"),
     ],
-)
+)  # fmt: skip
 def test_template_with_ambiguous_tokens_raises(template, mask, match):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
-    with pytest.raises(ConfigError, match=match):
+    with pytest.raises((RowError, ConfigError), match=match):
         encode({"messages": CHAT}, tokenizer, loss_mask=mask)
 
 
@@ -212,8 +222,12 @@ def test_error_of_template_is_reported():
             r"messages\[1\].content must be text, not nothing",
         ),
         ({"prompt": "x", "completion": None}, "both be text"),
-        ({"messages": CHAT, "tools": "x"}, "the chat template rejects the messages: Tools should"),
-        ({"messages": CHAT, "tools": [1]}, "the chat template rejects the messages: Tools should"),
+        ({"messages": CHAT, "tools": "x"}, "tools must be a list of definitions"),
+        ({"messages": CHAT, "tools": [1]}, "tools must be a list of definitions"),
+        ({"messages": CHAT, "tools": [{"description": "x"}]}, "a tool needs a `name`"),
+        ({"messages": [CHAT[0], {**CHAT[2], "weight": 2}]}, r"messages\[1\].weight must be 0 or 1"),
+        ({"messages": [CHAT[1], {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        ({"messages": [CHAT[1], call("x", "{not json")]}, "arguments of the call of x must be an object"),
         ({"prompt": "x", "completion": "\ud800"}, "half of a surrogate pair"),
         ({"messages": [message("user", "\udfff"), message("assistant", "x")]}, "half of a surrogate pair"),
     ],
@@ -228,3 +242,171 @@ def test_none_in_a_message_is_ignored(tokenizer):
     (sequence,) = encode({"messages": padded, "tools": None}, tokenizer)
     (plain,) = encode({"messages": CHAT}, tokenizer)
     assert (sequence.tokens == plain.tokens).all()
+
+
+@pytest.fixture
+def warnings():
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    yield lines
+    logger.remove(sink)
+
+
+def test_message_of_weight_zero_is_not_learned(tokenizer):
+    chat = [CHAT[1], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
+    (sequence,) = encode({"messages": chat}, tokenizer)
+    assert learned(sequence, tokenizer) == ["bye <|im_end|>"]
+
+
+def test_template_that_drops_calls_is_refused_and_other_losses_are_named_once(tokenizer, warnings):
+    plain = make_tokenizer()
+    plain.chat_template = THINKING_STRIPPED
+    with pytest.raises(RowError, match="does not render the tool_calls of message 1"):
+        encode({"messages": [CHAT[1], call("add", '{"a": 1}')]}, plain)
+    empty = THINKING_STRIPPED.replace("{{ m['content'] }}", "{{ m['role'][:0] }}")
+    plain.chat_template = empty
+    with pytest.raises(RowError, match="does not render the content of message 1"):
+        encode({"messages": CHAT[1:3]}, plain)
+    plain.chat_template = THINKING_STRIPPED
+    encoder = ExampleEncoder(plain, SFTDataConfig())
+    chat = [CHAT[1], {**CHAT[2], "reasoning_content": "because", "plan": "p"}, {"role": "narrator", "content": "x"}]
+    for number in (1, 2):
+        encoder.encode({"messages": chat, "tools": TOOLS, "id": 1}, f"a.jsonl:{number}")
+    assert all(line.startswith("a.jsonl:1: ") for line in warnings)
+    for part in (
+        "reasoning_content of message 1",
+        "definitions of `tools`",
+        "key 'plan'",
+        "role 'narrator'",
+        "not read: id;",
+    ):
+        assert sum(part in line for line in warnings) == 1, part
+
+
+def test_complete_rendering_warns_of_nothing(tokenizer, warnings):
+    chat = [CHAT[1], call("add", {"note": 'say "hi"\nand <b>', "n": 1}), {"role": "tool", "content": "2"}, CHAT[4]]
+    encode({"messages": chat, "tools": TOOLS}, tokenizer)
+    assert warnings == []
+
+
+TURNS_END_WITH_NEXT_ROLE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_marker_of_next_turn_is_the_end_of_a_turn(tokenizer, warnings):
+    glm = make_tokenizer()
+    glm.chat_template = TURNS_END_WITH_NEXT_ROLE
+    (sequence,) = encode({"messages": CHAT}, glm)
+    assert learned(sequence, glm) == ["hello<|im_start|>", "bye <|im_start|>"]
+    assert glm.decode(sequence.tokens) == glm.apply_chat_template(CHAT, tokenize=False) + "<|im_start|>"
+    assert warnings == []
+    glm.chat_template = TURNS_END_WITH_NEXT_ROLE.replace("<|im_start|>", "#")
+    (sequence,) = encode({"messages": CHAT}, glm)
+    assert learned(sequence, glm) == ["hello", "bye "]
+    assert ["learn to stop" in line for line in warnings] == [True]
+
+
+def sentencepiece_tokenizer(prepend, bos=False):
+    """A byte-pair tokenizer that begins texts with a space, as those of Llama 2 and Mistral."""
+    letters = ["<s>", "</s>", "[INST]", "[/INST]", *"▁abcdefghij", "▁ab", "cd", "bc"]
+    merges = [("▁", "a"), ("▁a", "b"), ("c", "d"), ("b", "c")]
+    core = Tokenizer(models.BPE({token: i for i, token in enumerate([*letters, "▁a"])}, merges))
+    if prepend:
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+        core.decoder = decoders.Metaspace(prepend_scheme="always")
+    core.add_special_tokens(letters[:4])
+    if bos:
+        core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+@pytest.mark.parametrize(("prompt", "completion"), [("ab", "cd"), ("a", "bcd"), ("ab ", "cd"), ("ab", " cd")])
+def test_text_has_the_tokens_of_the_whole_text(prepend, prompt, completion):
+    tokenizer = sentencepiece_tokenizer(prepend)
+    (sequence,) = encode({"prompt": prompt, "completion": completion}, tokenizer)
+    assert sequence.tokens.tolist() == [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
+    assert learned(sequence, tokenizer)[0].endswith("cd</s>") and learned(sequence, tokenizer)[0] != "abcd</s>"
+
+
+def test_text_gets_the_special_tokens_that_the_tokenizer_adds():
+    for bos in (False, True):
+        tokenizer = sentencepiece_tokenizer(True, bos)
+        for prompt, completion in (("ab", "cd"), ("ab", "cd</s>"), ("<s>ab", "cd")):
+            (sequence,) = encode({"prompt": prompt, "completion": completion}, tokenizer)
+            text = tokenizer(prompt + completion.removesuffix("</s>"))["input_ids"]
+            assert sequence.tokens.tolist() == [*text, tokenizer.eos_token_id]
+            assert not sequence.loss_mask[: len(tokenizer(prompt)["input_ids"])].any()
+
+
+def test_chat_has_the_tokens_of_the_whole_text():
+    tokenizer = sentencepiece_tokenizer(True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}<s>[INST]{{ m['content'] }}[/INST]"
+        "{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
+    )
+    chat = [message("user", "ab"), message("assistant", "cd ab"), message("user", "c"), message("assistant", "ab")]
+    (sequence,) = encode({"messages": chat}, tokenizer)
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert sequence.tokens.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [part.strip() for part in learned(sequence, tokenizer)] == ["cd ab</s>", "ab</s>"]
+    assert show_sequence(sequence, tokenizer).count("«") == 2
+
+
+def test_first_message_of_the_assistant_is_not_learned(tokenizer, warnings):
+    (sequence,) = encode({"messages": [CHAT[2], *CHAT[3:]]}, tokenizer)
+    assert learned(sequence, tokenizer) == ["bye <|im_end|>"] and "has no prompt" in warnings[0]
+    assert encode({"messages": [CHAT[2]]}, tokenizer) == []
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "{% for c in m.tool_calls %}#{{ c.function.name + c.function.arguments }}{% endfor %}{{ m.content or '' }}",
+        "{% if m.content is none %}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments | string }}"
+        "{% endfor %}{% else %}{{ m.content }}{% endif %}",
+    ],
+)
+def test_template_that_reads_arguments_as_text(shown):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = THINKING_STRIPPED.replace("{{ m['content'] }}", shown)
+    encoder = ExampleEncoder(tokenizer, SFTDataConfig())
+    for _ in range(2):
+        (sequence,) = encoder.encode({"messages": [CHAT[1], call("add", {"a": 1})]})
+        assert 'add{"a": 1}<|im_end|>' in learned(sequence, tokenizer)[0]
+    (plain,) = encoder.encode({"messages": CHAT[1:3]})
+    assert learned(plain, tokenizer) == ["hello<|im_end|>"]
+
+
+def test_end_of_the_whole_text_is_not_learned():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template + "{% if not add_generation_prompt %}<unk>{% endif %}"
+    (sequence,) = encode({"messages": CHAT}, tokenizer)
+    assert learned(sequence, tokenizer) == ["hello<|im_end|>", "bye <|im_end|>"]
+    assert tokenizer.decode(sequence.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+
+
+@pytest.mark.parametrize("content", ["hello", "  two  spaces "])
+def test_special_token_that_takes_white_space_is_learned(content):
+    tokenizer = make_tokenizer()
+    core = tokenizer.backend_tokenizer
+    core.add_special_tokens([AddedToken("<|end|>", rstrip=True, lstrip=True, special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    tokenizer.chat_template = make_tokenizer().chat_template.replace("<|im_end|>", "<|end|>")
+    (sequence,) = encode({"messages": [CHAT[1], message("assistant", content)]}, tokenizer)
+    (text,) = learned(sequence, tokenizer)
+    assert text.endswith("<|end|>") and content.strip() in text and "assistant" not in text
+
+
+def test_space_of_the_prompt_is_not_learned_if_offsets_omit_it():
+    core = Tokenizer(models.BPE({**{c: i for i, c in enumerate("Answer:Ġ42")}, "Ġ4": 20, "<|end|>": 21}, [("Ġ", "4")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False)
+    core.decoder, core.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    (sequence,) = encode({"prompt": "Answer: ", "completion": "42 "}, tokenizer)
+    assert learned(sequence, tokenizer) == ["42 <|end|>"]

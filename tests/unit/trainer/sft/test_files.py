@@ -2,13 +2,16 @@
 
 import json
 
+import datasets
 import pytest
 
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.training.sft_data import SFTDataConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.rendering.conversations import read_row
 from prime_rl.trainer.data import sft_dataset
-from prime_rl.trainer.data.chat_rendering import find_files
+from prime_rl.trainer.data.training_files import check_files, find_files
+from tests.support.tiny_model import make_tiny_model, make_tokenizer
 
 ROW = {"prompt": "a", "completion": "b"}
 
@@ -132,3 +135,67 @@ def test_list_keys_accept_commas():
 def test_inconsistent_run_keys_raise(arguments, match):
     with pytest.raises(ConfigError, match=match):
         SFTConfig.load(arguments)
+
+
+def tool_rows():
+    """Two rows whose tools have different arguments, so that a table fills the other's with None."""
+    for name, arguments in (("read", {"path": "a"}), ("add", {"x": 1})):
+        properties = {key: {"type": "string"} for key in arguments}
+        tool = {
+            "type": "function",
+            "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+        }
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        yield {"messages": turns, "tools": [tool]}
+
+
+@pytest.mark.parametrize("form", ["parquet", "folder", "split"])
+def test_none_that_a_table_added_is_removed(tmp_path, form):
+    dataset = datasets.Dataset.from_list(list(tool_rows()))
+    path, locations = tmp_path / "saved", [f"row {i} of {tmp_path}/saved" for i in (1, 2)]
+    if form == "parquet":
+        path = tmp_path / "x.parquet"
+        dataset.to_parquet(path)
+        locations = [f"{path}, row {i}" for i in (1, 2)]
+    else:
+        (dataset if form == "folder" else datasets.DatasetDict(train=dataset, test=dataset)).save_to_disk(path)
+    rows = load(path)
+    assert [where for where, _ in rows] == locations
+    for (_, columns), expected in zip(rows, tool_rows(), strict=True):
+        chat = read_row(columns, SFTDataConfig())
+        assert chat.tools == expected["tools"]
+        assert chat.messages[1]["tool_calls"][0]["function"] == expected["messages"][1]["tool_calls"][0]["function"]
+    check_files(SFTDataConfig(name=str(path)))
+    streamed = sft_dataset.open_dataset(SFTDataConfig(streaming=True), str(path), None, "train").take(5)
+    assert [columns for _, columns in streamed] == [columns for _, columns in rows]
+    if form == "split":
+        assert len(load(path, split="test")) == 2
+        with pytest.raises(ConfigError, match="has no split dev; it has train, test"):
+            load(path, split="dev")
+
+
+def test_show_samples_prints_the_trained_text(tmp_path, capsys):
+    model = make_tiny_model(tmp_path / "model")
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
+    chat = [{"role": "user", "content": "hi\x1b[2J"}, {"role": "assistant", "content": "yo"}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(7)))
+    arguments = ["--model.name", str(model), "--data.name", str(tmp_path / "x.jsonl"), "--show-sample"]
+    arguments += ["--rendering.chat-template", str(tmp_path / "plain.jinja")]
+    sft_dataset.show_samples(SFTConfig.load(arguments))
+    shown = capsys.readouterr().out
+    assert shown.count("«yo<|im_end|>»\n") == 5 and f"--- {tmp_path}/x.jsonl:5: " in shown
+    assert "\x1b" not in shown
+
+
+def test_row_that_the_template_rejects_is_named(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if messages[0]['content'] == 'b' %}{{ raise_exception('no b') }}{% endif %}" + (
+        "{{ messages[0]['content'] }}{% if add_generation_prompt or messages | length > 1 %}<|im_start|>{% endif %}"
+        "{% if messages | length > 1 %}{{ messages[1]['content'] }}<|im_end|>{% endif %}"
+    )
+    rows = [{"prompt": letter, "completion": "x"} for letter in "aab"]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SFTConfig(data=SFTDataConfig(name=str(tmp_path / "x.jsonl"), as_messages=True, shuffle=False))
+    with pytest.raises(ConfigError, match=r"x.jsonl:3: the chat template rejects the messages: no b"):
+        list(sft_dataset.open_data(config, tokenizer).batches)

@@ -5,6 +5,7 @@ import json
 import threading
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -57,7 +58,7 @@ def files(tmp_path_factory):
 
 def open_batches(tokenizer, max_steps=None, val=None, **options):
     options = {"seq_len": 64, "batch_size": 2, **options}
-    config = SFTConfig(data=SFTDataConfig(**options), max_steps=max_steps, val=val)
+    config = SFTConfig(data=SFTDataConfig(**options), max_steps=max_steps, val=val, ckpt={})
     return sft_dataset.open_data(config, tokenizer)
 
 
@@ -115,10 +116,11 @@ def test_order_depends_on_seed_and_pass():
 
 def test_one_pass_has_each_example_once(files, tokenizer):
     names = [str(files / name) for name in ("a.jsonl", "b.json", "c.parquet")]
-    batches = open_batches(tokenizer, name=names).batches
-    seen = words(batches, tokenizer)
+    data = open_batches(tokenizer, name=names)
+    steps = data.count_steps(0)
+    seen = words(data.batches, tokenizer)
     assert len(seen) == len(set(seen)) == 64
-    assert batches.num_yielded == batches.steps
+    assert data.batches.num_yielded == data.batches.steps == steps
     early = [word[0] for word in seen[:32]]
     assert all(early.count(kind) >= 4 for kind in "abc"), "the sets are mixed"
 
@@ -206,7 +208,79 @@ def test_restored_pass_ends_like_the_original(files, tokenizer):
     """Also among the rows that are closed when nothing more comes."""
     fresh = partial(open_batches, tokenizer, name=str(files / "a.jsonl"), batch_size=1)
     batches, _ = assert_restores_exactly(lambda: fresh().batches)
-    assert len(batches) == fresh().batches.steps > 3
+    assert len(batches) == fresh().count_steps(0) > 3
+
+
+CHANGES = {
+    "larger batches": ({}, {"batch_size": 3}),
+    "smaller batches": ({}, {"batch_size": 1}),
+    "longer rows": ({}, {"seq_len": 96}),
+    "shorter rows": ({}, {"seq_len": 40}),
+    "one example per row": ({}, {"pack_function": "stack"}),
+    "several examples per row": ({"pack_function": "stack"}, {"pack_function": "cat"}),
+    "micro-batches": ({}, {"micro_batch_size": 2}),
+    "other shares": ({"probabilities": [1, 3]}, {"probabilities": [3, 1]}),
+}
+
+
+@pytest.mark.parametrize(("before", "now"), CHANGES.values(), ids=CHANGES.keys())
+def test_resumed_pass_with_changed_settings_trains_the_rest(files, tokenizer, before, now):
+    """Each example once, and the steps are counted from the position."""
+    name = [str(files / "a.jsonl"), str(files / "b.json")]
+    first = open_batches(tokenizer, name=name, **before)
+    first.count_steps(0)
+    begin = list(islice(first.batches, 2))
+    second = open_batches(tokenizer, name=name, **{**before, **now})
+    second.batches.restore(json.loads(json.dumps(first.batches.state())))
+    steps = second.count_steps(2)
+    rest = list(second.batches)
+    assert 2 + len(rest) == steps == second.batches.num_yielded
+    assert all(sum(map(len, row)) <= now.get("seq_len", 64) for rows in rest for row in rows)
+    seen = words([*begin, *rest], tokenizer)
+    assert {word[:3] for word in seen} == {f"a{i:02}" for i in range(20)} | {f"b{i:02}" for i in range(12)}
+    if "probabilities" not in before:
+        assert len(seen) == 32
+
+
+def test_resumed_pass_at_its_end_has_no_further_step(files, tokenizer):
+    whole = open_batches(tokenizer, name=str(files / "a.jsonl"))
+    steps = whole.count_steps(0)
+    list(whole.batches)
+    again = open_batches(tokenizer, name=str(files / "a.jsonl"), batch_size=7)
+    again.batches.restore(whole.batches.state())
+    assert again.count_steps(steps) == steps
+    assert list(again.batches) == []
+
+
+def test_restored_sequences_are_truncated_to_a_smaller_seq_len(tmp_path, tokenizer, said):
+    """A sequence without a trained token in the new length is left out, as a new example would be."""
+    rows = [{"prompt": "a", "completion": "b" * 30}, {"prompt": "a" * 30, "completion": "b"}]
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "c", "completion": "d"}])
+    )
+    options = {"name": str(tmp_path / "x.jsonl"), "shuffle": False, "batch_size": 1}
+    before = open_batches(tokenizer, 9, **options).batches
+    for _ in range(3):
+        before._packer.rows.extend([sequence] for sequence in before._sequences.draw())
+    before._position = before._current_position()
+    data = open_batches(tokenizer, None, **{**options, "seq_len": 10})
+    data.batches.restore(before.state())
+    assert data.count_steps(4) == 6
+    assert [[len(sequence) for sequence in row] for rows in data.batches for row in rows] == [[10], [3]]
+    assert any("a sequence of the checkpoint has" in line and "truncated to data.seq_len=10" in line for line in said())
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_stream_from_the_start_continues_the_numbering(files, tokenizer, step):
+    """As with ckpt.skip_dataloader."""
+    data = open_batches(tokenizer, name=str(files / "a.jsonl"))
+    whole = open_batches(tokenizer, name=str(files / "a.jsonl")).count_steps(0)
+    assert data.count_steps(step) == step + whole
+    assert words(data.batches, tokenizer) and data.batches.num_yielded == step + whole
+    limited = open_batches(tokenizer, 7, name=str(files / "a.jsonl"))
+    assert limited.count_steps(step) == 7
+    assert len(list(limited.batches)) == 7 - step
+    assert limited.batches.state()["batches"] == 7
 
 
 def test_restore_with_changed_data_raises(files, tokenizer):
@@ -215,9 +289,67 @@ def test_restore_with_changed_data_raises(files, tokenizer):
 
     batches = fresh()
     next(batches)
-    for options in ({"name": str(files / "c.parquet")}, {"seed": 1}, {"seq_len": 8}):
-        with pytest.raises(ConfigError, match=r"ckpt.resume_step: the checkpoint"):
+    for options in ({"name": str(files / "c.parquet")}, {"seed": 1}):
+        with pytest.raises(ConfigError, match=r"ckpt.resume_step: the (checkpoint was made with other data|contents)"):
             fresh(**options).restore(batches.state())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"probabilities": [1, 1]}, {"probabilities": [1, 1], "streaming": True}],
+    ids=["all", "shares", "streamed"],
+)
+def test_restore_with_changed_contents_names_the_data_set(tmp_path, tokenizer, options):
+    """File names and numbers of rows are the same."""
+    names = [str(tmp_path / name) for name in ("one.jsonl", "two.jsonl")]
+    text = "".join(json.dumps({"prompt": f"p{i}", "completion": "c"}) + "\n" for i in range(9))
+    for name in names:
+        Path(name).write_text(text)
+
+    def fresh():
+        return open_batches(tokenizer, 4, name=names, **options).batches
+
+    batches = fresh()
+    next(batches)
+    state = json.loads(json.dumps(batches.state()))
+    assert_same(next(batches), next(restored(fresh(), state)))
+    Path(names[1]).write_text(text.replace("p4", "q4"))
+    with pytest.raises(ConfigError, match=r"the contents of .*two\.jsonl \(data\.name\) have changed"):
+        fresh().restore(state)
+    for source in state["source"]["sources"]:
+        del source["contents"]  # as in checkpoints of earlier releases
+    next(restored(fresh(), state))
+
+
+def restored(batches, state):
+    batches.restore(state)
+    return batches
+
+
+def test_contents_of_streamed_files_are_their_size_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft_dataset, "_END_BYTES", 4)
+    file, config = tmp_path / "x.jsonl", SFTDataConfig(name=[str(tmp_path / "x.jsonl")], streaming=True)
+
+    def identity(text):
+        file.write_text(text)
+        return sft_dataset.identify(config, str(file), None, "train", [])
+
+    texts = ("0123456789", "1123456789", "0123456788", "01234456789")
+    assert len({identity(text) for text in texts}) == 4
+    assert identity("0123456789") == identity("0123xx6789"), "nothing else is read"
+
+
+def test_contents_of_data_sets_of_the_library_are_their_fingerprints(tmp_path):
+    one, two = (Dataset.from_list([{"prompt": text, "completion": "c"}]) for text in "ab")
+    found = []
+    for dataset in (one, two):
+        dataset.save_to_disk(str(tmp_path / "saved"))
+        config = SFTDataConfig(name=[str(tmp_path / "saved")])
+        for _ in range(2):
+            found.append(sft_dataset.identify(config, str(tmp_path / "saved"), None, "train", []))
+    assert found[0] == found[1] != found[2] == found[3]
+    rows = sft_dataset.MappedRows(two, lambda number, row: (f"row {number}", row))
+    assert sft_dataset.identify(config, "owner/name", None, "train", rows) == ("owner/name", two._fingerprint)
 
 
 def test_streamed_pass_reads_each_example_once(files, tokenizer):
@@ -385,13 +517,15 @@ def make_batches(world, argument):
         config = SFTConfig(
             data=SFTDataConfig(name=argument["file"], seq_len=48, batch_size=3), max_steps=argument["steps"]
         )
-        batches = sft_dataset.open_data(config, make_tokenizer(), world).batches
+        data = sft_dataset.open_data(config, make_tokenizer(), world)
+        batches = data.batches
         if argument["state"] is not None:
             batches.restore(argument["state"])
         if argument["bad"]:
             with pytest.raises(ConfigError, match="its template is broken") as caught:
                 list(batches)
             return str(caught.value)
+        data.count_steps(batches.num_yielded)
         seen, states = [], []
         for rows in batches:
             seen.append([[sequence.tokens.tolist() for sequence in row] for row in rows])
