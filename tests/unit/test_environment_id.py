@@ -1,5 +1,6 @@
 """Every spelling of an environment's id, for `rl`, the workers and evaluations alike."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.environment_id import find_environment
+from prime_rl.rollouts.environment_id import find_environment, identify, identify_environments
 
 
 @pytest.fixture
@@ -150,6 +151,76 @@ def test_package_with_the_name_of_an_installed_one_imports_its_own_modules(folde
     module = find_environment("mine/reverse_text/").load()
     assert module.WHERE == "mine" and module.__name__ != "reverse_text"
     assert Path(module.part.__file__) == package / "part.py"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package on the path, with an environment two levels inside."""
+    inner = tmp_path / "package_of_a_test/envs"
+    inner.mkdir(parents=True)
+    for name in ("package_of_a_test/__init__", "package_of_a_test/envs/__init__", "package_of_a_test/grading"):
+        (tmp_path / f"{name}.py").touch()
+    (inner / "gym.py").write_text("def load_environment():\n    return 'loaded'\n")
+    (inner / "broken").mkdir()
+    (inner / "broken/__init__.py").write_text("raise KeyError('no license')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("package_of_a_test")]:
+        del sys.modules[name]
+
+
+def test_id_with_dots_is_a_module_of_a_package(package, folder):
+    for env_id in ("package_of_a_test.envs.gym", "package-of-a-test.envs.gym", "owner/package_of_a_test.envs.gym"):
+        found = find_environment(env_id)
+        assert found.origin == package / "package_of_a_test/envs/gym.py"
+        assert found.load().load_environment() == "loaded"
+    assert EnvConfig(id="package_of_a_test.envs.gym").label == "package_of_a_test.envs.gym"
+
+
+def test_identity_of_a_module_in_a_package_includes_the_whole_package(package):
+    before = identify(find_environment("package_of_a_test.envs.gym"))
+    assert before.module == "package_of_a_test.envs.gym" and before.version is None
+    (package / "package_of_a_test/grading.py").write_text("STRICT = True\n")
+    assert identify(find_environment("package_of_a_test.envs.gym")).content_hash != before.content_hash
+    assert identify(find_environment("_pytest.fixtures")).version == pytest.__version__
+
+
+@pytest.mark.parametrize(
+    "env_id",
+    ["package_of_a_test.envs.missing", "package_of_a_test.missing.gym", "missing.my_env", "json.tool.x", "a..b"],
+)
+def test_id_of_a_missing_module_names_no_command_that_cannot_work(env_id, package, folder):
+    with pytest.raises(ConfigError) as caught:
+        find_environment(env_id, "orchestrator.env.0.id")
+    assert str(caught.value) == (
+        f"orchestrator.env.0.id = {env_id} is not installed; no module {env_id} can be imported; install the package "
+        "that has it, or correct the name"
+    )
+
+
+def test_id_in_a_package_that_cannot_be_imported_is_refused_with_the_reason(package):
+    with pytest.raises(ConfigError, match=r"e = package_of_a_test\.envs\.broken\.gym cannot be imported: .*no license"):
+        find_environment("package_of_a_test.envs.broken.gym", "e")
+
+
+@pytest.mark.parametrize("given", ["good", "package_of_a_test.envs.missing", "no_such_env", "path/missing.py"])
+@pytest.mark.parametrize("command", ["rl", "orchestrator", "eval"])
+def test_dry_run_refuses_the_ids_that_a_run_refuses(command, given, package, folder, monkeypatch, capsys):
+    env_id = "package_of_a_test.envs.gym" if given == "good" else given
+    key = "--orchestrator.env.id" if command == "rl" else "--env.id"
+    monkeypatch.setattr(sys, "argv", [command, key, env_id, "--dry-run"])
+    main = importlib.import_module(f"prime_rl.entrypoints.{command}").main
+    with pytest.raises(SystemExit) as caught:
+        main()
+    output = capsys.readouterr()
+    if given == "good":
+        assert caught.value.code == 0 and env_id in output.out
+        return
+    assert caught.value.code == 2 and not output.out
+    prefix = "orchestrator." if command == "rl" else ""
+    with pytest.raises(ConfigError) as refused:
+        identify_environments([EnvConfig(id=env_id)], f"{prefix}env", print)
+    assert str(refused.value) in output.err
 
 
 @pytest.mark.slow

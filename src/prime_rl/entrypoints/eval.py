@@ -2,9 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prime_rl.configs.eval import EvalConfig
 
 
 @command
@@ -15,13 +19,19 @@ def main() -> None:
         return
     from prime_rl.configs.eval import EvalConfig
 
-    config = EvalConfig.load()
+    config = EvalConfig.load(check=_check_environments)
     from prime_rl.core.logs import set_up_logging
     from prime_rl.evaluation.offline import check_input, evaluate
 
     check_input(config)
     set_up_logging(config.log.level, config.log.utc, config.run_paths.log("eval") if config.log.file else None)
     evaluate(config)
+
+
+def _check_environments(config: "EvalConfig") -> None:
+    from prime_rl.evaluation.eval_plan import check_installed
+
+    check_installed(config.env)
 
 
 def _compare(argv: list[str]) -> None:

@@ -1,9 +1,13 @@
 """`orchestrator`: sample rollouts, ship batches, update the weights of the inference servers."""
 
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from prime_rl.core.entry_point import command
 from prime_rl.liveness.parent_process import die_with_parent, is_supervised
+
+if TYPE_CHECKING:
+    from prime_rl.configs.orchestrator import OrchestratorConfig
 
 
 @command
@@ -13,7 +17,7 @@ def main() -> None:
         die_with_parent()
     from prime_rl.configs.orchestrator import OrchestratorConfig
 
-    config = OrchestratorConfig.load()
+    config = OrchestratorConfig.load(check=_check_environments)
     from prime_rl.core.logs import rotating_logs, set_up_logging
     from prime_rl.monitors.bench_report import report_benchmark
     from prime_rl.orchestrator.orchestrator_setup import orchestrate
@@ -24,6 +28,12 @@ def main() -> None:
     rotation = nullcontext() if is_supervised() else rotating_logs(config.run_paths.logs_dir)  # of environments
     with rotation, report_benchmark(config.bench, config.run_paths, "orchestrator"):
         orchestrate(config)
+
+
+def _check_environments(config: "OrchestratorConfig") -> None:
+    from prime_rl.rollouts.environment_id import check_environments
+
+    check_environments(config, "")
 
 
 if __name__ == "__main__":

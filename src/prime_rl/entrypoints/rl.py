@@ -1,9 +1,13 @@
 """`uv run rl`: a whole run."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prime_rl.configs.rl import RLConfig
 
 
 @command
@@ -27,7 +31,7 @@ def main() -> None:
             "writes a project"
         )
     if {"--dry-run", "--help", "-h", "--help-all"} & {*sys.argv}:
-        RLConfig.load()
+        RLConfig.load(check=_check_environments)
     from prime_rl.supervisor.input_check import InputCheck
 
     with InputCheck() as check:
@@ -40,6 +44,14 @@ def main() -> None:
         from prime_rl.supervisor.launch import run
 
         sys.exit(run(config, check))
+
+
+def _check_environments(config: "RLConfig") -> None:
+    """Raise ConfigError for a missing environment; a job of Slurm looks for it on its own node."""
+    from prime_rl.rollouts.environment_id import check_environments
+
+    for run in config.orchestrators.values() if config.slurm is None else ():
+        check_environments(run, "orchestrator.")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ _OF_PROMPTS = {"tokenizer", "rendering", "seq_len"}
 """Keys without effect on servers that render the prompts themselves."""
 _UNRELATED_OF_ENV = {
     *("id", "name", "install", "breakdown", "num_examples", "rollouts_per_example", "sampling"),
-    *("weight", "max_concurrent", "max_rollouts_per_minute", "min_rollouts"),  # of training
+    *("weight", "max_concurrent", "max_rollouts_per_minute", "min_rollouts", "long_prompts"),  # of training
     # Failed examples run again anyway.
     *("num_retries", "start_timeout_seconds", "silence_timeout_seconds", "cleanup_seconds"),
     "max_memory_gib",

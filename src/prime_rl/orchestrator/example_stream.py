@@ -22,8 +22,8 @@ _CONTENT = "content"
 
 @dataclass(frozen=True, slots=True)
 class StreamEnvironment:
-    """One environment of the mixture: its name, which seeds the order, number of examples, share of the groups, and a
-    hash of its examples.
+    """One environment of the mixture: its name, which seeds the order, number of examples, share of the groups, a hash
+    of its examples, and those that are never drawn, in order.
     """
 
     name: str
@@ -31,6 +31,12 @@ class StreamEnvironment:
     weight: float = 1.0
     buffer: BufferConfig = field(default_factory=SimpleBufferConfig)
     content_hash: str = ""
+    skipped: tuple[int, ...] = ()
+
+    @property
+    def num_drawn(self) -> int:
+        """Number of examples that are drawn."""
+        return self.examples - len(self.skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +84,18 @@ class ExampleStream:
         for source in self.sources:
             if names.count(source.name) > 1:
                 raise ConfigError(f"two environments are called {source.name!r}; give each a different env.name")
-            if source.examples < 1:
+            if source.num_drawn < 1:
                 raise ConfigError(f"environment {source.name!r} has no examples")
             if source.weight <= 0:
                 raise ConfigError(f"environment {source.name!r} has weight {source.weight}; it must be above 0")
         self._seeds = [seed if source.buffer.seed is None else source.buffer.seed for source in self.sources]
         self._shares = DeficitRoundRobin([source.weight for source in self.sources])
         self._orders = [
-            make_order(source.examples, source.buffer, (own % 2**64, zlib.crc32(source.name.encode())), source.name)
+            make_order(source.num_drawn, source.buffer, (own % 2**64, zlib.crc32(source.name.encode())), source.name)
             for source, own in zip(self.sources, self._seeds, strict=True)
         ]
+        self._numbers = [np.delete(np.arange(source.examples), source.skipped) for source in self.sources]
+        """Of each environment, the examples that its order numbers from 0."""
 
     def draw(self, can_start: Callable[[int], bool] = lambda env: True) -> DrawnExample:
         """Return the next position for an environment, by its index, that `can_start`; ValueError if none can."""
@@ -95,7 +103,7 @@ class ExampleStream:
             raise ValueError("no environment can start a group")
         while not can_start(env := self._shares.next()):
             self.passed[env] += 1
-        draw = DrawnExample(self.position, env, self._orders[env].draw())
+        draw = DrawnExample(self.position, env, int(self._numbers[env][self._orders[env].draw()]))
         self.position += 1
         return draw
 
@@ -103,7 +111,8 @@ class ExampleStream:
         """Update the difficulty pools with all positions that ended since the last ship, by ascending group_id."""
         for end in ended:
             if end.reward is not None:
-                self._orders[end.draw.env].update(end.draw.example, end.reward)
+                env = end.draw.env
+                self._orders[env].update(int(np.searchsorted(self._numbers[env], end.draw.example)), end.reward)
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the orders and the number of passed turns, as `stream/<env>/<name>`."""
@@ -119,7 +128,7 @@ class ExampleStream:
         """Return the settings that the draws depend on, by their names for an error message."""
         named: dict[str, Any] = {"environments": ", ".join(source.name for source in self.sources)}
         for source, seed in zip(self.sources, self._seeds, strict=True):
-            values: dict[str, Any] = {"examples": source.examples, "weight": source.weight, "seed": seed}
+            values: dict[str, Any] = {"examples": source.num_drawn, "weight": source.weight, "seed": seed}
             values |= {_CONTENT: source.content_hash} if source.content_hash else {}
             if isinstance(source.buffer, DifficultyPoolBufferConfig | CurriculumBufferConfig):
                 values |= source.buffer.model_dump(exclude={"seed", "online_difficulty_filtering"})

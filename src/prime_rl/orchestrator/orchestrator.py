@@ -181,7 +181,7 @@ class OrchestratorLoop:
             )
         self._progress = read_progress(self._paths, next_step)
         sources = [
-            StreamEnvironment(pool.name, len(pool), env.weight, config.buffer, pool.content_hash)
+            StreamEnvironment(pool.name, len(pool), env.weight, config.buffer, pool.content_hash, tuple(pool.skipped))
             for pool, env in zip(self._pools, config.env, strict=True)
         ]
         stream = ExampleStream(sources, config.seed)

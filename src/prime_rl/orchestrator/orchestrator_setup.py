@@ -9,7 +9,6 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import uvloop
 from loguru import logger
@@ -69,10 +68,6 @@ from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 from prime_rl.storage.model_files import find_tokenizer
 from prime_rl.storage.paths import RUN_FOLDER, RunPaths
 from prime_rl.storage.wait_for import DeadlineError, wait_until
-
-if TYPE_CHECKING:
-    from prime_rl.rollouts.environment_backend import EnvironmentBackend
-
 
 _THREADS = 32
 
@@ -195,7 +190,7 @@ async def start_environments(
 ) -> list[EnvironmentPool]:
     """Start the workers of every environment of `config`; `stack` closes them. `warnings` get theirs.
 
-    Raises ConfigError if an environment cannot be loaded, or has a prompt longer than `seq_len`.
+    Raises ConfigError if an environment cannot be loaded, or has a prompt longer than `seq_len` that is not skipped.
     """
     paths = config.run_paths
     warnings = warnings or RunWarnings(paths.warnings)
@@ -216,19 +211,21 @@ def load_input(config: OrchestratorConfig) -> int:
     Raises:
         ConfigError: as `orchestrate`, for an environment, its data, the tokenizer, or a function of the user.
     """
-    from prime_rl.rollouts.workers.worker_main import load_backend  # not into the process that runs the loop
+    # Not into the process that runs the loop.
+    from prime_rl.rollouts.workers.worker_main import LoadedEnvironment, load_backend
 
     advantage_function(config.advantage)
     access = model_access(config)
 
-    def load(env: EnvConfig, split: Split, seq_len: int | None = None) -> "EnvironmentBackend":
-        return load_backend(LoadEnvironment(env, split, access, seq_len), lambda warning: None)[0]
+    def load(env: EnvConfig, split: Split, seq_len: int | None = None) -> LoadedEnvironment:
+        return load_backend(LoadEnvironment(env, split, access, seq_len), lambda warning: None)
 
     for task in eval_tasks(config):
         load(task.env.as_env_config(), "eval")
     for task in val_tasks(config):
-        check_validates(task.name, load(task.env.as_env_config(), "eval").eval_split)
-    counts = [len(load(env, "train", config.seq_len)) for env in config.env]
+        check_validates(task.name, load(task.env.as_env_config(), "eval").backend.eval_split)
+    trained = [load(env, "train", config.seq_len) for env in config.env]
+    counts = [len(loaded.backend) - len(loaded.skipped) for loaded in trained]
     for env, count in zip(config.env, counts, strict=True):
         order = make_order(count, config.buffer, (0,), env.label)
         if isinstance(order, Curriculum):

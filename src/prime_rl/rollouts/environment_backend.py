@@ -230,6 +230,29 @@ def check_names(names: Sequence[str], env_id: str) -> None:
         )
 
 
+def split_scores(function: Callable[..., Any], value: Any, weight: float) -> tuple[float | None, dict[str, float]]:
+    """Return the reward in the value of a reward function, and its metrics `<function>/<key>`.
+
+    The value is a number, or a dictionary of numbers: its `reward`, or else `score`, is the reward, the others are
+    metrics. Without either the reward is None, if the function has weight 0.
+
+    Raises:
+        EnvironmentFailed: a value is not a finite number, or the function has a weight and returns no reward.
+    """
+    label = function.__name__
+    name = f"reward function {label}"
+    if not isinstance(value, Mapping):
+        return as_number(name, value), {}
+    key = next((key for key in ("reward", "score") if key in value), None)
+    if key is None and weight != 0:
+        raise EnvironmentFailed(
+            f"{name} returned a dictionary without 'reward' or 'score' (its keys are {[*value]!r:.80}); return one of "
+            "them, or set weight 0 to record metrics only"
+        )
+    metrics = {f"{label}/{other}": as_number(f"{other!r} of {name}", each) for other, each in value.items()}
+    return (None if key is None else metrics.pop(f"{label}/{key}")), metrics
+
+
 async def score_trace(
     rewards: Sequence[tuple[Callable[..., Any], float]],
     trace: Any,
@@ -263,7 +286,7 @@ async def score_trace(
     for function, weight in rewards:
         name = function.__name__
         try:
-            values[name] = await _call(function, objects)
+            values |= await _call(function, objects, weight)
         except EnvironmentFailed as failure:
             if weight != 0 and failure.is_infrastructure:
                 raise
@@ -277,14 +300,16 @@ async def score_trace(
     return total, values
 
 
-async def _call(function: Callable[..., Any], objects: Mapping[str, Any]) -> float:
-    name = f"reward function {function.__name__}"
+async def _call(function: Callable[..., Any], objects: Mapping[str, Any], weight: float) -> dict[str, float]:
+    name = function.__name__
     try:
         with contain_failures():
             value = function(**call_parameters(function).select(objects))
-            return as_number(name, await value if inspect.isawaitable(value) else value)
+            value = await value if inspect.isawaitable(value) else value
+            reward, metrics = split_scores(function, value, weight)
+            return metrics if reward is None else {name: reward, **metrics}
     except EnvironmentFailed as error:
-        raise reward_failure(name, error) from error
+        raise reward_failure(f"reward function {name}", error) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 | id | environment |
 |---|---|
 | `name` | installed package, or `name.py` (or the package `name/`) in the working directory |
+| `package.module` | module inside an installed package |
 | `owner/name`, `owner/name@version` | installed package |
 | `path/name.py` | file |
 | `path/name/`, `./name`, `/path/name` | package `name/__init__.py`, or the file `name/name.py` |
@@ -41,7 +42,7 @@ from packaging.utils import canonicalize_version
 
 from prime_rl.configs.environment import EnvConfig, environment_path
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.import_utils import find_function_files, import_file
 
 _NO_ENVIRONMENTS = ("prime-rl", "verifiers")
@@ -115,9 +116,13 @@ def find_environment(env_id: str, key: str = "env.id") -> FoundEnvironment:
     owner, _, name = env_id.rpartition("/")
     name, _, wanted = name.partition("@")
     module = name.replace("-", "_")
-    names = [candidate for candidate in (module, module.lower()) if candidate.isidentifier()]
-    installed = next(filter(None, map(_find_installed, names)), None)
-    local = None if owner or wanted else next(filter(None, (_find_in(Path.cwd(), name) for name in names)), None)
+    names = [each for each in (module, module.lower()) if all(map(str.isidentifier, each.split(".")))]
+    try:
+        installed = next(filter(None, map(_find_installed, names)), None)
+    except Exception as error:  # the package around a module is imported, and foreign code may raise anything
+        raise ConfigError(f"{key} = {env_id} cannot be imported: {summarize_exception(error, full=True)}") from error
+    files = [] if owner or wanted else [each for each in names if "." not in each]
+    local = next(filter(None, (_find_in(Path.cwd(), each) for each in files)), None)
     if installed is None and local is None:
         raise ConfigError(f"{key} = {env_id} is not installed; {_hint(env_id, module, owner)}")
     if installed is not None and local is not None and installed.origin != local.origin:
@@ -145,7 +150,20 @@ def _find_file(path: Path, what: str) -> FoundEnvironment:
 
 
 def _find_installed(module: str) -> FoundEnvironment | None:
-    return _found(importlib.util.find_spec(module))
+    """Find a module; imports the packages around it."""
+    package = module.rpartition(".")[0]
+    if package and _find_spec(package) is None:
+        return None
+    return _found(_find_spec(module))
+
+
+def _find_spec(module: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            return None  # neither the module nor the package around it is there
+        raise
 
 
 def _find_in(directory: Path, module: str) -> FoundEnvironment | None:
@@ -163,9 +181,10 @@ def distribution_of(found: FoundEnvironment) -> Distribution | None:
     """Return the installed distribution that a module belongs to; None for a plain module."""
     if found.directory is not None:
         return None
+    package = found.module.partition(".")[0]
     with suppress(PackageNotFoundError):
-        return distribution(found.module)
-    for name in packages_distributions().get(found.module, ()):
+        return distribution(package)
+    for name in packages_distributions().get(package, ()):
         return distribution(name)
     return next((each for each in distributions() if _is_editable_part(found.origin, each)), None)
 
@@ -218,6 +237,8 @@ def _hint(env_id: str, module: str, owner: str) -> str:
     file, colon, _ = env_id.partition(":")
     if colon and file.endswith(".py"):
         return f"for your file, write {file}; its function is load_environment()"
+    if "." in module:
+        return f"no module {module} can be imported; install the package that has it, or correct the name"
     known = [each.name.replace("-", "_") for each in installed_environments()]
     known += [path.stem for path in Path.cwd().glob("*.py")]
     similar = difflib.get_close_matches(module, known, n=1, cutoff=0.75)
@@ -261,9 +282,11 @@ class EnvironmentIdentity:
 
 
 def identify(found: FoundEnvironment) -> EnvironmentIdentity:
-    """Return the identity of an environment, without importing it. Reads its files."""
-    is_package = found.origin.name == "__init__.py"
-    content_hash = _hash_files(found.origin.parent if is_package else found.origin)
+    """Return the identity of an environment, without importing it. Reads its files, or those of its package."""
+    package, *inner = found.module.split(".")
+    outermost = _find_installed(package) if inner else None
+    origin = found.origin if outermost is None else outermost.origin
+    content_hash = _hash_files(origin.parent if origin.name == "__init__.py" else origin)
     distribution = distribution_of(found)
     if distribution is None:
         return EnvironmentIdentity(found.module, None, content_hash, str(found.origin), True)
@@ -298,6 +321,15 @@ def identify_environments(environments: Sequence[_Env], key: str, warn: Callable
             warn(f"{name}: environment {env.label!r} was {env.identity} and is now {text}")
         identified.append(env.model_copy(update={"identity": text}))
     return identified
+
+
+def check_environments(config: OrchestratorConfig, key: str) -> None:
+    """Raise ConfigError if an environment that is not to be installed is missing; `key` as for `identify_all`."""
+    evaluated = config.eval.env if config.eval is not None else []
+    for block, environments in (("env", config.env), ("eval.env", evaluated)):
+        for index, env in enumerate(environments):
+            if not env.install:
+                find_environment(env.id, f"{key}{block}.{index}.id")
 
 
 def identify_all(config: OrchestratorConfig, key: str, warn: Callable[[str], None]) -> OrchestratorConfig:

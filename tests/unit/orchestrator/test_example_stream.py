@@ -447,3 +447,21 @@ def test_curriculum_invalid_function_is_refused(functions, name, message):
     with pytest.raises(ConfigError, match=message) as caught:
         make_order(4, curriculum(name, functions), (0,), "a").draw()
     assert "buffer.import_path" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("buffer", [SimpleBufferConfig(), DifficultyPoolBufferConfig()], ids=["simple", "pools"])
+def test_skipped_examples_are_never_drawn_and_results_reach_the_right_ones(buffer):
+    source = StreamEnvironment("a", 6, 1.0, buffer, skipped=(0, 3))
+    stream = ExampleStream([source], 0)
+    draws = [stream.draw() for _ in range(8)]
+    assert sorted(draw.example for draw in draws) == sorted([1, 2, 4, 5] * 2)
+    stream.shipped([Ended(draw, float(draw.example == 4), None) for draw in draws])
+    if isinstance(buffer, DifficultyPoolBufferConfig):
+        assert stream.metrics()["stream/a/easy"] == 1 and stream.metrics()["stream/a/hard"] == 3
+    again = ExampleStream([source], 0)
+    again.restore(stream.state())
+    assert [again.draw() for _ in range(9)] == [stream.draw() for _ in range(9)]
+    with pytest.raises(ConfigError, match=r"examples of a was 4 .* is 6 now"):
+        ExampleStream([StreamEnvironment("a", 6, 1.0, buffer)], 0).check_identity(stream.identity())
+    with pytest.raises(ConfigError, match="'a' has no examples"):
+        ExampleStream([StreamEnvironment("a", 2, skipped=(0, 1))], 0)

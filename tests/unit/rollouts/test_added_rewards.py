@@ -47,6 +47,10 @@ def right(text):
     return 1.0
 
 
+def measured(text):
+    return {"reward": 0.5, "length": len(text.strip())}
+
+
 NUMBER = 3
 """
 
@@ -127,6 +131,14 @@ async def test_rewards_add_to_a_taskset():
         assert rollout.reward == before.reward + 0.5
         assert (rollout.metrics["is_short"], rollout.metrics["count"]) == (1.0, 7.0)
         assert rollout.weights == {**before.weights, "is_short": 0.5, "count": 0.0} and before.weights
+
+
+@pytest.mark.parametrize("env_id", ["rewarded_environment", "toy_taskset"])
+async def test_reward_in_a_dictionary_counts_and_its_other_numbers_are_metrics(env_id):
+    plain = await rollouts(env_id=env_id)
+    group = await rollouts(("measured", {"weight": 2.0}), env_id=env_id)
+    assert [rollout.reward for rollout in group] == [rollout.reward + 1 for rollout in plain]
+    assert (group[0].metrics["measured"], group[0].metrics["measured/length"]) == (0.5, 7.0)
 
 
 @pytest.mark.parametrize("env_id", ["rewarded_environment", "toy_taskset"])

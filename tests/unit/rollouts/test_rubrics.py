@@ -1,5 +1,7 @@
 """What a reward function that fails means: a failure of its rollout, a 0, or a metric less."""
 
+import re
+
 import pytest
 import verifiers as vf
 
@@ -64,6 +66,51 @@ async def test_failed_metric_is_missing_and_logs_a_warning():
     ]  # fmt: skip
     assert [topic for topic, _ in warnings] == ["metric picky", "metric ranks"]
     assert "weight 0, so only its metric is missing" in warnings[0][1]
+
+
+async def test_numbers_of_a_dictionary_are_reward_and_metrics():
+    def measured(answer):
+        return {"accepted": True, "score/form": 0.5}
+
+    def scored(answer):
+        return {"reward": 0.75, "score": 2, "length": len(answer)}
+
+    async def only_scored(answer):
+        return {"score": 0.25}
+
+    rubric, states = vf.Rubric(funcs=[measured, scored, only_scored], weights=[0.0, 2.0, 1.0]), make_states(2)
+    assert await score_group(rubric, states) == {}
+    assert [state["reward"] for state in states] == [1.75, 1.75]
+    assert states[0]["metrics"] == {
+        "measured/accepted": 1.0, "measured/score/form": 0.5,
+        "scored": 0.75, "scored/score": 2.0, "scored/length": 1.0, "only_scored": 0.25,
+    }  # fmt: skip
+    assert states[0]["metrics"] == states[1]["metrics"]
+
+
+@pytest.mark.parametrize(
+    "value, weight, message",
+    [
+        ({"accepted": 1.0}, 1.0, r"function measured returned a dictionary without 'reward' or 'score' \(its keys are "
+         r"\['accepted'\]\); return one of them, or set weight 0 to record metrics only"),
+        ({"reward": 1.0, "accepted": "yes"}, 1.0, "'accepted' of reward function measured is 'yes', not a number"),
+        ({"reward": float("nan")}, 1.0, "'reward' of reward function measured is nan, not a finite number"),
+        ({"accepted": None}, 0.0, "'accepted' of reward function measured is None, not a number"),
+    ],
+    ids=["no reward", "text", "nan", "none"],
+)  # fmt: skip
+async def test_dictionary_of_another_form_is_refused_by_name(value, weight, message):
+    def measured(answer):
+        return value
+
+    warnings = []
+    states = make_states(1)
+    failures = await score_group(
+        vf.Rubric(funcs=[measured], weights=[weight]), states, warn=lambda *warning: warnings.append(warning[1])
+    )
+    (found,) = map(str, failures.values()) if weight else warnings
+    assert re.search(message, found)
+    assert weight or states[0]["metrics"] == {}
 
 
 async def test_group_reward_failure_fails_the_group():

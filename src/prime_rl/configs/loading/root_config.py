@@ -10,7 +10,7 @@ import sys
 import textwrap
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -172,12 +172,18 @@ class RootConfig(BaseConfig):
     """Name of the experiment: output_dir becomes output_dir/NAME, and W&B, trackio and MLflow call the runs NAME."""
 
     @classmethod
-    def load(cls, argv: list[str] | None = None, values: Mapping[str, object] | None = None) -> Self:
+    def load(
+        cls,
+        argv: list[str] | None = None,
+        values: Mapping[str, object] | None = None,
+        check: Callable[[Self], object] | None = None,
+    ) -> Self:
         """Read the configuration from `argv` (None: `sys.argv[1:]`), TOML files, environment and defaults.
 
         Args:
             argv: the command line.
             values: values of a Python program, which rank as flags: nested dicts, or keys with dots.
+            check: raises ConfigError for what the command refuses after reading; called for `--dry-run`.
 
         Raises:
             ConfigError: bad input, as one line.
@@ -205,6 +211,8 @@ class RootConfig(BaseConfig):
         for warning in config.doubtful():
             _warn(warning)
         if "--dry-run" in line.actions:
+            if check is not None:
+                check(config)
             with exit_with_reader():
                 print(to_toml(config), end="")
             sys.exit(0)

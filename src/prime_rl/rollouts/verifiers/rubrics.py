@@ -35,10 +35,16 @@ from verifiers.envs.env_group import EnvGroupRubric as EnvGroupRubric
 from verifiers.rubrics import rubric as rubric_module
 from verifiers.rubrics.rubric import Rubric
 from verifiers.rubrics.rubric_group import RubricGroup
-from verifiers.utils import async_utils, response_utils
+from verifiers.utils import async_utils, message_utils, response_utils
 
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.environment_backend import LAST_CLASSIC, CallParameters, call_parameters, signature
+from prime_rl.rollouts.environment_backend import (
+    LAST_CLASSIC,
+    CallParameters,
+    call_parameters,
+    signature,
+    split_scores,
+)
 from prime_rl.rollouts.group_attempts import (
     ZERO_HINT,
     EnvironmentFailed,
@@ -48,6 +54,7 @@ from prime_rl.rollouts.group_attempts import (
     reward_failure,
 )
 from prime_rl.rollouts.rendering.messages import last_reply, normalise
+from prime_rl.rollouts.verifiers.message_dicts import patch_messages, use_message_dicts
 
 
 @dataclass(slots=True)
@@ -57,6 +64,7 @@ class Scoring:
     Attributes:
         failures: with the id of the state; None for the whole group.
         unknown: states and names of metrics without a value.
+        metrics: states and further metrics of a function that returns a dictionary.
         zeros: number of failed functions that count 0, by id of the state.
     """
 
@@ -64,6 +72,7 @@ class Scoring:
     warn: Callable[[str, str], None]
     failures: list[tuple[int | None, EnvironmentFailed]] = field(default_factory=list)
     unknown: list[tuple[Any, str]] = field(default_factory=list)
+    metrics: list[tuple[Any, dict[str, float]]] = field(default_factory=list)
     zeros: Counter[int] = field(default_factory=Counter)
 
     def failed(self, func: Any, states: Sequence[Any], weight: float, failure: EnvironmentFailed) -> None:
@@ -102,6 +111,8 @@ async def score_group(
         EnvironmentFailed: a function of the whole group raised, or did not return a list of finite numbers.
     """
     _prepare(rubric)
+    for state in states:
+        use_message_dicts(state)
     scoring = Scoring(zero, warn)
     token = _scoring.set(scoring)
     try:
@@ -111,6 +122,8 @@ async def score_group(
         _scoring.reset(token)
     for state, name in scoring.unknown:
         state["metrics"].pop(name, None)
+    for state, metrics in scoring.metrics:
+        state["metrics"] |= metrics
     failures: dict[int, EnvironmentFailed] = {}
     place = {id(state): index for index, state in enumerate(states)}
     for identity, failure in scoring.failures:
@@ -241,11 +254,16 @@ async def call_checked(
 
     A failure is recorded, and the value is 0.
     """
-    name = f"reward function {getattr(func, '__name__', repr(func))}"
+    name = f"reward function {func.__name__}"
     started, parameters = time.monotonic(), call_parameters(func)
 
     def checked(value: Any) -> Any:
-        value = _as_numbers(len(states), name, value) if is_group else as_number(name, value)
+        if is_group:
+            value = _as_numbers(len(states), name, value)
+        elif isinstance(value, Mapping):
+            value = _record_scores(scoring, rubric, func, states[0], value)
+        else:
+            value = as_number(name, value)
         _check_wait(func, name, time.monotonic() - started)
         _check_process_pool(func)
         return value
@@ -263,6 +281,15 @@ async def call_checked(
     except EnvironmentFailed as error:
         scoring.failed(func, states, _weight(rubric, func), reward_failure(name, error))
         return [0.0] * len(states) if is_group else 0.0
+
+
+def _record_scores(scoring: Scoring, rubric: Any, func: Any, state: Any, value: Mapping[Any, Any]) -> float:
+    """Record the metrics that a function returned; return its reward, 0 without one."""
+    reward, metrics = split_scores(func, value, _weight(rubric, func))
+    scoring.metrics.append((state, metrics))
+    if reward is None:
+        scoring.unknown.append((state, func.__name__))
+    return reward or 0.0
 
 
 async def gather_values(*calls: Any) -> list[Any]:
@@ -358,7 +385,8 @@ _ORIGINALS = {
     environment: ("maybe_call_with_named_args", "deepcopy"),
     async_utils: ("maybe_call_with_named_args",),
     rubric_module: ("maybe_call_with_named_args", "inspect", "asyncio"),
-    response_utils: ("asyncio",),
+    message_utils: ("normalize_messages", "maybe_normalize_messages"),
+    response_utils: ("asyncio", "parse_response_message"),
     Rubric: ("_call_individual_reward_func", "_call_group_reward_func", "score_objects", "group_score_objects"),
 }
 """The names that are replaced or called, by their owner."""
@@ -381,6 +409,7 @@ def patch_verifiers() -> None:
         )
     Rubric._prime_rl_patched = True
     _patch_reward_calls(Rubric)
+    patch_messages()
     rubric_module.inspect = SimpleNamespace(signature=signature)
     rubric_module.asyncio = SimpleNamespace(gather=gather_values)
     response_utils.asyncio = SimpleNamespace(to_thread=_call)

@@ -44,6 +44,7 @@ class EnvironmentPool:
         eval_split: source of its evaluation examples; known after the start.
         columns: of each example of an evaluation, those of `env.breakdown`; known after the start.
         content_hash: of its examples; known after the start.
+        skipped: training examples whose prompt is too long, with `env.long_prompts`; known after the start.
         discarded: rollouts and tokens that were sampled and not used.
         seconds: time of the finished rollouts by activity.
     """
@@ -64,7 +65,8 @@ class EnvironmentPool:
 
         Args:
             workers: number of processes.
-            check_seq_len: refuse to start if one of the first prompts has so many tokens or more; None: no check.
+            check_seq_len: refuse to start if one of the first prompts has so many tokens or more, or skip it; None: no
+                check.
             log: from the name of a worker to the file for its output (`RunPaths.log`); None: our stderr.
             timeline: gets the share of the time in which the workers are busy; the pool closes it.
             warn: gets warnings for the user of a run (`RunWarnings.add`), which are also logged.
@@ -74,6 +76,7 @@ class EnvironmentPool:
         self.eval_split: EvalSplit = "none"
         self.columns: list[dict[str, str]] = []
         self.content_hash = ""
+        self.skipped: list[int] = []
         self.discarded = DiscardedWork()
         self.seconds = RolloutSeconds()
         self._launcher = launcher
@@ -299,6 +302,7 @@ class EnvironmentPool:
         self._examples, self.eval_split = worker.examples, worker.eval_split
         self.content_hash = self.content_hash or worker.content_hash
         self.columns = worker.columns
+        self.skipped = worker.skipped if check else self.skipped
         return worker
 
     def _warn(self, message: str) -> None:

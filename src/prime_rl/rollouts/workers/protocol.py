@@ -85,7 +85,10 @@ class ModelAccess:
 
 
 class LoadEnvironment(msgspec.Struct, tag="load", frozen=True):
-    """Load one split of an environment; fail if one of the first prompts has `check_seq_len` tokens or more."""
+    """Load one split of an environment; fail if one of the first prompts has `check_seq_len` tokens or more.
+
+    With `env.long_prompts = "skip"` report those that have; fail if all have.
+    """
 
     env: EnvConfig
     split: Split
@@ -102,6 +105,7 @@ class EnvironmentReady(msgspec.Struct, tag="ready", frozen=True):
         eval_split: source of its evaluation examples.
         columns: of each example, those of `env.breakdown`; empty in training.
         content_hash: `EnvironmentBackend.content_hash`.
+        skipped: examples whose prompt is too long, in order.
     """
 
     examples: int
@@ -109,6 +113,7 @@ class EnvironmentReady(msgspec.Struct, tag="ready", frozen=True):
     eval_split: EvalSplit
     columns: list[dict[str, str]] = []
     content_hash: str = ""
+    skipped: list[int] = []
 
 
 class EnvironmentUnloadable(msgspec.Struct, tag="unloadable", frozen=True):

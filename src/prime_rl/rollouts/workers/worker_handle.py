@@ -59,6 +59,7 @@ class WorkerHandle:
         examples: number of examples of its environment.
         eval_split: source of the evaluation examples of its environment.
         content_hash: of its examples.
+        skipped: those whose prompt is too long, if it has checked them.
         in_flight: number of running rollouts.
         died: set when it has died.
         outgrown: set when it has more than `env.max_memory_gib` in memory.
@@ -80,6 +81,7 @@ class WorkerHandle:
         self.eval_split: EvalSplit = "none"
         self.columns: list[dict[str, str]] = []
         self.content_hash = ""
+        self.skipped: list[int] = []
         self.in_flight = 0
         loop = asyncio.get_running_loop()
         self.died: asyncio.Future[WorkerDied] = loop.create_future()
@@ -142,6 +144,7 @@ class WorkerHandle:
                 raise ConfigError(answer.message)
             worker.examples, worker.eval_split = answer.examples, answer.eval_split
             worker.columns, worker.content_hash = answer.columns, answer.content_hash
+            worker.skipped = answer.skipped
             worker._last_beat = time.monotonic()
             launcher.preload(answer.backend)
             return worker

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 
@@ -63,19 +64,37 @@ def work(connection: socket.socket, crash_record: CrashRecord) -> None:
     backend = worker.backend
     worker.send(
         protocol.EnvironmentReady(
-            len(backend), type(backend).__module__, backend.eval_split, worker.columns, worker.content_hash
+            len(backend),
+            type(backend).__module__,
+            backend.eval_split,
+            worker.loaded.columns,
+            worker.content_hash,
+            worker.loaded.skipped,
         )
     )
     uvloop.run(worker.serve(connection))
 
 
-def load_backend(
-    command: protocol.LoadEnvironment, warn: Callable[[str], None]
-) -> tuple[EnvironmentBackend, list[dict[str, str]]]:
-    """Load an environment, and the columns of its evaluation examples.
+@dataclass(frozen=True, slots=True)
+class LoadedEnvironment:
+    """An environment that is ready to run.
+
+    Attributes:
+        backend: runs its groups.
+        columns: of each example of an evaluation, those of `env.breakdown`.
+        skipped: training examples whose prompt is too long, in order.
+    """
+
+    backend: EnvironmentBackend
+    columns: list[dict[str, str]] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+
+
+def load_backend(command: protocol.LoadEnvironment, warn: Callable[[str], None]) -> LoadedEnvironment:
+    """Load an environment and check its prompts.
 
     Raises:
-        ConfigError: as `load`; or one of the first prompts is too long or cannot be rendered.
+        ConfigError: as `load`; or one of the first prompts is too long or cannot be rendered, or all are too long.
     """
     access, env = command.access, command.env
     use_settings(access.sandbox.settings)
@@ -87,9 +106,9 @@ def load_backend(
     backend = load(env, renderer, command.split, access.keep_messages, warn)
     evaluates = command.split == "eval" and bool(env.breakdown)
     columns = [backend.columns(example) for example in range(len(backend) if evaluates else 0)]
-    if command.check_seq_len is not None:
-        _check_prompts(backend, env.label, command.check_seq_len)
-    return backend, columns
+    if command.check_seq_len is None:
+        return LoadedEnvironment(backend, columns)
+    return LoadedEnvironment(backend, columns, _check_prompts(backend, env, command.check_seq_len, warn))
 
 
 def load(
@@ -136,18 +155,33 @@ def load(
     return ClassicEnvironment(config, module.__name__, renderer, split, keep_messages, warn)
 
 
-def _check_prompts(backend: EnvironmentBackend, name: str, seq_len: int) -> None:
-    """Check the first prompts. Groups with a later one that is too long are dropped."""
-    for example in range(min(len(backend), _NUM_CHECKED_PROMPTS)):
-        prompt = f"the prompt of example {example} of environment {name!r}"
+def _check_prompts(backend: EnvironmentBackend, env: EnvConfig, seq_len: int, warn: Callable[[str], None]) -> list[int]:
+    """Check the first prompts, or find all that are too long if they are to be skipped.
+
+    Without skipping, groups with a later prompt that is too long are dropped.
+    """
+    skips, skipped = env.long_prompts == "skip", list[int]()
+    for example in range(len(backend) if skips else min(len(backend), _NUM_CHECKED_PROMPTS)):
+        prompt = f"the prompt of example {example} of environment {env.label!r}"
         hint = "; change the data set, or the chat template (rendering.chat_template)"
         with config_errors(f"{prompt} cannot be rendered", hint):  # an image, a wrong column, an unknown role
             length = backend.prompt_tokens(example)
-        if length >= seq_len:
+        if length < seq_len:
+            continue
+        if not skips:
             raise ConfigError(
                 f"{prompt} has {length} tokens, which leaves no space in seq_len = {seq_len}; "
-                "raise orchestrator.seq_len or filter the data set"
+                'raise orchestrator.seq_len, filter the data set, or skip such examples with env.long_prompts = "skip"'
             )
+        skipped.append(example)
+    counted = (
+        f"{len(skipped)} of {len(backend)} examples are skipped: their prompts leave no space in seq_len = {seq_len}"
+    )
+    if len(skipped) == len(backend):
+        raise ConfigError(f"environment {env.label!r}: {counted}; raise orchestrator.seq_len")
+    if skipped:
+        warn(f'{counted} (env.long_prompts = "skip")')
+    return skipped
 
 
 class _Worker:
@@ -164,7 +198,8 @@ class _Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._cancelled: set[int] = set()
         self._turns = LoopTurns(1)  # a group takes some milliseconds until it waits for the model
-        self.backend, self.columns = load_backend(command, lambda text: self.send(protocol.EnvironmentWarning(text)))
+        self.loaded = load_backend(command, lambda text: self.send(protocol.EnvironmentWarning(text)))
+        self.backend = self.loaded.backend
         with config_errors(f"the examples of environment {command.env.label!r} cannot be read"):
             self.content_hash = self.backend.content_hash()
 
