@@ -406,3 +406,21 @@ def test_extend_of_a_copied_completion_renders_once(monkeypatch):
     monkeypatch.setattr(renderer, "_text", lambda *args: rendered.append(args) or text(*args))
     assert renderer.extend_prompt(last, messages) is not None
     assert len(rendered) == 1
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "{% for c in m.tool_calls %}#{{ c.function.name + c.function.arguments }}{% endfor %}{{ m.content or '' }}",
+        "{% if m.content is none %}{% for c in m.tool_calls %}#{{ c.function.name + c.function.arguments | string }}"
+        "{% endfor %}{% else %}{{ m.content }}{% endif %}",
+        "{{ m.content }}{% for c in m.tool_calls %}#{{ c.function.name + c.function.arguments | tojson }}{% endfor %}",
+    ],
+)
+def test_calls_are_rendered_in_the_form_that_the_template_reads(calls):
+    shape = next(iter(SHAPES))
+    other = make_merging_tokenizer(SHAPES[shape])
+    other.chat_template = "{% for m in messages %}[{{ m.role }}]" + calls + "{% endfor %}"
+    renderer = Renderer(other, RenderingConfig())
+    messages = normalise([*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}])
+    assert renderer.render_prompt(messages).text.endswith('[assistant]#add{"a": 2, "b": 2}')

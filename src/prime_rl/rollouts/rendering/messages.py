@@ -253,6 +253,16 @@ def _arguments(arguments: Any) -> Any:
     return arguments if found is None or skip(arguments, found[1]) != len(arguments) else found[0]
 
 
+def with_text_arguments(message: Message) -> Message:
+    """Return the form of tool calls that DeepSeek's templates read: arguments as JSON text, and no empty content."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
+    for function in (call["function"] for call in calls):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
+
+
 MAX_DEPTH = 32
 """Maximum nesting of a call's arguments; encoding them recurses to this depth."""
 

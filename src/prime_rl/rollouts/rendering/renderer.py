@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.rollouts.rendering.completion_parsers import PARSERS, split_reasoning
-from prime_rl.rollouts.rendering.messages import Generation, Message, Parsed, normalise
+from prime_rl.rollouts.rendering.messages import Generation, Message, Parsed, normalise, with_text_arguments
 
 TrajectoryStrategy = Literal["interleaved", "branching"]
 
@@ -211,7 +212,25 @@ class Renderer:
             return None
         return after[start:]
 
+    @cached_property
+    def _reads_text_arguments(self) -> bool:
+        """Whether the template renders a tool call only with JSON text as arguments."""
+        call = {"id": "call00000", "type": "function", "function": {"name": _PLACEHOLDER, "arguments": {"a": "b"}}}
+        asked = {"role": "user", "content": "a"}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answered = {"role": "tool", "content": "b", "tool_call_id": "call00000", "name": _PLACEHOLDER[:4]}
+        for form in (called, with_text_arguments(called)):
+            with suppress(ValueError):
+                if _PLACEHOLDER in self._apply([asked, form, answered], None):
+                    return form is not called
+        return False
+
     def _text(self, messages: list[Message], tools: list[Any] | None) -> str:
+        if any("tool_calls" in message for message in messages) and self._reads_text_arguments:
+            messages = list(map(with_text_arguments, messages))
+        return self._apply(messages, tools)
+
+    def _apply(self, messages: list[Message], tools: list[Any] | None) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,

@@ -27,7 +27,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from prime_rl.configs.training.sft_data import SFTDataConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.rendering.conversations import Conversation, PromptCompletion, RowError, TrackedRow, read_row
-from prime_rl.rollouts.rendering.messages import Message
+from prime_rl.rollouts.rendering.messages import Message, with_text_arguments
 
 _MARK = "\ue000\ue001\ue000"  # placeholder to locate a content; private-use characters
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -124,7 +124,7 @@ class ExampleEncoder:
             chat = replace(chat, messages=list(map(_unwrap_response, chat.messages)))
         forms = [chat]
         if any(message.get("tool_calls") for message in chat.messages):
-            forms.append(replace(chat, messages=list(map(_with_text_arguments, chat.messages))))
+            forms.append(replace(chat, messages=list(map(with_text_arguments, chat.messages))))
         errors = list[RowError]()
         for form in reversed(forms) if self._reads_text_arguments else forms:
             try:
@@ -410,16 +410,6 @@ def _unwrap_response(message: Message) -> Message:
     if message["role"] != "tool" or not (text.startswith(begin) and text.endswith(end) and text.count(begin) == 1):
         return message
     return {**message, "content": text[len(begin) : -len(end)].strip()}
-
-
-def _with_text_arguments(message: Message) -> Message:
-    """Return the form of tool calls that some templates read: arguments as JSON text, and no empty content."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
-    for function in (call["function"] for call in calls):
-        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
 def _is_shown(value: str, text: str) -> bool:
