@@ -183,13 +183,14 @@ class ExampleEncoder:
     def _answer(self, chat: Conversation, i: int, prompt: str, where: str) -> tuple[str, str]:
         """Return the text that message `i` adds to its prompt, with the end of the turn, and the white space after."""
         whole = self._render(chat, chat.messages[: i + 1])
-        if not whole.startswith(prompt):
+        start = len(prompt) if whole.startswith(prompt) else self._find_answer(chat, i, prompt, whole)
+        if start is None:
             raise RowError(
                 f"the chat template does not continue its own generation prompt with message {i}, so the trained "
                 "tokens are ambiguous; set rendering.chat_template or rendering.chat_template_args, or remove the row"
             )
-        trailer = self._find_trailer(chat, i, len(prompt), whole)
-        answer = whole[len(prompt) :].removesuffix(trailer)
+        trailer = self._find_trailer(chat, i, start, whole)
+        answer = whole[start:].removesuffix(trailer)
         self._compare(chat, i, answer, where)
         bare = answer.rstrip()
         if bare.endswith(self._specials):
@@ -202,6 +203,21 @@ class ExampleEncoder:
             "learn to stop; set rendering.chat_template to a template that writes one",
         )
         return answer, ""
+
+    def _find_answer(self, chat: Conversation, i: int, prompt: str, whole: str) -> int | None:
+        """Return where message `i` begins if the template writes its prompt differently once it is answered.
+
+        Templates of Mistral leave the system message out then. The header of the turn must be that of the prompt.
+        """
+        with suppress(RowError):
+            before, found, _ = self._render(
+                chat, [*chat.messages[:i], {"role": "assistant", "content": _MARK}]
+            ).partition(_MARK)
+            header = before.rstrip()
+            special = next((one for one in self._specials if header.endswith(one)), None)
+            if found and special and prompt.rstrip().endswith(special) and whole.startswith(header):
+                return len(header)
+        return None
 
     def _find_trailer(self, chat: Conversation, i: int, start: int, whole: str) -> str:
         """Return the special token that the template writes once, after the last turn (newer templates of Phi-3)."""

@@ -410,3 +410,18 @@ def test_space_of_the_prompt_is_not_learned_if_offsets_omit_it():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
     (sequence,) = encode({"prompt": "Answer: ", "completion": "42 "}, tokenizer)
     assert learned(sequence, tokenizer) == ["42 <|end|>"]
+
+
+def test_prompt_that_changes_once_it_is_answered_is_that_of_sampling():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>"
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + ' ' }}{% endif %}"
+        "{{ m.content }}<unk>"
+        "{% elif m.role == 'assistant' %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    first, second = encode({"messages": CHAT}, tokenizer)
+    decoded = [tokenizer.decode(sequence.tokens) for sequence in (first, second)]
+    assert decoded[0] == "<|im_start|>be kind hi<unk> hello<|im_end|>"
+    assert decoded[1] == "<|im_start|>hi<unk> hello<|im_end|><|im_start|>be kind and?<unk> bye <|im_end|>"
+    assert [learned(one, tokenizer)[0].strip() for one in (first, second)] == ["hello<|im_end|>", "bye <|im_end|>"]
