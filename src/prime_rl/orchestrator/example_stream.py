@@ -130,6 +130,8 @@ class ExampleStream:
         for source, seed in zip(self.sources, self._seeds, strict=True):
             values: dict[str, Any] = {"examples": source.num_drawn, "weight": source.weight, "seed": seed}
             values |= {_CONTENT: source.content_hash} if source.content_hash else {}
+            if source.skipped:
+                values["skipped"] = zlib.crc32(np.array(source.skipped, "<i8").tobytes())
             if isinstance(source.buffer, DifficultyPoolBufferConfig | CurriculumBufferConfig):
                 values |= source.buffer.model_dump(exclude={"seed", "online_difficulty_filtering"})
             named |= {f"{name} of {source.name}": value for name, value in values.items()}

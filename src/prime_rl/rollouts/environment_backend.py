@@ -230,14 +230,17 @@ def check_names(names: Sequence[str], env_id: str) -> None:
         )
 
 
-def split_scores(function: Callable[..., Any], value: Any, weight: float) -> tuple[float | None, dict[str, float]]:
+def split_scores(
+    function: Callable[..., Any], value: Any, weight: float, warn: Callable[[str, str], None]
+) -> tuple[float | None, dict[str, float]]:
     """Return the reward in the value of a reward function, and its metrics `<function>/<key>`.
 
     The value is a number, or a dictionary of numbers: its `reward`, or else `score`, is the reward, the others are
-    metrics. Without either the reward is None, if the function has weight 0.
+    metrics. Without either the reward is None, if the function has weight 0. A metric that is not a finite number is
+    missing, with a warning.
 
     Raises:
-        EnvironmentFailed: a value is not a finite number, or the function has a weight and returns no reward.
+        EnvironmentFailed: the reward is not a finite number, or the function has a weight and returns no reward.
     """
     label = function.__name__
     name = f"reward function {label}"
@@ -249,8 +252,14 @@ def split_scores(function: Callable[..., Any], value: Any, weight: float) -> tup
             f"{name} returned a dictionary without 'reward' or 'score' (its keys are {[*value]!r:.80}); return one of "
             "them, or set weight 0 to record metrics only"
         )
-    metrics = {f"{label}/{other}": as_number(f"{other!r} of {name}", each) for other, each in value.items()}
-    return (None if key is None else metrics.pop(f"{label}/{key}")), metrics
+    reward = None if key is None else as_number(f"{key!r} of {name}", value[key])
+    metrics = dict[str, float]()
+    for other in [other for other in value if other != key]:
+        try:
+            metrics[f"{label}/{other}"] = as_number(f"{other!r} of {name}", value[other])
+        except EnvironmentFailed as failure:
+            warn(f"metric {label}/{other}", f"{failure}; only this metric is missing")
+    return reward, metrics
 
 
 async def score_trace(
@@ -286,7 +295,7 @@ async def score_trace(
     for function, weight in rewards:
         name = function.__name__
         try:
-            values |= await _call(function, objects, weight)
+            values |= await _call(function, objects, weight, warn)
         except EnvironmentFailed as failure:
             if weight != 0 and failure.is_infrastructure:
                 raise
@@ -300,13 +309,15 @@ async def score_trace(
     return total, values
 
 
-async def _call(function: Callable[..., Any], objects: Mapping[str, Any], weight: float) -> dict[str, float]:
+async def _call(
+    function: Callable[..., Any], objects: Mapping[str, Any], weight: float, warn: Callable[[str, str], None]
+) -> dict[str, float]:
     name = function.__name__
     try:
         with contain_failures():
             value = function(**call_parameters(function).select(objects))
             value = await value if inspect.isawaitable(value) else value
-            reward, metrics = split_scores(function, value, weight)
+            reward, metrics = split_scores(function, value, weight, warn)
             return metrics if reward is None else {name: reward, **metrics}
     except EnvironmentFailed as error:
         raise reward_failure(f"reward function {name}", error) from error

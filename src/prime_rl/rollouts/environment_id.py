@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import (
@@ -118,8 +118,12 @@ def find_environment(env_id: str, key: str = "env.id") -> FoundEnvironment:
     module = name.replace("-", "_")
     names = [each for each in (module, module.lower()) if all(map(str.isidentifier, each.split(".")))]
     try:
-        installed = next(filter(None, map(_find_installed, names)), None)
-    except Exception as error:  # the package around a module is imported, and foreign code may raise anything
+        with redirect_stdout(sys.stderr):  # a dry run prints TOML
+            installed = next(filter(None, map(_find_installed, names)), None)
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the package around a module is imported, and foreign code may raise anything
         raise ConfigError(f"{key} = {env_id} cannot be imported: {summarize_exception(error, full=True)}") from error
     files = [] if owner or wanted else [each for each in names if "." not in each]
     local = next(filter(None, (_find_in(Path.cwd(), each) for each in files)), None)

@@ -40,6 +40,42 @@ def test_absent_field_is_none_as_attribute_and_no_key():
         asked["tool_calls"]
 
 
+def test_model_equals_message_in_both_orders():
+    patch_verifiers()
+    message = message_dict(AssistantMessage(content="Hi"))
+    assert AssistantMessage(content="Hi") == message == AssistantMessage(content="Hi")
+    assert [AssistantMessage(content="Ho")] != [message]
+
+
+def test_code_that_rebuilds_a_message_by_its_type():
+    message = message_dict(AssistantMessage(content="Hi"))
+    for made in (type(message)(**message), type(message)((key, value) for key, value in message.items())):
+        assert made == message and isinstance(made, AssistantMessage) and made.content == "Hi"
+    assert message.copy(update={"content": "Ho"}).content == "Ho"
+
+
+class Loud(UserMessage):
+    @property
+    def twice(self):
+        return self.content * 2
+
+    def shout(self):
+        return self.content.upper()
+
+
+def test_methods_of_the_class_are_those_of_the_model():
+    message = message_dict(Loud(content="Hi"))
+    assert isinstance(message, Loud) and (message.twice, message.shout()) == ("HiHi", "HI")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    for odd in (
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "x"},
+        {"role": "user", "content": None},
+    ):
+        assert message_dict(odd).model_dump()["role"] == odd["role"]
+    assert message_dict({"role": "assistant", "tool_calls": [call]}).model_dump()["tool_calls"][0]["name"] == "add"
+
+
 def pickled(message):
     return pickle.loads(pickle.dumps(message))  # noqa: S301  our own
 

@@ -108,9 +108,11 @@ async def test_dictionary_of_another_form_is_refused_by_name(value, weight, mess
     failures = await score_group(
         vf.Rubric(funcs=[measured], weights=[weight]), states, warn=lambda *warning: warnings.append(warning[1])
     )
-    (found,) = map(str, failures.values()) if weight else warnings
+    (found,) = [*map(str, failures.values()), *warnings]
     assert re.search(message, found)
-    assert weight or states[0]["metrics"] == {}
+    if not failures:  # only the metric is missing
+        assert states[0]["reward"] == weight
+        assert states[0]["metrics"] == ({"measured": 1.0} if weight else {})
 
 
 async def test_group_reward_failure_fails_the_group():

@@ -8,10 +8,11 @@ Its present classes are pydantic models, which verifiers and newer packages test
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from verifiers import types
 from verifiers.utils import message_utils, response_utils
 
@@ -29,10 +30,18 @@ class MessageDict(dict[str, Any]):
     __slots__ = ("_model",)
     _model: type[BaseModel]
 
-    def __init__(self, model: type[BaseModel], fields: Mapping[str, Any]) -> None:
+    def __init__(self, fields: Any = (), /, **more: Any) -> None:
+        """Make a message as `dict` does, for code that rebuilds one by its type; the role selects the class."""
+        super().__init__(fields, **more)
+        role = dict.get(self, "role")
+        object.__setattr__(self, "_model", _BY_ROLE.get(role if isinstance(role, str) else None, types.CustomBaseModel))
+
+    @classmethod
+    def of(cls, model: type[BaseModel], fields: Mapping[str, Any]) -> Self:
         """Stand for an object of a verifiers class with these fields."""
-        super().__init__(fields)
-        object.__setattr__(self, "_model", model)
+        made = cls(fields)
+        object.__setattr__(made, "_model", model)
+        return made
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -58,12 +67,15 @@ class MessageDict(dict[str, Any]):
         raise KeyError(key)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("model_"):
-            return getattr(self._model.model_validate(_plain(self)), name)
-        try:
+        with suppress(KeyError):
             return self[name]
-        except KeyError:
-            raise AttributeError(f"{self._model.__name__!r} object has no attribute {name!r}") from None
+        if name.startswith("__") or not hasattr(self._model, name):
+            raise AttributeError(f"{self._model.__name__!r} object has no attribute {name!r}")
+        fields = _plain(self)
+        try:
+            return getattr(self._model.model_validate(fields), name)
+        except ValidationError:  # an environment's own message that verifiers would not accept
+            return getattr(self._model.model_construct(**fields), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -78,12 +90,12 @@ class MessageDict(dict[str, Any]):
 
     __hash__ = None
 
-    def copy(self) -> Self:
-        """Return a shallow copy."""
-        return type(self)(self._model, self)
+    def copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
+        """Return a shallow copy with changed fields."""
+        return type(self).of(self._model, {**self, **(update or {})})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self), (self._model, dict(self))
+        return type(self).of, (self._model, dict(self))
 
 
 class _Function(types.CustomBaseModel):
@@ -103,7 +115,7 @@ class ToolCallDict(MessageDict):
         if key == "type":
             return "function"
         if key == "function" and dict.__contains__(self, "name"):
-            return MessageDict(_Function, {"name": self["name"], "arguments": self["arguments"]})
+            return MessageDict.of(_Function, {"name": self["name"], "arguments": self["arguments"]})
         if key in ("name", "arguments") and dict.__contains__(self, "function"):
             return self["function"].get(key)
         return super().__missing__(key)
@@ -146,7 +158,7 @@ def message_dict(message: Any) -> Any:
         return message
     if isinstance(message, _MODELS):
         return _convert(type(message), message)
-    if type(message) is dict and message.get("role") in _BY_ROLE:
+    if type(message) is dict and isinstance(message.get("role"), str) and message["role"] in _BY_ROLE:
         return _convert(_BY_ROLE[message["role"]], message)
     return message
 
@@ -159,17 +171,17 @@ def _convert(model: type[BaseModel], value: Any) -> MessageDict:
     else:
         fields = dict(value)
     for name, inner in fields.items():
-        if name == "tool_calls" and isinstance(inner, Sequence):
+        if name == "tool_calls" and isinstance(inner, list | tuple):
             fields[name] = [_convert_inside(types.ToolCall, call) for call in inner]
         elif name == "content" and isinstance(inner, list):
             fields[name] = [_convert_part(part) for part in inner]
         elif name in _INSIDE:
             fields[name] = _convert_inside(_INSIDE[name], inner)
-    return (ToolCallDict if issubclass(model, types.ToolCall) else MessageDict)(model, fields)
+    return (ToolCallDict if issubclass(model, types.ToolCall) else MessageDict).of(model, fields)
 
 
 def _convert_part(part: Any) -> Any:
-    kind = part.get("type") if type(part) is dict else None
+    kind = part.get("type") if type(part) is dict and isinstance(part.get("type"), str) else None
     return _convert_inside(_BY_TYPE.get(kind, types.GenericContentPart), part)
 
 
@@ -181,6 +193,8 @@ def _convert_inside(model: type[BaseModel], value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return dictionaries and models as plain dictionaries."""
+    if type(value) is ToolCallDict:  # verifiers' form
+        value = {"name": value["name"], "arguments": value["arguments"], **value}
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -229,6 +243,11 @@ def patch_messages() -> None:
     async def parse_response_message(response: Any) -> list[Any]:
         return [message_dict(message) for message in await parse(response)]
 
+    def equals(self: types.CustomBaseModel, other: object) -> Any:
+        return NotImplemented if type(other) in (MessageDict, ToolCallDict) else compare(self, other)
+
+    compare: Callable[..., Any] = types.CustomBaseModel.__eq__
+    types.CustomBaseModel.__eq__ = equals
     _replace(normalize, normalize_messages)
     _replace(message_utils.maybe_normalize_messages, maybe_normalize_messages)
     _replace(parse, parse_response_message)

@@ -121,9 +121,9 @@ async def score_group(
     finally:
         _scoring.reset(token)
     for state, name in scoring.unknown:
-        state["metrics"].pop(name, None)
+        (state["metrics"] or {}).pop(name, None)
     for state, metrics in scoring.metrics:
-        state["metrics"] |= metrics
+        state["metrics"] = {**(state["metrics"] or {}), **metrics}
     failures: dict[int, EnvironmentFailed] = {}
     place = {id(state): index for index, state in enumerate(states)}
     for identity, failure in scoring.failures:
@@ -285,7 +285,7 @@ async def call_checked(
 
 def _record_scores(scoring: Scoring, rubric: Any, func: Any, state: Any, value: Mapping[Any, Any]) -> float:
     """Record the metrics that a function returned; return its reward, 0 without one."""
-    reward, metrics = split_scores(func, value, _weight(rubric, func))
+    reward, metrics = split_scores(func, value, _weight(rubric, func), scoring.warn)
     scoring.metrics.append((state, metrics))
     if reward is None:
         scoring.unknown.append((state, func.__name__))

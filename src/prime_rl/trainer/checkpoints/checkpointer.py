@@ -333,7 +333,7 @@ def _free(directory: Path) -> str:
 
 _DECIDING = (
     "model.name", "model.revision", "model.lora", "model.dtype", "model.reduce_dtype", "model.debug", "optim",
-    "scheduler", "loss", "reference", "num_minibatches", "data", "seed", "tokenizer.name",
+    "scheduler", "loss", "reference", "num_minibatches", "data", "seed", "tokenizer.name", "rendering",
 )  # fmt: skip
 # Names that earlier releases wrote into checkpoints.
 _RENAMED = {

@@ -47,6 +47,11 @@ class InMemorySource:
         """Number of completed passes over the examples."""
         return self._drawn // len(self._rows)
 
+    @property
+    def started_passes(self) -> int:
+        """Number of passes that have begun, at least 1."""
+        return max(1, -(-self._drawn // len(self._rows)))
+
     def draw(self) -> LocatedRow:
         """Return the next example."""
         epoch, place = divmod(self._drawn, len(self._rows))
@@ -160,7 +165,7 @@ class InterleavedSource:
         self._sources = [sources[i] for i in used]
         self._shares = np.array([shares[i] for i in used]) / sum(shares)
         self._once = once
-        self._drawn = np.zeros(len(used), np.int64)
+        self._drawn, self._last_pass = np.zeros(len(used), np.int64), 1
 
     @property
     def passes(self) -> int:
@@ -169,7 +174,9 @@ class InterleavedSource:
 
     def draw(self) -> LocatedRow | None:
         """Return the next example; None at the end of the pass."""
-        if self._once is not None and {"all": all, "first": any}[self._once](s.passes for s in self._sources):
+        if self._once is not None and {"all": all, "first": any}[self._once](
+            source.passes >= self._last_pass for source in self._sources
+        ):
             return None
         chosen = int(np.argmax(self._shares * (self._drawn.sum() + 1) - self._drawn))
         self._drawn[chosen] += 1
@@ -187,8 +194,11 @@ class InterleavedSource:
                 f"{len(self._sources)}"
             )
         self._drawn = np.array(state["drawn"], np.int64)
+        self._last_pass = 1
         for source, position in zip(self._sources, state["sources"], strict=True):
             source.restore(position)
+        if len(self._sources) == 1 and isinstance(source := self._sources[0], InMemorySource):
+            self._last_pass = source.started_passes  # a run of several passes, whose number was limited by max_steps
 
 
 def permutation(size: int, seed: Sequence[int] | None, *more: int) -> NDArray[np.integer]:

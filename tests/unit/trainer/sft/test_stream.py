@@ -242,6 +242,18 @@ def test_resumed_pass_with_changed_settings_trains_the_rest(files, tokenizer, be
         assert len(seen) == 32
 
 
+def test_pass_in_progress_of_several_is_trained_to_its_end(files, tokenizer):
+    """Without max_steps, which limited the first run of a pass and a half."""
+    options = {"name": str(files / "a.jsonl"), "batch_size": 5, "pack_function": "stack"}
+    first = open_batches(tokenizer, max_steps=6, **options)
+    first.count_steps(0)
+    assert len(list(first.batches)) == 6
+    second = open_batches(tokenizer, **options)
+    second.batches.restore(json.loads(json.dumps(first.batches.state())))
+    assert second.count_steps(6) == 8
+    assert len(words(list(second.batches), tokenizer)) == 10
+
+
 def test_resumed_pass_at_its_end_has_no_further_step(files, tokenizer):
     whole = open_batches(tokenizer, name=str(files / "a.jsonl"))
     steps = whole.count_steps(0)
