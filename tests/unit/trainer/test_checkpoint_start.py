@@ -66,11 +66,11 @@ def start_again(monkeypatch):
     return set_variables
 
 
-def choose(paths, ckpt=None, publishes_versions=True, max_steps=20):
+def choose(paths, ckpt=None, publishes_versions=True, max_steps=20, check=lambda manifest: None):
     config = TrainerConfig(ckpt=ckpt, output_dir=paths.root, max_steps=max_steps)
     world = SimpleNamespace(is_main=True, rank=0, size=1)
     directory = paths.root / (ckpt or CkptConfig()).path
-    return ResumeDecision(config, paths, directory, world, OneRank(), publishes_versions).choose()
+    return ResumeDecision(config, paths, directory, world, OneRank(), publishes_versions, check).choose()
 
 
 def write_checkpoint(paths, step, branch=0, parts=(TRAINER, ORCHESTRATOR)):
@@ -171,6 +171,22 @@ def test_resume_without_orchestrator_keeps_batches(paths, monkeypatch):
     commit = write_checkpoint(paths, 5, branch=1, parts=(TRAINER,))
     assert choose(paths, CkptConfig()) == ResumePoint(5, 2, commit, None)
     assert steps_in(paths.rollouts_dir) == list(range(9))
+
+
+def test_refused_settings_or_data_roll_nothing_back(paths):
+    for step in (2, 4):
+        write_checkpoint(paths, step)
+    paths.weights(4).mkdir(parents=True)
+
+    def refuse(manifest):
+        assert manifest["files"] == {"shard": 7}
+        raise ConfigError("other data")
+
+    before = sorted(paths.root.rglob("*"))
+    with pytest.raises(ConfigError, match="other data"):
+        choose(paths, CkptConfig(resume_step=2), check=refuse)
+    assert sorted(paths.root.rglob("*")) == before
+    assert choose(paths, CkptConfig(resume_step=2)).step == 2
 
 
 @pytest.mark.parametrize(

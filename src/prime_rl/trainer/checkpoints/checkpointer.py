@@ -67,6 +67,7 @@ class Checkpointer:
         world: World,
         publishes_versions: bool = False,
         keeps_rows: Callable[[int], bool] = lambda step: False,
+        check_data: Callable[[dict[str, Any]], object] = lambda state: None,
     ) -> None:
         """Choose the start point, and roll the run directory back to it. All ranks call it together.
 
@@ -76,9 +77,11 @@ class Checkpointer:
             world: the ranks.
             publishes_versions: inference samples from the versions, so version N is published again after a resume.
             keeps_rows: whether the rows of a batch are kept although no checkpoint needs them.
+            check_data: raises ConfigError if the data changed since a position, before anything is rolled back.
 
         Raises:
-            ConfigError: the directory contains another run, or the requested checkpoint does not exist.
+            ConfigError: the directory contains another run, the requested checkpoint does not exist, or these settings
+                or data cannot resume it.
             RunError: the checkpoint is damaged, or the directory cannot be written.
         """
         self._config, self._paths, self._world, self._keeps_rows = config, paths, world, keeps_rows
@@ -97,9 +100,25 @@ class Checkpointer:
         self._group = world.new_group()
         self._ranks = RankConsensus(world, self._group)
         self._pending: Future[None] | None = None
-        self._start = ResumeDecision(config, paths, self._directory, world, self._ranks, publishes_versions).choose()
+        self._check_data = check_data
+        self._start = ResumeDecision(
+            config, paths, self._directory, world, self._ranks, publishes_versions, self._check
+        ).choose()
         self._saved = self._start.step
         self.stop_request = StopRequest(self._directory if self._options else None, self._start.branch, world)
+
+    def _check(self, manifest: Mapping[str, Any]) -> list[str]:
+        """Return the changed settings; ConfigError if a checkpoint cannot be resumed with these settings and data."""
+        options, config = self._used_options(manifest), self._config.model_dump(mode="json")
+        if manifest["data"] is not None and not options.skip_dataloader:
+            self._check_data(manifest["data"])
+        keeps_optimizer = not options.skip_optimizer
+        return check_settings(manifest["command"], manifest["config"], self._config.command, config, keeps_optimizer)
+
+    def _used_options(self, manifest: Mapping[str, Any]) -> CkptConfig:
+        """Return the options of a resume: a restart that resumes a checkpoint of its own start skips nothing."""
+        is_own = start_name() is not None and manifest.get("start") == start_name()
+        return CkptConfig() if is_own or self._options is None else self._options
 
     @property
     def branch(self) -> int:
@@ -141,13 +160,8 @@ class Checkpointer:
             return Progress(self._start.step)
         part = self._checkpoint(self._start.step) / PART
         manifest = files.read_manifest(part, files.PART_FORMAT)
-        config = self._config.model_dump(mode="json")
-        is_own = start_name() is not None and manifest.get("start") == start_name()
-        options = CkptConfig() if is_own else self._options
+        options, changes = self._used_options(manifest), self._check(manifest)
         loaded = None if options.skip_optimizer else optimizer
-        changes = check_settings(
-            manifest["command"], manifest["config"], self._config.command, config, keeps_optimizer=loaded is not None
-        )
         for line in changes if self._world.is_main else ():
             logger.warning(f"settings changed since the checkpoint; results will not be bit-identical: {line}")
         changed = [line for line in changes if line.startswith("model")]

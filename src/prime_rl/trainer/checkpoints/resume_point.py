@@ -1,8 +1,10 @@
 """Decides where a trainer starts: at step 0, or at a checkpoint. Rank 0 records the decision in `RESUME.json` (I3)."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from loguru import logger
 
@@ -46,6 +48,7 @@ class ResumeDecision:
         world: the ranks.
         ranks: runs work on files on all ranks.
         publishes_versions: inference samples from the versions.
+        check: raises ConfigError if the checkpoint with this manifest cannot be resumed; called before the rollback.
     """
 
     config: TrainerConfig | SFTConfig
@@ -54,6 +57,7 @@ class ResumeDecision:
     world: World
     ranks: RankConsensus
     publishes_versions: bool
+    check: Callable[[Mapping[str, Any]], object] = lambda manifest: None
 
     def choose(self) -> ResumePoint:
         """Decide, and roll back to the chosen checkpoint: archive what came after it. Raises as `Checkpointer`."""
@@ -118,6 +122,9 @@ class ResumeDecision:
                 f"max_steps = {limit}, but the checkpoint to resume from has completed {step} steps{kept}; increase "
                 "--max-steps, or choose an earlier one with --ckpt.resume-step"
             )
+        if chosen is not None:
+            part = self.directory / f"step_{chosen.step}" / files.TRAINER
+            self.ranks.gather(lambda: self.check(files.read_manifest(part, files.PART_FORMAT)))
         if chosen is None and self.world.is_main:
             logger.warning(f"{self.directory} has no complete checkpoint: starting at step 0")
         return self.ranks.on_main(lambda: self._roll_back(step, chosen))

@@ -78,9 +78,9 @@ def train(config: SFTConfig, heartbeat: HeartbeatWriter) -> bool:
     ):
         check_rank_settings(config, world)
         heartbeat.enter("load data and model")
-        checkpoints = Checkpointer(config, paths, world)
         tokenizer = sft_dataset.open_tokenizer(config)
         examples = sft_dataset.open_data(config, tokenizer, world)
+        checkpoints = Checkpointer(config, paths, world, check_data=lambda state: examples.again().restore(state))
         if not checkpoints.resumes:
             examples.count_steps(0)  # reports invalid data before the model is loaded
         limits = {"seq_len": config.data.seq_len, "max_model_len": config.model.max_model_len or config.data.seq_len}
