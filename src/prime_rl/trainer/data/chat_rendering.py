@@ -227,8 +227,11 @@ class ExampleEncoder:
                 pairs = enumerate(zip(whole, longer, strict=False))
                 common = next((n for n, (a, b) in pairs if a != b), min(len(whole), len(longer)))
                 ends = [match.end() for match in self._special_text.finditer(whole) if start < match.end() <= common]
-                if ends or common == len(whole):
-                    self._trailer = whole[max(ends, default=common) :] if common < len(whole) else ""
+                end = len(whole) if common == len(whole) else max(ends, default=start)
+                # Behind the content, and nothing else: gpt-oss ends the last turn with another token than earlier ones.
+                is_end = (chat.messages[i]["content"] or _MARK).strip() in whole[start:end]
+                if end == len(whole) or (is_end and not self._special_text.sub("", whole[end:]).strip()):
+                    self._trailer = whole[end:]
         return self._trailer or ""
 
     def _next_marker(self, chat: Conversation, i: int, whole: str) -> str:
@@ -272,8 +275,9 @@ class ExampleEncoder:
                 self._log_once(f"key {key}", f"{where}: the key {key!r} of messages is not read")
         if chat.tools and not self._compared_tools:
             self._compared_tools = True
-            if self._render(chat, chat.messages) == self._render(replace(chat, tools=None), chat.messages):
-                self._log_once("tools", f"{where}: the chat template does not render the definitions of `tools`")
+            with suppress(RowError):  # messages after the last trained one may not be rendered otherwise
+                if self._render(chat, chat.messages) == self._render(replace(chat, tools=None), chat.messages):
+                    self._log_once("tools", f"{where}: the chat template does not render the definitions of `tools`")
 
     def _mentions(self, key: str) -> bool:
         """Whether the text of the chat template contains a name."""

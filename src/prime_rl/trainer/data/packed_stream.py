@@ -49,7 +49,7 @@ class InMemorySource:
 
     @property
     def started_passes(self) -> int:
-        """Number of passes that have begun, at least 1."""
+        """Number of passes of which an example was drawn, at least 1."""
         return max(1, -(-self._drawn // len(self._rows)))
 
     def draw(self) -> LocatedRow:

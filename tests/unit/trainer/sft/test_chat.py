@@ -425,3 +425,24 @@ def test_prompt_that_changes_once_it_is_answered_is_that_of_sampling():
     assert decoded[0] == "<|im_start|>be kind hi<unk> hello<|im_end|>"
     assert decoded[1] == "<|im_start|>hi<unk> hello<|im_end|><|im_start|>be kind and?<unk> bye <|im_end|>"
     assert [learned(one, tokenizer)[0].strip() for one in (first, second)] == ["hello<|im_end|>", "bye <|im_end|>"]
+
+
+@pytest.mark.parametrize("thinking", [None, "because"])
+def test_last_turn_that_ends_with_another_token_keeps_it(thinking):
+    """As of gpt-oss, which also drops the thinking of earlier turns."""
+    core = make_tokenizer().backend_tokenizer
+    core.add_special_tokens([AddedToken(name, special=True) for name in ("<|to|>", "<|return|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|return|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}"
+        "{% if loop.last and m.thinking %}<|to|>self {{ m.thinking }}<|im_end|><|im_start|>assistant{% endif %}"
+        "<|to|>user {{ m.content }}{{ '<|return|>' if loop.last else '<|im_end|>' }}"
+        "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    more = {"thinking": thinking} if thinking else {}
+    sequences = encode({"messages": [CHAT[1], {**CHAT[2], **more}, CHAT[3], CHAT[4]]}, tokenizer)
+    first = "<|to|>self because<|im_end|><|im_start|>assistant" if thinking else ""
+    assert [learned(one, tokenizer) for one in sequences] == [
+        [f"{first}<|to|>user hello<|return|>"], ["<|to|>user bye <|return|>"],
+    ]  # fmt: skip
