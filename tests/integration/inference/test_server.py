@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from prime_rl.liveness.heartbeat_monitor import read_heartbeats
 from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceError, InferenceServerLost
 from prime_rl.storage.paths import RunPaths
 from tests.integration.inference.conftest import (
+    METRIC_TIMEOUT_SECONDS,
     assert_greedy_outputs_equal,
     gap,
     logprobs_of,
@@ -81,14 +83,22 @@ def test_engine_is_forked_from_the_server_on_a_cpu(locked):
     assert ended.children_user + ended.children_system < 4, "a process that has ended inspected the model's class"
 
 
-@pytest.mark.extended  # the server writes its second phase in the background, perhaps after it is ready
 def test_engine_reports_the_phases_of_its_start(locked):
     run = RunPaths(locked.log.parent / "run")
     [server] = read_heartbeats(run)
-    lanes = {path.stem: path.read_text() for path in run.timeline_dir.iterdir()}
-    phases = [json.loads(line)["name"] for line in lanes[f"engine_{server}_0"].splitlines()]
-    assert phases == ["import vLLM", "load the model", "compile and measure the KV cache"]
-    assert [json.loads(line)["name"] for line in lanes[server].splitlines()][:2] == ["import vLLM", "start engines"]
+
+    def phases(process: str) -> list[str]:
+        lane = run.timeline_dir / f"{process}.jsonl"
+        lines = lane.read_text().splitlines(keepends=True) if lane.exists() else []
+        return [json.loads(line)["name"] for line in lines if line.endswith("\n")]
+
+    deadline = time.monotonic() + METRIC_TIMEOUT_SECONDS  # lanes are written in the background, once a second
+    engine = f"engine_{server}_0"
+    while len(phases(server)) < 2 or len(phases(engine)) < 3:
+        assert time.monotonic() < deadline, f"the lanes have only {phases(server)} and {phases(engine)}"
+        time.sleep(0.05)
+    assert phases(engine) == ["import vLLM", "load the model", "compile and measure the KV cache"]
+    assert phases(server)[:2] == ["import vLLM", "start engines"]
 
 
 def first_address(pid: int) -> str:
