@@ -124,7 +124,8 @@ async def test_directory_of_a_model_is_refused(tmp_path, copies):
             await copies(client).copy(Path("/models/base"), PolicyVersion(0, 1), never)
 
 
-@pytest.mark.extended
+@pytest.mark.extended(after=1)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["wrong bytes", "no end", "no listing"])
 @virtual_clock
 async def test_copy_from_a_damaged_relay_ends_after_the_timeout(kind, tmp_path, copies):

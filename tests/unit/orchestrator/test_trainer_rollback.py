@@ -295,6 +295,16 @@ def test_recorded_batches_are_not_archived(config, paths):
     assert find_start_point(config) == StartPoint(0) and steps_in(paths.rollouts_dir) == [1]
 
 
+def test_resume_on_recorded_batches_is_refused(config, paths):
+    """The trainer replays batch 1, which this orchestrator would sample."""
+    commit(paths, 1, others=())
+    make_batch(paths, 1, 0)
+    write_resume(paths.checkpoints_dir, ResumeRecord(1, 1))
+    resuming = config.model_copy(update={"restart": False, "ckpt": CkptConfig(resume_step=1)})
+    with pytest.raises(RunError, match=r"rollouts/step_1 already exists, so branch 1 cannot start"):
+        find_start_point(resuming)
+
+
 def test_new_run_uses_the_trainers_branch(config, paths):
     write_resume(paths.checkpoints_dir, ResumeRecord(0, 3))
     assert find_start_point(config.model_copy(update={"restart": False})) == StartPoint(3)

@@ -3,11 +3,13 @@
 import io
 import os
 import pickle
+import random
 import threading
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,7 +31,7 @@ from prime_rl.storage.rollback import RESTART_VARIABLE, START_VARIABLE
 from prime_rl.storage.tensor_hashes import hash_tensors
 from prime_rl.storage.wait_for import DeadlineError
 from prime_rl.trainer.checkpoints.checkpointer import Checkpointer, changed_settings
-from prime_rl.trainer.checkpoints.trainer_state import TensorReader
+from prime_rl.trainer.checkpoints.trainer_state import TensorReader, restore_rng, rng_tensors, seed_rng
 from prime_rl.trainer.export import model_config
 from prime_rl.trainer.model.policy_model import build_policy
 from prime_rl.trainer.optim.optimizers import build_optimizer
@@ -284,6 +286,19 @@ def test_skipped_parts_are_not_restored(tmp_path, world, monkeypatch):
     monkeypatch.setenv(START_VARIABLE, "another")
     monkeypatch.setenv(RESTART_VARIABLE, "0")
     assert resume(resume_step=3, **everything)[2] == (False, 3, 3, 0, 0)
+
+
+def test_generators_continue_where_they_were(world):
+    def draw():
+        return random.random(), np.random.random(), np.random.standard_normal(), torch.rand(()).item()
+
+    seed_rng(world, 1)
+    draw()  # numpy keeps a second normal number
+    saved = rng_tensors(world)
+    expected = draw()
+    seed_rng(world, 2)
+    restore_rng(world, saved)
+    assert draw() == expected
 
 
 def test_close_with_hanging_disk_raises_at_deadline(tmp_path):

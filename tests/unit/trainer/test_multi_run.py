@@ -26,6 +26,7 @@ from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
 from prime_rl.storage.batch import write_batch
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.wait_for import wait_for, wait_until
+from prime_rl.trainer.adapter_engine import run_jobs
 from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.rl import trained_run
 from prime_rl.trainer.rl.batch_source import fake_batch
@@ -371,6 +372,32 @@ def test_run_that_cannot_join_leaves_no_process_group(tiny, tmp_path, world, mon
         with pytest.raises(ConfigError):
             ActiveRun(0, config, shared, heartbeat)
         assert set(dist.distributed_c10d._world.pg_map) == before
+
+
+def test_each_row_of_all_minibatches_is_trained_once(tiny, tmp_path, world):
+    config = TrainerConfig(
+        model={"name": str(tiny), "lora": {"rank": 2}, "seq_len": 80}, output_dir=tmp_path / "run_a", device="cpu",
+        max_steps=1, num_minibatches=2,
+    )  # fmt: skip
+    ship(config.run_paths, 12, 0, 1)
+    policy = make_policy(config.model, 0, world, shared=True)
+    heartbeat = HeartbeatWriter(config.run_paths, "trainer_0", "trainer")
+    with join_nodes(config.run_paths, world, heartbeat) as directory:
+        shared = trained_run.PolicyOfRuns(policy, load_tokenizer(config.tokenizer, config.model), world, directory)
+        run = ActiveRun(0, config, shared, heartbeat)
+        run.read()
+        with run.active():
+            run.begin()
+        left, num_jobs = [len(rows) for rows, _ in run._minibatches], 0
+        assert len(left) == 2 and min(left) > 1
+        while run.batch is not None:
+            run_jobs(policy, world, [run.job(1)])
+            run.update()
+            run.finish()
+            num_jobs += 1
+            assert num_jobs <= sum(left)
+        assert num_jobs == sum(left) and run.is_finished
+        run.close()
 
 
 def refuse(*args):

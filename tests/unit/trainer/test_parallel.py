@@ -219,6 +219,24 @@ def test_layout_gives_the_gradients_and_weights_of_one_rank(worlds, case):
         torch.testing.assert_close(got[name], tensor, rtol=0, atol=2e-4)
 
 
+def norm_gradients(world, path):
+    """Return the gradients of the norms of queries and keys; runs on every rank, all one model-parallel group."""
+    world = dataclasses.replace(world, model_parallel_size=world.size)
+    policy = make_policy(TrainerModelConfig(name=path, tp=world.size), 0, world)
+    optimizer = build_optimizer(AdamWConfig(), policy)
+    gradients = record_gradients(optimizer, policy)
+    TrainStep(policy, optimizer, world, None).step([minibatch_of(make_rows(0), world)], sequence_objective, 1.0)
+    return {name: gradient.tolist() for name, gradient in gradients.items() if name.endswith("_norm.weight")}
+
+
+def test_tensor_parallel_gradients_of_norms_equal_those_of_one_rank(tmp_path):
+    path = str(make_tiny_model(tmp_path / "dense"))
+    (alone,), together = (run_world(size, norm_gradients, path, tmp_path) for size in (1, 2))
+    assert alone
+    for gradients in together:
+        torch.testing.assert_close(*({n: torch.tensor(g) for n, g in some.items()} for some in (gradients, alone)))
+
+
 @pytest.mark.parametrize(
     ("size", "keys", "message"),
     [
