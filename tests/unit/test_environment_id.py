@@ -219,7 +219,7 @@ def test_dry_run_refuses_the_ids_that_a_run_refuses(command, given, package, fol
     assert caught.value.code == 2 and not output.out
     prefix = "orchestrator." if command == "rl" else ""
     with pytest.raises(ConfigError) as refused:
-        identify_environments([EnvConfig(id=env_id)], f"{prefix}env", print)
+        identify_environments([EnvConfig(id=env_id)], f"{prefix}env", print, print)
     assert str(refused.value) in output.err
 
 

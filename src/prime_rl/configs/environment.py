@@ -75,6 +75,20 @@ class EnvConfig(BaseConfig):
     install: bool = False
     """Install an environment of the hub (`owner/name`) with `prime env install` if it, or its version, is missing."""
 
+    package: str | None = Field(None, min_length=1)
+    """Distribution that has the environment, such as `staros-stardata==0.1.1`, a folder, wheel or git address. If this
+    interpreter lacks it, the environment runs in an interpreter of its own, which uv makes once and stores."""
+
+    requirements: list[str] = Field([])
+    """Further packages of the environment, such as `verifiers==0.1.10`."""
+
+    python: str | None = Field(None, min_length=1)
+    """Python of the environment: a version, such as 3.12, or the path of an interpreter. None uses the version of this
+    one."""
+
+    interpreter: str | None = None
+    """Interpreter that has these packages; set when a run starts."""
+
     identity: str | None = None
     """Module, version and content hash; set when a run starts. Another given value logs a warning."""
 

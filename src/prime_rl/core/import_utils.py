@@ -5,8 +5,9 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -115,3 +116,35 @@ def import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+_MAX_HASHED_BYTES = 16 << 20
+"""Of a larger file, such as data in the package, only name and size are hashed."""
+
+
+def hash_files(root: Path) -> str:
+    """Return the hash of a file, or of all files below a directory; links are followed."""
+    digest = hashlib.blake2s(digest_size=6)
+    for name, path in sorted(_files(root)):
+        size = path.stat().st_size
+        content = path.read_bytes() if size <= _MAX_HASHED_BYTES else b""
+        digest.update(f"{len(name)} {name} {size} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _files(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files below `root` with their relative names, without caches and hidden ones."""
+    if root.is_file():
+        yield root.name, root
+        return
+    seen = set[str]()
+    for directory, names, files in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(directory)) in seen:
+            names.clear()  # a link to a directory above
+            continue
+        seen.add(real)
+        names[:] = [name for name in names if name != "__pycache__" and not name.startswith(".")]
+        for name in files:
+            path = Path(directory, name)
+            if not name.startswith(".") and path.is_file():
+                yield path.relative_to(root).as_posix(), path

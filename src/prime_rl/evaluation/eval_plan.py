@@ -10,7 +10,7 @@ import numpy as np
 from prime_rl.configs.environment import EvalEnvConfig
 from prime_rl.configs.sampling import SamplingConfig
 from prime_rl.core.errors import ConfigError, translate_error
-from prime_rl.rollouts.environment_id import find_environment
+from prime_rl.rollouts.environment_id import check_environment, find_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,7 @@ def plan_tasks(
 def check_installed(environments: Sequence[EvalEnvConfig]) -> None:
     """Raise ConfigError if an environment that is not to be installed is missing."""
     for index, env in enumerate(environments):
-        if not env.install:
-            find_environment(env.id, f"env.{index}.id")
+        check_environment(env, f"env.{index}.id")
 
 
 def choose_examples(available: int, wanted: int, seed: int) -> list[int]:

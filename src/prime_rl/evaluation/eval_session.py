@@ -45,6 +45,7 @@ from prime_rl.rollouts.clients.inference_client import (
 )
 from prime_rl.rollouts.environment_id import identify_environments
 from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong
+from prime_rl.rollouts.separate.interpreters import write_lock
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool, start_pools, warn_about_training_examples
 from prime_rl.rollouts.workers.protocol import ModelAccess
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
@@ -68,6 +69,7 @@ _UNRELATED_OF_ENV = {
     # Failed examples run again anyway.
     *("num_retries", "start_timeout_seconds", "silence_timeout_seconds", "cleanup_seconds"),
     "max_memory_gib",
+    *("package", "requirements", "python", "interpreter"),  # `identity` names the packages
 }
 _UNRELATED_OF_SANDBOX = {"num_jails", "max_running"}
 
@@ -169,7 +171,9 @@ async def open_session(
     config: EvalConfig | SynthesizeConfig, tasks: Sequence[EvalTask], split: Literal["train", "eval"]
 ) -> AsyncIterator[EvalSession]:
     """Detect the protocol of the servers and start the environments. Raises ConfigError, RunError."""
-    identified = identify_environments([task.env for task in tasks], "env", logger.warning)
+    identified = identify_environments([task.env for task in tasks], "env", logger.warning, logger.info)
+    for env in identified:
+        write_lock(env, RunPaths(config.output_dir).locks_dir)
     tasks = [replace(task, env=env) for task, env in zip(tasks, identified, strict=True)]
     api = await _detect_api(config)
     await asyncio.to_thread(_check_default_model, config)

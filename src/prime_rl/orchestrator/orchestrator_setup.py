@@ -58,6 +58,7 @@ from prime_rl.orchestrator.waits import (
 )
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.environment_id import identify_all
+from prime_rl.rollouts.separate.interpreters import write_lock
 from prime_rl.rollouts.workers.environment_pool import (
     EnvironmentPool,
     start_pools,
@@ -74,9 +75,11 @@ _THREADS = 32
 
 def orchestrate(config: OrchestratorConfig) -> None:
     """Run the orchestrator; after a trainer rollback, start again from the checkpoint. Raises ConfigError, RunError."""
-    config = identify_all(config, "", logger.warning)
+    config = identify_all(config, "", logger.warning, logger.info)
     paths, settings = config.run_paths, config.run_settings
     announce(config)
+    for env in (*config.env, *(config.eval.env if config.eval is not None else ())):
+        write_lock(env, paths.locks_dir)
     with HeartbeatWriter(paths, "orchestrator", "orchestrator", settings=settings) as heartbeat:
         heartbeat.enter_imports("packages")
         trainer = PeerMonitor(paths, "trainer", config.heartbeat.limits, raises=not is_supervised(), settings=settings)

@@ -13,7 +13,6 @@ settings of evaluations; samples and checkpoints repeat it.
 """
 
 import difflib
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -21,7 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -43,7 +42,8 @@ from packaging.utils import canonicalize_version
 from prime_rl.configs.environment import EnvConfig, environment_path
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.core.import_utils import find_function_files, import_file
+from prime_rl.core.import_utils import find_function_files, hash_files, import_file
+from prime_rl.rollouts.separate.interpreters import lock_file, needs_interpreter, prepare_interpreter
 
 _NO_ENVIRONMENTS = ("prime-rl", "verifiers")
 _OURS = {
@@ -257,9 +257,6 @@ def _hint(env_id: str, module: str, owner: str) -> str:
     )
 
 
-_MAX_HASHED_BYTES = 16 << 20
-"""Of a larger file, such as data in the package, only name and size are hashed."""
-
 _Env = TypeVar("_Env", bound=EnvConfig)
 
 
@@ -290,7 +287,7 @@ def identify(found: FoundEnvironment) -> EnvironmentIdentity:
     package, *inner = found.module.split(".")
     outermost = _find_installed(package) if inner else None
     origin = found.origin if outermost is None else outermost.origin
-    content_hash = _hash_files(origin.parent if origin.name == "__init__.py" else origin)
+    content_hash = hash_files(origin.parent if origin.name == "__init__.py" else origin)
     distribution = distribution_of(found)
     if distribution is None:
         return EnvironmentIdentity(found.module, None, content_hash, str(found.origin), True)
@@ -300,14 +297,22 @@ def identify(found: FoundEnvironment) -> EnvironmentIdentity:
     return EnvironmentIdentity(found.module, distribution.version, content_hash, source, is_local)
 
 
-def identify_environments(environments: Sequence[_Env], key: str, warn: Callable[[str], None]) -> list[_Env]:
-    """Find environments, install those with `env.install`, and set their `identity`.
+def identify_environments(
+    environments: Sequence[_Env],
+    key: str,
+    warn: Callable[[str], None],
+    inform: Callable[[str], None],
+    locks: Path | None = None,
+) -> list[_Env]:
+    """Find environments, install those with `env.install`, and set their `identity` and `interpreter`.
 
     Args:
         environments: the keys of each.
         key: configuration key of the list, for errors.
         warn: gets a warning if a local package has the name of one of the hub, or if an environment is not the one that
             a given `identity` describes.
+        inform: gets a line before packages are installed.
+        locks: `RunPaths.locks_dir` of a run that is resumed.
 
     Raises:
         ConfigError: one is not installed, has another version, or cannot be installed.
@@ -315,16 +320,33 @@ def identify_environments(environments: Sequence[_Env], key: str, warn: Callable
     identified = []
     for index, env in enumerate(environments):
         name = f"{key}.{index}"
+        if env.interpreter is not None:  # prepared by `rl`
+            identified.append(env)
+            continue
+        if needs_interpreter(env):
+            interpreter = prepare_interpreter(env, name, locks and lock_file(env, locks), inform)
+            text = interpreter.identity
+            if env.identity not in (None, text):
+                warn(f"{name}: environment {env.label!r} was {env.identity} and is now {text}")
+            update = {"identity": text, "interpreter": str(interpreter.path)}
+            identified.append(env.model_copy(update=update))
+            continue
         found = _find_or_install(env.id, name) if env.install else find_environment(env.id, f"{name}.id")
         identity = identify(found)
         if env.identity is None and "/" in env.id and environment_path(env.id) is None and identity.is_local:
             warn(f"{name}.id = {env.id}: the local package in {identity.source} is used, not the one of the hub")
         rewards = dict.fromkeys(find_function_files(reward.import_path) for reward in env.rewards)
-        text = " ".join([str(identity), *(f"{path.name} {_hash_files(path)}" for path in rewards if path)])
+        text = " ".join([str(identity), *(f"{path.name} {hash_files(path)}" for path in rewards if path)])
         if env.identity not in (None, text):
             warn(f"{name}: environment {env.label!r} was {env.identity} and is now {text}")
         identified.append(env.model_copy(update={"identity": text}))
     return identified
+
+
+def check_environment(env: EnvConfig, key: str) -> None:
+    """Raise ConfigError if an environment is missing that is neither to be installed nor to get packages of its own."""
+    if not env.install and env.interpreter is None and not needs_interpreter(env):
+        find_environment(env.id, key)
 
 
 def check_environments(config: OrchestratorConfig, key: str) -> None:
@@ -332,15 +354,21 @@ def check_environments(config: OrchestratorConfig, key: str) -> None:
     evaluated = config.eval.env if config.eval is not None else []
     for block, environments in (("env", config.env), ("eval.env", evaluated)):
         for index, env in enumerate(environments):
-            if not env.install:
-                find_environment(env.id, f"{key}{block}.{index}.id")
+            check_environment(env, f"{key}{block}.{index}.id")
 
 
-def identify_all(config: OrchestratorConfig, key: str, warn: Callable[[str], None]) -> OrchestratorConfig:
-    """Return the configuration with the identity of all its environments; `key` is its prefix, for errors."""
-    changes: dict[str, object] = {"env": identify_environments(config.env, f"{key}env", warn)}
+def identify_all(
+    config: OrchestratorConfig, key: str, warn: Callable[[str], None], inform: Callable[[str], None]
+) -> OrchestratorConfig:
+    """Return the configuration with the identity of all its environments.
+
+    `key` is its prefix, for errors; the other arguments are those of `identify_environments`.
+    """
+    resumes = config.ckpt is not None and config.ckpt.resume_step is not None
+    locks = config.run_paths.locks_dir if resumes else None
+    changes: dict[str, object] = {"env": identify_environments(config.env, f"{key}env", warn, inform, locks)}
     if config.eval is not None:
-        evaluated = identify_environments(config.eval.env, f"{key}eval.env", warn)
+        evaluated = identify_environments(config.eval.env, f"{key}eval.env", warn, inform, locks)
         changes["eval"] = config.eval.model_copy(update={"env": evaluated})
     return config.model_copy(update=changes)
 
@@ -368,31 +396,3 @@ def _install(env_id: str, key: str) -> None:
     if done.returncode != 0:
         output = " ".join((done.stderr or done.stdout).split())[-300:]
         raise ConfigError(f"{key}.install: `prime env install {env_id}` failed with {done.returncode}: {output}")
-
-
-def _hash_files(root: Path) -> str:
-    """Return the hash of a file, or of all files below a directory; links are followed."""
-    digest = hashlib.blake2s(digest_size=6)
-    for name, path in sorted(_files(root)):
-        size = path.stat().st_size
-        content = path.read_bytes() if size <= _MAX_HASHED_BYTES else b""
-        digest.update(f"{len(name)} {name} {size} ".encode() + content)
-    return digest.hexdigest()
-
-
-def _files(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files below `root` with their relative names, without caches and hidden ones."""
-    if root.is_file():
-        yield root.name, root
-        return
-    seen = set[str]()
-    for directory, names, files in os.walk(root, followlinks=True):
-        if (real := os.path.realpath(directory)) in seen:
-            names.clear()  # a link to a directory above
-            continue
-        seen.add(real)
-        names[:] = [name for name in names if name != "__pycache__" and not name.startswith(".")]
-        for name in files:
-            path = Path(directory, name)
-            if not name.startswith(".") and path.is_file():
-                yield path.relative_to(root).as_posix(), path

@@ -48,6 +48,7 @@ class RunPaths:
     heartbeats_dir = _Fixed("heartbeats")  # Heartbeats, one file per process
     format = _Fixed("format.json")  # The number of the layout, which a release compares with its own
     run_toml = _Fixed("run.toml")  # The resolved configuration of this run
+    locks_dir = _Fixed("configs/environments")  # Packages of each environment with an interpreter of its own
     lock = _Fixed("lock")  # Held (flock) by the run that owns the directory
     owner = _Fixed("owner")  # The start that has resumed the run last; processes of an earlier start end
     refused = _Fixed("configs/refused.txt")  # Why a trainer of several runs refuses this one

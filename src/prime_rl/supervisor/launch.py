@@ -75,7 +75,10 @@ def run(config: RLConfig, check: InputCheck, keep_serving: bool = False) -> int:
         check_before_start(config)
         config = config.change_orchestrators(
             lambda run: identify_all(
-                run, "orchestrator.", lambda text: console.print(f"warning: {text}", soft_wrap=True)
+                run,
+                "orchestrator.",
+                lambda text: console.print(f"warning: {text}", soft_wrap=True),
+                lambda text: console.print(text, soft_wrap=True),
             )
         )
         runs = config.orchestrators

@@ -51,7 +51,7 @@ def prime(folder, monkeypatch):
 
 def warnings_of(*environments: EnvConfig) -> tuple[list[EnvConfig], list[str]]:
     warnings: list[str] = []
-    return identify_environments(environments, "env", warnings.append), warnings
+    return identify_environments(environments, "env", warnings.append, print), warnings
 
 
 def test_identity_of_a_package_has_its_version_hash_and_path():
@@ -150,15 +150,15 @@ def test_every_environment_of_a_run_gets_its_identity():
             "rollouts_per_example": 2,
         }
     )
-    identified = identify_all(config, "", print)
+    identified = identify_all(config, "", print, print)
     assert identified.identities["reverse_text"].startswith("reverse_text 0.1.0 ")
     assert identified.eval.env[0].identity.startswith("gsm8k 0.1.0 ")
     missing = config.model_copy(update={"env": [EnvConfig(id="owner/no-such-environment")]})
     with pytest.raises(ConfigError, match=r"^orchestrator\.env\.0\.id = owner/no-such-environment is not installed"):
-        identify_all(missing, "orchestrator.", print)
+        identify_all(missing, "orchestrator.", print, print)
     missing = config.model_copy(update={"eval": config.eval.model_copy(update={"env": [EnvConfig(id="none-such")]})})
     with pytest.raises(ConfigError, match=r"^orchestrator\.eval\.env\.0\.id = none-such is not installed"):
-        identify_all(missing, "orchestrator.", print)
+        identify_all(missing, "orchestrator.", print, print)
 
 
 def test_install_installs_a_missing_environment(prime):

@@ -10,7 +10,7 @@ from datasets import Dataset
 from pydantic import BaseModel
 from verifiers.types import AssistantMessage, TextContentPart, ToolCall, ToolMessage, UserMessage
 
-from prime_rl.rollouts.verifiers.message_dicts import MessageDict, message_dict, use_message_dicts
+from prime_rl.rollouts.separate.message_dicts import MessageDict, message_dict, use_message_dicts
 from prime_rl.rollouts.verifiers.rubrics import patch_verifiers, score_group
 from tests.unit.rollouts.test_classic_trajectory import load, play, renderer  # noqa: F401  fixtures
 

@@ -108,7 +108,9 @@ class RolloutClient(Client):
     async def _answer_raw(self, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
             reply = await self._ask(body, is_raw=True)
-        except (PromptTooLong, InferenceError, InferenceServerLost) as error:
+        except PromptTooLong as error:  # in words from which releases of verifiers recognise it
+            raise ValueError(f"{error}, so it exceeds the model's context length") from error
+        except (InferenceError, InferenceServerLost) as error:
             raise ValueError(str(error)) from error  # the recorder keeps what explains the end of the rollout
         return reply.chat_completion(f"{self._prefix}{self.recorder.replies.index(reply)}", str(body.get("model", "")))
 

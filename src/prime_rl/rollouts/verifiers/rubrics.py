@@ -54,7 +54,7 @@ from prime_rl.rollouts.group_attempts import (
     reward_failure,
 )
 from prime_rl.rollouts.rendering.messages import last_reply, normalise
-from prime_rl.rollouts.verifiers.message_dicts import patch_messages, use_message_dicts
+from prime_rl.rollouts.separate.message_dicts import patch_messages, use_message_dicts
 
 
 @dataclass(slots=True)

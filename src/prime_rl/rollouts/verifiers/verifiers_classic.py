@@ -273,11 +273,11 @@ class ClassicEnvironment(EnvironmentBackend):
 
     def _rollout(self, client: RolloutClient, seq_len: int, weights: dict[str, float]) -> Rollout:
         state = client.state
-        trained = _trained_replies(state, client)
+        trained = trained_replies(state, client)
         if not trained and client.recorder.prompt_too_long:
             raise SampleTooLong(f"a prompt of environment {self.config.label} does not fit into seq_len = {seq_len}")
         if not trained:
-            raise EnvironmentFailed(_no_turns_message(state, client))
+            raise EnvironmentFailed(no_turns_message(state, client))
         messages = [*_messages(state["prompt"], "user"), *_messages(state.get("completion"), "assistant")]
         reward, mode = as_number("the reward", state["reward"]), self.config.step_rewards
         if mode == "add":
@@ -382,7 +382,7 @@ def _keep_signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _trained_replies(state: Any, client: RolloutClient) -> dict[Reply, Mask]:
+def trained_replies(state: Any, client: RolloutClient) -> dict[Reply, Mask]:
     """Return the replies to train on, and which of their tokens: those in the trajectory; if there are none, those of
     the raw client that are messages of the completion.
 
@@ -401,7 +401,7 @@ def _trained_replies(state: Any, client: RolloutClient) -> dict[Reply, Mask]:
     return {reply: trained[reply] for reply in client.recorder.replies if reply in trained}
 
 
-def _no_turns_message(state: Any, client: RolloutClient) -> str:
+def no_turns_message(state: Any, client: RolloutClient) -> str:
     """Return why a rollout has nothing to train on."""
     if client.recorder.replies:
         count = len(client.recorder.replies)

@@ -131,6 +131,10 @@ def load(
         ConfigError: there is none, it rejects its arguments, or needs another verifiers release.
     """
     bypass_proxies()  # of the policy endpoint, and of the tool servers of a taskset
+    if config.interpreter is not None:
+        from prime_rl.rollouts.separate.separate_environment import SeparateEnvironment
+
+        return SeparateEnvironment(config, config.id, renderer, split, keep_messages, warn)
     found = find_environment(config.id)
     has_classic_api = importlib.util.find_spec("verifiers.legacy") is not None
     needs_classic_api = ConfigError(

@@ -10,7 +10,10 @@ Its present classes are pydantic models, which verifiers and newer packages test
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Self
+from typing import (
+    Any,
+    Self,  # typing has it from Python 3.11
+)
 
 from pydantic import BaseModel, ValidationError
 from verifiers import types

@@ -1,0 +1,1 @@
+"""Environments that run in a Python interpreter of their own."""

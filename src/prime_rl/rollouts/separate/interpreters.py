@@ -1,0 +1,221 @@
+"""Makes virtual environments for environments that need other packages than those of this interpreter.
+
+uv resolves `env.package` and `env.requirements`; the result is the lock. The run directory keeps it, so that a resumed
+run uses the same packages. An interpreter is stored in the user's cache by its Python version and lock, made once, and
+shared by runs. The packages of this interpreter are never changed.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
+
+from prime_rl.configs.environment import EnvConfig, environment_path
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.import_utils import hash_files
+
+WITH_CLASSIC_API = "verifiers<0.4"
+"""Added to the requirements of an environment of the classic API, which later releases do not have."""
+
+_LOCK = "environment.lock"
+"""The lock in a virtual environment, written when it is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python interpreter with the packages of an environment.
+
+    Attributes:
+        path: of the executable.
+        identity: names the environment, with a hash of its packages, local folders and file.
+    """
+
+    path: Path
+    identity: str
+
+
+def module_name(env_id: str) -> str:
+    """Return the module that an `env.id` names; its owner and version are left out."""
+    return env_id.rpartition("/")[2].partition("@")[0].replace("-", "_")
+
+
+def requirements_of(env: EnvConfig) -> list[str]:
+    """Return what an environment asks for; [] if it uses this interpreter."""
+    return [*([env.package] if env.package else []), *env.requirements]
+
+
+def needs_interpreter(env: EnvConfig) -> bool:
+    """Return whether this interpreter lacks what an environment asks for."""
+    own = ".".join(map(str, sys.version_info[:3]))
+    if env.python is not None and not f"{own}.".startswith(f"{env.python}."):
+        return True
+    return not all(map(_is_installed, requirements_of(env)))
+
+
+def _is_installed(text: str) -> bool:
+    """Return whether an installed distribution meets a requirement; a path or URL counts as missing."""
+    try:
+        requirement = Requirement(text)
+        return requirement.url is None and requirement.specifier.contains(
+            distribution(requirement.name).version, prereleases=True
+        )
+    except (InvalidRequirement, PackageNotFoundError):
+        return False
+
+
+def prepare_interpreter(env: EnvConfig, key: str, earlier: Path | None, inform: Callable[[str], None]) -> Interpreter:
+    """Return an interpreter with the packages that an environment asks for; make it if it is not in the cache.
+
+    Args:
+        env: the environment.
+        key: its configuration key, for errors.
+        earlier: the lock of the run that is resumed, which is used if it belongs to the same requirements.
+        inform: gets a line before something that takes time.
+
+    Raises:
+        ConfigError: uv is missing, or cannot resolve or install the packages.
+    """
+    uv = shutil.which("uv")
+    if uv is None:
+        raise ConfigError(f"{key}.package needs the command `uv`; install it with `pip install uv`")
+    asked = list(map(_absolute, requirements_of(env)))
+    python = env.python or f"{sys.version_info.major}.{sys.version_info.minor}"
+    request = "\n".join([f"# python {python}", *(f"# {line}" for line in asked), ""])
+    what, lock = f"{key} ({env.label})", _read_lock(earlier, request)
+    if lock is not None:
+        path = _install(uv, lock, python, what, inform)
+    else:
+        inform(f"{what}: resolving its packages")
+        lock = request + _resolve(uv, asked, python, what)
+        path = _install(uv, lock, python, what, inform)
+        if _lacks_classic_api(lock) and _is_classic(path, env):
+            asked += [WITH_CLASSIC_API]
+            lock = f"{request}# {WITH_CLASSIC_API}: it has load_environment()\n{_resolve(uv, asked, python, what)}"
+            path = _install(uv, lock, python, what, inform)
+    own = environment_path(env.id)
+    name = module_name(env.id) if own is None else f"{env.label} {hash_files(own)}"
+    return Interpreter(path, f"{name} {path.parent.parent.name[:12]}")
+
+
+def _lacks_classic_api(lock: str) -> bool:
+    match = re.search(r"(?m)^verifiers==(\S+)", lock)
+    return match is not None and Version(match[1]) >= Version("0.4.0.dev0")
+
+
+def _is_classic(interpreter: Path, env: EnvConfig) -> bool:
+    """Return whether the module of an environment has `load_environment`, without importing it."""
+    if (path := environment_path(env.id)) is not None:
+        files = [path]
+    else:
+        place = module_name(env.id).replace(".", "/")
+        files = [*interpreter.parent.parent.glob(f"lib/*/site-packages/{place}.py")]
+        files += interpreter.parent.parent.glob(f"lib/*/site-packages/{place}/__init__.py")
+    return any("load_environment" in file.read_text(errors="replace") for file in files if file.is_file())
+
+
+def _absolute(requirement: str) -> str:
+    """Return a requirement whose local path does not depend on the working directory."""
+    path, bracket, extras = requirement.partition("[")
+    if requirement.startswith((".", "/", "~")) or requirement.endswith((".whl", ".tar.gz")):
+        return f"{Path(path).expanduser().resolve()}{bracket}{extras}"
+    return requirement
+
+
+def write_lock(env: EnvConfig, folder: Path) -> None:
+    """Write the lock of an environment with an interpreter of its own into a folder."""
+    if env.interpreter is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_file(env, folder).write_text((Path(env.interpreter).parent.parent / _LOCK).read_text())
+
+
+def lock_file(env: EnvConfig, folder: Path) -> Path:
+    """Return the file with the lock of an environment."""
+    return folder / f"{env.label.replace('/', '_')}.txt"
+
+
+def _read_lock(file: Path | None, request: str) -> str | None:
+    text = file.read_text() if file is not None and file.is_file() else ""
+    return text if text.startswith(request) else None
+
+
+def _resolve(uv: str, requirements: Sequence[str], python: str, what: str) -> str:
+    command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python", python, "-"]
+    first = _run(command, "\n".join(requirements))
+    done = first
+    if first.returncode != 0:  # without a network the packages may be in uv's cache
+        done = _run([*command, "--offline"], "\n".join(requirements))
+    if done.returncode != 0:
+        raise ConfigError(f"{what}: its packages cannot be resolved: {_reason(first)}")
+    return done.stdout
+
+
+def _install(uv: str, lock: str, python: str, what: str, inform: Callable[[str], None]) -> Path:
+    """Return the interpreter of a virtual environment in the cache; make it if it is not there."""
+    digest = hashlib.blake2s("\n".join([lock, *_local_contents(lock)]).encode(), digest_size=12).hexdigest()
+    folder = _cache() / digest
+    interpreter = folder / "bin" / "python"
+    with _locked(folder.with_suffix(".lock")):
+        if (folder / _LOCK).is_file() and interpreter.exists():
+            return interpreter
+        count = sum(not line.startswith("#") for line in lock.splitlines())
+        inform(f"{what}: installing {count} packages into {folder}")
+        shutil.rmtree(folder, ignore_errors=True)
+        install = [uv, "pip", "install", "--quiet", "--no-deps", "--compile-bytecode"]
+        for command, text in (
+            ([uv, "venv", "--quiet", "--no-project", "--python", python, str(folder)], ""),
+            ([*install, "--python", str(interpreter), "-r", "-"], lock),
+        ):
+            done = _run(command, text)
+            if done.returncode != 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise ConfigError(f"{what}: its packages cannot be installed: {_reason(done)}")
+        (folder / _LOCK).write_text(lock)
+    return interpreter
+
+
+def _local_contents(lock: str) -> Iterator[str]:
+    """Yield a hash of each local directory of a lock: its version may stay the same when its files change."""
+    for match in re.finditer(r"(?m)^(?:\S+ @ )?file://(\S+)|^(/\S+)", lock):
+        path = Path(match[1] or match[2])
+        if path.exists():
+            yield hash_files(path)
+
+
+def _cache() -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "prime-rl" / "environments"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file, so that two runs do not make the same environment."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: Sequence[str], text: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    # In a folder without a project, whose settings for uv are not those of the environment.
+    return subprocess.run(command, input=text, env=environment, cwd=_cache(), capture_output=True, text=True)
+
+
+def _reason(done: Any) -> str:
+    """Return uv's error in one line, without its colours and drawings."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", done.stderr or done.stdout)
+    text = re.sub(r"[\u00d7\u2500-\u25ff]+", " ", text)
+    return " ".join(text.split())[:600] or f"uv exited with {done.returncode}"

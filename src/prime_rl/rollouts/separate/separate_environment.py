@@ -1,0 +1,349 @@
+"""An environment whose code runs in an interpreter of its own (`environment_runner`), beside its worker.
+
+The environment samples from the worker's `PolicyEndpoint`, so every token is recorded here, with its version. What
+crosses the connection is examples, messages, rewards and metrics.
+"""
+
+import asyncio
+import functools
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from prime_rl.configs.environment import environment_path
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.types import Rollout
+from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint
+from prime_rl.rollouts.environment_backend import EnvironmentBackend
+from prime_rl.rollouts.group_attempts import (
+    ZERO_HINT,
+    Attempt,
+    EnvironmentFailed,
+    GroupAttempts,
+    RolloutTimedOut,
+    SampleTooLong,
+    WorkerUnusable,
+    as_number,
+)
+from prime_rl.rollouts.rendering.messages import normalise
+from prime_rl.rollouts.separate import environment_runner
+from prime_rl.rollouts.separate.environment_runner import HEADER
+from prime_rl.rollouts.separate.interpreters import module_name
+from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient
+from prime_rl.rollouts.verifiers.verifiers_classic import no_turns_message, trained_replies
+
+_MAX_CACHED_ROWS = 4096
+
+
+class SeparateEnvironment(EnvironmentBackend):
+    """One split of an environment that runs in `env.interpreter`."""
+
+    def _load(self) -> None:
+        config = self.config
+        if config.rewards:
+            raise ConfigError(
+                f"env.rewards of environment {config.id!r}: rewards cannot be added to an environment with packages of "
+                "its own; add them to its rubric"
+            )
+        self._endpoint = PolicyEndpoint()
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._num_rollouts = 0
+        assert config.interpreter is not None, "set where the environment is identified"
+        self._runner = Runner(Path(config.interpreter))
+        path = environment_path(config.id)
+        try:
+            loaded = self._runner.call_before_serving(
+                "load",
+                id=path.stem if path is not None else module_name(config.id),
+                path=None if path is None else str(path.resolve()),
+                args=config.args,
+                split=self.split,
+            )
+        except EnvironmentFailed as error:
+            raise ConfigError(
+                f"environment {config.id!r} with env.args = {config.args} does not load: {error}"
+            ) from error
+        self._len, self.eval_split, self._weights = loaded["examples"], loaded["eval_split"], loaded["weights"]
+        if self._len == 0:
+            raise ConfigError(f"environment {config.id!r} has no {self.split} examples; check env.args")
+
+    def __len__(self) -> int:
+        return int(self._len)
+
+    def prompt_tokens(self, example: int) -> int:
+        """Return the length of the first prompt of an example, in tokens."""
+        row = self._example(example)
+        return self._count_tokens(row["prompt"], row["tools"])
+
+    def _row(self, example: int) -> Any:
+        return self._example(example)["row"]
+
+    def _example(self, example: int) -> dict[str, Any]:
+        if example not in self._rows:
+            self._keep_row(example, self._runner.call_before_serving("row", example=example))
+        return self._rows[example]
+
+    def _keep_row(self, example: int, row: dict[str, Any]) -> None:
+        self._rows[example] = row
+        if len(self._rows) > _MAX_CACHED_ROWS:
+            del self._rows[next(iter(self._rows))]
+
+    async def _run(
+        self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
+    ) -> list[Rollout]:
+        if example not in self._rows:
+            self._keep_row(example, await self._runner.call("row", example=example))
+        started: list[SeparateRollout] = []
+
+        async def attempt(this: Attempt) -> SeparateRollout:
+            self._num_rollouts += 1
+            client = RolloutClient(self.warn, self._recorder(this, seq_len), this, sampling, self._endpoint)
+            rollout = SeparateRollout(self._num_rollouts, client)
+            started.append(rollout)
+            try:
+                await rollout.run(self._runner, example, seq_len)
+            except BaseException:
+                client.end_calls()
+                raise
+            return rollout
+
+        try:
+            finished = await self._score(group, await group.run(attempt))
+            return [self._rollout(rollout, seq_len) for rollout in finished]
+        finally:
+            for rollout in started:
+                rollout.client.release()
+            await self._runner.call("release", rollouts=[rollout.number for rollout in started])
+
+    async def _score(self, group: GroupAttempts, finished: "list[SeparateRollout]") -> "list[SeparateRollout]":
+        """Score the rollouts of a group together; return those with a reward, as `ClassicEnvironment._score`."""
+        while True:
+            failures, jointly = await group.repeat(functools.partial(self._score_once, finished))
+            for index in failures:
+                group.account.discard("failed", 1, finished[index].client.attempt.sampled)
+            group.check([*failures.values()], len(finished))
+            finished = [rollout for index, rollout in enumerate(finished) if index not in failures]
+            if not failures or not jointly:
+                return finished
+
+    async def _score_once(self, finished: "list[SeparateRollout]") -> tuple[dict[int, EnvironmentFailed], bool]:
+        result = await self._runner.call("score", rollouts=[rollout.number for rollout in finished])
+        for rollout in finished:
+            rollout.client.raise_failure()
+        counts_zero = self.config.reward_errors == "zero"
+        for rollout, score in zip(finished, result["scores"], strict=True):
+            rollout.score = score
+            if counts_zero:
+                score["metrics"]["reward_errors"] = 0.0
+        failures: dict[int, EnvironmentFailed] = {}
+        for failed in result["failures"]:
+            name, index = failed["function"], failed["rollout"]
+            failure = EnvironmentFailed(failed["message"], bool(failed["infrastructure"]))
+            affected = range(len(finished)) if index is None else [index]
+            if failed["weight"] == 0:
+                self.warn(f"metric {name}", f"{failure}; it has weight 0, so only its metric is missing")
+                for each in affected:
+                    finished[each].score["metrics"].pop(name, None)
+            elif failure.is_infrastructure:
+                raise failure
+            elif counts_zero:
+                self.warn(f"reward {name}", f"{failure}; it counts as 0 (env.reward_errors)")
+                for each in affected:
+                    finished[each].score["metrics"]["reward_errors"] += 1.0
+            elif index is None:
+                raise EnvironmentFailed(f"{failure} {ZERO_HINT}")
+            else:
+                failures.setdefault(index, EnvironmentFailed(f"{failure} {ZERO_HINT}"))
+        return failures, bool(result["jointly"])
+
+    def _rollout(self, rollout: "SeparateRollout", seq_len: int) -> Rollout:
+        client, state, score = rollout.client, rollout.state, rollout.score
+        trained = trained_replies(state, client)
+        if not trained and client.recorder.prompt_too_long:
+            raise SampleTooLong(f"a prompt of environment {self.config.label} does not fit into seq_len = {seq_len}")
+        if not trained:
+            raise EnvironmentFailed(no_turns_message(state, client))
+        reward, mode = as_number("the reward", score["reward"]), self.config.step_rewards
+        if mode == "add":
+            reward += client.credit.total
+        return client.recorder.rollout(
+            trained,
+            normalise([*state["prompt"], *state["completion"]]),
+            reward=reward,
+            metrics={name: as_number(f"metric {name}", value) for name, value in score["metrics"].items()},
+            is_truncated=state["is_truncated"],
+            weights=self._weights,
+            credits=client.credit.credits(trained, reward, mode),
+        )
+
+
+class SeparateRollout:
+    """One rollout: its number in the other process, its model calls, and what became of it.
+
+    Attributes:
+        number: in the other process.
+        client: records the model calls.
+        state: messages and steps, once it has ended.
+        score: reward and metrics, once it is scored.
+    """
+
+    def __init__(self, number: int, client: RolloutClient) -> None:
+        self.number, self.client = number, client
+        self.state: dict[str, Any] = {}
+        self.score: dict[str, Any] = {}
+
+    async def run(self, runner: "Runner", example: int, seq_len: int) -> None:
+        """Run it. At its time limit it is scored with its turns so far; see `EnvironmentBackend.run_group`."""
+        client = self.client
+        call = runner.start_call(
+            "rollout", rollout=self.number, example=example, base_url=client.base_url, api_key=client.api_key
+        )
+        try:
+            async with client.attempt.clock:
+                result = await runner.finish(call)
+        except RolloutTimedOut:
+            result = call.answer_after_cancel()
+            if result is None:
+                raise
+        except EnvironmentFailed:
+            client.raise_failure()
+            if client.recorder.prompt_too_long:
+                raise SampleTooLong(f"a prompt does not fit into seq_len = {seq_len}") from None
+            raise
+        client.end_rollout()
+        client.raise_failure()
+        steps = [{**step, "response": {"id": step["id"]}} for step in result["steps"]]
+        self.state = {**result, "trajectory": steps}
+        client.credit = GivenCredit.read(self.state, client.reply)
+
+
+class Call:
+    """A call that the other process has not answered yet."""
+
+    def __init__(self, number: int, future: "asyncio.Future[Any]") -> None:
+        self.number, self.future = number, future
+
+    def answer_after_cancel(self) -> Any:
+        """Return what a cancelled call was answered with; None if it ended without a result."""
+        if not self.future.done() or self.future.exception() is not None:
+            return None
+        return self.future.result()
+
+
+class Runner:
+    """The other process, and the calls to it. It ends with this process."""
+
+    def __init__(self, interpreter: Path) -> None:
+        """Start the process."""
+        self._connection, theirs = socket.socketpair()
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        environment["VIRTUAL_ENV"] = str(interpreter.parent.parent)
+        environment["PATH"] = os.pathsep.join([str(interpreter.parent), os.environ.get("PATH", os.defpath)])
+        with theirs:
+            self._process = subprocess.Popen(
+                [str(interpreter), environment_runner.__file__, str(theirs.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._num_calls = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    def call_before_serving(self, op: str, **arguments: Any) -> Any:
+        """Call the process and wait; only before the event loop runs.
+
+        Raises:
+            EnvironmentFailed: what the environment raised.
+            ConfigError: the process has ended.
+        """
+        assert self._writer is None, "an event loop reads the connection"
+        self._num_calls += 1
+        try:
+            self._connection.sendall(_frame({"call": self._num_calls, "op": op, **arguments}))
+            (length,) = HEADER.unpack(self._receive(HEADER.size))
+            return _result(json.loads(self._receive(length)))
+        except (ConnectionError, EOFError):
+            raise ConfigError(f"{self._ended()} while the environment was loaded; see the log of its worker") from None
+
+    def _receive(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self._connection.recv(count - len(parts))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+    async def call(self, op: str, **arguments: Any) -> Any:
+        """Call the process. Raises EnvironmentFailed with what the environment raised."""
+        return await self.finish(self.start_call(op, **arguments))
+
+    def start_call(self, op: str, **arguments: Any) -> Call:
+        """Send a call, whose answer `finish` awaits."""
+        self._num_calls += 1
+        future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
+        self._send({"call": self._num_calls, "op": op, **arguments})
+        return Call(self._num_calls, future)
+
+    async def finish(self, call: Call) -> Any:
+        """Await the answer. A cancellation cancels the call, and awaits its cleanup in the other process."""
+        try:
+            return await asyncio.shield(call.future)
+        except asyncio.CancelledError:
+            if not call.future.done():
+                self._send({"op": "cancel", "call": call.number})
+                with suppress(EnvironmentFailed):
+                    await asyncio.shield(call.future)
+            raise
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._opening is None:
+            self._connection.setblocking(False)
+            self._opening = asyncio.get_running_loop().create_task(self._read())
+            self._waiting: list[bytes] = []
+        frame = _frame(message)
+        if self._writer is None:
+            self._waiting.append(frame)
+        else:
+            self._writer.write(frame)
+
+    async def _read(self) -> None:
+        """Resolve the calls by their answers, until the process ends."""
+        reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        self._writer.writelines(self._waiting)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                answer = json.loads(await reader.readexactly(length))
+                future = self._calls.pop(answer["call"])
+                try:
+                    future.set_result(_result(answer))
+                except EnvironmentFailed as error:
+                    future.set_exception(error)
+                    future.exception()  # it may belong to a cancelled call, whose error nothing reads
+        for future in self._calls.values():
+            future.set_exception(WorkerUnusable(self._ended()))
+
+    def _ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        return f"the interpreter of the environment ended with code {self._process.returncode}"
+
+
+def _frame(message: Mapping[str, Any]) -> bytes:
+    text = json.dumps(message, default=str).encode()
+    return HEADER.pack(len(text)) + text
+
+
+def _result(answer: Mapping[str, Any]) -> Any:
+    """Return the result of a call. Raises EnvironmentFailed or SampleTooLong for an error."""
+    if (error := answer.get("error")) is None:
+        return answer["result"]
+    raise EnvironmentFailed(str(error["message"]), bool(error["infrastructure"]))

@@ -1,0 +1,214 @@
+"""An environment gives the same rollouts, scores and errors in an interpreter of its own as in its worker."""
+
+import asyncio
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong, WorkerUnusable
+from prime_rl.rollouts.rendering.messages import Generation
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.separate.interpreters import needs_interpreter
+from prime_rl.rollouts.workers import worker_main
+from tests.support.tiny_model import make_tokenizer
+
+ENVIRONMENT = '''
+import asyncio
+import json
+import os
+import verifiers as vf
+from datasets import Dataset
+
+CASES = (
+    "fine", "two turns", "none", "raises", "raises for one", "dictionary", "metric fails", "short group", "empty",
+    "connection", "too long", "infinite",
+)
+
+
+def case(info):
+    return info["case"]
+
+
+def number(completion):
+    return float(completion[-1]["content"].split()[-1]) if completion[-1]["content"] else -1.0
+
+
+async def reward(completion, answer, info):
+    await asyncio.sleep(0)
+    if case(info) == "none":
+        return None
+    if case(info) == "raises" or (case(info) == "raises for one" and number(completion) % 3 == 1):
+        raise KeyError("cannot grade")
+    if case(info) == "connection":
+        raise ConnectionError("no judge here")
+    if case(info) == "infinite":
+        return float("inf")
+    return number(completion) + int(answer)
+
+
+def details(completion, info, **kwargs):
+    if case(info) == "metric fails":
+        raise ValueError("no details")
+    return {"dicts": all(isinstance(message, dict) for message in completion), "bad": "text", "turns": len(completion)}
+
+
+def ranks(completions, infos):
+    if case(infos[0]) == "short group":
+        return [1.0]
+    order = sorted(map(number, completions))
+    return [order.index(number(completion)) for completion in completions]
+
+
+def graded(prompt, completion, info):
+    if case(info) != "dictionary":
+        return {"score": 0.0}
+    return {"score": 0.5, "length": len(json.dumps([dict(message) for message in [*prompt, *completion]]))}
+
+
+class Chat(vf.MultiTurnEnv):
+    @vf.stop
+    async def enough(self, state):
+        wanted = {"two turns": 2, "too long": 99, "waits": 2}.get(state["info"]["case"], 1)
+        return len(state["trajectory"]) >= wanted
+
+    async def env_response(self, messages, state, **kwargs):
+        if state["info"]["case"] == "waits":
+            await asyncio.Event().wait()
+        return [{"role": "user", "content": "again " * 20}]
+
+
+def load_environment(cases=CASES, error=None):
+    if error is not None:
+        raise ValueError(error)
+    rows = [{"question": f"say {i}", "answer": str(i), "info": {"case": name}} for i, name in enumerate(cases)]
+    if "exits" in cases:
+        os._exit(3)
+    rubric = vf.Rubric(funcs=[reward, details, ranks, graded], weights=[1.0, 0.0, 0.5, 2.0])
+    return Chat(dataset=Dataset.from_list(rows), rubric=rubric)
+'''
+CASES = (
+    *("fine", "two turns", "none", "raises", "raises for one", "dictionary", "metric fails", "short group", "empty"),
+    *("connection", "too long", "infinite"),
+)
+
+
+class SeededEngine:
+    """Answers with a number that follows from the seed of the call: calls of several rollouts come in any order."""
+
+    def __init__(self, renderer, is_empty=False):
+        self.encode, self.is_empty = renderer._encode, is_empty
+
+    async def generate(self, prompt_ids, sampling):
+        ids = [*([] if self.is_empty else self.encode(f"word {sampling['seed'] % 7}")), 2]
+        n = len(ids)
+        return Generation(np.array(ids, np.int32), np.full(n, -0.5, np.float32), np.full(n, 3, np.int32), False)
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return Renderer(make_tokenizer())
+
+
+@pytest.fixture
+def load(tmp_path, renderer):
+    file = tmp_path / "chat_environment.py"
+    file.write_text(textwrap.dedent(ENVIRONMENT))
+
+    def loaded(interpreter=sys.executable, **keys):
+        warnings.clear()
+        config = EnvConfig(id=str(file), interpreter=interpreter, num_retries=0, **keys)
+        return worker_main.load(config, renderer, "train", False, warnings.append)
+
+    warnings = loaded.warnings = []
+    yield loaded
+    sys.modules.pop("chat_environment", None)
+
+
+async def results_of(environment, renderer):
+    """Return, by case, the rollouts of a group of three as plain values, or the error."""
+    found = {}
+    for example, case in enumerate(CASES):
+        engine = SeededEngine(renderer, case == "empty")
+        try:
+            rollouts = await environment.run_group(example, 3, engine, {"max_tokens": 9}, 256, [1, 2])
+        except (EnvironmentFailed, SampleTooLong) as error:
+            found[case] = (type(error), str(error), getattr(error, "is_infrastructure", None))
+            continue
+        found[case] = sorted(
+            (rollout.reward, sorted(rollout.metrics.items()), rollout.is_truncated, rollout.answer, rollout.text)
+            + tuple(tuple(map(tuple, (s.tokens, s.loss_mask, s.logprobs, s.versions))) for s in rollout.samples)
+            for rollout in rollouts
+        )
+    return found
+
+
+async def test_results_equal_those_in_the_worker(load, renderer):
+    expected = await results_of(load(interpreter=None, min_rollouts=1), renderer)
+    own_warnings = list(load.warnings)
+    environment = load(min_rollouts=1)
+    assert len(environment) == len(CASES)
+    assert environment.prompt_tokens(0) > 0
+    assert await results_of(environment, renderer) == expected
+    assert load.warnings == [text for text in own_warnings if "'bad' of" not in text]
+    assert [len(expected[case]) for case in ("fine", "raises for one", "empty")] == [3, 2, 3]
+    assert expected["connection"][2], "a lost connection is worth a retry"
+
+
+@pytest.mark.extended(after=1)
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"args": {"cases": ["exits"]}}, "the interpreter of the environment ended with code 3"),
+        ({"args": {"error": "no such data"}}, "does not load: ValueError: no such data"),
+        ({"args": {"cases": []}}, "has no train examples"),
+        ({"rewards": [{"import_path": "os:getpid"}]}, "rewards cannot be added"),
+    ],
+)
+def test_environment_that_does_not_load_is_refused(load, keys, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load(**keys)
+
+
+@pytest.mark.extended
+async def test_time_limit_cancellation_and_death(load, renderer):
+    environment = load(args={"cases": ["waits", "fine"]}, timeout_seconds=1, cleanup_seconds=60)
+    [late] = await environment.run_group(0, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+    assert late.is_truncated
+    assert late.metrics["details/turns"] == 1.0, "the completion is the first turn"
+    assert late.samples[0].loss_mask.any()
+
+    environment.config = environment.config.model_copy(update={"timeout_seconds": None})
+    task = asyncio.create_task(environment.run_group(0, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2]))
+    while len(environment._runner._calls) < 1:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not environment._runner._calls, "each call was answered"
+
+    [fine] = await environment.run_group(1, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+    assert fine.metrics["details/dicts"] == 1.0
+    environment._runner._process.kill()
+    with pytest.raises(WorkerUnusable, match="ended with code -9"):
+        await environment.run_group(1, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("keys", "needed"),
+    [
+        ({}, False),
+        ({"requirements": ["numpy"]}, False),
+        ({"package": "verifiers>=0.3.2.dev22", "requirements": ["numpy>1"]}, False),
+        ({"requirements": ["numpy", "verifiers<0.2"]}, True),
+        ({"package": "no-such-package-of-ours"}, True),
+        ({"package": "./my_env"}, True),
+        ({"python": f"3.{sys.version_info.minor}"}, False),
+        ({"python": "3.1"}, True),
+    ],
+)
+def test_interpreter_is_needed_for_what_this_one_lacks(keys, needed):
+    assert needs_interpreter(EnvConfig(**keys)) == needed
