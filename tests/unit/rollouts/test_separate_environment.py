@@ -16,7 +16,7 @@ from prime_rl.rollouts.separate.interpreters import needs_interpreter
 from prime_rl.rollouts.workers import worker_main
 from tests.support.tiny_model import make_tokenizer
 
-ENVIRONMENT = '''
+ENVIRONMENT = """
 import asyncio
 import json
 import os
@@ -89,7 +89,7 @@ def load_environment(cases=CASES, error=None):
         os._exit(3)
     rubric = vf.Rubric(funcs=[reward, details, ranks, graded], weights=[1.0, 0.0, 0.5, 2.0])
     return Chat(dataset=Dataset.from_list(rows), rubric=rubric)
-'''
+"""
 CASES = (
     *("fine", "two turns", "none", "raises", "raises for one", "dictionary", "metric fails", "short group", "empty"),
     *("connection", "too long", "infinite"),
@@ -128,6 +128,12 @@ def load(tmp_path, renderer):
     sys.modules.pop("chat_environment", None)
 
 
+def plain(rollout):
+    """Return everything of a rollout as plain values."""
+    samples = [[array.tolist() for array in (s.tokens, s.loss_mask, s.logprobs, s.versions)] for s in rollout.samples]
+    return rollout.reward, sorted(rollout.metrics.items()), rollout.is_truncated, rollout.answer, rollout.text, samples
+
+
 async def results_of(environment, renderer):
     """Return, by case, the rollouts of a group of three as plain values, or the error."""
     found = {}
@@ -138,11 +144,7 @@ async def results_of(environment, renderer):
         except (EnvironmentFailed, SampleTooLong) as error:
             found[case] = (type(error), str(error), getattr(error, "is_infrastructure", None))
             continue
-        found[case] = sorted(
-            (rollout.reward, sorted(rollout.metrics.items()), rollout.is_truncated, rollout.answer, rollout.text)
-            + tuple(tuple(map(tuple, (s.tokens, s.loss_mask, s.logprobs, s.versions))) for s in rollout.samples)
-            for rollout in rollouts
-        )
+        found[case] = sorted(map(plain, rollouts))
     return found
 
 
