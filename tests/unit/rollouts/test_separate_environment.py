@@ -1,18 +1,22 @@
 """An environment gives the same rollouts, scores and errors in an interpreter of its own as in its worker."""
 
 import asyncio
+import shutil
 import sys
 import textwrap
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.environment_id import identify_environments
 from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong, WorkerUnusable
 from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.separate.interpreters import needs_interpreter
+from prime_rl.rollouts.separate.interpreters import needs_interpreter, write_lock
 from prime_rl.rollouts.workers import worker_main
 from tests.support.tiny_model import make_tokenizer
 
@@ -195,8 +199,9 @@ async def test_time_limit_cancellation_and_death(load, renderer):
     [fine] = await environment.run_group(1, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
     assert fine.metrics["details/dicts"] == 1.0
     environment._runner._process.kill()
-    with pytest.raises(WorkerUnusable, match="ended with code -9"):
-        await environment.run_group(1, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+    for _ in range(2):
+        with pytest.raises(WorkerUnusable, match="ended with code -9"):
+            await environment._runner.call("row", example=1)
 
 
 @pytest.mark.parametrize(
@@ -214,3 +219,63 @@ async def test_time_limit_cancellation_and_death(load, renderer):
 )
 def test_interpreter_is_needed_for_what_this_one_lacks(keys, needed):
     assert needs_interpreter(EnvConfig(**keys)) == needed
+
+
+def make_wheel(folder, version="1.0"):
+    """Write a wheel that needs nothing; uv installs it without an index."""
+    info = f"tiny_environment-{version}.dist-info"
+    with zipfile.ZipFile(wheel := folder / f"tiny_environment-{version}-py3-none-any.whl", "w") as file:
+        file.writestr("tiny_environment.py", f"def load_environment():\n    return {version!r}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-environment\nVersion: {version}\n")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+def test_interpreter_is_made_once_and_again_from_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    env = EnvConfig(id="tiny_environment", package=str(make_wheel(tmp_path)))
+    lines = []
+
+    def identify(locks=None):
+        lines.clear()
+        return identify_environments([env], "env", pytest.fail, lines.append, locks)[0]
+
+    first = identify()
+    assert [line.split(": ")[1].split()[0] for line in lines] == ["resolving", "installing"]
+    assert identify() == first
+    assert len(lines) == 1, "it is in the cache"
+
+    write_lock(first, tmp_path / "locks")
+    shutil.rmtree(Path(first.interpreter).parents[1])
+    (tmp_path / "tiny_environment-1.0-py3-none-any.whl").rename(tmp_path / "moved.whl")
+    with pytest.raises(ConfigError, match=r"env\.0 \(tiny_environment\): its packages cannot be resolved: .*1\.0-py3"):
+        identify()
+    (tmp_path / "moved.whl").rename(tmp_path / "tiny_environment-1.0-py3-none-any.whl")
+    assert identify(tmp_path / "locks") == first
+    assert [line.split(": ")[1].split()[0] for line in lines] == ["installing"], "the lock needs no resolution"
+
+    with pytest.raises(ConfigError, match="verifiers is not among its requirements"):
+        worker_main.load(first, None, "train")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("release", ["0.1.8", "0.1.10", "0.1.12", "0.2.0", "0.3.1"])
+async def test_results_are_those_of_every_release_of_verifiers(load, renderer, tmp_path, release):
+    """Needs a package index, or packages in uv's cache."""
+    expected = await results_of(load(interpreter=None, min_rollouts=1), renderer)
+    env = EnvConfig(id=str(tmp_path / "chat_environment.py"), requirements=[f"verifiers=={release}"])
+    [env] = identify_environments([env], "env", pytest.fail, print)
+    found = await results_of(load(interpreter=env.interpreter, min_rollouts=1), renderer)
+    for results in (expected, found):  # 0.1.8 does not count turns; not each release says why a prompt is refused
+        results.pop("too long")
+        for case in results:
+            if isinstance(results[case], list):
+                results[case] = [
+                    (reward, [pair for pair in metrics if pair[0] != "num_turns"], *rest)
+                    for reward, metrics, *rest in results[case]
+                ]
+    assert found == expected

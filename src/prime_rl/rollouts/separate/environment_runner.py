@@ -201,12 +201,13 @@ class ClassicEnvironment:
 
 
 class _EmptyText(str):
-    """An empty reply, which releases before 0.1.11 accept because it is not false."""
+    """An empty reply that is true when first asked: releases before 0.1.11 ask whether there is content."""
 
-    __slots__ = ()
+    _was_asked = False
 
     def __bool__(self) -> bool:
-        return True
+        was_asked, self._was_asked = self._was_asked, True
+        return not was_asked
 
 
 def _client_wrapper() -> Callable[[Any], Any]:
@@ -387,6 +388,16 @@ def _number(what: str, value: Any) -> float:
     return number
 
 
+def _restore(state: Any, given: Mapping[str, Any]) -> None:
+    """Undo what an earlier attempt at scoring has set, which reward functions may read."""
+    if given["advantage"] is None:
+        state["advantage"] = None
+    for step, before in zip(state.get("trajectory") or (), given["steps"], strict=False):
+        for name in ("reward", "advantage"):
+            if before[name] is None:
+                step[name] = None
+
+
 def use_message_dicts() -> Callable[[Any], None]:
     """Let messages be dictionaries with attributes in releases whose messages are objects; return what converts states.
 
@@ -482,7 +493,7 @@ class _Runner:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._environment: ClassicEnvironment | None = None
-        self._states: dict[int, Any] = {}
+        self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._writer: asyncio.StreamWriter | None = None
 
@@ -548,16 +559,19 @@ class _Runner:
     async def _rollout(self, call: dict[str, Any]) -> dict[str, Any]:
         assert self._environment is not None
         state, result = await self._environment.rollout(call["example"], call["base_url"], call["api_key"])
-        self._states[call["rollout"]] = state
+        self._states[call["rollout"]] = state, result
         return result
 
     async def _score(self, call: dict[str, Any]) -> dict[str, Any]:
         assert self._environment is not None
-        return await self._environment.score([self._states[number] for number in call["rollouts"]])
+        scored = [self._states[number] for number in call["rollouts"]]
+        for state, given in scored:
+            _restore(state, given)
+        return await self._environment.score([state for state, _ in scored])
 
     async def _release(self, call: dict[str, Any]) -> None:
         assert self._environment is not None
-        states = [self._states.pop(number) for number in call["rollouts"] if number in self._states]
+        states = [self._states.pop(number)[0] for number in call["rollouts"] if number in self._states]
         await self._environment.clean_up(states)
 
 

@@ -96,8 +96,7 @@ class SeparateEnvironment(EnvironmentBackend):
     async def _run(
         self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
     ) -> list[Rollout]:
-        if example not in self._rows:
-            self._keep_row(example, await self._runner.call("row", example=example))
+        row = self._rows.pop(example, None) or await self._runner.call("row", example=example)
         started: list[SeparateRollout] = []
 
         async def attempt(this: Attempt) -> SeparateRollout:
@@ -119,6 +118,7 @@ class SeparateEnvironment(EnvironmentBackend):
             for rollout in started:
                 rollout.client.release()
             await self._runner.call("release", rollouts=[rollout.number for rollout in started])
+            self._keep_row(example, row)  # after all others: `answer` reads it next
 
     async def _score(self, group: GroupAttempts, finished: "list[SeparateRollout]") -> "list[SeparateRollout]":
         """Score the rollouts of a group together; return those with a reward, as `ClassicEnvironment._score`."""
@@ -254,7 +254,9 @@ class Runner:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._writer: asyncio.StreamWriter | None = None
-        self._opening: asyncio.Task[None] | None = None
+        self._waiting: list[bytes] = []
+        self._reading: asyncio.Task[None] | None = None
+        self._end = ""
 
     def call_before_serving(self, op: str, **arguments: Any) -> Any:
         """Call the process and wait; only before the event loop runs.
@@ -287,6 +289,8 @@ class Runner:
 
     def start_call(self, op: str, **arguments: Any) -> Call:
         """Send a call, whose answer `finish` awaits."""
+        if self._end:
+            raise WorkerUnusable(self._end)
         self._num_calls += 1
         future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
         self._send({"call": self._num_calls, "op": op, **arguments})
@@ -304,10 +308,9 @@ class Runner:
             raise
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        if self._opening is None:
+        if self._reading is None:
             self._connection.setblocking(False)
-            self._opening = asyncio.get_running_loop().create_task(self._read())
-            self._waiting: list[bytes] = []
+            self._reading = asyncio.get_running_loop().create_task(self._read())
         frame = _frame(message)
         if self._writer is None:
             self._waiting.append(frame)
@@ -328,8 +331,9 @@ class Runner:
                 except EnvironmentFailed as error:
                     future.set_exception(error)
                     future.exception()  # it may belong to a cancelled call, whose error nothing reads
+        self._end = self._ended()
         for future in self._calls.values():
-            future.set_exception(WorkerUnusable(self._ended()))
+            future.set_exception(WorkerUnusable(self._end))
 
     def _ended(self) -> str:
         with suppress(subprocess.TimeoutExpired):
