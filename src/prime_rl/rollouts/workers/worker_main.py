@@ -132,7 +132,7 @@ def load(
     """
     bypass_proxies()  # of the policy endpoint, and of the tool servers of a taskset
     if config.interpreter is not None:
-        from prime_rl.rollouts.separate.separate_environment import SeparateEnvironment
+        from prime_rl.rollouts.verifiers.separate_environment import SeparateEnvironment
 
         return SeparateEnvironment(config, config.id, renderer, split, keep_messages, warn)
     found = find_environment(config.id)
