@@ -7,7 +7,7 @@ import importlib.metadata
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -95,6 +95,12 @@ def check_call(function: Callable[..., Any], num_arguments: int, kwargs: Mapping
         ) from None
 
 
+def own_name(file: Path) -> str:
+    """Return a module name that only this file has."""
+    stem = file.parent.name if file.name == "__init__.py" else file.stem
+    return f"{stem}_{hashlib.sha256(bytes(file)).hexdigest()[:8]}".lower()  # verifiers looks for lower case
+
+
 def import_file(path: Path) -> ModuleType:
     """Import a Python file under a name derived from its absolute path, once per process. Raises what the file raises.
 
@@ -102,8 +108,7 @@ def import_file(path: Path) -> ModuleType:
     directory does not replace a package.
     """
     absolute = path.expanduser().resolve()
-    stem = absolute.parent.name if absolute.name == "__init__.py" else absolute.stem
-    name = f"{stem}_{hashlib.sha256(bytes(absolute)).hexdigest()[:8]}".lower()  # verifiers looks for lower case
+    name = own_name(absolute)
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, absolute)
@@ -122,18 +127,18 @@ _MAX_HASHED_BYTES = 16 << 20
 """Of a larger file, such as data in the package, only name and size are hashed."""
 
 
-def hash_files(root: Path) -> str:
-    """Return the hash of a file, or of all files below a directory; links are followed."""
+def hash_files(root: Path, skipped: Set[str] = frozenset()) -> str:
+    """Return the hash of a file, or of all files below a directory without `skipped` names; links are followed."""
     digest = hashlib.blake2s(digest_size=6)
-    for name, path in sorted(_files(root)):
+    for name, path in sorted(_files(root, skipped)):
         size = path.stat().st_size
         content = path.read_bytes() if size <= _MAX_HASHED_BYTES else b""
         digest.update(f"{len(name)} {name} {size} ".encode() + content)
     return digest.hexdigest()
 
 
-def _files(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files below `root` with their relative names, without caches and hidden ones."""
+def _files(root: Path, skipped: Set[str]) -> Iterator[tuple[str, Path]]:
+    """Yield the files below `root` with their relative names, without caches, metadata of builds, and hidden ones."""
     if root.is_file():
         yield root.name, root
         return
@@ -143,7 +148,9 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
             names.clear()  # a link to a directory above
             continue
         seen.add(real)
-        names[:] = [name for name in names if name != "__pycache__" and not name.startswith(".")]
+        hidden = {"__pycache__", *skipped}
+        names[:] = [name for name in names if name not in hidden and not name.startswith(".")]
+        names[:] = [name for name in names if not name.endswith(".egg-info")]
         for name in files:
             path = Path(directory, name)
             if not name.startswith(".") and path.is_file():

@@ -43,7 +43,13 @@ from prime_rl.configs.environment import EnvConfig, environment_path
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.import_utils import find_function_files, hash_files, import_file
-from prime_rl.rollouts.separate.interpreters import lock_file, needs_interpreter, prepare_interpreter
+from prime_rl.rollouts.separate.interpreters import (
+    has_lock,
+    lock_file,
+    module_name,
+    needs_interpreter,
+    prepare_interpreter,
+)
 
 _NO_ENVIRONMENTS = ("prime-rl", "verifiers")
 _OURS = {
@@ -320,11 +326,13 @@ def identify_environments(
     identified = []
     for index, env in enumerate(environments):
         name = f"{key}.{index}"
-        if env.interpreter is not None:  # prepared by `rl`
+        if env.interpreter is not None and has_lock(env):  # prepared by `rl`
             identified.append(env)
             continue
         if needs_interpreter(env):
-            interpreter = prepare_interpreter(env, name, locks and lock_file(env, locks), inform)
+            file = find_own_file(env, f"{name}.id")
+            earlier = None if locks is None else lock_file(env, locks)
+            interpreter = prepare_interpreter(env, name, file and file.origin, earlier, inform)
             text = interpreter.identity
             if env.identity not in (None, text):
                 warn(f"{name}: environment {env.label!r} was {env.identity} and is now {text}")
@@ -343,9 +351,23 @@ def identify_environments(
     return identified
 
 
+def find_own_file(env: EnvConfig, key: str = "env.id") -> FoundEnvironment | None:
+    """Find the user's file of an environment with packages of its own; None if one of these has it.
+
+    Raises:
+        ConfigError: its path does not exist.
+    """
+    if (path := environment_path(env.id)) is not None:
+        return _find_file(path, f"{key} = {env.id}")
+    name = module_name(env.id)
+    return _find_in(Path.cwd(), name) if env.package is None and name.isidentifier() else None
+
+
 def check_environment(env: EnvConfig, key: str) -> None:
     """Raise ConfigError if an environment is missing that is neither to be installed nor to get packages of its own."""
-    if not env.install and env.interpreter is None and not needs_interpreter(env):
+    if needs_interpreter(env):
+        find_own_file(env, key)
+    elif not env.install:
         find_environment(env.id, key)
 
 

@@ -22,6 +22,7 @@ from tests.support.tiny_model import make_tokenizer
 
 ENVIRONMENT = """
 import asyncio
+import functools
 import json
 import os
 import verifiers as vf
@@ -29,8 +30,12 @@ from datasets import Dataset
 
 CASES = (
     "fine", "two turns", "none", "raises", "raises for one", "dictionary", "metric fails", "short group", "empty",
-    "connection", "too long", "infinite",
+    "connection", "too long", "infinite", "leaves", "panics", "cancels itself",
 )
+
+
+class Panic(BaseException):
+    pass
 
 
 def case(info):
@@ -51,6 +56,12 @@ async def reward(completion, answer, info):
         raise ConnectionError("no judge here")
     if case(info) == "infinite":
         return float("inf")
+    if case(info) == "leaves":
+        raise SystemExit(3)
+    if case(info) == "panics":
+        raise Panic("out of bounds")
+    if case(info) == "cancels itself":
+        raise asyncio.CancelledError("not by the worker")
     return number(completion) + int(answer)
 
 
@@ -85,7 +96,47 @@ class Chat(vf.MultiTurnEnv):
         return [{"role": "user", "content": "again " * 20}]
 
 
-def load_environment(cases=CASES, error=None):
+def listed(**kwargs) -> list:
+    return [len(kwargs["states"])] * len(kwargs["states"])
+
+
+def scaled(completion, factor):
+    return factor
+
+
+class ByHand(vf.Rubric):
+    async def score_rollout(self, state):
+        state["reward"], state["metrics"] = 0.75, {"by_hand": 0.75}
+
+
+class Summed(vf.Rubric):
+    async def score_group(self, states):
+        for state in states:
+            state["reward"], state["metrics"] = sum(number(each["completion"]) for each in states), {}
+
+
+def rubric_of(kind):
+    functions = {"listed": [listed], "partials": [functools.partial(scaled, factor=n) for n in (1.0, 2.0)]}
+    if kind in functions:
+        return vf.Rubric(funcs=functions[kind])
+    if kind == "group":
+        return vf.RubricGroup([vf.Rubric(funcs=[reward]), vf.Rubric(funcs=[ranks], weights=[0.5])])
+    return {"by hand": ByHand, "summed": Summed}[kind](funcs=[reward])
+
+
+def load_environment(cases=CASES, error=None, kind=None):
+    if kind == "advantages":
+        rubric = type("Advantages", (vf.Rubric,), {"has_advantages": True})(funcs=[reward])
+        return Chat(dataset=Dataset.from_list([{"question": "a", "answer": "1"}]), rubric=rubric)
+    if kind == "no answers":
+        rubric = vf.Rubric(funcs=[lambda completion, answer: 1.0])
+        return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "a"}]), rubric=rubric)
+    if kind == "hook":
+        hooked = type("Hooked", (Chat,), {"run_group": lambda self: None})
+        return hooked(dataset=Dataset.from_list([{"question": "a", "answer": "1"}]), rubric=vf.Rubric(funcs=[reward]))
+    if kind is not None:
+        rows = [{"question": "say 0", "answer": "0", "info": {"case": "fine"}}]
+        return Chat(dataset=Dataset.from_list(rows), rubric=rubric_of(kind))
     if error is not None:
         raise ValueError(error)
     rows = [{"question": f"say {i}", "answer": str(i), "info": {"case": name}} for i, name in enumerate(cases)]
@@ -96,7 +147,7 @@ def load_environment(cases=CASES, error=None):
 """
 CASES = (
     *("fine", "two turns", "none", "raises", "raises for one", "dictionary", "metric fails", "short group", "empty"),
-    *("connection", "too long", "infinite"),
+    *("connection", "too long", "infinite", "leaves", "panics", "cancels itself"),
 )
 
 
@@ -164,6 +215,17 @@ async def test_results_equal_those_in_the_worker(load, renderer):
     assert expected["connection"][2], "a lost connection is worth a retry"
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["listed", "partials", "group", "by hand", "summed"])
+async def test_rubrics_score_as_in_the_worker(load, renderer, kind):
+    results = []
+    for interpreter in (None, sys.executable):
+        environment = load(interpreter, args={"kind": kind})
+        rollouts = await environment.run_group(0, 3, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+        results.append((sorted(map(plain, rollouts)), rollouts[0].weights))
+    assert results[0] == results[1]
+
+
 @pytest.mark.extended(after=1)
 @pytest.mark.parametrize(
     ("keys", "problem"),
@@ -171,6 +233,9 @@ async def test_results_equal_those_in_the_worker(load, renderer):
         ({"args": {"cases": ["exits"]}}, "the interpreter of the environment ended with code 3"),
         ({"args": {"error": "no such data"}}, "does not load: ValueError: no such data"),
         ({"args": {"cases": []}}, "has no train examples"),
+        ({"args": {"kind": "advantages"}}, "it computes advantages"),
+        ({"args": {"kind": "no answers"}}, "have no column 'answer'"),
+        ({"args": {"kind": "hook"}}, r"it overrides run_group\(\)"),
         ({"rewards": [{"import_path": "os:getpid"}]}, "rewards cannot be added"),
     ],
 )

@@ -15,9 +15,11 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -26,17 +28,25 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from decimal import Decimal
+from pathlib import Path, PurePath
 from typing import Any
+from uuid import UUID
 
 HEADER = struct.Struct("<I")
 """Length of the JSON text that follows."""
 
-MAX_FRAME_BYTES = 256 << 20
 MAX_DEPTH = 64
+_NUM_THREADS = 512
+"""Threads of tools and rewards, as in environment workers."""
 
 _PR_SET_PDEATHSIG = 1
-_INFRASTRUCTURE = {"InfraError", "SandboxError", "TunnelError", "TransportError", "APIConnectionError"}
+_INFRASTRUCTURE = {
+    *("InfraError", "SandboxError", "TunnelError", "TransportError", "APIConnectionError"),
+    *("ClientConnectionError", "TimeoutError"),
+}
 _REWARD_KEYS = ("reward", "score")
 
 
@@ -70,7 +80,8 @@ _states: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("stat
 class ClassicEnvironment:
     """An environment of verifiers' classic API, of releases 0.1.8 to 0.3.
 
-    It uses public attributes only: `init_state` of the environment, `funcs` and `score_group` of rubrics.
+    Of the environment and its rubrics it replaces `init_state`, `funcs` and, where verifiers never calls an overridden
+    `score_rollout`, `score_group`.
     """
 
     def __init__(self, module: Any, args: Mapping[str, Any], split: str, convert: Callable[[Any], None]) -> None:
@@ -83,22 +94,22 @@ class ClassicEnvironment:
         self.env = module.load_environment(**args)
         if not isinstance(self.env, vf.Environment):
             raise Refused(f"load_environment() returned {type(self.env).__name__}, not an environment of verifiers")
+        for env in _environments(self.env):
+            _check_environment(env, split)
+            _report_states(env)
         own = [getattr(self.env, name, None) is not None for name in ("eval_dataset", "eval_dataset_source")]
         self.eval_split = "own" if any(own) or _overrides(self.env, "get_eval_dataset", vf.Environment) else "train"
         self.rows = self.env.get_dataset() if split == "train" else self.env.get_eval_dataset()
+        self._check_answers()
         self._convert = convert
         self._client: Any = None
         self._wrap = _client_wrapper()
-        self.rubrics = list(_rubrics(self.env))
-        self.weights: dict[str, float] = {}
-        for rubric in self.rubrics:
-            rubric.funcs[:] = [
-                _checked(func, weight) for func, weight in zip(rubric.funcs, rubric.weights, strict=True)
-            ]
-            names = [func.__name__ for func in rubric.funcs]
-            self.weights.update(zip(names, map(float, rubric.weights), strict=True))
-        for env in _environments(self.env):
-            _report_states(env)
+        self._names = {id(env): _prepare_rubrics(env.rubric) for env in _environments(self.env)}
+        rubrics = [rubric for env in _environments(self.env) for rubric in _rubrics(env.rubric)]
+        pairs = [(func.__name__, float(weight)) for each in rubrics for func, weight in _weighted(each)]
+        names = [name for name, _ in pairs]
+        self.weights = {name: weight for name, weight in pairs if names.count(name) == 1}
+        self.scores_jointly = any(map(_scores_jointly, rubrics))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,58 +117,72 @@ class ClassicEnvironment:
     def row(self, example: int) -> dict[str, Any]:
         """Return the columns of an example, with its prompt and tools in OpenAI's form."""
         row = dict(self.rows[example])
-        env = self._environment(row)
-        tools = getattr(env, "tool_defs", None) or getattr(env, "oai_tools", None) or ()
+        member = self._member(row)
+        tools = getattr(member, "tool_defs", None) or getattr(member, "oai_tools", None) or ()
         return {"row": row, "prompt": _messages(row.get("prompt"), "user"), "tools": list(map(_tool, tools))}
 
-    def _environment(self, row: Mapping[str, Any]) -> Any:
-        find = getattr(self.env, "get_env_for_task", None)
-        return find(row["task"]) if find is not None and isinstance(row.get("task"), str) else self.env
+    def _member(self, row: Mapping[str, Any]) -> Any:
+        """Return the environment of a row inside groups."""
+        env = self.env
+        while getattr(env, "envs", None):
+            if hasattr(env, "_route_child_input"):
+                name, row, _ = env._route_child_input(row)
+                env = env.get_env_for_name(name)
+            else:
+                env = env.get_env_for_task(row["task"])
+        return env
 
-    async def rollout(self, example: int, base_url: str, api_key: str) -> tuple[Any, dict[str, Any]]:
-        """Run one rollout; return its state, and what the worker needs of it."""
-        states: list[Any] = []
+    def _check_answers(self) -> None:
+        """Raise Refused if a reward function compares with an answer that no example has: verifiers passes ""."""
+        columns = getattr(self.rows, "column_names", None) or ["answer"]
+        if "answer" in columns or not type(self.env).__module__.startswith("verifiers."):
+            return
+        for rubric in _rubrics(self.env.rubric):
+            for func in rubric.funcs:
+                wanted = inspect.signature(func).parameters.get("answer")
+                if wanted is not None and wanted.default is wanted.empty:
+                    raise Refused(
+                        f"its examples have no column 'answer' (but {', '.join(map(repr, columns))}), which the reward "
+                        f"function {_name_of(func)} takes"
+                    )
+
+    async def rollout(
+        self, example: int, base_url: str, api_key: str, sampling: Mapping[str, Any], states: list[Any]
+    ) -> dict[str, Any]:
+        """Run one rollout; return what the worker needs of its state, the last of `states`."""
         _states.set(states)
-        sampling = {
-            name: value
-            for name, value in (getattr(self.env, "sampling_args", None) or {}).items()
-            if (name, value) not in (("n", 1), ("extra_body", {}))
-        }
+        row, sampling = dict(self.rows[example]), dict(sampling)
+        for env in (self.env, self._member(row)):
+            given = getattr(env, "sampling_args", None) or {}
+            sampling |= {name: value for name, value in given.items() if (name, value) not in _DEFAULT_SAMPLING}
         client, timed_out = self._make_client(base_url, api_key), False
         try:
-            state = await self.env.rollout(dict(self.rows[example]), client, "policy", sampling)
-        except asyncio.CancelledError:  # at its time limit it is scored with its turns so far
-            if not states or not states[-1].get("trajectory"):
+            state = await self.env.rollout(row, client, "policy", sampling)
+            if state is not (states[-1] if states else None):
+                states.append(state)
+        except BaseException as error:
+            state = states[-1] if states else {}
+            if not state.get("is_completed"):
+                await _clean_up_old(self._member(row), state)
+            if not _was_cancelled(error) or not state.get("trajectory"):
                 raise
-            state, timed_out = states[-1], True
-            await self._complete(state)
+            timed_out = True  # at its time limit it is scored with its turns so far
+            state["completion"] = state.get("completion") or _completion_of(state)
+        if _drop_refused_turn(state):
+            state["completion"] = _completion_of(state)
         error = state.get("error")
         if error is not None and not timed_out:
             raise error if isinstance(error, BaseException) else RuntimeError(repr(error))
-        steps = [
-            {
-                "id": _field(step.get("response"), "id"),
-                "reward": step.get("reward"),
-                "advantage": step.get("advantage"),
-            }
-            for step in state.get("trajectory") or ()
-        ]
-        return state, {
+        if any(step.get("tokens") is not None for step in state.get("trajectory") or ()):
+            raise RuntimeError("it sets `tokens` of a step, which only an environment in prime-rl's interpreter can")
+        return {
             "prompt": _messages(state.get("prompt"), "user"),
             "completion": _messages(state.get("completion"), "assistant"),
-            "steps": steps,
-            "advantage": state.get("advantage"),
             "stop_condition": state.get("stop_condition"),
             "is_truncated": bool(state.get("is_truncated") or state.get("prompt_too_long") or timed_out),
             "timed_out": timed_out,
+            **_credit(state),
         }
-
-    async def _complete(self, state: Any) -> None:
-        """Set the completion of a state whose rollout was interrupted."""
-        if state.get("completion"):
-            return
-        last, before = state["trajectory"][-1], len(state["prompt"])
-        state["completion"] = [*last["prompt"], *last["completion"]][before:]
 
     def _make_client(self, base_url: str, api_key: str) -> Any:
         from openai import AsyncOpenAI
@@ -175,8 +200,7 @@ class ClassicEnvironment:
         token = _scoring.set(scoring)
         try:
             if getattr(self.env, "score_rollouts", True):
-                takes_semaphore = "score_sem" in inspect.signature(rubric.score_group).parameters
-                await rubric.score_group(states, **({"score_sem": contextlib.nullcontext()} if takes_semaphore else {}))
+                await rubric.score_group(states, **_semaphore(rubric.score_group))
             else:
                 for state in states:
                     state["reward"], state["metrics"] = 0.0, {}
@@ -185,19 +209,132 @@ class ClassicEnvironment:
         place = {id(state): index for index, state in enumerate(states)}
         scores = []
         for state in states:
+            member = self._member(state.get("input") or state) if getattr(self.env, "envs", None) else self.env
+            others = set().union(*self._names.values()) - self._names[id(member)] - self._names[id(self.env)]
             metrics = dict(state.get("metrics") or {})
-            for name in scoring.unknown.get(id(state), ()):
+            for name in (*others, *scoring.unknown.get(id(state), ())):
                 metrics.pop(name, None)
-            scores.append({"reward": state["reward"], "metrics": {**metrics, **scoring.metrics.get(id(state), {})}})
+            metrics.update(scoring.metrics.get(id(state), {}))
+            scores.append({"reward": state["reward"], "metrics": metrics, **_credit(state)})
         failures = [{**failure, "rollout": None if one is None else place[one]} for one, failure in scoring.failures]
-        return {"scores": scores, "failures": failures, "jointly": any(map(_scores_jointly, self.rubrics))}
+        return {"scores": scores, "failures": failures, "jointly": self.scores_jointly}
 
-    async def clean_up(self, states: Sequence[Any]) -> None:
-        """Let the rubrics release the resources of rollouts, such as sandboxes."""
-        for rubric in self.rubrics:
-            if (cleanup := getattr(rubric, "cleanup", None)) is not None:
-                for state in states:
+    async def clean_up(self, states: Sequence[Any]) -> str | None:
+        """Let the rubrics release the resources of rollouts, such as sandboxes; return the first failure."""
+
+        async def clean_up_one(state: Any) -> None:
+            member = self._member(state.get("input") or state) if getattr(self.env, "envs", None) else self.env
+            for rubric in {id(env.rubric): env.rubric for env in (self.env, member)}.values():
+                if (cleanup := getattr(rubric, "cleanup", None)) is not None:
                     await cleanup(state)
+
+        results = await asyncio.gather(*map(clean_up_one, states), return_exceptions=True)
+        return next((describe(each)["message"] for each in results if isinstance(each, BaseException)), None)
+
+
+_DEFAULT_SAMPLING = (("n", 1), ("extra_body", {}))
+"""What the constructor of an environment adds to its `sampling_args`."""
+
+_HOOKS = ("run_rollout", "run_group", "_run_rollout_state", "_run_group_states")
+
+
+def _check_environment(env: Any, split: str) -> None:
+    """Refuse an environment with features that would otherwise be ignored."""
+    import verifiers as vf
+
+    kind = vf.EnvGroup if isinstance(env, vf.EnvGroup) else vf.Environment
+    for hook in _HOOKS:
+        if hasattr(kind, hook) and (hook in vars(env) or getattr(type(env), hook) is not getattr(kind, hook)):
+            raise Refused(
+                f"it overrides {hook}(), which is not called here; override rollout(), or score in its rubric"
+            )
+    if split == "train" and getattr(env.rubric, "has_advantages", False):
+        raise Refused("it computes advantages (has_advantages of its rubric), which would be ignored")
+    if kind is vf.EnvGroup and (type(env.rubric).__name__ != "EnvGroupRubric" or env.rubric.funcs):
+        raise Refused("it adds rewards to an EnvGroup, or replaces its rubric, which verifiers ignores")
+
+
+def _credit(state: Any) -> dict[str, Any]:
+    """Return the rewards and advantages of a state and its steps, and the ids of their responses."""
+    steps = [
+        {"id": _field(step.get("response"), "id"), "reward": step.get("reward"), "advantage": step.get("advantage")}
+        for step in state.get("trajectory") or ()
+    ]
+    return {"steps": steps, "advantage": state.get("advantage")}
+
+
+def _completion_of(state: Any) -> list[Any]:
+    """Return the completion of a state whose rollout did not set it."""
+    if not state["trajectory"]:
+        return []
+    last = state["trajectory"][-1]
+    return [*last["prompt"], *last["completion"]][len(state["prompt"]) :]
+
+
+def _drop_refused_turn(state: Any) -> bool:
+    """Remove the turn that 0.1.8 adds with a text of its own if a prompt does not fit; return whether there is one."""
+    steps = state.get("trajectory") or []
+    if not steps or _field(steps[-1].get("response"), "id") != "overlong-prompt":
+        return False
+    steps.pop()
+    return True
+
+
+async def _clean_up_old(env: Any, state: Any) -> None:
+    """Call the environment's own handlers, which releases before 0.2 call only where a rollout is complete."""
+    if state and (clean_up := getattr(env, "_cleanup", None)) is not None:
+        with contextlib.suppress(Exception):  # what the rollout raised explains more
+            await clean_up(state)
+
+
+def _semaphore(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the semaphore that 0.1.8 asks for."""
+    return {"score_sem": contextlib.nullcontext()} if "score_sem" in inspect.signature(function).parameters else {}
+
+
+def _rubrics(rubric: Any) -> Iterator[Any]:
+    """Yield a rubric and those in it."""
+    yield rubric
+    for inner in getattr(rubric, "rubrics", ()):
+        yield from _rubrics(inner)
+
+
+def _weighted(rubric: Any) -> Iterator[tuple[Any, float]]:
+    return zip(rubric.funcs, rubric.weights, strict=False)
+
+
+def _prepare_rubrics(outer: Any) -> set[str]:
+    """Let the failures of reward functions be recorded; return the names of their metrics.
+
+    Verifiers requires every function to have a name, and never calls a `score_rollout` that a subclass overrides.
+    """
+    names = set[str]()
+    for rubric in _rubrics(outer):
+        if not hasattr(rubric, "funcs"):
+            raise Refused(f"its rubric {type(rubric).__name__} has no list `funcs` of reward functions")
+        if not getattr(rubric, "_is_checked", False):
+            given = {func.__name__ for func in rubric.funcs if hasattr(func, "__name__")}
+            checked = []
+            for func, weight in _weighted(rubric):
+                name = _name_of(func)
+                if not hasattr(func, "__name__"):
+                    numbered = (f"{name}_{number}" for number in itertools.count(2))
+                    name = next(free for free in itertools.chain([name], numbered) if free not in given)
+                    given.add(name)
+                checked.append(_checked(func, name, weight, rubric._is_group_func(func)))
+            rubric.funcs = checked
+            rubric._is_checked = True
+            defining = next(
+                kind for kind in type(rubric).__mro__ if {"score_rollout", "score_group"} & vars(kind).keys()
+            )
+            if "score_group" not in vars(defining):
+                rubric.score_group = functools.partial(_score_each, rubric)
+        names.update(func.__name__ for func in rubric.funcs)
+    return names
+
+
+async def _score_each(rubric: Any, states: Sequence[Any], **_: Any) -> None:
+    await asyncio.gather(*(rubric.score_rollout(state, **_semaphore(rubric.score_rollout)) for state in states))
 
 
 class _EmptyText(str):
@@ -257,23 +394,15 @@ def _environments(env: Any) -> Iterator[Any]:
         yield from _environments(inner)
 
 
-def _rubrics(env: Any) -> Iterator[Any]:
-    """Yield the rubrics that contain the reward functions of an environment, each once."""
-    seen, waiting = set[int](), [each.rubric for each in _environments(env)]
-    while waiting:
-        rubric = waiting.pop()
-        if rubric is None or id(rubric) in seen:
-            continue
-        seen.add(id(rubric))
-        waiting += getattr(rubric, "rubrics", ())
-        if not hasattr(rubric, "funcs"):
-            raise Refused(f"its rubric {type(rubric).__name__} has no list `funcs` of reward functions")
-        yield rubric
-
-
 def _scores_jointly(rubric: Any) -> bool:
-    names = ("prompts", "completions", "answers", "states", "infos", "tasks")
-    return any(not set(names).isdisjoint(inspect.signature(func).parameters) for func in rubric.funcs)
+    """Return whether the reward of a rollout may depend on the others of its group."""
+    import verifiers as vf
+
+    known = ("Rubric", "RubricGroup", "EnvGroupRubric")
+    own = "score_group" in vars(rubric) and not isinstance(rubric.score_group, functools.partial)
+    defining = next(kind for kind in type(rubric).__mro__ if "score_group" in vars(kind))
+    is_known = defining.__name__ in known and defining.__module__.startswith(vf.__name__)
+    return own or not is_known or any(map(rubric._is_group_func, rubric.funcs))
 
 
 def _report_states(env: Any) -> None:
@@ -289,16 +418,16 @@ def _report_states(env: Any) -> None:
     env.init_state = init_state
 
 
-def _checked(func: Callable[..., Any], weight: float) -> Callable[..., Any]:
+def _checked(func: Callable[..., Any], name: str, weight: float, is_group: bool) -> Callable[..., Any]:
     """Return a reward function whose failures are recorded: verifiers would count them as 0.
 
     A dictionary is a reward (`reward` or `score`) and further metrics.
     """
-    parameters = inspect.signature(func).parameters
+    signature = inspect.signature(func)
+    parameters = signature.parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    holder = "states" if _takes_group(parameters) else "state"
+    holder = "states" if is_group else "state"
     added = holder not in parameters
-    name = _name_of(func)
 
     async def checked(**objects: Any) -> Any:
         holds: Any = objects.get(holder)
@@ -309,19 +438,17 @@ def _checked(func: Callable[..., Any], weight: float) -> Callable[..., Any]:
             value = func(**objects)
             value = await value if inspect.isawaitable(value) else value
             _check_process_pool(func, name, time.monotonic() - started)
-            if holder == "states":
+            if is_group:
                 return _numbers(name, value, len(holds))
             reward, metrics = _split(name, value, weight)
-        except Exception as error:
-            if scoring is None:
+        except BaseException as error:  # programs that a model writes call sys.exit()
+            if scoring is None or _was_cancelled(error):
                 raise
             failure = {"function": name, "weight": weight, **describe(error)}
-            if isinstance(error, _NotANumber):
-                failure["message"] = str(error)
-            else:
+            if not isinstance(error, _NotANumber):
                 failure["message"] = f"reward function {name} raised {failure['message']}"
-            scoring.failures.append((id(holds) if holder == "state" else None, failure))
-            return 0.0 if holder == "state" else [0.0] * len(holds)
+            scoring.failures.append((None if is_group else id(holds), failure))
+            return [0.0] * len(holds) if is_group else 0.0
         if scoring is not None:
             scoring.metrics.setdefault(id(holds), {}).update(metrics)
             if reward is None:
@@ -333,7 +460,7 @@ def _checked(func: Callable[..., Any], weight: float) -> Callable[..., Any]:
     last = [each for each in parameters.values() if each.kind is each.VAR_KEYWORD]
     named = [each for each in parameters.values() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in named]
-    checked.__signature__ = inspect.Signature([*keyword, *extra, *last])  # type: ignore[attr-defined]
+    checked.__signature__ = signature.replace(parameters=[*keyword, *extra, *last])  # type: ignore[attr-defined]
     return checked
 
 
@@ -345,12 +472,7 @@ def _check_process_pool(func: Any, name: str, elapsed_seconds: float) -> None:
         os._exit(1)
     limit_seconds = getattr(rubric, "HARD_TIMEOUT_SECONDS", None)
     if limit_seconds is not None and elapsed_seconds >= limit_seconds:
-        raise TimeoutError(f"no answer within {limit_seconds:.0f} s: its process pool is too busy")
-
-
-def _takes_group(parameters: Mapping[str, Any]) -> bool:
-    """Return whether verifiers calls a function for a whole group, which it tells from plural names."""
-    return not {"prompts", "completions", "answers", "states", "tasks", "infos"}.isdisjoint(parameters)
+        raise _NotANumber(f"{name} did not end within {limit_seconds:.0f} s: its process pool is too busy")
 
 
 def _name_of(func: Any) -> str:
@@ -446,18 +568,40 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return [_plain(inner, depth + 1) for inner in value]
     if callable(dump := getattr(value, "model_dump", None)):
         return _plain(dump(exclude_none=True), depth + 1)
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
     if callable(convert := getattr(value, "tolist", None)):  # arrays
         return _plain(convert(), depth + 1)
-    return str(value)
+    if isinstance(value, date | Decimal | PurePath | UUID | BaseException):
+        return str(value)
+    if callable(content := getattr(value, "tobytes", None)):  # images
+        value = content()
+    return hashlib.blake2s(value).hexdigest() if isinstance(value, bytes) else type(value).__qualname__
 
 
 def describe(error: BaseException) -> dict[str, Any]:
     """Return an exception as one line, and whether a retry may succeed."""
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception as broken:  # noqa: BLE001 # foreign code
+        text = f"its text raises {type(broken).__name__}"
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return {"message": message, "infrastructure": _is_infrastructure(error), "overlong": _is_overlong(error)}
+    if isinstance(error, _NotANumber):
+        message = text
+    if isinstance(error, asyncio.CancelledError) and not _was_cancelled(error):
+        message += ", although nothing was cancelled"
+    return {"message": message, "infrastructure": _is_infrastructure(error)}
+
+
+_call: contextvars.ContextVar[int] = contextvars.ContextVar("call", default=0)
+_cancelled = set[int]()
+"""The running calls that the worker has cancelled."""
+
+
+def _was_cancelled(error: BaseException) -> bool:
+    return isinstance(error, asyncio.CancelledError) and _call.get() in _cancelled
 
 
 def _is_infrastructure(error: BaseException | None) -> bool:
@@ -467,14 +611,23 @@ def _is_infrastructure(error: BaseException | None) -> bool:
         if _INFRASTRUCTURE & {kind.__name__ for kind in type(error).__mro__}:
             return True
         status = getattr(error, "status_code", getattr(error, "status", None))
-        if isinstance(status, int) and (500 <= status < 600 or status in (408, 429)):
+        if isinstance(status, int) and (500 <= status < 600 or status in (408, 425, 429)):
             return True
         error = error.__cause__
     return False
 
 
-def _is_overlong(error: BaseException) -> bool:
-    return "OverlongPromptError" in {kind.__name__ for kind in type(error).__mro__}
+def _frame(message: Mapping[str, Any]) -> bytes:
+    text = json.dumps(_plain(message)).encode()
+    return HEADER.pack(len(text)) + text
+
+
+def _error(error: BaseException) -> dict[str, Any]:
+    if _was_cancelled(error):
+        return {"message": "it was cancelled", "infrastructure": False}
+    if isinstance(error, Refused):
+        return {"message": str(error), "infrastructure": False}
+    return describe(error)
 
 
 class _Runner:
@@ -484,9 +637,9 @@ class _Runner:
     |---|---|---|
     | `load` | id, path, args, split | examples, eval_split, verifiers, weights |
     | `row` | example | row, prompt, tools |
-    | `rollout` | rollout (its number), example, base_url, api_key | see `ClassicEnvironment.rollout` |
+    | `rollout` | rollout (its number), example, base_url, api_key, sampling | see `ClassicEnvironment.rollout` |
     | `score` | rollouts | scores, failures, jointly |
-    | `release` | rollouts | |
+    | `release` | rollouts | a failure, or null |
     | `cancel` | call | no answer |
     """
 
@@ -494,43 +647,62 @@ class _Runner:
         self._connection = connection
         self._environment: ClassicEnvironment | None = None
         self._states: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._ended: dict[int, asyncio.Future[None]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
         self._writer: asyncio.StreamWriter | None = None
 
+    def load(self) -> None:
+        """Answer the first call, `load`, without an event loop: environments use their own while they load."""
+        (length,) = HEADER.unpack(self._receive(HEADER.size))
+        call = json.loads(self._receive(length))
+        try:
+            answer = {"result": self._load(call)}
+        except BaseException as error:  # noqa: BLE001 # foreign code may raise anything
+            answer = {"error": _error(error)}
+        self._connection.sendall(_frame({"call": call["call"], **answer}))
+
+    def _receive(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self._connection.recv(count - len(parts))
+            if not part:
+                raise EOFError("the worker has ended")
+            parts += part
+        return bytes(parts)
+
     async def serve(self) -> None:
         """Answer calls until the worker disconnects."""
-        reader, self._writer = await asyncio.open_connection(sock=self._connection, limit=MAX_FRAME_BYTES)
+        self._connection.setblocking(False)
+        reader, self._writer = await asyncio.open_connection(sock=self._connection)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 call = json.loads(await reader.readexactly(length))
-                if call["op"] == "cancel":
-                    if (task := self._running.get(call["call"])) is not None:
-                        task.cancel()
-                    continue
-                self._running[call["call"]] = asyncio.create_task(self._answer(call))
+                number = call["call"]
+                if call["op"] != "cancel":
+                    self._running[number] = asyncio.create_task(self._answer(call))
+                    await asyncio.sleep(0)  # it starts: a task that is cancelled before would never answer
+                elif number in self._running:
+                    _cancelled.add(number)
+                    self._running[number].cancel()
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     async def _answer(self, call: dict[str, Any]) -> None:
         number = call["call"]
+        _call.set(number)
         try:
-            answer = {"result": await getattr(self, f"_{call['op']}")(call)}
-        except asyncio.CancelledError:
-            answer = {"error": {"kind": "cancelled", "message": "it was cancelled", "infrastructure": False}}
-        except Refused as error:
-            answer = {"error": {"kind": "refused", "message": str(error), "infrastructure": False}}
-        except (Exception, SystemExit) as error:  # noqa: BLE001 # foreign code may raise anything
-            answer = {"error": {"kind": "environment", **describe(error)}}
-        finally:
-            self._running.pop(number, None)
+            frame = _frame({"call": number, "result": await getattr(self, f"_{call['op']}")(call)})
+        except BaseException as error:  # noqa: BLE001 # foreign code may raise anything; the worker awaits an answer
+            frame = _frame({"call": number, "error": _error(error)})
+        self._running.pop(number, None)
+        _cancelled.discard(number)
         assert self._writer is not None
-        text = json.dumps(_plain({"call": number, **answer})).encode()
-        self._writer.write(HEADER.pack(len(text)) + text)
+        self._writer.write(frame)
         await self._writer.drain()
 
-    async def _load(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, call: dict[str, Any]) -> dict[str, Any]:
         from importlib.metadata import PackageNotFoundError, version
 
         try:
@@ -558,9 +730,17 @@ class _Runner:
 
     async def _rollout(self, call: dict[str, Any]) -> dict[str, Any]:
         assert self._environment is not None
-        state, result = await self._environment.rollout(call["example"], call["base_url"], call["api_key"])
-        self._states[call["rollout"]] = state, result
-        return result
+        number, states = call["rollout"], list[Any]()
+        self._ended[number] = ended = asyncio.get_running_loop().create_future()
+        result: dict[str, Any] = {}
+        try:
+            arguments = (call[name] for name in ("example", "base_url", "api_key", "sampling"))
+            result = await self._environment.rollout(*arguments, states)
+            return result
+        finally:
+            if states:
+                self._states[number] = states[-1], result
+            ended.set_result(None)
 
     async def _score(self, call: dict[str, Any]) -> dict[str, Any]:
         assert self._environment is not None
@@ -569,18 +749,26 @@ class _Runner:
             _restore(state, given)
         return await self._environment.score([state for state, _ in scored])
 
-    async def _release(self, call: dict[str, Any]) -> None:
+    async def _release(self, call: dict[str, Any]) -> str | None:
+        """Forget rollouts, once they have ended; return a failure of their cleanup."""
         assert self._environment is not None
-        states = [self._states.pop(number)[0] for number in call["rollouts"] if number in self._states]
-        await self._environment.clean_up(states)
+        for number in call["rollouts"]:
+            if number in self._ended:
+                await self._ended.pop(number)
+        return await self._environment.clean_up(
+            [self._states.pop(number)[0] for number in call["rollouts"] if number in self._states]
+        )
 
 
 def _import(name: str, path: str | None) -> Any:
     """Import the module of an environment: a file, or a module of an installed package."""
     if path is None:
         return importlib.import_module(name)
-    sys.path.append(str(Path(path).parent))
-    spec = importlib.util.spec_from_file_location(name, path)
+    file = Path(path)
+    is_package = file.name == "__init__.py"
+    sys.path.append(str(file.parent.parent if is_package else file.parent))
+    locations = [str(file.parent)] if is_package else None
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=locations)
     if spec is None or spec.loader is None:
         raise Refused(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
@@ -595,8 +783,16 @@ def main() -> None:
     os.dup2(2, 1)  # environments print to stdout
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    connection.setblocking(False)
-    asyncio.run(_Runner(connection).serve())
+    os.register_at_fork(after_in_child=connection.close)  # otherwise the worker would not see that this process ends
+    runner = _Runner(connection)
+    runner.load()
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS))
+    serving = loop.create_task(runner.serve())
+    while not serving.done():
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task of the environment, which has failed
+            loop.run_until_complete(serving)
 
 
 if __name__ == "__main__":

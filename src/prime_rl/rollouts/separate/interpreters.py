@@ -12,22 +12,26 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
-from prime_rl.configs.environment import EnvConfig, environment_path
+from prime_rl.configs.environment import EnvConfig, EvalEnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.import_utils import hash_files
 
 WITH_CLASSIC_API = "verifiers<0.4"
 """Added to the requirements of an environment of the classic API, which later releases do not have."""
+
+_BUILT = frozenset({"build", "dist"})
+"""Folders that a build writes into a project."""
 
 _LOCK = "environment.lock"
 """The lock in a virtual environment, written when it is complete."""
@@ -68,19 +72,24 @@ def _is_installed(text: str) -> bool:
     """Return whether an installed distribution meets a requirement; a path or URL counts as missing."""
     try:
         requirement = Requirement(text)
-        return requirement.url is None and requirement.specifier.contains(
-            distribution(requirement.name).version, prereleases=True
-        )
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            return True
+        if requirement.url is not None or requirement.extras:
+            return False
+        return requirement.specifier.contains(distribution(requirement.name).version, prereleases=True)
     except (InvalidRequirement, PackageNotFoundError):
         return False
 
 
-def prepare_interpreter(env: EnvConfig, key: str, earlier: Path | None, inform: Callable[[str], None]) -> Interpreter:
+def prepare_interpreter(
+    env: EnvConfig, key: str, own_file: Path | None, earlier: Path | None, inform: Callable[[str], None]
+) -> Interpreter:
     """Return an interpreter with the packages that an environment asks for; make it if it is not in the cache.
 
     Args:
         env: the environment.
         key: its configuration key, for errors.
+        own_file: the user's file that has the environment; None if one of its packages has it.
         earlier: the lock of the run that is resumed, which is used if it belongs to the same requirements.
         inform: gets a line before something that takes time.
 
@@ -90,9 +99,11 @@ def prepare_interpreter(env: EnvConfig, key: str, earlier: Path | None, inform: 
     uv = shutil.which("uv")
     if uv is None:
         raise ConfigError(f"{key}.package needs the command `uv`; install it with `pip install uv`")
+    if options := [text for text in requirements_of(env) if text.startswith("-")]:
+        raise ConfigError(f"{key}.requirements: {options[0]!r} is an option of pip; write a requirement or a folder")
     asked = list(map(_absolute, requirements_of(env)))
     python = env.python or f"{sys.version_info.major}.{sys.version_info.minor}"
-    request = "\n".join([f"# python {python}", *(f"# {line}" for line in asked), ""])
+    request = "\n".join([f"# python {python}", *(f"# {line}" for line in asked), "#", ""])
     what, lock = f"{key} ({env.label})", _read_lock(earlier, request)
     if lock is not None:
         path = _install(uv, lock, python, what, inform)
@@ -100,12 +111,13 @@ def prepare_interpreter(env: EnvConfig, key: str, earlier: Path | None, inform: 
         inform(f"{what}: resolving its packages")
         lock = request + _resolve(uv, asked, python, what)
         path = _install(uv, lock, python, what, inform)
-        if _lacks_classic_api(lock) and _is_classic(path, env):
+        if _lacks_classic_api(lock) and _is_classic(path, env.id, own_file):
             asked += [WITH_CLASSIC_API]
             lock = f"{request}# {WITH_CLASSIC_API}: it has load_environment()\n{_resolve(uv, asked, python, what)}"
             path = _install(uv, lock, python, what, inform)
-    own = environment_path(env.id)
-    name = module_name(env.id) if own is None else f"{env.label} {hash_files(own)}"
+    name = module_name(env.id)
+    if own_file is not None:
+        name = f"{env.label} {hash_files(own_file.parent if own_file.name == '__init__.py' else own_file)}"
     return Interpreter(path, f"{name} {path.parent.parent.name[:12]}")
 
 
@@ -114,35 +126,43 @@ def _lacks_classic_api(lock: str) -> bool:
     return match is not None and Version(match[1]) >= Version("0.4.0.dev0")
 
 
-def _is_classic(interpreter: Path, env: EnvConfig) -> bool:
+def _is_classic(interpreter: Path, env_id: str, own_file: Path | None) -> bool:
     """Return whether the module of an environment has `load_environment`, without importing it."""
-    if (path := environment_path(env.id)) is not None:
-        files = [path]
-    else:
-        place = module_name(env.id).replace(".", "/")
-        files = [*interpreter.parent.parent.glob(f"lib/*/site-packages/{place}.py")]
-        files += interpreter.parent.parent.glob(f"lib/*/site-packages/{place}/__init__.py")
-    return any("load_environment" in file.read_text(errors="replace") for file in files if file.is_file())
+    place = module_name(env_id).replace(".", "/")
+    files = [] if own_file is None else [own_file]
+    for name in (f"{place}.py", f"{place}/__init__.py") if own_file is None else ():
+        files += interpreter.parent.parent.glob(f"lib/*/site-packages/{name}")
+    return any("load_environment" in file.read_text(errors="replace") for file in files)
 
 
 def _absolute(requirement: str) -> str:
     """Return a requirement whose local path does not depend on the working directory."""
     path, bracket, extras = requirement.partition("[")
-    if requirement.startswith((".", "/", "~")) or requirement.endswith((".whl", ".tar.gz")):
+    if requirement.startswith((".", "/", "~")) or requirement.endswith((".whl", ".tar.gz", "/")):
         return f"{Path(path).expanduser().resolve()}{bracket}{extras}"
     return requirement
+
+
+def has_lock(env: EnvConfig) -> bool:
+    """Return whether an environment has an interpreter of its own, which is complete."""
+    return env.interpreter is not None and _lock_of(env.interpreter).is_file()
+
+
+def _lock_of(interpreter: str) -> Path:
+    return Path(interpreter).parent.parent / _LOCK
 
 
 def write_lock(env: EnvConfig, folder: Path) -> None:
     """Write the lock of an environment with an interpreter of its own into a folder."""
     if env.interpreter is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        lock_file(env, folder).write_text((Path(env.interpreter).parent.parent / _LOCK).read_text())
+        lock_file(env, folder).write_text(_lock_of(env.interpreter).read_text())
 
 
 def lock_file(env: EnvConfig, folder: Path) -> Path:
     """Return the file with the lock of an environment."""
-    return folder / f"{env.label.replace('/', '_')}.txt"
+    kind = "eval_" if isinstance(env, EvalEnvConfig) else ""
+    return folder / f"{kind}{env.label.replace('/', '_')}.txt"
 
 
 def _read_lock(file: Path | None, request: str) -> str | None:
@@ -163,21 +183,26 @@ def _resolve(uv: str, requirements: Sequence[str], python: str, what: str) -> st
 
 def _install(uv: str, lock: str, python: str, what: str, inform: Callable[[str], None]) -> Path:
     """Return the interpreter of a virtual environment in the cache; make it if it is not there."""
-    digest = hashlib.blake2s("\n".join([lock, *_local_contents(lock)]).encode(), digest_size=12).hexdigest()
+    local = list(_local_projects(lock))
+    contents = [hash_files(path, skipped=_BUILT) for _, path in local]
+    digest = hashlib.blake2s("\n".join([lock, *contents]).encode(), digest_size=12).hexdigest()
     folder = _cache() / digest
     interpreter = folder / "bin" / "python"
-    with _locked(folder.with_suffix(".lock")):
+    with folder.with_suffix(".lock").open("a") as held:  # two runs do not make the same environment
+        fcntl.flock(held, fcntl.LOCK_EX)
         if (folder / _LOCK).is_file() and interpreter.exists():
             return interpreter
         count = sum(not line.startswith("#") for line in lock.splitlines())
         inform(f"{what}: installing {count} packages into {folder}")
         shutil.rmtree(folder, ignore_errors=True)
-        install = [uv, "pip", "install", "--quiet", "--no-deps", "--compile-bytecode"]
+        install = [uv, "pip", "install", "--quiet", "--no-deps", "--compile-bytecode", "--python", str(interpreter)]
+        for name in (name for name, path in local if path.is_dir()):  # uv knows it by its version, not by its files
+            install += ["--reinstall-package", name] if name else ["--refresh"]
         for command, text in (
             ([uv, "venv", "--quiet", "--no-project", "--python", python, str(folder)], ""),
-            ([*install, "--python", str(interpreter), "-r", "-"], lock),
+            ([*install, "-r", "-"], lock),
         ):
-            done = _run(command, text)
+            done = _run(command, text, held.fileno())
             if done.returncode != 0:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise ConfigError(f"{what}: its packages cannot be installed: {_reason(done)}")
@@ -185,33 +210,43 @@ def _install(uv: str, lock: str, python: str, what: str, inform: Callable[[str],
     return interpreter
 
 
-def _local_contents(lock: str) -> Iterator[str]:
-    """Yield a hash of each local directory of a lock: its version may stay the same when its files change."""
-    for match in re.finditer(r"(?m)^(?:\S+ @ )?file://(\S+)|^(/\S+)", lock):
-        path = Path(match[1] or match[2])
+def _local_projects(lock: str) -> Iterator[tuple[str, Path]]:
+    """Yield the packages of a lock that are files or folders: name, if it is known, and path."""
+    for match in re.finditer(r"(?m)^(?:(\S+) @ )?(?:file://)?(/\S+)", lock):
+        path = Path(unquote(match[2]))
         if path.exists():
-            yield hash_files(path)
+            yield match[1] or _project_name(path), path
+
+
+def _project_name(path: Path) -> str:
+    """Return the name in a project's pyproject.toml; "" if it has none."""
+    file = path / "pyproject.toml"
+    settings = tomllib.loads(file.read_text()) if file.is_file() else {}
+    return str(settings.get("project", {}).get("name", ""))
 
 
 def _cache() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "prime-rl" / "environments"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror}), where interpreters of environments are stored; "
+            "set XDG_CACHE_HOME"
+        ) from error
     return folder
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a file, so that two runs do not make the same environment."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _run(command: Sequence[str], text: str, *held: int) -> "subprocess.CompletedProcess[str]":
+    """Run uv, in a folder without a project, whose settings are not those of the environment.
 
-
-def _run(command: Sequence[str], text: str) -> "subprocess.CompletedProcess[str]":
+    It inherits the `held` files: a lock lasts until uv has ended, also if this process is killed.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    # In a folder without a project, whose settings for uv are not those of the environment.
-    return subprocess.run(command, input=text, env=environment, cwd=_cache(), capture_output=True, text=True)
+    return subprocess.run(
+        command, input=text, env=environment, cwd=_cache(), pass_fds=held, capture_output=True, text=True
+    )
 
 
 def _reason(done: Any) -> str:

@@ -15,11 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from prime_rl.configs.environment import environment_path
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.core.import_utils import own_name
 from prime_rl.core.types import Rollout
 from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint
 from prime_rl.rollouts.environment_backend import EnvironmentBackend
+from prime_rl.rollouts.environment_id import find_own_file
 from prime_rl.rollouts.group_attempts import (
     ZERO_HINT,
     Attempt,
@@ -34,10 +35,12 @@ from prime_rl.rollouts.rendering.messages import normalise
 from prime_rl.rollouts.separate import environment_runner
 from prime_rl.rollouts.separate.environment_runner import HEADER
 from prime_rl.rollouts.separate.interpreters import module_name
-from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient
-from prime_rl.rollouts.verifiers.verifiers_classic import no_turns_message, trained_replies
+from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient, check_scored
+from prime_rl.rollouts.verifiers.verifiers_classic import no_turns_message, trained_replies, warn_about_credit
 
 _MAX_CACHED_ROWS = 4096
+_SHOWN_SAMPLING = ("temperature", "top_p", "max_tokens")
+"""The run's sampling parameters that the environment sees; the recorder applies all of them."""
 
 
 class SeparateEnvironment(EnvironmentBackend):
@@ -55,12 +58,12 @@ class SeparateEnvironment(EnvironmentBackend):
         self._num_rollouts = 0
         assert config.interpreter is not None, "set where the environment is identified"
         self._runner = Runner(Path(config.interpreter))
-        path = environment_path(config.id)
+        found = find_own_file(config)
         try:
             loaded = self._runner.call_before_serving(
                 "load",
-                id=path.stem if path is not None else module_name(config.id),
-                path=None if path is None else str(path.resolve()),
+                id=module_name(config.id) if found is None else own_name(found.origin),
+                path=None if found is None else str(found.origin),
                 args=config.args,
                 split=self.split,
             )
@@ -105,7 +108,8 @@ class SeparateEnvironment(EnvironmentBackend):
             rollout = SeparateRollout(self._num_rollouts, client)
             started.append(rollout)
             try:
-                await rollout.run(self._runner, example, seq_len)
+                await rollout.run(self._runner, example, seq_len, sampling)
+                warn_about_credit(self, rollout.client.credit)
             except BaseException:
                 client.end_calls()
                 raise
@@ -117,7 +121,9 @@ class SeparateEnvironment(EnvironmentBackend):
         finally:
             for rollout in started:
                 rollout.client.release()
-            await self._runner.call("release", rollouts=[rollout.number for rollout in started])
+            failure = await self._runner.call("release", rollouts=[rollout.number for rollout in started])
+            if failure is not None:
+                self.warn("cleanup", f"the cleanup of its rubric failed: {failure}")
             self._keep_row(example, row)  # after all others: `answer` reads it next
 
     async def _score(self, group: GroupAttempts, finished: "list[SeparateRollout]") -> "list[SeparateRollout]":
@@ -132,12 +138,16 @@ class SeparateEnvironment(EnvironmentBackend):
                 return finished
 
     async def _score_once(self, finished: "list[SeparateRollout]") -> tuple[dict[int, EnvironmentFailed], bool]:
-        result = await self._runner.call("score", rollouts=[rollout.number for rollout in finished])
-        for rollout in finished:
-            rollout.client.raise_failure()
+        try:
+            result = await self._runner.call("score", rollouts=[rollout.number for rollout in finished])
+        finally:
+            for rollout in finished:
+                rollout.client.raise_failure()
         counts_zero = self.config.reward_errors == "zero"
         for rollout, score in zip(finished, result["scores"], strict=True):
             rollout.score = score
+            if self.trains:
+                check_scored(rollout.client.credit, with_trajectory(score))
             if counts_zero:
                 score["metrics"]["reward_errors"] = 0.0
         failures: dict[int, EnvironmentFailed] = {}
@@ -197,11 +207,17 @@ class SeparateRollout:
         self.state: dict[str, Any] = {}
         self.score: dict[str, Any] = {}
 
-    async def run(self, runner: "Runner", example: int, seq_len: int) -> None:
+    async def run(self, runner: "Runner", example: int, seq_len: int, sampling: Mapping[str, Any]) -> None:
         """Run it. At its time limit it is scored with its turns so far; see `EnvironmentBackend.run_group`."""
         client = self.client
+        shown = {name: sampling[name] for name in _SHOWN_SAMPLING if sampling.get(name) is not None}
         call = runner.start_call(
-            "rollout", rollout=self.number, example=example, base_url=client.base_url, api_key=client.api_key
+            "rollout",
+            rollout=self.number,
+            example=example,
+            base_url=client.base_url,
+            api_key=client.api_key,
+            sampling=shown,
         )
         try:
             async with client.attempt.clock:
@@ -217,9 +233,13 @@ class SeparateRollout:
             raise
         client.end_rollout()
         client.raise_failure()
-        steps = [{**step, "response": {"id": step["id"]}} for step in result["steps"]]
-        self.state = {**result, "trajectory": steps}
+        self.state = with_trajectory(result)
         client.credit = GivenCredit.read(self.state, client.reply)
+
+
+def with_trajectory(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result with its steps in the form of a state."""
+    return {**result, "trajectory": [{**step, "response": {"id": step["id"]}} for step in result["steps"]]}
 
 
 class Call:
@@ -244,12 +264,10 @@ class Runner:
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         environment["VIRTUAL_ENV"] = str(interpreter.parent.parent)
         environment["PATH"] = os.pathsep.join([str(interpreter.parent), os.environ.get("PATH", os.defpath)])
-        with theirs:
+        command = [str(interpreter), environment_runner.__file__, str(theirs.fileno())]
+        with theirs, translate_error(OSError, lambda error: ConfigError(f"{interpreter}: {error.strerror}")):
             self._process = subprocess.Popen(
-                [str(interpreter), environment_runner.__file__, str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
@@ -320,6 +338,9 @@ class Runner:
     async def _read(self) -> None:
         """Resolve the calls by their answers, until the process ends."""
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        # Processes that it has left may keep its end of the connection open.
+        pidfd = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(pidfd, self._writer.transport.abort)
         self._writer.writelines(self._waiting)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -331,7 +352,9 @@ class Runner:
                 except EnvironmentFailed as error:
                     future.set_exception(error)
                     future.exception()  # it may belong to a cancelled call, whose error nothing reads
-        self._end = self._ended()
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        self._end = await asyncio.to_thread(self._ended)
         for future in self._calls.values():
             future.set_exception(WorkerUnusable(self._end))
 

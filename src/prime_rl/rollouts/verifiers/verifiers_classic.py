@@ -197,14 +197,7 @@ class ClassicEnvironment(EnvironmentBackend):
             raise environment_failure(error) if isinstance(error, BaseException) else EnvironmentFailed(repr(error))
         with contain_failures():
             client.credit = GivenCredit.read(client.state, client.reply)
-        if client.credit.has_advantages and self.trains:
-            self.warn("advantages", "it sets advantages itself, which are trained on instead of computed ones")
-        if client.credit.has_rewards and self.config.step_rewards == "ignore":
-            self.warn(
-                "rewards of steps",
-                "it sets `reward` of single steps, which count only if its rubric adds them up; set step_rewards of "
-                'the environment to "included" if it does, and to "add" if not',
-            )
+        warn_about_credit(self, client.credit)
 
     async def _score(self, group: GroupAttempts, routed: Routed, finished: list[RolloutClient]) -> list[RolloutClient]:
         """Score the rollouts of a group together; return those with a reward.
@@ -345,6 +338,18 @@ class ClassicEnvironment(EnvironmentBackend):
                     f"{', '.join(map(repr, columns))}), which the reward function {func.__name__} "
                     "takes; name the column 'answer'"
                 )
+
+
+def warn_about_credit(backend: EnvironmentBackend, credit: GivenCredit) -> None:
+    """Warn about rewards and advantages that an environment has set itself."""
+    if credit.has_advantages and backend.trains:
+        backend.warn("advantages", "it sets advantages itself, which are trained on instead of computed ones")
+    if credit.has_rewards and backend.config.step_rewards == "ignore":
+        backend.warn(
+            "rewards of steps",
+            "it sets `reward` of single steps, which count only if its rubric adds them up; set step_rewards of "
+            'the environment to "included" if it does, and to "add" if not',
+        )
 
 
 def _raise_failures(clients: Iterable[RolloutClient]) -> None:
