@@ -332,7 +332,7 @@ def identify_environments(
         if needs_interpreter(env):
             file = find_own_file(env, f"{name}.id")
             earlier = None if locks is None else lock_file(env, locks)
-            interpreter = prepare_interpreter(env, name, file and file.origin, earlier, inform)
+            interpreter = prepare_interpreter(env, name, None if file is None else file.origin, earlier, inform)
             text = interpreter.identity
             if env.identity not in (None, text):
                 warn(f"{name}: environment {env.label!r} was {env.identity} and is now {text}")

@@ -170,9 +170,9 @@ class ClassicEnvironment:
             state["completion"] = state.get("completion") or _completion_of(state)
         if _drop_refused_turn(state):
             state["completion"] = _completion_of(state)
-        error = state.get("error")
-        if error is not None and not timed_out:
-            raise error if isinstance(error, BaseException) else RuntimeError(repr(error))
+        failure = state.get("error")
+        if failure is not None and not timed_out:
+            raise failure if isinstance(failure, BaseException) else RuntimeError(repr(failure))
         if any(step.get("tokens") is not None for step in state.get("trajectory") or ()):
             raise RuntimeError("it sets `tokens` of a step, which only an environment in prime-rl's interpreter can")
         return {
@@ -232,7 +232,7 @@ class ClassicEnvironment:
         return next((describe(each)["message"] for each in results if isinstance(each, BaseException)), None)
 
 
-_DEFAULT_SAMPLING = (("n", 1), ("extra_body", {}))
+_DEFAULT_SAMPLING: tuple[tuple[str, Any], ...] = (("n", 1), ("extra_body", {}))
 """What the constructor of an environment adds to its `sampling_args`."""
 
 _HOOKS = ("run_rollout", "run_group", "_run_rollout_state", "_run_group_states")
@@ -734,8 +734,9 @@ class _Runner:
         self._ended[number] = ended = asyncio.get_running_loop().create_future()
         result: dict[str, Any] = {}
         try:
-            arguments = (call[name] for name in ("example", "base_url", "api_key", "sampling"))
-            result = await self._environment.rollout(*arguments, states)
+            result = await self._environment.rollout(
+                call["example"], call["base_url"], call["api_key"], call["sampling"], states
+            )
             return result
         finally:
             if states:
