@@ -104,9 +104,9 @@ def scaled(completion, factor):
     return factor
 
 
-class ByHand(vf.Rubric):
+class OwnRollout(vf.Rubric):
     async def score_rollout(self, state):
-        state["reward"], state["metrics"] = 0.75, {"by_hand": 0.75}
+        state["reward"], state["metrics"] = 0.75, {"own": 0.75}
 
 
 class Summed(vf.Rubric):
@@ -121,7 +121,7 @@ def rubric_of(kind):
         return vf.Rubric(funcs=functions[kind])
     if kind == "group":
         return vf.RubricGroup([vf.Rubric(funcs=[reward]), vf.Rubric(funcs=[ranks], weights=[0.5])])
-    return {"by hand": ByHand, "summed": Summed}[kind](funcs=[reward])
+    return {"own score_rollout": OwnRollout, "summed": Summed}[kind](funcs=[reward])
 
 
 def load_environment(cases=CASES, error=None, kind=None):
@@ -134,6 +134,11 @@ def load_environment(cases=CASES, error=None, kind=None):
     if kind == "hook":
         hooked = type("Hooked", (Chat,), {"run_group": lambda self: None})
         return hooked(dataset=Dataset.from_list([{"question": "a", "answer": "1"}]), rubric=vf.Rubric(funcs=[reward]))
+    if kind is not None and kind.startswith("EnvGroup"):
+        rows = [{"question": "say 0", "answer": "0", "info": {"case": "fine"}}]
+        rubrics = [vf.Rubric(funcs=[reward]), vf.Rubric(funcs=[graded])]
+        members = [vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=rubric) for rubric in rubrics]
+        return vf.EnvGroup(members if kind == "EnvGroup" else members[::-1], env_names=["a", "b"])
     if kind is not None:
         rows = [{"question": "say 0", "answer": "0", "info": {"case": "fine"}}]
         return Chat(dataset=Dataset.from_list(rows), rubric=rubric_of(kind))
@@ -216,7 +221,9 @@ async def test_results_equal_those_in_the_worker(load, renderer):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["listed", "partials", "group", "by hand", "summed"])
+@pytest.mark.parametrize(
+    "kind", ["listed", "partials", "group", "own score_rollout", "summed", "EnvGroup", "EnvGroup, second"]
+)
 async def test_rubrics_score_as_in_the_worker(load, renderer, kind):
     results = []
     for interpreter in (None, sys.executable):

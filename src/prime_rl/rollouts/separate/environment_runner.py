@@ -102,13 +102,13 @@ class ClassicEnvironment:
         self.rows = self.env.get_dataset() if split == "train" else self.env.get_eval_dataset()
         self._check_answers()
         self._convert = convert
+        self._members: dict[int, Any] = {}
+        """The environment of each state inside groups, by the id of the state."""
         self._client: Any = None
         self._wrap = _client_wrapper()
         self._names = {id(env): _prepare_rubrics(env.rubric) for env in _environments(self.env)}
         rubrics = [rubric for env in _environments(self.env) for rubric in _rubrics(env.rubric)]
-        pairs = [(func.__name__, float(weight)) for each in rubrics for func, weight in _weighted(each)]
-        names = [name for name, _ in pairs]
-        self.weights = {name: weight for name, weight in pairs if names.count(name) == 1}
+        self._weights = {id(env): _weights_of(env.rubric) for env in _environments(self.env)}
         self.scores_jointly = any(map(_scores_jointly, rubrics))
 
     def __len__(self) -> int:
@@ -122,7 +122,7 @@ class ClassicEnvironment:
         return {"row": row, "prompt": _messages(row.get("prompt"), "user"), "tools": list(map(_tool, tools))}
 
     def _member(self, row: Mapping[str, Any]) -> Any:
-        """Return the environment of a row inside groups."""
+        """Return the environment of a row of `rows` inside groups."""
         env = self.env
         while getattr(env, "envs", None):
             if hasattr(env, "_route_child_input"):
@@ -152,7 +152,8 @@ class ClassicEnvironment:
         """Run one rollout; return what the worker needs of its state, the last of `states`."""
         _states.set(states)
         row, sampling = dict(self.rows[example]), dict(sampling)
-        for env in (self.env, self._member(row)):
+        member = self._member(row)
+        for env in (self.env, member):
             given = getattr(env, "sampling_args", None) or {}
             sampling |= {name: value for name, value in given.items() if (name, value) not in _DEFAULT_SAMPLING}
         client, timed_out = self._make_client(base_url, api_key), False
@@ -163,11 +164,13 @@ class ClassicEnvironment:
         except BaseException as error:
             state = states[-1] if states else {}
             if not state.get("is_completed"):
-                await _clean_up_old(self._member(row), state)
+                await _clean_up_old(member, state)
             if not _was_cancelled(error) or not state.get("trajectory"):
                 raise
             timed_out = True  # at its time limit it is scored with its turns so far
             state["completion"] = state.get("completion") or _completion_of(state)
+        finally:
+            self._members.update({id(state): member for state in states[-1:]})
         if _drop_refused_turn(state):
             state["completion"] = _completion_of(state)
         failure = state.get("error")
@@ -209,13 +212,14 @@ class ClassicEnvironment:
         place = {id(state): index for index, state in enumerate(states)}
         scores = []
         for state in states:
-            member = self._member(state.get("input") or state) if getattr(self.env, "envs", None) else self.env
-            others = set().union(*self._names.values()) - self._names[id(member)] - self._names[id(self.env)]
+            member = id(self._members[id(state)])
+            others = set().union(*self._names.values()) - self._names[member] - self._names[id(self.env)]
             metrics = dict(state.get("metrics") or {})
             for name in (*others, *scoring.unknown.get(id(state), ())):
                 metrics.pop(name, None)
             metrics.update(scoring.metrics.get(id(state), {}))
-            scores.append({"reward": state["reward"], "metrics": metrics, **_credit(state)})
+            score = {"reward": state["reward"], "metrics": metrics, "weights": self._weights[member]}
+            scores.append({**score, **_credit(state)})
         failures = [{**failure, "rollout": None if one is None else place[one]} for one, failure in scoring.failures]
         return {"scores": scores, "failures": failures, "jointly": self.scores_jointly}
 
@@ -223,7 +227,7 @@ class ClassicEnvironment:
         """Let the rubrics release the resources of rollouts, such as sandboxes; return the first failure."""
 
         async def clean_up_one(state: Any) -> None:
-            member = self._member(state.get("input") or state) if getattr(self.env, "envs", None) else self.env
+            member = self._members.pop(id(state))
             for rubric in {id(env.rubric): env.rubric for env in (self.env, member)}.values():
                 if (cleanup := getattr(rubric, "cleanup", None)) is not None:
                     await cleanup(state)
@@ -301,6 +305,13 @@ def _rubrics(rubric: Any) -> Iterator[Any]:
 
 def _weighted(rubric: Any) -> Iterator[tuple[Any, float]]:
     return zip(rubric.funcs, rubric.weights, strict=False)
+
+
+def _weights_of(rubric: Any) -> dict[str, float]:
+    """Return the weight of each reward function by the name of its metric, for those that share it with no other."""
+    pairs = [(func.__name__, float(weight)) for each in _rubrics(rubric) for func, weight in _weighted(each)]
+    names = [name for name, _ in pairs]
+    return {name: weight for name, weight in pairs if names.count(name) == 1}
 
 
 def _prepare_rubrics(outer: Any) -> set[str]:
@@ -465,7 +476,7 @@ def _checked(func: Callable[..., Any], name: str, weight: float, is_group: bool)
 
 
 def _check_process_pool(func: Any, name: str, elapsed_seconds: float) -> None:
-    """Raise, or exit, where `MathRubric` counts 0: its process pool was too slow, or is broken for ever."""
+    """Raise, or exit, where `MathRubric` counts 0: its process pool is too slow, or broken."""
     rubric = getattr(func, "__self__", None)
     if getattr(getattr(rubric, "executor", None), "_broken", False):
         print(f"the process pool of {name} is broken", file=sys.stderr, flush=True)
@@ -635,7 +646,7 @@ class _Runner:
 
     | call | arguments | result |
     |---|---|---|
-    | `load` | id, path, args, split | examples, eval_split, verifiers, weights |
+    | `load` | id, path, args, split | examples, eval_split, verifiers |
     | `row` | example | row, prompt, tools |
     | `rollout` | rollout (its number), example, base_url, api_key, sampling | see `ClassicEnvironment.rollout` |
     | `score` | rollouts | scores, failures, jointly |
@@ -721,7 +732,6 @@ class _Runner:
             "examples": len(self._environment),
             "eval_split": self._environment.eval_split,
             "verifiers": installed,
-            "weights": self._environment.weights,
         }
 
     async def _row(self, call: dict[str, Any]) -> dict[str, Any]:

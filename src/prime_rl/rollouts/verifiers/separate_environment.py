@@ -71,7 +71,7 @@ class SeparateEnvironment(EnvironmentBackend):
             raise ConfigError(
                 f"environment {config.id!r} with env.args = {config.args} does not load: {error}"
             ) from error
-        self._len, self.eval_split, self._weights = loaded["examples"], loaded["eval_split"], loaded["weights"]
+        self._len, self.eval_split = loaded["examples"], loaded["eval_split"]
         if self._len == 0:
             raise ConfigError(f"environment {config.id!r} has no {self.split} examples; check env.args")
 
@@ -187,7 +187,7 @@ class SeparateEnvironment(EnvironmentBackend):
             reward=reward,
             metrics={name: as_number(f"metric {name}", value) for name, value in score["metrics"].items()},
             is_truncated=state["is_truncated"],
-            weights=self._weights,
+            weights=score["weights"],
             credits=client.credit.credits(trained, reward, mode),
         )
 
@@ -370,7 +370,7 @@ def _frame(message: Mapping[str, Any]) -> bytes:
 
 
 def _result(answer: Mapping[str, Any]) -> Any:
-    """Return the result of a call. Raises EnvironmentFailed or SampleTooLong for an error."""
+    """Return the result of a call. Raises EnvironmentFailed for an error."""
     if (error := answer.get("error")) is None:
         return answer["result"]
     raise EnvironmentFailed(str(error["message"]), bool(error["infrastructure"]))
