@@ -217,7 +217,7 @@ async def ending_server(environment):
     try:
         yield
     finally:
-        if task := getattr(environment, "_server_task", None):
+        if task := getattr(getattr(environment, "_adapter", None), "_server_task", None):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

@@ -14,8 +14,9 @@ from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.separate.taskset_adapter import InterceptionClient, OpenTrace
 from prime_rl.rollouts.verifiers.classic_client import RolloutClient
-from prime_rl.rollouts.verifiers.verifiers_v1 import InterceptionClient, TraceClient
+from prime_rl.rollouts.verifiers.episodes import EpisodeCalls
 from tests.support.tiny_model import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -52,8 +53,8 @@ def ask():
             asked.warnings.append(message)
 
         if route == "v1":
-            client = InterceptionClient(warn)
-            client.traces["t"] = TraceClient(recorder, RUN)
+            client = InterceptionClient()
+            client.traces["t"] = OpenTrace(0, EpisodeCalls(lambda agent: recorder, RUN, warn).ask)
             body = {"model": "m", "messages": MESSAGES, **parameters}
             return await client.get_response(ChatDialect(), body, SamplingConfig(), session_id="t")
         client = RolloutClient(warn, recorder, None, RUN, PolicyEndpoint())
@@ -171,5 +172,5 @@ async def test_log_probabilities_that_the_response_lacks_log_a_warning(ask, rout
 
 async def test_stream_of_an_agent_is_refused_with_status_400():
     with pytest.raises(ProviderError, match="stream is not supported") as refused:
-        await InterceptionClient(print).relay(ChatDialect(), {}, session_id="t")
+        await InterceptionClient().relay(ChatDialect(), {}, session_id="t")
     assert refused.value.status_code == 400

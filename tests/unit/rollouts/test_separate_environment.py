@@ -19,6 +19,9 @@ from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate.interpreters import needs_interpreter, write_lock
 from prime_rl.rollouts.workers import worker_main
 from tests.support.tiny_model import make_tokenizer
+from tests.unit.rollouts.conftest import ending_server
+
+PACKAGES = Path(__file__).parents[2] / "support/packages"
 
 ENVIRONMENT = """
 import asyncio
@@ -351,3 +354,70 @@ async def test_results_are_those_of_every_release_of_verifiers(load, renderer, t
                     for reward, metrics, *rest in results[case]
                 ]
     assert found == expected
+
+
+TASKSETS = [
+    *(("toy_taskset", {"task": {"fail": fail}}) for fail in (None, "setup", "reward", "nan")),
+    ("toy_taskset", {"env": {"agent": {"sampling": {"stop": "d", "temperature": 0.2}}}}),
+    ("talking_taskset", {}),
+    ("talking_taskset", {"env": {"train_both": True}}),
+    ("rewriting_taskset", {}),
+]
+
+
+async def results_of_tasksets(renderer, interpreter, tasksets=TASKSETS):
+    """Return, by number, the rollouts of a group of each taskset as plain values, or the error; and the warnings."""
+    found, warnings = [], []
+    for name, args in tasksets:
+        config = EnvConfig(id=str(PACKAGES / f"{name}.py"), args=args, interpreter=interpreter, num_retries=0)
+        environment = worker_main.load(config, renderer, "train", False, warnings.append)
+        async with ending_server(environment):
+            for seq_len in (256, 40):
+                engine = SeededEngine(renderer)
+                try:
+                    rollouts = await environment.run_group(0, 3, engine, {"max_tokens": 9}, seq_len, [1, 2])
+                except (EnvironmentFailed, SampleTooLong) as error:
+                    found.append((type(error), str(error)[:40], getattr(error, "is_infrastructure", None)))
+                    continue
+                results = [(plain(rollout), rollout.weights, len(rollout.credits or ())) for rollout in rollouts]
+                found.append(sorted(results, key=repr))
+    return found, warnings
+
+
+async def test_results_of_tasksets_equal_those_in_the_worker(renderer):
+    tasksets = [TASKSETS[2], ("talking_taskset", {"env": {"train_both": True}})]
+    expected = await results_of_tasksets(renderer, None, tasksets)
+    assert [type(one) for one in expected[0]] == [tuple, tuple, list, list]
+    assert await results_of_tasksets(renderer, sys.executable, tasksets) == expected
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("release", [None, "0.4.0"])
+async def test_results_of_all_tasksets_equal_those_in_the_worker(renderer, release):
+    """With a release it needs a package index, or packages in uv's cache."""
+    interpreter = sys.executable
+    if release is not None:
+        env = EnvConfig(id=str(PACKAGES / "toy_taskset.py"), requirements=[f"verifiers=={release}"])
+        [env] = identify_environments([env], "env", pytest.fail, print)
+        interpreter = env.interpreter
+    expected, warnings = await results_of_tasksets(renderer, None)
+    found = await results_of_tasksets(renderer, interpreter)
+    assert found == (expected, warnings)
+    assert len(warnings) == 1 and "temperature = 0.2" in warnings[0]
+
+
+@pytest.mark.extended(after=1)
+@pytest.mark.parametrize(
+    ("name", "keys", "problem"),
+    [
+        ("toy_taskset", {"args": {"endless": True}}, "is infinite; set env.args.env.num_tasks"),
+        ("toy_taskset", {"args": {"exampels": 3}}, "does not load: .*exampels"),
+        ("toy_taskset", {"args": {"env": {"agent": {"harness": {"id": "bash"}}}}}, "'bash'.* has no sandbox; name a"),
+        ("shell_taskset", {}, "has no sandbox; name a container"),
+        ("proposer_solver", {}, "there is no such file"),
+    ],
+)
+def test_taskset_that_cannot_run_in_its_own_interpreter_is_refused(renderer, name, keys, problem):
+    config = EnvConfig(id=str(PACKAGES / f"{name}.py"), interpreter=sys.executable, **keys)
+    with pytest.raises(ConfigError, match=problem):
+        worker_main.load(config, renderer, "train")

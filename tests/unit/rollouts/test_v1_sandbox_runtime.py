@@ -14,8 +14,7 @@ from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.verifiers import v1_sandbox_runtime
-from prime_rl.rollouts.verifiers.v1_harnesses import ShellHarness, ShellHarnessConfig
+from prime_rl.rollouts.separate.v1_harnesses import ShellHarness, ShellHarnessConfig
 from prime_rl.rollouts.verifiers.v1_sandbox_runtime import SandboxRuntime, SandboxRuntimeConfig, install, shared_sandbox
 from prime_rl.rollouts.workers import worker_main
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
@@ -253,9 +252,9 @@ async def test_task_with_an_image_is_refused():
     install()
     with pytest.raises(SandboxError, match="image"):
         SandboxRuntime(SandboxRuntimeConfig().model_copy(update={"image": "python:3"}))
-    assert v1_sandbox_runtime.runtimes.runtime_is_local(SandboxRuntimeConfig())
+    assert runtimes.runtime_is_local(SandboxRuntimeConfig())
 
 
 def test_harness_of_a_taskset_runs_in_the_sandbox(installed):
     environment = worker_main.load(EnvConfig(id="shell_taskset"), Renderer(TOKENIZER), "train")
-    assert environment._env.config.agent.runtime.type == "sandbox"
+    assert environment._adapter.env.config.agent.runtime.type == "sandbox"

@@ -130,7 +130,7 @@ async def test_cancelled_group_leaves_no_trace_clients():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert environment._client.traces == {}
+        assert environment._adapter.client.traces == {}
         assert not engine._session.connector._acquired  # the request is dropped, so that the server stops sampling
         fake.gate = None
         (rollout,) = await environment.run_group(3, 1, engine, SAMPLING, 256)
@@ -217,7 +217,7 @@ async def test_agent_sampling_is_used_ignored_with_a_warning_or_refused():
 
 async def test_agents_use_the_chat_harness_by_default():
     def harnesses(**env):
-        config = load("talking_taskset", runtime="subprocess", env=env)._env.config
+        config = load("talking_taskset", runtime="subprocess", env=env)._adapter.env.config
         return config.agent.harness.id, config.other.harness.id
 
     assert harnesses() == ("prime_rl_chat", "prime_rl_chat")
@@ -237,15 +237,15 @@ def test_shell_on_this_machine_raises_unless_allowed():
     for allowed in (env, {"other": SHELL}):
         warnings = []
         environment = load("talking_taskset", runtime="subprocess", warn=warnings.append, env=allowed)
-        assert environment._env.config.other.runtime.type == "subprocess"
-        assert environment._env.config.other.harness.id == "bash"
+        assert environment._adapter.env.config.other.runtime.type == "subprocess"
+        assert environment._adapter.env.config.other.harness.id == "bash"
         assert len(warnings) == 1 and "agent 'other'" in warnings[0] and "without isolation" in warnings[0]
 
 
 @pytest.mark.parametrize("runtime", ["docker", "prime"])
 def test_shell_in_a_container_needs_no_permission(runtime):
     environment = load(env={"agent": SHELL | {"runtime": {"type": runtime}}})
-    assert environment._env.config.agent.runtime.type == runtime
+    assert environment._adapter.env.config.agent.runtime.type == runtime
 
 
 def test_permission_without_a_shell_logs_a_warning():

@@ -28,6 +28,7 @@ from prime_rl.rollouts.group_attempts import (
     GroupAttempts,
     RolloutTimedOut,
     SampleTooLong,
+    UnsupportedEnvironment,
     WorkerUnusable,
     as_number,
 )
@@ -36,6 +37,7 @@ from prime_rl.rollouts.separate import environment_runner
 from prime_rl.rollouts.separate.environment_runner import HEADER
 from prime_rl.rollouts.separate.interpreters import module_name
 from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient, check_scored
+from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, run_episodes
 from prime_rl.rollouts.verifiers.verifiers_classic import no_turns_message, trained_replies, warn_about_credit
 
 _MAX_CACHED_ROWS = 4096
@@ -66,12 +68,15 @@ class SeparateEnvironment(EnvironmentBackend):
                 path=None if found is None else str(found.origin),
                 args=config.args,
                 split=self.split,
+                runtime=config.runtime,
             )
-        except EnvironmentFailed as error:
+        except (EnvironmentFailed, UnsupportedEnvironment) as error:
             raise ConfigError(
                 f"environment {config.id!r} with env.args = {config.args} does not load: {error}"
             ) from error
-        self._len, self.eval_split = loaded["examples"], loaded["eval_split"]
+        self._len, self.eval_split, self._is_classic = loaded["examples"], loaded["eval_split"], loaded["is_classic"]
+        for warning in loaded["warnings"]:
+            self.warn(*warning)
         if self._len == 0:
             raise ConfigError(f"environment {config.id!r} has no {self.split} examples; check env.args")
 
@@ -81,7 +86,7 @@ class SeparateEnvironment(EnvironmentBackend):
     def prompt_tokens(self, example: int) -> int:
         """Return the length of the first prompt of an example, in tokens."""
         row = self._example(example)
-        return self._count_tokens(row["prompt"], row["tools"])
+        return self._count_tokens(row["prompt"], row["tools"]) if row["prompt"] else 0
 
     def _row(self, example: int) -> Any:
         return self._example(example)["row"]
@@ -100,6 +105,36 @@ class SeparateEnvironment(EnvironmentBackend):
         self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
     ) -> list[Rollout]:
         row = self._rows.pop(example, None) or await self._runner.call("row", example=example)
+        try:
+            run = self._run_classic if self._is_classic else self._run_episodes
+            return await run(group, example, sampling, seq_len)
+        finally:
+            self._keep_row(example, row)  # after all others: `answer` reads it next
+
+    async def _run_episodes(
+        self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
+    ) -> list[Rollout]:
+        def make_calls(this: Attempt) -> EpisodeCalls:
+            return EpisodeCalls(functools.partial(self._recorder, this, seq_len), sampling, self.warn)
+
+        async def run(calls: EpisodeCalls) -> Any:
+            async def answer(body: Mapping[str, Any]) -> dict[str, Any]:
+                asked = dict(body)
+                return await calls.ask(asked.pop("agent"), asked)
+
+            key = self._endpoint.add(answer)
+            try:
+                return await self._runner.call(
+                    "run_episode", example=example, base_url=self._endpoint.base_url, api_key=key
+                )
+            finally:
+                self._endpoint.remove(key)
+
+        return await run_episodes(group, make_calls, run)
+
+    async def _run_classic(
+        self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
+    ) -> list[Rollout]:
         started: list[SeparateRollout] = []
 
         async def attempt(this: Attempt) -> SeparateRollout:
@@ -124,7 +159,6 @@ class SeparateEnvironment(EnvironmentBackend):
             failure = await self._runner.call("release", rollouts=[rollout.number for rollout in started])
             if failure is not None:
                 self.warn("cleanup", f"the cleanup of its rubric failed: {failure}")
-            self._keep_row(example, row)  # after all others: `answer` reads it next
 
     async def _score(self, group: GroupAttempts, finished: "list[SeparateRollout]") -> "list[SeparateRollout]":
         """Score the rollouts of a group together; return those with a reward, as `ClassicEnvironment._score`."""
@@ -321,7 +355,7 @@ class Runner:
         except asyncio.CancelledError:
             if not call.future.done():
                 self._send({"op": "cancel", "call": call.number})
-                with suppress(EnvironmentFailed):
+                with suppress(EnvironmentFailed, UnsupportedEnvironment):
                     await asyncio.shield(call.future)
             raise
 
@@ -349,7 +383,7 @@ class Runner:
                 future = self._calls.pop(answer["call"])
                 try:
                     future.set_result(_result(answer))
-                except EnvironmentFailed as error:
+                except (EnvironmentFailed, UnsupportedEnvironment) as error:
                     future.set_exception(error)
                     future.exception()  # it may belong to a cancelled call, whose error nothing reads
         asyncio.get_running_loop().remove_reader(pidfd)
@@ -370,7 +404,9 @@ def _frame(message: Mapping[str, Any]) -> bytes:
 
 
 def _result(answer: Mapping[str, Any]) -> Any:
-    """Return the result of a call. Raises EnvironmentFailed for an error."""
+    """Return the result of a call. Raises EnvironmentFailed or UnsupportedEnvironment for an error."""
     if (error := answer.get("error")) is None:
         return answer["result"]
+    if error.get("refused"):
+        raise UnsupportedEnvironment(str(error["message"]))
     raise EnvironmentFailed(str(error["message"]), bool(error["infrastructure"]))

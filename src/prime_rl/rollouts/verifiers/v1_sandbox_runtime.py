@@ -1,20 +1,16 @@
-"""The default runtime of v1 agents: each rollout's commands and files are in a sandbox session of this machine.
-
-Verifiers has a closed list of runtimes. `install` replaces the function that selects their class, and checks the
-result, so that a release without this function is an error and never a shell on the host.
-"""
+"""The default runtime of v1 agents: each rollout's commands and files are in a sandbox session of this machine."""
 
 import base64
 import builtins
 from importlib.metadata import version
-from typing import Literal, cast
+from typing import Literal
 
 from pydantic import BaseModel
-from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import BaseRuntimeInfo, ProgramResult, Runtime
 
 from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.separate.taskset_adapter import add_runtime
 from prime_rl_sandbox import execution
 from prime_rl_sandbox.execution import ExecutionResult, Verdict, current_settings
 from prime_rl_sandbox.session import Session
@@ -185,17 +181,7 @@ def install() -> None:
     Raises:
         ConfigError: the installed verifiers selects runtimes in another way.
     """
-    select = getattr(runtimes, "_runtime_cls", None)
-    if select is not None and not getattr(select, "selects_sandbox", False):
-
-        def select_with_sandbox(config: object) -> type[Runtime]:
-            if isinstance(config, SandboxRuntimeConfig):
-                return SandboxRuntime
-            return cast(type[Runtime], select(config))
-
-        select_with_sandbox.selects_sandbox = True  # type: ignore[attr-defined]
-        runtimes._runtime_cls = select_with_sandbox
-    if not isinstance(runtimes.make_runtime(SandboxRuntimeConfig()), SandboxRuntime):
+    if not add_runtime(SandboxRuntimeConfig, SandboxRuntime):
         raise ConfigError(
             f"verifiers {version('verifiers')} selects runtimes in another way than expected, so its agents would not "
             "run in the sandbox; install the version that pyproject.toml names"

@@ -27,11 +27,10 @@ from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 from verifiers.v1.types import Messages
 
+from .values import CONTEXT_OVERFLOW
+
 HARNESS_ID = "prime_rl_chat"
 SHELL_HARNESS_ID = "prime_rl_shell"
-
-CONTEXT_OVERFLOW = "maximum context length"
-"""Phrase in the error by which chat harnesses recognise a full context."""
 
 Message = dict[str, Any]
 

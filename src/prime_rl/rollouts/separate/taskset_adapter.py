@@ -1,0 +1,454 @@
+"""Environments of the verifiers v1 API, from release 0.3.2.dev22 on: in a worker, or in an interpreter of their own.
+
+Our `InterceptionClient` answers the calls of verifiers' interception server. Verifiers sends the id of the trace as the
+session id, which selects the agent whose recorder in the worker samples the reply.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Context
+from dataclasses import dataclass, field
+from itertools import islice
+from types import ModuleType
+from typing import Any, Literal, NoReturn, cast
+
+import aiohttp
+import verifiers.v1 as vf
+from pydantic import BaseModel
+from verifiers.v1 import runtimes
+from verifiers.v1.clients import Client
+from verifiers.v1.dialects import ChatDialect, Dialect
+from verifiers.v1.env import Env
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.runtimes import BaseRuntimeInfo, Runtime
+from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
+from verifiers.v1.utils.loaders import default_harness_id, harness_class, load_environment, resolve_env_config
+
+from .v1_harnesses import HARNESS_ID, ChatHarnessConfig, shell_config
+from .values import Failed, Refused, describe, plain_messages
+
+_INFRASTRUCTURE = ("SandboxError", "TunnelError", "InterceptionError", "ToolsetError")
+"""Types of errors for which a retry may succeed."""
+
+_MODEL = vf.ModelContext(
+    model="policy", client=vf.TrainClientConfig(base_url="http://policy.invalid", api_key_var="PRIME_RL_NO_KEY")
+)
+"""A placeholder for the model of the agents. The client of this configuration is replaced, so nothing is sent."""
+
+Ask = Callable[[int, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+"""Answers the body of a chat completion of an agent of an episode. Raises ValueError if it does not."""
+
+
+def check_taskset(module: ModuleType) -> None:
+    """Raise Refused if a module without `load_environment` names no taskset, as verifiers finds it."""
+    if not hasattr(module, "__all__"):
+        raise Refused(
+            f"environment {module.__name__!r} defines no load_environment(); write `def load_environment(...)` that "
+            "returns an environment of verifiers, or, for a v1 taskset, name its class in `__all__`"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTrace:
+    """A trace of a running episode.
+
+    Attributes:
+        agent: its number in the episode, in the order in which they started.
+        ask: samples its replies.
+        answers: verifiers' messages, and the ids of the replies.
+    """
+
+    agent: int
+    ask: Ask
+    answers: list[tuple[AssistantMessage, str]] = field(default_factory=list)
+
+    def replies_in(self, trace: Any) -> list[str]:
+        """Return the ids of the replies in the trace, without those that verifiers rejected or a hook rewrote."""
+        kept = {id(node.message) for node in trace.nodes}
+        return [name for message, name in self.answers if id(message) in kept]
+
+
+class InterceptionClient(Client):
+    """Answers the model calls of all running traces.
+
+    Attributes:
+        traces: by the id of the trace.
+    """
+
+    def __init__(self) -> None:
+        self.traces: dict[str, OpenTrace] = {}
+
+    async def get_response(
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        sampling: SamplingConfig,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Sample one reply; ProviderError if it fails. The body contains the parameters of the agent's sampling."""
+        trace = self.traces.get(session_id or "")
+        if trace is None or not isinstance(dialect, ChatDialect):
+            raise ProviderError("only chat completions of a running rollout are supported", status_code=400)
+        try:
+            raw = await trace.ask(trace.agent, body)
+        except ValueError as error:
+            raise ProviderError(str(error), status_code=400) from error  # 400: no retry, the group has failed
+        response = _response(raw)
+        trace.answers.append((response.message, raw["id"]))
+        return response
+
+    async def relay(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a request for a stream; called by verifiers."""
+        raise ProviderError("stream is not supported", status_code=400)
+
+
+def _response(raw: dict[str, Any]) -> Response:
+    """Return OpenAI's chat completion as verifiers' response."""
+    choice = raw["choices"][0]
+    message = AssistantMessage(
+        content=choice["message"]["content"],
+        reasoning_content=choice["message"].get("reasoning_content"),
+        tool_calls=[ToolCall(id=call["id"], **call["function"]) for call in choice["message"].get("tool_calls") or ()]
+        or None,
+    )
+    response = Response(
+        id=raw["id"],
+        created=raw["created"],
+        model=raw["model"],
+        message=message,
+        finish_reason=choice["finish_reason"],
+        usage=Usage(prompt_tokens=raw["usage"]["prompt_tokens"], completion_tokens=raw["usage"]["completion_tokens"]),
+    )
+    response.raw = raw  # the format that harnesses read
+    return response
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The runtime in which agents run programs by default.
+
+    Attributes:
+        config: makes its configuration.
+        runtime: its class.
+        check: raises if this machine cannot run it.
+        refusal: why agents cannot run programs in it; "" if they can.
+    """
+
+    config: type[BaseModel]
+    runtime: type[Runtime]
+    check: Callable[[], None]
+    refusal: str = ""
+
+
+class TasksetAdapter:
+    """One v1 taskset. Its servers run from the first episode until the process exits.
+
+    Attributes:
+        warnings: topics and texts.
+        eval_split: a taskset has no splits: an evaluation selects tasks by other arguments.
+    """
+
+    eval_split = "none"
+
+    def __init__(self, taskset: str, args: Mapping[str, Any], permission: str, box: Box) -> None:
+        """Load a taskset.
+
+        Args:
+            taskset: name of its module.
+            args: of the taskset; `env` has those of the environment, and `num_tasks`.
+            permission: `env.runtime`.
+            box: the default runtime.
+
+        Raises:
+            Refused: it cannot run here. Also what verifiers raises for wrong arguments.
+        """
+        self.warnings: list[tuple[str, str]] = []
+        self._taskset, self._permission, self._box = taskset, permission, box
+        settings = dict(args)
+        if not isinstance(given := settings.pop("env", {}), dict):
+            raise Refused(f"env.args.env = {given!r} of environment {taskset!r} is not a table of keys")
+        env = dict(given)
+        limit = env.pop("num_tasks", None)
+        config = self._env_config(settings, env)
+        self._check_shells(config)
+        self.env: Env = load_environment(config)
+        tasks = self.env.taskset
+        if limit is None and not getattr(tasks, "bounded", not tasks.INFINITE):
+            raise Refused(f"taskset {taskset!r} is infinite; set env.args.env.num_tasks")
+        self.tasks = list(islice(tasks, limit))
+        self._check_tasks(config)
+        self.client = InterceptionClient()
+        self._ready: asyncio.Future[None] | None = None
+        self._server_task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def prompt(self, example: int) -> list[Any]:
+        """Return the messages of a task's prompt, without additions of the harness; [] without a prompt."""
+        data = self.tasks[example].data
+        if data.prompt is None:
+            return []
+        system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        return [*system, *([{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt)]
+
+    async def episode(self, example: int, ask: Ask) -> dict[str, Any]:
+        """Run one episode; `ask` samples the replies of its agents.
+
+        Returns:
+            `failure`, None if it succeeded; `infrastructure`, whether a retry may succeed; `agents`, the trainable ones
+            with replies in the order in which they started: their number `agent`, `name`, `task`, which identifies what
+            it was given, ids of the `replies` in the trace, `messages`, `reward`, `metrics`, `weights` of the metrics,
+            and the `trace`, an object of verifiers.
+
+        Raises:
+            Failed: the environment's servers did not start.
+            Refused: it sets what cannot be trained on.
+        """
+        await self._serve()
+        opened: dict[str, OpenTrace] = {}
+
+        def open_trace(trace: Any) -> None:
+            opened[trace.id] = self.client.traces[trace.id] = OpenTrace(len(opened), ask)
+
+        try:
+            episode = await self.env.run_episode(self.tasks[example], _MODEL, on_trace=open_trace)
+        finally:
+            for trace in opened:
+                del self.client.traces[trace]
+        errors = []
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+        agents = [_agent(trace, opened[trace.id]) for trace in episode.traces if trace.agent.trainable]
+        return {
+            "failure": None
+            if episode.ok
+            else "; ".join(f"{error.type}: {' '.join(error.message.split())[:300]}" for error in errors),
+            "infrastructure": any(error.type in _INFRASTRUCTURE for error in errors),
+            # episode.traces are in the order of their ends
+            "agents": sorted((agent for agent in agents if agent["replies"]), key=lambda agent: int(agent["agent"])),
+        }
+
+    async def _serve(self) -> None:
+        """Start the environment's servers if they are not running; Failed if that fails."""
+        if self._ready is None:
+            self._ready = asyncio.get_running_loop().create_future()
+            # A new context: the servers are for all groups, not only for the one that starts them.
+            self._server_task = asyncio.create_task(self._serve_forever(self._ready), context=Context())
+        await asyncio.shield(self._ready)
+
+    async def _serve_forever(self, ready: "asyncio.Future[None]") -> None:
+        try:
+            async with self.env.serving():
+                # The server looks up clients here before it creates one, so it uses ours.
+                self.env._interception.clients[_MODEL.client.model_dump_json()] = self.client
+                ready.set_result(None)
+                await asyncio.Event().wait()
+        except Exception as error:  # foreign code may raise anything
+            if ready.done():
+                raise
+            self._ready = None  # the next group retries
+            ready.set_exception(Failed(f"its servers did not start: {describe(error)['message']}"))
+
+    def _check_shells(self, env: Any) -> None:
+        """Check that agents that run the model's code do so in a sandbox, in a container, or with permission."""
+        taskset, default = self._taskset, default_harness_id(self._taskset)
+        on_this_machine, in_box = list[tuple[str, str]](), list[tuple[str, str]]()
+        for role, agent in env:
+            if not isinstance(agent, vf.AgentConfig):
+                continue
+            if agent.model is not None and agent.client is None:
+                warning = f"args.env.{role}.model = {agent.model!r} has no effect: without a client of its own the "
+                self.warnings.append((f"model of {role}", f"{warning}policy of the run answers"))
+            name = default if agent.harness is None else str(agent.harness.id)
+            harness = harness_class(name)
+            if isinstance(agent.runtime, self._box.config):
+                if harness.EXECUTES_CODE:
+                    in_box.append((role, name))
+                if harness.NEEDS_CONTAINER:
+                    raise Refused(
+                        f"agent {role!r} of environment {taskset!r} (harness {name!r}) needs a container, which the "
+                        f'sandbox is not; name one, such as args.env.{role}.runtime.type = "docker"'
+                    )
+            elif isinstance(agent.runtime, vf.SubprocessConfig) and harness.EXECUTES_CODE:
+                on_this_machine.append((role, name))
+        for role, name in in_box:
+            if self._box.refusal:
+                raise Refused(f"agent {role!r} of environment {taskset!r} (harness {name!r}) {self._box.refusal}")
+            self._box.check()
+        if not on_this_machine and self._permission == "subprocess":
+            warning = "runtime = 'subprocess' has no effect: none of its agents runs programs"
+            self.warnings.append(("runtime", warning))
+        for role, name in on_this_machine:
+            risk = "runs the model's code on this machine, with your rights and without isolation"
+            if self._permission != "subprocess":
+                raise Refused(
+                    f"agent {role!r} of environment {taskset!r} (harness {name!r}) {risk}; remove "
+                    f'args.env.{role}.runtime for the sandbox, or allow it with runtime = "subprocess" next to the id'
+                )
+            warning = f'agent {role!r} (harness {name!r}) {risk} (runtime = "subprocess")'
+            self.warnings.append((f"runtime of {role}", warning))
+
+    def _check_tasks(self, env: Any) -> None:
+        """Raise Refused for tasks that need a container if an agent is in the sandbox, where each would fail."""
+        agents = [agent for _, agent in env if isinstance(agent, vf.AgentConfig)]
+        if not any(isinstance(agent.runtime, self._box.config) for agent in agents):
+            return
+        hint = 'and the sandbox is none; name one, such as args.env.agent.runtime.type = "docker"'
+        for task in self.tasks:
+            if (image := getattr(task.data, "image", None)) is not None:
+                raise Refused(
+                    f"task {task.data.idx!r} of {self._taskset!r} needs the container image {image!r}, {hint}"
+                )
+        for task in {type(task): task for task in self.tasks}.values():
+            for toolset in type(task).toolsets(task.config):
+                if getattr(toolset.config, "colocated", False):
+                    name = type(toolset).__name__
+                    raise Refused(f"the tool server {name} of {self._taskset!r} runs in the agent's container, {hint}")
+
+    def _env_config(self, settings: dict[str, Any], env: dict[str, Any]) -> Any:
+        """Return the configuration of a v1 environment from the settings of the taskset and of the environment.
+
+        By default an agent runs in the sandbox of this machine, and in our chat harness if the taskset has none. The
+        defaults of verifiers are a cloud and a shell; its `null` harness is the same chat at a higher cost. Its `bash`
+        harness needs a network, so in the sandbox our `ShellHarness` takes its place.
+        """
+        own = {**env.get("taskset", {}), **settings, "id": self._taskset}
+        config = resolve_env_config({"interception": {"type": "server"}, **env, "taskset": own})
+        has_own_harness = default_harness_id(self._taskset) != "bash"
+        agents = {}
+        for role, agent in config:
+            if isinstance(agent, vf.AgentConfig):
+                changes: dict[str, Any] = {}
+                if isinstance(agent.runtime, vf.PrimeConfig) and "runtime" not in env.get(role, {}):
+                    is_allowed = self._permission == "subprocess"
+                    changes["runtime"] = vf.SubprocessConfig() if is_allowed else self._box.config()
+                is_chat = not has_own_harness if agent.harness is None else agent.harness.id == "null"
+                is_bash = agent.harness is not None and agent.harness.id == "bash"
+                if is_chat and "harness" not in env.get(role, {}):
+                    changes["harness"] = ChatHarnessConfig(id=HARNESS_ID)
+                elif is_bash and isinstance(changes.get("runtime"), self._box.config):
+                    changes["harness"] = shell_config(agent.harness)
+                agents[role] = agent.model_copy(update=changes)
+        return config.model_copy(update=agents)
+
+
+def _agent(trace: Any, opened: OpenTrace) -> dict[str, Any]:
+    if any(getattr(node, "advantages", None) is not None for node in trace.nodes):
+        raise Refused(
+            "it sets `advantages` of messages, which would be ignored; record rewards, and set orchestrator.advantage"
+        )
+    rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
+    return {
+        "agent": opened.agent,
+        "name": trace.agent.name,
+        "task": getattr(trace.task, "hash", None) or "",
+        "replies": opened.replies_in(trace),
+        "messages": trace.messages,
+        "reward": trace.reward,
+        "metrics": {**{name: reward.score for name, reward in rewards.items()}, **trace.metrics},
+        "weights": {name: reward.weight for name, reward in rewards.items()},
+        "trace": trace,
+    }
+
+
+def add_runtime(config_type: type[BaseModel], runtime_type: type[Runtime]) -> bool:
+    """Let verifiers construct a runtime for its configuration; return whether it does.
+
+    Verifiers has a closed list of runtimes. This replaces the function that selects their class, and checks the result,
+    so that a release without this function never runs a shell on the host.
+    """
+    select = getattr(runtimes, "_runtime_cls", None)
+    if select is not None and config_type not in getattr(select, "added", ()):
+
+        def select_added(config: object) -> type[Runtime]:
+            return runtime_type if isinstance(config, config_type) else cast(type[Runtime], select(config))
+
+        select_added.added = (*getattr(select, "added", ()), config_type)  # type: ignore[attr-defined]
+        runtimes._runtime_cls = select_added
+    return isinstance(runtimes.make_runtime(config_type()), runtime_type)
+
+
+class NoRuntimeConfig(BaseModel):
+    """Selects `NoRuntime`."""
+
+    type: Literal["none"] = "none"
+
+
+class NoRuntimeInfo(NoRuntimeConfig, BaseRuntimeInfo):
+    """The runtime in a trace."""
+
+
+class NoRuntime(Runtime):
+    """The runtime of agents that only chat: whoever runs a program, or uses a file, fails with `REFUSAL`."""
+
+    REFUSAL = (
+        "needs a runtime, and an environment in an interpreter of its own has no sandbox; name a container, such as "
+        'args.env.agent.runtime.type = "docker", or set runtime = "subprocess" next to the id, which runs the model\'s '
+        "code on this machine, with your rights and without isolation"
+    )
+
+    def __init__(self, config: NoRuntimeConfig, name: str | None = None) -> None:
+        super().__init__(name)
+        self.config = config
+        self.info = NoRuntimeInfo(**config.model_dump())
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    async def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise Failed(f"it {self.REFUSAL}")
+
+    run = prepare_uv_script = _read = write = _refuse
+
+    async def teardown(self) -> None:
+        """Do nothing."""
+
+
+class SeparateTaskset(TasksetAdapter):
+    """A taskset in an interpreter of its own: its agents sample from the endpoint of the worker."""
+
+    def __init__(self, module: ModuleType, taskset: str, args: Mapping[str, Any], permission: str) -> None:
+        """Load the taskset of a module; see `TasksetAdapter`."""
+        check_taskset(module)
+        if not add_runtime(NoRuntimeConfig, NoRuntime):
+            raise Refused("its verifiers selects runtimes in an unknown way")
+        no_runtime = Box(NoRuntimeConfig, NoRuntime, lambda: None, NoRuntime.REFUSAL)
+        super().__init__(taskset, args, permission, no_runtime)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def row(self, example: int) -> dict[str, Any]:
+        """Return the columns of a task, and its prompt."""
+        return {"row": self.tasks[example].data, "prompt": plain_messages(self.prompt(example), "user"), "tools": []}
+
+    async def run_episode(self, example: int, base_url: str, api_key: str) -> dict[str, Any]:
+        """Run one episode, without its traces; see `episode`."""
+        if self._session is None:
+            timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
+        session, headers = self._session, {"Authorization": f"Bearer {api_key}"}
+
+        async def ask(agent: int, body: Mapping[str, Any]) -> dict[str, Any]:
+            url = f"{base_url}/chat/completions"
+            async with session.post(url, json={**body, "agent": agent}, headers=headers) as response:
+                answer = await response.json()
+            if response.status != 200:
+                raise ValueError(answer["error"]["message"])
+            return cast(dict[str, Any], answer)
+
+        result = await self.episode(example, ask)
+        for agent in result["agents"]:
+            del agent["trace"]
+            agent["messages"] = plain_messages(agent["messages"], "user")
+        return result
+
+    async def close(self) -> None:
+        """End the servers and connections."""
+        if self._server_task is not None:
+            self._server_task.cancel()
+            await asyncio.wait([self._server_task])
+        if self._session is not None:
+            await self._session.close()

@@ -1,0 +1,121 @@
+"""What both adapters of `environment_runner` share: values as JSON, and failures as one line.
+
+Needs only the standard library: it runs in the interpreter of an environment.
+"""
+
+import asyncio
+import contextvars
+import hashlib
+import math
+from collections.abc import Mapping
+from datetime import date
+from decimal import Decimal
+from pathlib import PurePath
+from typing import Any
+from uuid import UUID
+
+CONTEXT_OVERFLOW = "maximum context length"
+"""Phrase in the error by which chat harnesses recognise a full context."""
+
+MAX_DEPTH = 64
+
+_INFRASTRUCTURE = {
+    *("InfraError", "SandboxError", "TunnelError", "TransportError", "APIConnectionError"),
+    *("ClientConnectionError", "TimeoutError"),
+}
+
+
+class Failed(Exception):
+    """A failure whose message says everything."""
+
+
+class NotANumber(Failed):
+    """A reward function returned no finite number; the message names the function."""
+
+
+class Refused(Exception):
+    """The environment cannot be run: bad arguments, no examples, an unsupported API."""
+
+
+def plain_messages(value: Any, role: str) -> list[Any]:
+    """Return a prompt or completion as messages; plain text becomes a message of `role`."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return [plain(message) for message in value or ()]
+
+
+def field(holder: Any, name: str) -> Any:
+    """Return a key of a mapping, or an attribute; None without it."""
+    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return a value as JSON represents it; what it cannot represent as text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth > MAX_DEPTH:
+        return "..."
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner, depth + 1) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, depth + 1) for inner in value]
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain(dump(exclude_none=True), depth + 1)
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if callable(convert := getattr(value, "tolist", None)):  # arrays
+        return plain(convert(), depth + 1)
+    if isinstance(value, date | Decimal | PurePath | UUID | BaseException):
+        return str(value)
+    if callable(content := getattr(value, "tobytes", None)):  # images
+        value = content()
+    return hashlib.blake2s(value).hexdigest() if isinstance(value, bytes) else type(value).__qualname__
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return an exception as one line, and whether a retry may succeed."""
+    while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
+        error = inner[0]
+    try:
+        text = " ".join(str(error).split())
+    except Exception as broken:  # noqa: BLE001 # foreign code
+        text = f"its text raises {type(broken).__name__}"
+    message = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, Failed | Refused):
+        message = text
+    if isinstance(error, asyncio.CancelledError) and not was_cancelled(error):
+        message += ", although nothing was cancelled"
+    return {"message": message, "infrastructure": _is_infrastructure(error)}
+
+
+current_call: contextvars.ContextVar[int] = contextvars.ContextVar("call", default=0)
+cancelled_calls = set[int]()
+"""The running calls that the worker has cancelled."""
+
+
+def was_cancelled(error: BaseException) -> bool:
+    """Return whether an exception is the cancellation of the current call by the worker."""
+    return isinstance(error, asyncio.CancelledError) and current_call.get() in cancelled_calls
+
+
+def _is_infrastructure(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ConnectionError | TimeoutError):
+            return True
+        if _INFRASTRUCTURE & {kind.__name__ for kind in type(error).__mro__}:
+            return True
+        status = getattr(error, "status_code", getattr(error, "status", None))
+        if isinstance(status, int) and (500 <= status < 600 or status in (408, 425, 429)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def finite_number(what: str, value: Any) -> float:
+    """Return a value as a number; `what` names it. Raises NotANumber."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise NotANumber(f"{what} is {value!r:.80}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise NotANumber(f"{what} is {number}, not a finite number")
+    return number
