@@ -21,9 +21,12 @@ if __name__ == "__main__":
 import asyncio
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import json
 import os
+import random
+import selectors
 import signal
 import socket
 import struct
@@ -42,6 +45,8 @@ _NUM_THREADS = 512
 """Threads of tools and rewards, as in environment workers."""
 
 _PR_SET_PDEATHSIG = 1
+_STATUS = struct.Struct("<i")
+"""Exit code of a process; minus the number of the signal that killed it."""
 
 
 def _frame(message: Mapping[str, Any]) -> bytes:
@@ -106,7 +111,8 @@ class _Runner:
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
-        await self._adapter.close()
+        if self._adapter is not None:
+            await self._adapter.close()
 
     async def _answer(self, call: dict[str, Any]) -> None:
         number, op = call.pop("call"), call.pop("op")
@@ -173,12 +179,98 @@ def _import(name: str, path: str | None) -> Any:
     return module
 
 
-def main() -> None:
-    """Serve the socket whose file descriptor is the argument."""
+class _ForkServer:
+    """Forks a process for each worker, which sends the descriptors of its connection, log, status pipe and itself."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control, self._selector = control, selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+        self._children: dict[int, tuple[int, int, int]] = {}
+        """The descriptors of process, worker and status pipe, by process id."""
+
+    def serve(self) -> socket.socket | None:
+        """Return a connection in each forked process; return None here when the starting process disconnects."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    data, fds, *_ = socket.recv_fds(self._control, 1, 4, socket.MSG_CMSG_CLOEXEC)
+                    if not data:
+                        for pid in self._children:
+                            _kill_session(pid)
+                        return None
+                    if (connection := self._fork(*fds)) is not None:
+                        return connection
+                elif (pid := key.data) in self._children:
+                    _kill_session(pid)  # of an ended process, what it has left; or its worker has ended
+                    self._reap(pid)
+
+    def _fork(self, connection: int, log: int, status: int, worker: int) -> socket.socket | None:
+        server = os.getpid()
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            _die_with_parent()
+            if os.getppid() != server:
+                os._exit(1)
+            self._selector.close()
+            self._control.close()
+            for fd in (status, worker, *(fd for fds in self._children.values() for fd in fds)):
+                os.close(fd)
+            os.dup2(log, 2)
+            os.dup2(log, 1)  # environments print to stdout
+            os.close(log)
+            random.seed()  # the fork copies the global generators; all would draw the same numbers
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed()
+            return socket.socket(fileno=connection)
+        os.close(connection)
+        os.close(log)
+        self._children[pid] = os.pidfd_open(pid), worker, status
+        for fd in self._children[pid][:2]:
+            self._selector.register(fd, selectors.EVENT_READ, pid)
+        return None
+
+    def _reap(self, pid: int) -> None:
+        _, status = os.waitpid(pid, 0)
+        process, worker, pipe = self._children.pop(pid)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(pipe, _STATUS.pack(os.waitstatus_to_exitcode(status)))
+        for fd in (process, worker):
+            self._selector.unregister(fd)
+        for fd in (process, worker, pipe):
+            os.close(fd)
+
+
+def _kill_session(pid: int) -> None:
+    for kill in (os.kill, os.killpg):  # just forked, it has no session yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.dup2(2, 1)  # environments print to stdout
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
+
+
+def _preload() -> None:
+    """Import what environments import, as far as it is there."""
+    for name in ("datasets", "openai", "verifiers.types", "verifiers.v1"):
+        with contextlib.suppress(Exception):  # the process that needs it raises
+            import_module(name)
+
+
+def main() -> None:
+    """Fork processes that serve their workers; the argument is the file descriptor of a SOCK_SEQPACKET socket."""
+    _die_with_parent()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    _preload()
+    gc.collect()
+    gc.freeze()  # otherwise garbage collection in the forks would write to the shared pages and copy them
+    connection = _ForkServer(control).serve()
+    if connection is not None:
+        _serve(connection)
+
+
+def _serve(connection: socket.socket) -> None:
     os.register_at_fork(after_in_child=connection.close)  # otherwise the worker would not see that this process ends
     runner = _Runner(connection)
     try:

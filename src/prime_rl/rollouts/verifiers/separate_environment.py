@@ -7,15 +7,11 @@ crosses the connection is examples, messages, rewards and metrics.
 import asyncio
 import functools
 import json
-import os
-import socket
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from prime_rl.core.errors import ConfigError, translate_error
+from prime_rl.core.errors import ConfigError
 from prime_rl.core.import_utils import own_name
 from prime_rl.core.types import Rollout
 from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint
@@ -33,8 +29,8 @@ from prime_rl.rollouts.group_attempts import (
     as_number,
 )
 from prime_rl.rollouts.rendering.messages import normalise
-from prime_rl.rollouts.separate import environment_runner
 from prime_rl.rollouts.separate.environment_runner import HEADER
+from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import module_name
 from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient, check_scored
 from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, run_episodes
@@ -59,7 +55,7 @@ class SeparateEnvironment(EnvironmentBackend):
         self._rows: dict[int, dict[str, Any]] = {}
         self._num_rollouts = 0
         assert config.interpreter is not None, "set where the environment is identified"
-        self._runner = Runner(Path(config.interpreter))
+        self._runner = Runner(config.interpreter)
         found = find_own_file(config)
         try:
             loaded = self._runner.call_before_serving(
@@ -87,6 +83,11 @@ class SeparateEnvironment(EnvironmentBackend):
         """Return the length of the first prompt of an example, in tokens."""
         row = self._example(example)
         return self._count_tokens(row["prompt"], row["tools"]) if row["prompt"] else 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `EnvironmentBackend.describe` says."""
+        described: dict[str, Any] = self._runner.call_before_serving("describe")
+        return described
 
     def _row(self, example: int) -> Any:
         return self._example(example)["row"]
@@ -292,17 +293,10 @@ class Call:
 class Runner:
     """The other process, and the calls to it. It ends with this process."""
 
-    def __init__(self, interpreter: Path) -> None:
+    def __init__(self, interpreter: str) -> None:
         """Start the process."""
-        self._connection, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        environment["VIRTUAL_ENV"] = str(interpreter.parent.parent)
-        environment["PATH"] = os.pathsep.join([str(interpreter.parent), os.environ.get("PATH", os.defpath)])
-        command = [str(interpreter), environment_runner.__file__, str(theirs.fileno())]
-        with theirs, translate_error(OSError, lambda error: ConfigError(f"{interpreter}: {error.strerror}")):
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
+        self._process = InterpreterServer.of(interpreter).fork()
+        self._connection = self._process.connection
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._writer: asyncio.StreamWriter | None = None
@@ -324,7 +318,9 @@ class Runner:
             (length,) = HEADER.unpack(self._receive(HEADER.size))
             return _result(json.loads(self._receive(length)))
         except (ConnectionError, EOFError):
-            raise ConfigError(f"{self._ended()} while the environment was loaded; see the log of its worker") from None
+            raise ConfigError(
+                f"{self._process.wait()} while the environment was loaded; see the log of its worker"
+            ) from None
 
     def _receive(self, count: int) -> bytes:
         parts = bytearray()
@@ -373,8 +369,7 @@ class Runner:
         """Resolve the calls by their answers, until the process ends."""
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
         # Processes that it has left may keep its end of the connection open.
-        pidfd = os.pidfd_open(self._process.pid)
-        asyncio.get_running_loop().add_reader(pidfd, self._writer.transport.abort)
+        asyncio.get_running_loop().add_reader(self._process.status, self._writer.transport.abort)
         self._writer.writelines(self._waiting)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -386,16 +381,10 @@ class Runner:
                 except (EnvironmentFailed, UnsupportedEnvironment) as error:
                     future.set_exception(error)
                     future.exception()  # it may belong to a cancelled call, whose error nothing reads
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-        self._end = await asyncio.to_thread(self._ended)
+        asyncio.get_running_loop().remove_reader(self._process.status)
+        self._end = await asyncio.to_thread(self._process.wait)
         for future in self._calls.values():
             future.set_exception(WorkerUnusable(self._end))
-
-    def _ended(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=5)
-        return f"the interpreter of the environment ended with code {self._process.returncode}"
 
 
 def _frame(message: Mapping[str, Any]) -> bytes:

@@ -20,8 +20,10 @@ import msgspec
 import numpy as np
 
 from prime_rl.core.entry_point import repair_timeouts
+from prime_rl.core.errors import ConfigError
 from prime_rl.core.os_errors import allow_open_files
 from prime_rl.liveness.parent_process import die_with_parent
+from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.workers.protocol import CrashRecord
 
 _PRELOADED = (
@@ -35,9 +37,15 @@ _DATAGRAM = 65536
 
 
 class Fork(msgspec.Struct, tag="fork", frozen=True):
-    """Start a worker; the message carries the file descriptors of its connection and its crash record."""
+    """Start a worker; the message carries the file descriptors of its connection and its crash record.
+
+    Attributes:
+        log: file of its output; None for stderr.
+        interpreter: that of its environment, if it has one.
+    """
 
     log: str | None
+    interpreter: str | None = None
 
 
 class Kill(msgspec.Struct, tag="kill", frozen=True):
@@ -110,6 +118,9 @@ class ForkServer:
                             importlib.import_module(module)
 
     def _fork(self, command: Fork, connection: int, page: int) -> Job | None:
+        if command.interpreter is not None:
+            with suppress(ConfigError):  # the worker, which inherits it, tries again and raises
+                InterpreterServer.of(command.interpreter)
         pid = os.fork()
         if pid == 0:
             self._become_worker(command.log)

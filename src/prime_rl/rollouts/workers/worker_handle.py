@@ -130,7 +130,8 @@ class WorkerHandle:
         worker: WorkerHandle | None = None
         try:
             async with asyncio.timeout(start_seconds):
-                worker = cls(launcher, await launcher.start(log), load.env, discarded, seconds, on_warning)
+                process = await launcher.start(log, load.env.interpreter)
+                worker = cls(launcher, process, load.env, discarded, seconds, on_warning)
                 worker._transport, _ = await asyncio.get_running_loop().create_unix_connection(
                     partial(protocol.Frames, worker._receive, worker._drained.set), sock=worker._process.connection
                 )

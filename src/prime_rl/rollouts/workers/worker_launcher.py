@@ -75,8 +75,10 @@ class WorkerLauncher:
             return
         logger.warning("the fork server of environment workers (pid {}) does not exit", server.pid)
 
-    async def start(self, log: Path | None) -> WorkerProcess:
+    async def start(self, log: Path | None, interpreter: str | None = None) -> WorkerProcess:
         """Start a worker that writes its output to `log`, or to our stderr if it is None.
+
+        `interpreter` is that of its environment, if it has one of its own.
 
         Raises:
             RunError: the fork server repeatedly dies.
@@ -88,7 +90,7 @@ class WorkerLauncher:
             with ExitStack() as failed, theirs, suppress(ConnectionError):  # the fork server has died: start another
                 failed.enter_context(ours)  # the worker exits when its connection closes
                 try:
-                    command = fork_server.encode(fork_server.Fork(str(log) if log else None))
+                    command = fork_server.encode(fork_server.Fork(str(log) if log else None, interpreter))
                     socket.send_fds(control, [command], [theirs.fileno(), page])
                 except ConnectionError:  # noticed before the event loop reads the end of the connection
                     self._disconnect()
