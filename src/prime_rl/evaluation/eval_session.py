@@ -24,6 +24,7 @@ from prime_rl.configs.synthesize import SynthesizeConfig
 from prime_rl.core.api_key import read_api_key, withheld_from_environments
 from prime_rl.core.errors import ConfigError, RunError, first_exception
 from prime_rl.core.http_requests import open_client, request, send_request
+from prime_rl.core.import_utils import packages_unlike_the_lock
 from prime_rl.core.types import PolicyVersion
 from prime_rl.evaluation.eval_plan import EvalTask, choose_examples
 from prime_rl.evaluation.eval_report import progress_bar
@@ -171,6 +172,8 @@ async def open_session(
     config: EvalConfig | SynthesizeConfig, tasks: Sequence[EvalTask], split: Literal["train", "eval"]
 ) -> AsyncIterator[EvalSession]:
     """Detect the protocol of the servers and start the environments. Raises ConfigError, RunError."""
+    if (text := packages_unlike_the_lock()) is not None:
+        logger.warning(text)
     identified = identify_environments([task.env for task in tasks], "env", logger.warning, logger.info)
     for env in identified:
         write_lock(env, RunPaths(config.output_dir).locks_dir)

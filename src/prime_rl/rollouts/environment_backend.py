@@ -102,6 +102,13 @@ class EnvironmentBackend(ABC):
     def _row(self, example: int) -> Any:
         """Return the columns of an example: a mapping, or an object with attributes."""
 
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return `api`, `arguments` with the text of their defaults, and `rewards`: functions with their weights.
+
+        Called before the first group.
+        """
+
     def columns(self, example: int) -> dict[str, str]:
         """Return the values of the columns `env.breakdown` of an example; ConfigError if it lacks one."""
         values: dict[str, str] = {}

@@ -43,6 +43,7 @@ from prime_rl.configs.environment import EnvConfig, environment_path
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.import_utils import find_function_files, hash_files, import_file
+from prime_rl.rollouts.separate.added_environments import with_added_packages
 from prime_rl.rollouts.separate.interpreters import (
     has_lock,
     lock_file,
@@ -324,7 +325,7 @@ def identify_environments(
         ConfigError: one is not installed, has another version, or cannot be installed.
     """
     identified = []
-    for index, env in enumerate(environments):
+    for index, env in enumerate(map(with_added_packages, environments)):
         name = f"{key}.{index}"
         if env.interpreter is not None and has_lock(env):  # prepared by `rl`
             identified.append(env)
@@ -365,6 +366,7 @@ def find_own_file(env: EnvConfig, key: str = "env.id") -> FoundEnvironment | Non
 
 def check_environment(env: EnvConfig, key: str) -> None:
     """Raise ConfigError if an environment is missing that is neither to be installed nor to get packages of its own."""
+    env = with_added_packages(env)
     if needs_interpreter(env):
         find_own_file(env, key)
     elif not env.install:

@@ -15,6 +15,7 @@ from rich.console import Console
 from prime_rl.configs.rl import PageConfig, RLConfig
 from prime_rl.core.entry_point import ERROR_FILE
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.core.import_utils import packages_unlike_the_lock
 from prime_rl.core.logs import rotating_logs
 from prime_rl.core.os_errors import likely_signal_cause
 from prime_rl.core.ports import find_free_port
@@ -73,6 +74,8 @@ def run(config: RLConfig, check: InputCheck, keep_serving: bool = False) -> int:
         check_no_writer(paths)
         undo_interrupted_move(paths)
         check_before_start(config)
+        if (text := packages_unlike_the_lock()) is not None:
+            console.print(f"warning: {text}", soft_wrap=True)
         config = config.change_orchestrators(
             lambda run: identify_all(
                 run,

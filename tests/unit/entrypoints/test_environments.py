@@ -1,11 +1,18 @@
-"""`environments`: what is installed, what is in the working directory, and the arguments of one."""
+"""`environments`: list, info, test, add and remove."""
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.core.errors import ConfigError
 from prime_rl.entrypoints.environments import main
+from prime_rl.rollouts.environment_id import check_environment, identify_environments
+from tests.support.wheels import make_wheel
+
+WORDS = '{"words": 20}'
 
 
 @pytest.fixture
@@ -38,12 +45,67 @@ def test_environments_lists_packages_and_files(run, tmp_path):
     assert "Grade-school mathematics" in run()
 
 
-def test_environments_shows_the_arguments_of_one(run):
+def test_environments_describes_one(run):
+    described = json.loads(run("reverse_text", "--json", "--args", WORDS))
+    assert described["api"] == "classic"
+    assert described["arguments"]["words"] == "None"
+    assert described["rewards"]["lcs_ratio"] == 1.0 == sum(described["rewards"].values())
+    assert {"prompt", "answer"} <= {*described["columns"]}
+    assert "lcs_ratio" in run("info", "reverse_text", "--args", WORDS)
+
+
+def test_environments_shows_the_arguments_of_one_that_does_not_load(run, capsys):
     described = json.loads(run("my_env", "--json"))
-    assert described["kind"] == "classic"
-    assert described["arguments"] == [{"argument": "words", "default": "3"}, {"argument": "name", "default": ""}]
-    assert "my_env (file) " in run("my_env")
+    assert described["arguments"] == {"words": "3", "name": ""}
     sys.modules.pop("my_env", None)
+
+
+def test_environments_tests_one_with_a_scripted_model(run, capsys):
+    rows = json.loads(run("test", "reverse_text", "-n", "2", "--json", "--args", WORDS))
+    assert [(row["reward"], row["error"], row["messages"][-1][0]) for row in rows] == [(1.0, None, "assistant")] * 2
+    assert rows[0]["messages"] != rows[1]["messages"]
+    assert "reward 0 (" in run("test", "reverse_text", "-n", "1", "--reply", "?", "--args", WORDS)
+
+
+def test_environments_adds_lists_and_removes_a_package(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    wheel = make_wheel(tmp_path)
+    assert "added tiny (classic, " in run("add", wheel.name, "--as", "tiny")
+    (row,) = [row for row in json.loads(run("--json")) if row["id"] == "tiny"]
+    assert (row["api"], row["source"]) == ("classic", str(wheel)) and row["size"].endswith("MB")
+    (env,) = identify_environments([EnvConfig(id="tiny", args={"a": 1})], "env", pytest.fail, pytest.fail)
+    assert (env.id, env.label, env.package) == ("tiny_environment", "tiny", str(wheel))
+    interpreter = Path(env.interpreter or "")
+    assert interpreter.exists()
+    check_environment(EnvConfig(id="tiny"), "env.id")
+    assert run("remove", "tiny") == "removed tiny\n"
+    assert not interpreter.exists()
+    with pytest.raises(ConfigError, match="tiny is not installed"):
+        check_environment(EnvConfig(id="tiny"), "env.id")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["add", "my_env.py"], "is a file: name it in env.id"),
+        (["add", "none-such-of-ours"], "its packages cannot be resolved"),
+        (["add", "tiny_environment-1.0-py3-none-any.whl", "--as", "my_env"], "my_env is already "),
+        (["add", "tiny_environment-1.0-py3-none-any.whl", "--module", "other"], "it has tiny_environment"),
+        (["remove", "tiny"], "tiny was not added; added are none"),
+        (["test", "reverse_text", "--args", "3"], "'3' is not a JSON object"),
+    ],
+)
+def test_environments_with_a_mistake_exits_with_2(run, words, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    make_wheel(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        run(*words)
+    assert caught.value.code == 2 and problem in capsys.readouterr().err
+    assert not (tmp_path / "XDG_DATA_HOME").exists()
 
 
 @pytest.mark.parametrize("env_id, message", [("none_such", "is not installed"), ("failing", "ZeroDivisionError")])

@@ -14,7 +14,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[3]
 FOLDER = REPOSITORY / "environments"
-PUBLISHED = {"verifiers", "math-verify", "pint"}
+PUBLISHED = {"verifiers", "math-verify", "pint", "reasoning-gym"}
 """Names that the public package index holds and that are the packages we mean."""
 
 QUESTION = {"question": "What is 1 + 1?", "answer": "2"}
@@ -31,6 +31,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "logic": {"num_generated": 4},
     "nanochat_aqua_rat": {"data_dir": "choices", "eval_split": None},
     "python_tool": {"num_generated": 2},
+    "reasoning_gym_tasks": {"num_train_examples": 2, "num_eval_examples": 0},
     "research": {"num_towns": 2},
     "reverse_text": {"words": 2},
     "science": {"num_generated": 2},

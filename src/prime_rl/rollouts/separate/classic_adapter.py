@@ -13,7 +13,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .values import NotANumber, Refused, describe, field, finite_number, plain, plain_messages, was_cancelled
+from .values import (
+    NotANumber,
+    Refused,
+    arguments_of,
+    describe,
+    field,
+    finite_number,
+    plain,
+    plain_messages,
+    was_cancelled,
+)
 
 _REWARD_KEYS = ("reward", "score")
 
@@ -51,6 +61,7 @@ class ClassicAdapter:
         """
         import verifiers as vf
 
+        self._arguments = arguments_of(module.load_environment)
         self.env = module.load_environment(**args)
         if not isinstance(self.env, vf.Environment):
             raise Refused(f"load_environment() returned {type(self.env).__name__}, not an environment of verifiers")
@@ -84,6 +95,11 @@ class ClassicAdapter:
         member = self._member(row)
         tools = getattr(member, "tool_defs", None) or getattr(member, "oai_tools", None) or ()
         return {"row": row, "prompt": plain_messages(row.get("prompt"), "user"), "tools": list(map(_tool, tools))}
+
+    async def describe(self) -> dict[str, Any]:
+        """Return the API, the arguments with their defaults, and the weights of the rewards of the first example."""
+        weights = self._weights[id(self._member(dict(self.rows[0])))]
+        return {"api": "classic", "arguments": self._arguments, "rewards": weights}
 
     def _member(self, row: Mapping[str, Any]) -> Any:
         """Return the environment of a row of `rows` inside groups."""

@@ -2,7 +2,8 @@
 
 uv resolves `env.package` and `env.requirements`; the result is the lock. The run directory keeps it, so that a resumed
 run uses the same packages. An interpreter is stored in the user's cache by its Python version and lock, made once, and
-shared by runs. The packages of this interpreter are never changed.
+shared by runs. The packages of this interpreter are never changed. What was resolved is used again, until
+`environments add` resolves it anew.
 """
 
 import fcntl
@@ -82,7 +83,13 @@ def _is_installed(text: str) -> bool:
 
 
 def prepare_interpreter(
-    env: EnvConfig, key: str, own_file: Path | None, earlier: Path | None, inform: Callable[[str], None]
+    env: EnvConfig,
+    key: str,
+    own_file: Path | None,
+    earlier: Path | None,
+    inform: Callable[[str], None],
+    *,
+    refresh: bool = False,
 ) -> Interpreter:
     """Return an interpreter with the packages that an environment asks for; make it if it is not in the cache.
 
@@ -92,6 +99,7 @@ def prepare_interpreter(
         own_file: the user's file that has the environment; None if one of its packages has it.
         earlier: the lock of the run that is resumed, which is used if it belongs to the same requirements.
         inform: gets a line before something that takes time.
+        refresh: resolve the packages, also if they were resolved before.
 
     Raises:
         ConfigError: uv is missing, or cannot resolve or install the packages.
@@ -101,10 +109,13 @@ def prepare_interpreter(
         raise ConfigError(f"{key}.package needs the command `uv`; install it with `pip install uv`")
     if options := [text for text in requirements_of(env) if text.startswith("-")]:
         raise ConfigError(f"{key}.requirements: {options[0]!r} is an option of pip; write a requirement or a folder")
-    asked = list(map(_absolute, requirements_of(env)))
+    asked = list(map(absolute_requirement, requirements_of(env)))
     python = env.python or f"{sys.version_info.major}.{sys.version_info.minor}"
     request = "\n".join([f"# python {python}", *(f"# {line}" for line in asked), "#", ""])
-    what, lock = f"{key} ({env.label})", _read_lock(earlier, request)
+    what, known = f"{key} ({env.label})", _known_lock(request)
+    lock = _read_lock(earlier, request)
+    if lock is None and not refresh:
+        lock = _read_lock(known, request)
     if lock is not None:
         path = _install(uv, lock, python, what, inform)
     else:
@@ -115,10 +126,18 @@ def prepare_interpreter(
             asked += [WITH_CLASSIC_API]
             lock = f"{request}# {WITH_CLASSIC_API}: it has load_environment()\n{_resolve(uv, asked, python, what)}"
             path = _install(uv, lock, python, what, inform)
+        known.write_text(lock)
     name = module_name(env.id)
     if own_file is not None:
         name = f"{env.label} {hash_files(own_file.parent if own_file.name == '__init__.py' else own_file)}"
     return Interpreter(path, f"{name} {path.parent.parent.name[:12]}")
+
+
+def _known_lock(request: str) -> Path:
+    """Return the file that keeps what a request was resolved to, as long as the local folders in it do not change."""
+    contents = [hash_files(path, skipped=_BUILT) for _, path in _local_projects(request.replace("# ", ""))]
+    digest = hashlib.blake2s("\n".join([request, *contents]).encode(), digest_size=12).hexdigest()
+    return _cache() / f"{digest}.txt"
 
 
 def _lacks_classic_api(lock: str) -> bool:
@@ -135,7 +154,7 @@ def _is_classic(interpreter: Path, env_id: str, own_file: Path | None) -> bool:
     return any("load_environment" in file.read_text(errors="replace") for file in files)
 
 
-def _absolute(requirement: str) -> str:
+def absolute_requirement(requirement: str) -> str:
     """Return a requirement whose local path does not depend on the working directory."""
     path, bracket, extras = requirement.partition("[")
     if requirement.startswith((".", "/", "~")) or requirement.endswith((".whl", ".tar.gz", "/")):
@@ -146,6 +165,20 @@ def _absolute(requirement: str) -> str:
 def has_lock(env: EnvConfig) -> bool:
     """Return whether an environment has an interpreter of its own, which is complete."""
     return env.interpreter is not None and _lock_of(env.interpreter).is_file()
+
+
+def describe_interpreter(interpreter: Path) -> tuple[str, int]:
+    """Return the versions of an interpreter and of its verifiers, and the size of its packages in bytes."""
+    folder = interpreter.parent.parent
+    python = re.search(r"(?m)^version_info *= *(\S+)", (folder / "pyvenv.cfg").read_text())
+    verifiers = re.search(r"(?m)^verifiers==(\S+)", _lock_of(str(interpreter)).read_text())
+    size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+    return f"Python {python[1] if python else '?'}, verifiers {verifiers[1] if verifiers else '?'}", size
+
+
+def delete_interpreter(interpreter: Path) -> None:
+    """Delete an interpreter; a run that needs it makes it again."""
+    shutil.rmtree(interpreter.parent.parent, ignore_errors=True)
 
 
 def _lock_of(interpreter: str) -> Path:
@@ -244,6 +277,9 @@ def _run(command: Sequence[str], text: str, *held: int) -> "subprocess.Completed
     It inherits the `held` files: a lock lasts until uv has ended, also if this process is killed.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")  # uv does not look there
+    folders = [os.environ.get("PATH", os.defpath), *map(str, sorted(pyenv.glob("versions/*/bin")))]
+    environment["PATH"] = os.pathsep.join(folders)
     return subprocess.run(
         command, input=text, env=environment, cwd=_cache(), pass_fds=held, capture_output=True, text=True
     )

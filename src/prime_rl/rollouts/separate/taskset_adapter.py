@@ -23,7 +23,13 @@ from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.runtimes import BaseRuntimeInfo, Runtime
 from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
-from verifiers.v1.utils.loaders import default_harness_id, harness_class, load_environment, resolve_env_config
+from verifiers.v1.utils.loaders import (
+    default_harness_id,
+    harness_class,
+    load_environment,
+    resolve_env_config,
+    taskset_config_type,
+)
 
 from .v1_harnesses import HARNESS_ID, ChatHarnessConfig, shell_config
 from .values import Failed, Refused, describe, plain_messages
@@ -194,6 +200,15 @@ class TasksetAdapter:
             return []
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         return [*system, *([{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt)]
+
+    async def describe(self) -> dict[str, Any]:
+        """Return the API, the arguments with their defaults, and the weights of the rewards of the first task."""
+        kind = taskset_config_type(self._taskset)
+        fields = kind.model_fields.items()
+        arguments = {name: repr(each.get_default(call_default_factory=True)) for name, each in fields}
+        rewards = self.tasks[0].hooks("reward")
+        weights = {each.__name__: float(getattr(each, "_vf_weight", 1.0)) for each in rewards}
+        return {"api": "v1", "arguments": arguments, "rewards": weights}
 
     async def episode(self, example: int, ask: Ask) -> dict[str, Any]:
         """Run one episode; `ask` samples the replies of its agents.

@@ -6,8 +6,9 @@ Needs only the standard library: it runs in the interpreter of an environment.
 import asyncio
 import contextvars
 import hashlib
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import date
 from decimal import Decimal
 from pathlib import PurePath
@@ -35,6 +36,12 @@ class NotANumber(Failed):
 
 class Refused(Exception):
     """The environment cannot be run: bad arguments, no examples, an unsupported API."""
+
+
+def arguments_of(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the representations of the defaults of a function's arguments; "" for one without a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: "" if each.default is each.empty else repr(each.default) for each in parameters}
 
 
 def plain_messages(value: Any, role: str) -> list[Any]:

@@ -36,6 +36,7 @@ from prime_rl.rollouts.group_attempts import (
 )
 from prime_rl.rollouts.recorder import Mask
 from prime_rl.rollouts.rendering.messages import Reply, normalise
+from prime_rl.rollouts.separate.values import arguments_of
 from prime_rl.rollouts.verifiers import rubrics
 from prime_rl.rollouts.verifiers.classic_client import (
     GivenCredit,
@@ -138,6 +139,12 @@ class ClassicEnvironment(EnvironmentBackend):
         routed = self._route(self._rows[example])
         tools = [tool_definition(tool) for tool in routed.env.tool_defs or ()]
         return self._count_tokens(_messages(routed.row["prompt"], "user"), tools)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `EnvironmentBackend.describe` says; the rewards are those of the first example."""
+        rubric = rubrics.with_rewards(self._route(self._rows[0]).rubric(), self._added_rewards)
+        arguments = arguments_of(sys.modules[self.module].load_environment)
+        return {"api": "classic", "arguments": arguments, "rewards": rubrics.reward_weights(rubric)}
 
     def _row(self, example: int) -> Row:
         return self._route(self._rows[example]).row

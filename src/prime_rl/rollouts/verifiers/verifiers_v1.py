@@ -1,5 +1,6 @@
 """Environments of the verifiers v1 API in a worker; see `TasksetAdapter`."""
 
+import asyncio
 import functools
 import sys
 from collections.abc import Mapping
@@ -50,6 +51,12 @@ class TasksetEnvironment(EnvironmentBackend):
         """Return the length of a task's prompt in tokens, without additions of the harness; 0 without a prompt."""
         prompt = self._adapter.prompt(example)
         return self._count_tokens(prompt) if prompt else 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `EnvironmentBackend.describe` says."""
+        described = asyncio.run(self._adapter.describe())
+        added = {function.__name__: weight for function, weight in self._added_rewards}
+        return {**described, "rewards": described["rewards"] | added}
 
     def _row(self, example: int) -> Any:
         return self._adapter.tasks[example].data

@@ -1,0 +1,16 @@
+"""Wheels that need no package index."""
+
+import zipfile
+
+
+def make_wheel(folder, version="1.0"):
+    """Write a wheel that needs nothing; uv installs it without an index."""
+    info = f"tiny_environment-{version}.dist-info"
+    with zipfile.ZipFile(wheel := folder / f"tiny_environment-{version}-py3-none-any.whl", "w") as file:
+        file.writestr("tiny_environment.py", f"def load_environment():\n    return {version!r}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-environment\nVersion: {version}\n")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+    return wheel
