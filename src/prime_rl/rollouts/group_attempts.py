@@ -12,16 +12,17 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import aiohttp
 from pydantic import ValidationError
 
 from prime_rl.configs.environment import EnvConfig
-from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.core.errors import ConfigError, summarize_exception, translate_error
 from prime_rl.core.retries import Retries, growing_pauses
 from prime_rl.core.types import Rollout
-from prime_rl.rollouts.clients.inference_client import BUSY_STATUSES, InferenceError, InferenceServerLost
+from prime_rl.rollouts.clients.inference_client import InferenceError, InferenceServerLost
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
 from prime_rl.rollouts.rendering.messages import Generation, Sampler
+from prime_rl.rollouts.separate.crash_record import WorkerUnusable
+from prime_rl.rollouts.separate.values import NotANumber, finite_number, is_infrastructure
 from prime_rl_sandbox.execution import SandboxConfigError
 
 T = TypeVar("T")
@@ -31,9 +32,6 @@ MAX_REWARD = 1e6
 
 MAX_METRIC = 2.0**53
 """Above this float64 does not represent all integers, so the mean of a batch is meaningless."""
-
-_INFRASTRUCTURE = {"InfraError", "SandboxError", "TunnelError", "TransportError", "APIConnectionError"}
-"""Base classes of verifiers, httpx and openai, by name because not all of them need to be installed."""
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -56,10 +54,6 @@ class RolloutTimedOut(EnvironmentFailed):
 
 class SampleTooLong(Exception):
     """A prompt does not fit into `seq_len`; its group is dropped as `overlong`."""
-
-
-class WorkerUnusable(SystemExit):
-    """The worker cannot run groups any more: it exits, and its groups are retried in another worker."""
 
 
 class UnsupportedEnvironment(Exception):
@@ -143,20 +137,6 @@ def reward_failure(name: str, error: EnvironmentFailed) -> EnvironmentFailed:
     return EnvironmentFailed(message, error.is_infrastructure)
 
 
-def is_infrastructure(error: BaseException | None) -> bool:
-    """Return whether a retry may succeed: a lost connection or sandbox, an overloaded server."""
-    while error is not None:
-        if isinstance(error, ConnectionError | TimeoutError | aiohttp.ClientConnectionError):
-            return True
-        if _INFRASTRUCTURE & {kind.__name__ for kind in type(error).__mro__}:
-            return True
-        status = getattr(error, "status_code", getattr(error, "status", None))
-        if isinstance(status, int) and (500 <= status < 600 or status in BUSY_STATUSES):
-            return True
-        error = error.__cause__
-    return False
-
-
 def leaf_exceptions(error: BaseException) -> Iterator[BaseException]:
     """Iterate over the exceptions of nested exception groups."""
     if isinstance(error, BaseExceptionGroup):
@@ -170,12 +150,8 @@ def as_number(name: str, value: Any) -> float:
     """Return the value of a reward function; EnvironmentFailed, with its `name`, if it is not a finite number."""
     if type(value) is float and math.isfinite(value):
         return value
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise EnvironmentFailed(f"{name} is {value!r:.80}, not a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise EnvironmentFailed(f"{name} is {number}, not a finite number")
-    return number
+    with translate_error(NotANumber, lambda error: EnvironmentFailed(str(error))):
+        return finite_number(name, value)
 
 
 def check_scores(rollout: Rollout) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import sys
 from unittest import mock
 
 import numpy as np
@@ -203,6 +204,35 @@ async def test_groups_in_the_worker_of_a_crashing_group_run_again(open_pool):
         results = await asyncio.gather(*others)
         assert [rollouts[0].reward for rollouts in results] == [3 / 8, 4 / 8, 5 / 8]
         assert first not in [pid(rollouts) for rollouts in results]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("trouble", "how"),
+    [
+        ("block", "was killed: .*"),
+        ("exit", "exited with code 1"),
+        ("kill", "exited with code 1"),
+    ],
+)
+async def test_group_that_ends_its_own_interpreter_is_named(open_pool, packages, trouble, how):
+    own = {"interpreter": sys.executable, "name": "own", "num_retries": 0}
+    name = str(packages / "troubled_environment.py")
+    async with (
+        fake_engine() as engine,
+        open_pool(name=name, config=own, trouble=trouble, timeout=3, grace_seconds=1, retries=1) as pool,
+    ):
+        gate = Gate(engine, held=lambda body: body["sampling_params"]["max_tokens"] == 3)
+        others = [
+            asyncio.create_task(pool.run_group(example, 1, engine.url, {"max_tokens": 3}, 64)) for example in (3, 4)
+        ]
+        await gate.arrivals(2)
+        assert pool.memory_bytes() > 1.5 * psutil.Process(pool._workers[0].pid).memory_info().rss
+        with pytest.raises(EnvironmentFailed, match=f"{how} while it ran example 0, the last of 2 attempts"):
+            await play(pool, engine, example=0)
+        assert pool.deaths == 1
+        gate.opened.set()
+        assert [rollouts[0].reward for rollouts in await asyncio.gather(*others)] == [3 / 8, 4 / 8]
 
 
 async def test_event_loop_continues_while_a_worker_is_blocked(open_pool):

@@ -1,7 +1,9 @@
 """An environment gives the same rollouts, scores and errors in an interpreter of its own as in its worker."""
 
 import asyncio
+import os
 import shutil
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -12,9 +14,11 @@ import pytest
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.environment_id import identify_environments
-from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong, WorkerUnusable
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong
 from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.separate.crash_record import WorkerUnusable
+from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import needs_interpreter, write_lock
 from prime_rl.rollouts.workers import worker_main
 from tests.support.tiny_model import make_tokenizer
@@ -273,9 +277,10 @@ async def test_time_limit_cancellation_and_death(load, renderer):
 
     [fine] = await environment.run_group(1, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
     assert fine.metrics["details/dicts"] == 1.0
-    environment._runner._process.kill()
+    os.kill(InterpreterServer.of(sys.executable)._process.pid, signal.SIGKILL)
+    await asyncio.to_thread(environment._runner._process.wait)
     for _ in range(2):
-        with pytest.raises(WorkerUnusable, match="ended with code -9"):
+        with pytest.raises(WorkerUnusable, match="the interpreter of the environment has ended"):
             await environment._runner.call("row", example=1)
 
 

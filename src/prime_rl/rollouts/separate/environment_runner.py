@@ -36,6 +36,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .crash_record import CrashRecord, current_group
 from .values import Refused, cancelled_calls, current_call, describe, plain, was_cancelled
 
 HEADER = struct.Struct("<I")
@@ -103,7 +104,9 @@ class _Runner:
                 call = json.loads(await reader.readexactly(length))
                 number = call["call"]
                 if call["op"] != "cancel":
+                    current_group.set(call.pop("group"))
                     self._running[number] = asyncio.create_task(self._answer(call))
+                    current_group.set(0)
                     await asyncio.sleep(0)  # it starts: a task that is cancelled before would never answer
                 elif number in self._running:
                     cancelled_calls.add(number)
@@ -179,8 +182,15 @@ def _import(name: str, path: str | None) -> Any:
     return module
 
 
+Job = tuple[socket.socket, CrashRecord]
+"""What a new process gets: its connection to the worker, and the worker's crash record."""
+
+
 class _ForkServer:
-    """Forks a process for each worker, which sends the descriptors of its connection, log, status pipe and itself."""
+    """Forks a process for each worker.
+
+    A worker sends the descriptors of its connection, log, status pipe, of itself, and of its crash record.
+    """
 
     def __init__(self, control: socket.socket) -> None:
         self._control, self._selector = control, selectors.DefaultSelector()
@@ -188,23 +198,23 @@ class _ForkServer:
         self._children: dict[int, tuple[int, int, int]] = {}
         """The descriptors of process, worker and status pipe, by process id."""
 
-    def serve(self) -> socket.socket | None:
-        """Return a connection in each forked process; return None here when the starting process disconnects."""
+    def serve(self) -> Job | None:
+        """Return a job in each forked process; return None here when the starting process disconnects."""
         while True:
             for key, _ in self._selector.select():
                 if key.data is None:
-                    data, fds, *_ = socket.recv_fds(self._control, 1, 4, socket.MSG_CMSG_CLOEXEC)
+                    data, fds, *_ = socket.recv_fds(self._control, 1, 5, socket.MSG_CMSG_CLOEXEC)
                     if not data:
                         for pid in self._children:
                             _kill_session(pid)
                         return None
-                    if (connection := self._fork(*fds)) is not None:
-                        return connection
+                    if (job := self._fork(*fds)) is not None:
+                        return job
                 elif (pid := key.data) in self._children:
                     _kill_session(pid)  # of an ended process, what it has left; or its worker has ended
                     self._reap(pid)
 
-    def _fork(self, connection: int, log: int, status: int, worker: int) -> socket.socket | None:
+    def _fork(self, connection: int, log: int, status: int, worker: int, page: int) -> Job | None:
         server = os.getpid()
         if (pid := os.fork()) == 0:
             os.setsid()
@@ -221,9 +231,11 @@ class _ForkServer:
             random.seed()  # the fork copies the global generators; all would draw the same numbers
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed()
-            return socket.socket(fileno=connection)
-        os.close(connection)
-        os.close(log)
+            record = CrashRecord.map(page)
+            os.close(page)
+            return socket.socket(fileno=connection), record
+        for fd in (connection, log, page):
+            os.close(fd)
         self._children[pid] = os.pidfd_open(pid), worker, status
         for fd in self._children[pid][:2]:
             self._selector.register(fd, selectors.EVENT_READ, pid)
@@ -265,12 +277,12 @@ def main() -> None:
     _preload()
     gc.collect()
     gc.freeze()  # otherwise garbage collection in the forks would write to the shared pages and copy them
-    connection = _ForkServer(control).serve()
-    if connection is not None:
-        _serve(connection)
+    job = _ForkServer(control).serve()
+    if job is not None:
+        _serve(*job)
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve(connection: socket.socket, record: CrashRecord) -> None:
     os.register_at_fork(after_in_child=connection.close)  # otherwise the worker would not see that this process ends
     runner = _Runner(connection)
     try:
@@ -279,6 +291,8 @@ def _serve(connection: socket.socket) -> None:
         return
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
+    record.other_pid = os.getpid()
+    record.watch(loop, is_other=True)
     loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS))
     serving = loop.create_task(runner.serve())
     while not serving.done():

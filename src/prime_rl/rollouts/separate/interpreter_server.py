@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.rollouts.separate import environment_runner
+from prime_rl.rollouts.separate.crash_record import CrashRecord
 
 _STATUS = struct.Struct("<i")
 _END_SECONDS = 5
@@ -21,6 +22,8 @@ _END_SECONDS = 5
 class InterpreterServer:
     """A process that forks; it ends with the process that started it, and its forks end with it and their workers."""
 
+    page: ClassVar["int | None"] = None
+    """In a worker: the file descriptor of its crash record."""
     _running: ClassVar["dict[str, InterpreterServer]"] = {}
 
     @classmethod
@@ -59,12 +62,13 @@ class InterpreterServer:
         ours, theirs = socket.socketpair()
         status, written = os.pipe()
         worker = os.pidfd_open(os.getpid())
+        page = os.dup(self.page) if self.page is not None else CrashRecord.create()[1]
         try:
             with theirs, translate_error(ConnectionError, lambda _: ConfigError("the interpreter has ended")):
-                socket.send_fds(self._control, [b"f"], [theirs.fileno(), 2, written, worker])
+                socket.send_fds(self._control, [b"f"], [theirs.fileno(), 2, written, worker, page])
         finally:
-            os.close(written)
-            os.close(worker)
+            for fd in (written, worker, page):
+                os.close(fd)
         return ForkedInterpreter(ours, status)
 
 

@@ -92,7 +92,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         message = text
     if isinstance(error, asyncio.CancelledError) and not was_cancelled(error):
         message += ", although nothing was cancelled"
-    return {"message": message, "infrastructure": _is_infrastructure(error)}
+    return {"message": message, "infrastructure": is_infrastructure(error)}
 
 
 current_call: contextvars.ContextVar[int] = contextvars.ContextVar("call", default=0)
@@ -105,7 +105,8 @@ def was_cancelled(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and current_call.get() in cancelled_calls
 
 
-def _is_infrastructure(error: BaseException | None) -> bool:
+def is_infrastructure(error: "BaseException | None") -> bool:
+    """Return whether a retry may succeed: a lost connection or sandbox, an overloaded server."""
     while error is not None:
         if isinstance(error, ConnectionError | TimeoutError):
             return True

@@ -25,10 +25,10 @@ from prime_rl.rollouts.group_attempts import (
     RolloutTimedOut,
     SampleTooLong,
     UnsupportedEnvironment,
-    WorkerUnusable,
     as_number,
 )
 from prime_rl.rollouts.rendering.messages import normalise
+from prime_rl.rollouts.separate.crash_record import WorkerUnusable, current_group
 from prime_rl.rollouts.separate.environment_runner import HEADER
 from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import module_name
@@ -314,7 +314,7 @@ class Runner:
         assert self._writer is None, "an event loop reads the connection"
         self._num_calls += 1
         try:
-            self._connection.sendall(_frame({"call": self._num_calls, "op": op, **arguments}))
+            self._connection.sendall(_frame({"call": self._num_calls, "op": op, "group": 0, **arguments}))
             (length,) = HEADER.unpack(self._receive(HEADER.size))
             return _result(json.loads(self._receive(length)))
         except (ConnectionError, EOFError):
@@ -341,7 +341,7 @@ class Runner:
             raise WorkerUnusable(self._end)
         self._num_calls += 1
         future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
-        self._send({"call": self._num_calls, "op": op, **arguments})
+        self._send({"call": self._num_calls, "op": op, "group": current_group.get(), **arguments})
         return Call(self._num_calls, future)
 
     async def finish(self, call: Call) -> Any:

@@ -23,8 +23,8 @@ from prime_rl.core.entry_point import repair_timeouts
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.os_errors import allow_open_files
 from prime_rl.liveness.parent_process import die_with_parent
+from prime_rl.rollouts.separate.crash_record import CrashRecord
 from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
-from prime_rl.rollouts.workers.protocol import CrashRecord
 
 _PRELOADED = (
     "transformers.tokenization_utils_tokenizers",
@@ -125,7 +125,7 @@ class ForkServer:
         if pid == 0:
             self._become_worker(command.log)
             crash_record = CrashRecord.map(page)
-            os.close(page)
+            InterpreterServer.page = page
             return socket.socket(fileno=connection), crash_record
         os.close(connection)
         os.close(page)

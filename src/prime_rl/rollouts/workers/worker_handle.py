@@ -101,7 +101,7 @@ class WorkerHandle:
         """Number of rollouts of each group without a report."""
         self._kill_reason: tuple[str, int | None] | None = None
         self._is_blocked = False
-        self._beats, self._last_beat = 0, time.monotonic()
+        self._beats, self._last_beats = [0, 0], [time.monotonic()] * 2
         self._transport: asyncio.WriteTransport | None = None
         self._disconnect_task = asyncio.create_task(self._await_disconnect())
         self._exit_task = asyncio.create_task(self._await_exit())
@@ -146,7 +146,7 @@ class WorkerHandle:
             worker.examples, worker.eval_split = answer.examples, answer.eval_split
             worker.columns, worker.content_hash = answer.columns, answer.content_hash
             worker.skipped = answer.skipped
-            worker._last_beat = time.monotonic()
+            worker._last_beats = [time.monotonic()] * 2
             launcher.preload(answer.backend)
             return worker
         except TimeoutError:
@@ -162,10 +162,15 @@ class WorkerHandle:
         return self._process.pid
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of the worker, without that of its child processes; 0 if it has exited."""
-        with suppress(psutil.Error):
-            return int(psutil.Process(self.pid).memory_info().rss)
-        return 0
+        """Return the resident memory of the worker, without that of its child processes; 0 if it has exited.
+
+        If the environment has an interpreter of its own, its process is included.
+        """
+        size = 0
+        for pid in filter(None, (self.pid, self._process.crash_record.other_pid)):
+            with suppress(psutil.Error):
+                size += int(psutil.Process(pid).memory_info().rss)
+        return size
 
     async def run_group(self, group: protocol.RunGroup, on_scoring: Callable[[], None] = lambda: None) -> list[Rollout]:
         """Run a group; `on_scoring` is called when its scoring starts. Cancelling this cancels it in the worker.
@@ -209,11 +214,12 @@ class WorkerHandle:
             self._kill(reason, self._process.crash_record.running_request)
 
     def _measure_silence(self) -> float:
-        """Return the seconds since the last new beat of the worker's event loop."""
-        now = time.monotonic()
-        if (beats := self._process.crash_record.beats) != self._beats:
-            self._beats, self._last_beat = beats, now
-        return now - self._last_beat
+        """Return the seconds since the last new beat of the worker's event loop, or of that of the environment."""
+        now, record = time.monotonic(), self._process.crash_record
+        for number, beats in enumerate((record.beats, record.other_beats or record.beats)):
+            if beats != self._beats[number]:
+                self._beats[number], self._last_beats[number] = beats, now
+        return now - min(self._last_beats)
 
     async def close(self, grace_seconds: float) -> None:
         """Disconnect, and kill the worker if it has not exited after `grace_seconds` seconds.
@@ -225,8 +231,8 @@ class WorkerHandle:
             self._transport.close()
         else:
             self._process.connection.close()
-        self._last_beat = time.monotonic()
-        deadline = self._last_beat + grace_seconds
+        self._last_beats = [time.monotonic()] * 2
+        deadline = self._last_beats[0] + grace_seconds
         while not self.died.done() and time.monotonic() < deadline and self._measure_silence() < _BLOCKED_SECONDS:
             await asyncio.wait({self.died}, timeout=min(_CHECK_SECONDS, grace_seconds))
         self._launcher.kill(self._process)

@@ -15,8 +15,8 @@ from typing import Self
 from loguru import logger
 
 from prime_rl.core.errors import RunError
+from prime_rl.rollouts.separate.crash_record import CrashRecord
 from prime_rl.rollouts.workers import fork_server
-from prime_rl.rollouts.workers.protocol import CrashRecord
 
 _SERVER = "prime_rl.rollouts.workers.fork_server"
 _MAX_STARTS = 5

@@ -29,13 +29,10 @@ from prime_rl.rollouts.environment_backend import LAST_CLASSIC, EnvironmentBacke
 from prime_rl.rollouts.environment_id import find_environment
 from prime_rl.rollouts.group_attempts import GroupAccount, check_scores, config_errors
 from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.separate.crash_record import CrashRecord, current_group
 from prime_rl.rollouts.workers import protocol
-from prime_rl.rollouts.workers.protocol import CrashRecord, current_group
 from prime_rl_sandbox.execution import use_settings
 from prime_rl_sandbox.shared_sandbox import close_shared_sandboxes
-
-BEAT_SECONDS = 0.25
-"""Interval of the beats of a worker's event loop, seconds."""
 
 _NUM_CHECKED_PROMPTS = 2000
 
@@ -216,7 +213,6 @@ class _Worker:
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
         self._crash_record.watch(loop)
-        self._beat(loop)
         _widen_executors()
         transport, _ = await loop.create_unix_connection(
             lambda: protocol.Frames(self._receive, gone.set), sock=connection
@@ -233,10 +229,6 @@ class _Worker:
                 _cancel(task)
             await asyncio.gather(*self._running.values(), return_exceptions=True)
             await close_shared_sandboxes()
-
-    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._crash_record.beats += 1
-        loop.call_later(BEAT_SECONDS, self._beat, loop)
 
     def _receive(self, body: bytes) -> None:
         match protocol.decode_command(body):
