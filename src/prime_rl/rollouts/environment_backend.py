@@ -269,13 +269,21 @@ def split_scores(
     return reward, metrics
 
 
-async def score_trace(
+def objects_of(messages: Sequence[Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a reward function can take of a conversation, and of the columns of its example."""
+    messages = normalise(messages)
+    first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    own = {"text": last_reply(messages), "prompt": messages[:first], "completion": messages[first:]}
+    return {"answer": "", "info": {}, **row, **own}
+
+
+async def score_objects(
     rewards: Sequence[tuple[Callable[..., Any], float]],
-    trace: Any,
+    objects: Mapping[str, Any],
     zero: bool,
     warn: Callable[[str, str], None],
 ) -> tuple[float, dict[str, float]]:
-    """Return the sum of the weighted rewards of a v1 trace, and the value of each function.
+    """Return the sum of the weighted rewards of a rollout, and the value of each function.
 
     With `zero`, a function that raises, or returns no finite number, counts as 0. `warn` gets a topic and a warning for
     each failed function that has weight 0 or counts as 0.
@@ -283,21 +291,6 @@ async def score_trace(
     Raises:
         EnvironmentFailed: a function failed.
     """
-    if not rewards:
-        return 0.0, {}
-    task = trace.task.data
-    messages = normalise(trace.messages)
-    first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    objects = {
-        "text": last_reply(messages),
-        "prompt": messages[:first],
-        "completion": messages[first:],
-        "answer": getattr(task, "answer", ""),
-        "info": getattr(task, "info", {}),
-        "state": trace.state,
-        "task": task,
-        "trace": trace,
-    }
     total, values = 0.0, dict[str, float]()
     for function, weight in rewards:
         name = function.__name__

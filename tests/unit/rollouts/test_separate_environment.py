@@ -228,6 +228,27 @@ async def test_results_equal_those_in_the_worker(load, renderer):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("kind", ["fine", "toy"])
+async def test_rewards_of_the_configuration_are_added_as_in_the_worker(renderer, load, kind):
+    functions = [("is_long", 0.5, {"least": 3}), ("of_column", 0.0, {}), ("fails", 1.0, {})]
+    rewards = [{"import_path": f"tests.support.rewards:{name}", "weight": weight, "kwargs": kwargs}
+               for name, weight, kwargs in functions]  # fmt: skip
+    results = []
+    for interpreter in (None, sys.executable):
+        keys = {"rewards": rewards, "reward_errors": "zero", "interpreter": interpreter}
+        if kind == "fine":
+            environment = load(args={"cases": ["fine"]}, **keys)
+        else:
+            config = EnvConfig(id=str(PACKAGES / "toy_taskset.py"), **keys)
+            environment = worker_main.load(config, renderer, "train", False, load.warnings.append)
+        async with ending_server(environment):
+            rollouts = await environment.run_group(0, 2, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+        results.append((sorted(map(plain, rollouts)), sorted(rollouts[0].weights.items())))
+    assert results[0] == results[1]
+    assert {"is_long", "of_column", "fails"} <= dict(results[0][1]).keys()
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "kind", ["listed", "partials", "group", "own score_rollout", "summed", "EnvGroup", "EnvGroup, second"]
 )
@@ -250,7 +271,7 @@ async def test_rubrics_score_as_in_the_worker(load, renderer, kind):
         ({"args": {"kind": "advantages"}}, "it computes advantages"),
         ({"args": {"kind": "no answers"}}, "have no column 'answer'"),
         ({"args": {"kind": "hook"}}, r"it overrides run_group\(\)"),
-        ({"rewards": [{"import_path": "os:getpid"}]}, "rewards cannot be added"),
+        ({"rewards": [{"import_path": "tests.support.rewards:of_state"}]}, "of_state takes 'state'"),
     ],
 )
 def test_environment_that_does_not_load_is_refused(load, keys, problem):

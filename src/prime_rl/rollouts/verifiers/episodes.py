@@ -19,6 +19,7 @@ from prime_rl.rollouts.group_attempts import (
     EnvironmentFailed,
     GroupAttempts,
     SampleTooLong,
+    UnsupportedEnvironment,
     as_number,
     contain_failures,
 )
@@ -132,6 +133,24 @@ async def run_episodes(
         return agents
 
     return join_episodes(await group.run(attempt))
+
+
+def add_rewards(
+    rollout: Rollout,
+    added: float,
+    values: Mapping[str, float],
+    functions: Sequence[tuple[Callable[..., Any], float]],
+) -> Rollout:
+    """Return a rollout with the sum and the values of reward functions of the configuration, and their weights."""
+    check_names_differ(rollout.metrics, values)
+    weights = {**rollout.weights, **{function.__name__: weight for function, weight in functions}}
+    return replace(rollout, reward=rollout.reward + added, metrics={**rollout.metrics, **values}, weights=weights)
+
+
+def check_names_differ(metrics: Mapping[str, float], values: Mapping[str, float]) -> None:
+    """Raise UnsupportedEnvironment if a reward function of the configuration has the name of a metric."""
+    if clash := metrics.keys() & values.keys():
+        raise UnsupportedEnvironment(f"it has its own metric {min(clash)!r}; set env.rewards.name")
 
 
 def join_episodes(episodes: Sequence[Sequence[AgentRollout]]) -> list[Rollout]:

@@ -7,7 +7,7 @@ crosses the connection is examples, messages, rewards and metrics.
 import asyncio
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,13 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.core.import_utils import own_name
 from prime_rl.core.types import Rollout
 from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint
-from prime_rl.rollouts.environment_backend import EnvironmentBackend
+from prime_rl.rollouts.environment_backend import (
+    EnvironmentBackend,
+    call_parameters,
+    load_rewards,
+    objects_of,
+    score_objects,
+)
 from prime_rl.rollouts.environment_id import find_own_file
 from prime_rl.rollouts.group_attempts import (
     ZERO_HINT,
@@ -33,10 +39,13 @@ from prime_rl.rollouts.separate.environment_runner import HEADER
 from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import module_name
 from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient, check_scored
-from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, run_episodes
+from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, add_rewards, check_names_differ, run_episodes
 from prime_rl.rollouts.verifiers.verifiers_classic import no_turns_message, trained_replies, warn_about_credit
 
 _MAX_CACHED_ROWS = 4096
+_REFUSED_OBJECTS = {"state", "task", "trace", "parser", "texts", "prompts", "completions", "answers", "infos", "states"}
+"""What reward functions of the configuration can take of environments in this interpreter only."""
+
 _SHOWN_SAMPLING = ("temperature", "top_p", "max_tokens")
 """The run's sampling parameters that the environment sees; the recorder applies all of them."""
 
@@ -46,11 +55,14 @@ class SeparateEnvironment(EnvironmentBackend):
 
     def _load(self) -> None:
         config = self.config
-        if config.rewards:
-            raise ConfigError(
-                f"env.rewards of environment {config.id!r}: rewards cannot be added to an environment with packages of "
-                "its own; add them to its rubric"
-            )
+        self._added_rewards = load_rewards(config.rewards, config.id)
+        for function, _ in self._added_rewards:
+            if refused := sorted(call_parameters(function).names & _REFUSED_OBJECTS):
+                raise ConfigError(
+                    f"env.rewards of environment {config.id!r}: {function.__name__} takes {refused[0]!r}, which an "
+                    "environment with packages of its own does not pass; take text, prompt, completion, answer, info, "
+                    "or columns of the example, or add the function to its rubric"
+                )
         self._endpoint = PolicyEndpoint()
         self._rows: dict[int, dict[str, Any]] = {}
         self._num_rollouts = 0
@@ -108,12 +120,12 @@ class SeparateEnvironment(EnvironmentBackend):
         row = self._rows.pop(example, None) or await self._runner.call("row", example=example)
         try:
             run = self._run_classic if self._is_classic else self._run_episodes
-            return await run(group, example, sampling, seq_len)
+            return await run(group, row["row"], example, sampling, seq_len)
         finally:
             self._keep_row(example, row)  # after all others: `answer` reads it next
 
     async def _run_episodes(
-        self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
+        self, group: GroupAttempts, row: Mapping[str, Any], example: int, sampling: Mapping[str, Any], seq_len: int
     ) -> list[Rollout]:
         def make_calls(this: Attempt) -> EpisodeCalls:
             return EpisodeCalls(functools.partial(self._recorder, this, seq_len), sampling, self.warn)
@@ -131,10 +143,21 @@ class SeparateEnvironment(EnvironmentBackend):
             finally:
                 self._endpoint.remove(key)
 
-        return await run_episodes(group, make_calls, run)
+        async def finish(rollout: Rollout, agent: Mapping[str, Any]) -> Rollout:
+            added = await self._score_added(agent["messages"], row)
+            return add_rewards(rollout, *added, self._added_rewards)
+
+        return await run_episodes(group, make_calls, run, finish if self._added_rewards else None)
+
+    async def _score_added(
+        self, messages: Sequence[Any], row: Mapping[str, Any], warn: Callable[[str, str], None] | None = None
+    ) -> tuple[float, dict[str, float]]:
+        """Return what the reward functions of the configuration give to a conversation."""
+        zero = self.config.reward_errors == "zero"
+        return await score_objects(self._added_rewards, objects_of(messages, row), zero, warn or self.warn)
 
     async def _run_classic(
-        self, group: GroupAttempts, example: int, sampling: Mapping[str, Any], seq_len: int
+        self, group: GroupAttempts, row: Mapping[str, Any], example: int, sampling: Mapping[str, Any], seq_len: int
     ) -> list[Rollout]:
         started: list[SeparateRollout] = []
 
@@ -152,7 +175,7 @@ class SeparateEnvironment(EnvironmentBackend):
             return rollout
 
         try:
-            finished = await self._score(group, await group.run(attempt))
+            finished = await self._score(group, row, await group.run(attempt))
             return [self._rollout(rollout, seq_len) for rollout in finished]
         finally:
             for rollout in started:
@@ -161,10 +184,12 @@ class SeparateEnvironment(EnvironmentBackend):
             if failure is not None:
                 self.warn("cleanup", f"the cleanup of its rubric failed: {failure}")
 
-    async def _score(self, group: GroupAttempts, finished: "list[SeparateRollout]") -> "list[SeparateRollout]":
+    async def _score(
+        self, group: GroupAttempts, row: Mapping[str, Any], finished: "list[SeparateRollout]"
+    ) -> "list[SeparateRollout]":
         """Score the rollouts of a group together; return those with a reward, as `ClassicEnvironment._score`."""
         while True:
-            failures, jointly = await group.repeat(functools.partial(self._score_once, finished))
+            failures, jointly = await group.repeat(functools.partial(self._score_once, row, finished))
             for index in failures:
                 group.account.discard("failed", 1, finished[index].client.attempt.sampled)
             group.check([*failures.values()], len(finished))
@@ -172,7 +197,9 @@ class SeparateEnvironment(EnvironmentBackend):
             if not failures or not jointly:
                 return finished
 
-    async def _score_once(self, finished: "list[SeparateRollout]") -> tuple[dict[int, EnvironmentFailed], bool]:
+    async def _score_once(
+        self, row: Mapping[str, Any], finished: "list[SeparateRollout]"
+    ) -> tuple[dict[int, EnvironmentFailed], bool]:
         try:
             result = await self._runner.call("score", rollouts=[rollout.number for rollout in finished])
         finally:
@@ -204,7 +231,30 @@ class SeparateEnvironment(EnvironmentBackend):
                 raise EnvironmentFailed(f"{failure} {ZERO_HINT}")
             else:
                 failures.setdefault(index, EnvironmentFailed(f"{failure} {ZERO_HINT}"))
+        for index, rollout in enumerate(finished if self._added_rewards else ()):
+            try:
+                await self._add_rewards(rollout, row)
+            except EnvironmentFailed as failure:
+                if failure.is_infrastructure:
+                    raise
+                failures.setdefault(index, failure)
         return failures, bool(result["jointly"])
+
+    async def _add_rewards(self, rollout: "SeparateRollout", row: Mapping[str, Any]) -> None:
+        """Add the rewards of the configuration to the score of a classic rollout."""
+        messages, score = [*rollout.state["prompt"], *rollout.state["completion"]], rollout.score
+        weighted = {f"reward {function.__name__}" for function, weight in self._added_rewards if weight}
+
+        def warn(topic: str, message: str) -> None:
+            self.warn(topic, message)
+            if topic in weighted:
+                score["metrics"]["reward_errors"] += 1.0
+
+        added, values = await self._score_added(messages, row, warn)
+        check_names_differ(score["metrics"], values)
+        score["reward"] += added
+        score["metrics"] |= values
+        score["weights"] |= {function.__name__: weight for function, weight in self._added_rewards}
 
     def _rollout(self, rollout: "SeparateRollout", seq_len: int) -> Rollout:
         client, state, score = rollout.client, rollout.state, rollout.score

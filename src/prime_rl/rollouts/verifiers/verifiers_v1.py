@@ -4,12 +4,11 @@ import asyncio
 import functools
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.types import Rollout
-from prime_rl.rollouts.environment_backend import EnvironmentBackend, load_rewards, score_trace
+from prime_rl.rollouts.environment_backend import EnvironmentBackend, load_rewards, objects_of, score_objects
 from prime_rl.rollouts.group_attempts import (
     Attempt,
     EnvironmentFailed,
@@ -19,7 +18,7 @@ from prime_rl.rollouts.group_attempts import (
 )
 from prime_rl.rollouts.separate.taskset_adapter import Box, TasksetAdapter, check_taskset
 from prime_rl.rollouts.separate.values import Failed, Refused
-from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, run_episodes
+from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, add_rewards, run_episodes
 from prime_rl.rollouts.verifiers.v1_sandbox_runtime import SandboxRuntime, SandboxRuntimeConfig, shared_sandbox
 from prime_rl.rollouts.verifiers.v1_sandbox_runtime import install as install_sandbox_runtime
 
@@ -79,8 +78,9 @@ class TasksetEnvironment(EnvironmentBackend):
     async def _add_rewards(self, rollout: Rollout, agent: Mapping[str, Any]) -> Rollout:
         """Return the rollout with the rewards that the configuration adds."""
         zero = self.config.reward_errors == "zero"
-        added, values = await score_trace(self._added_rewards, agent["trace"], zero, self.warn)
-        if clash := rollout.metrics.keys() & values.keys():
-            raise UnsupportedEnvironment(f"it has its own metric {min(clash)!r}; set env.rewards.name")
-        weights = {**rollout.weights, **{function.__name__: weight for function, weight in self._added_rewards}}
-        return replace(rollout, reward=rollout.reward + added, metrics={**rollout.metrics, **values}, weights=weights)
+        trace = agent["trace"]
+        task = trace.task.data
+        row = {name: getattr(task, name) for name in ("answer", "info") if hasattr(task, name)}
+        objects = {**objects_of(trace.messages, row), "state": trace.state, "task": task, "trace": trace}
+        added, values = await score_objects(self._added_rewards, objects, zero, self.warn)
+        return add_rewards(rollout, added, values, self._added_rewards)
