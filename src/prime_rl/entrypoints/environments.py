@@ -4,6 +4,7 @@ import argparse
 import ast
 import asyncio
 import json
+import re
 import socket
 import sys
 import time
@@ -24,14 +25,19 @@ from prime_rl.rollouts.environment_id import (
     identify_environments,
     installed_environments,
 )
-from prime_rl.rollouts.group_attempts import config_errors
+from prime_rl.rollouts.group_attempts import (
+    EnvironmentFailed,
+    SampleTooLong,
+    UnsupportedEnvironment,
+    config_errors,
+)
 from prime_rl.rollouts.separate.added_environments import (
-    Api,
     added_environments,
     api_of,
     find_modules,
     store_environments,
 )
+from prime_rl.rollouts.separate.crash_record import WorkerUnusable
 from prime_rl.rollouts.separate.interpreters import (
     absolute_requirement,
     delete_interpreter,
@@ -104,36 +110,57 @@ def _list(*, as_json: bool) -> None:
 
 
 def _add(arguments: argparse.Namespace) -> None:
-    source = absolute_requirement(arguments.source)
+    source = absolute_requirement(arguments.source.strip())
+    if not source:
+        raise ConfigError("SOURCE is empty")
     if environment_path(source) is not None and source.endswith(".py"):
         raise ConfigError(f"{arguments.source} is a file: name it in env.id; its packages are env.requirements")
+    if arguments.id is not None:
+        _check_name(arguments.id)
     requirements = list(map(absolute_requirement, arguments.requirements))
-    stored = added_environments()
-    found: dict[str, Api] = {}
+    stored, lines = added_environments(), list[str]()
 
-    def prepare(module: str) -> Path:
-        keys = {"package": source, "requirements": requirements, "python": arguments.python}
-        config = EnvConfig(id=module, name=arguments.source, **keys)
-        return prepare_interpreter(config, "add", None, None, _inform, refresh=True).path
+    def inform(line: str) -> None:
+        lines.append(line)
+        _inform(line)
 
-    interpreter = prepare(arguments.module or "")
-    found = find_modules(interpreter, source)
-    if any(api == "classic" for api in found.values()):  # it may need a release of verifiers with this API
-        interpreter = prepare(next(module for module, api in found.items() if api == "classic"))
-    if arguments.module is not None:
-        if arguments.module not in found:
-            raise ConfigError(f"{source} has no environment {arguments.module}; it has {', '.join(found)}")
-        found = {arguments.module: found[arguments.module]}
-    if arguments.id is not None and len(found) > 1:
-        raise ConfigError(f"--as: {source} has several environments; name one by --module: {', '.join(found)}")
-    for module, api in found.items():
-        name = arguments.id or module
-        if (other := _origin(name)) is not None:
-            raise ConfigError(f"{name} is already {other}; choose another name with --as")
+    def prepare(module: str, refresh: bool) -> Path:
+        config = EnvConfig(
+            id=module, name=source[:100], package=source, requirements=requirements, python=arguments.python
+        )
+        return prepare_interpreter(config, "add", None, None, inform, refresh=refresh).path
+
+    interpreter = prepare(arguments.module or "", True)
+    try:
+        found = find_modules(interpreter, source, arguments.module)
+        if arguments.id is not None and len(found) > 1:
+            raise ConfigError(f"--as: {source} has several environments; name one by --module: {', '.join(found)}")
+        for module in found if arguments.id is None else ():
+            _check_name(module)
+        if classic := [module for module, api in found.items() if api == "classic"]:
+            interpreter = prepare(classic[0], False)  # perhaps with an older verifiers, which has this API
+        versions, _ = describe_interpreter(interpreter)
+        if "verifiers ?" in versions:
+            raise ConfigError(f"{source} does not ask for verifiers; add --with 'verifiers>=0.1.8'")
+    except ConfigError:
+        if any(": installing " in line for line in lines):  # for this command
+            delete_interpreter(interpreter)
+        raise
+    names = {arguments.id or module: module for module in found}
+    for name, module in names.items():
         keys = {"id": module, "package": source, "requirements": requirements, "python": arguments.python}
-        stored[name] = {**keys, "interpreter": str(interpreter), "api": api}
-        print(f'added {name} ({api}, {describe_interpreter(interpreter)[0]}): env.id = "{name}"')
+        stored[name] = {**keys, "interpreter": str(interpreter), "api": found[module]}
     store_environments(stored)
+    for name, module in names.items():
+        print(f'added {name} ({found[module]}, {versions}): env.id = "{name}"')
+
+
+def _check_name(name: str) -> None:
+    """Raise ConfigError if a new environment cannot be named so."""
+    if re.fullmatch(r"\w[\w.-]*", name) is None:
+        raise ConfigError(f"--as {name!r}: use letters, digits, _, - and .")
+    if (other := _origin(name)) is not None:
+        raise ConfigError(f"{name} is already {other}; choose another name with --as")
 
 
 def _origin(name: str) -> Path | None:
@@ -157,6 +184,8 @@ def _describe(arguments: argparse.Namespace) -> None:
     try:
         env, backend = _load(arguments)
     except ConfigError as error:
+        if _origin(arguments.id) is None:  # it has packages of its own, or is not there
+            raise
         described, head = _describe_unloaded(arguments.id), str(find_environment(arguments.id, "id").origin)
         _inform(f"rewards and columns are not shown: {error}")
     else:
@@ -197,15 +226,18 @@ def _inform(line: str) -> None:
 def _test(arguments: argparse.Namespace) -> None:
     from prime_rl.rollouts.clients.openai_chat_client import ChatServer
 
+    if arguments.n < 1:
+        raise ConfigError(f"-n {arguments.n}: use at least 1")
     _, backend = _load(arguments)
+    answers = [backend.answer(example) or "" for example in range(min(arguments.n, len(backend)))]
 
     async def run() -> None:
         async with (
             _scripted_model() as scripted,
             ChatServer(arguments.server or scripted.url, arguments.model) as server,
         ):
-            for example in range(min(arguments.n, len(backend))):
-                scripted.reply = arguments.reply.replace("{answer}", backend.answer(example) or "")
+            for example, answer in enumerate(answers):
+                scripted.reply = arguments.reply.replace("{answer}", answer)
                 start = time.monotonic()
                 result = await _rollout(backend, example, server)
                 rows.append({"example": example, **result, "seconds": round(time.monotonic() - start, 2)})
@@ -231,11 +263,9 @@ def _shorten(text: str) -> str:
 
 async def _rollout(backend: Any, example: int, server: Any) -> dict[str, Any]:
     """Return the messages, reward, metrics and error of one rollout."""
-    from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong, UnsupportedEnvironment
-
     try:
         (rollout,) = await backend.run_group(example, 1, server, {}, _SEQ_LEN)
-    except (EnvironmentFailed, SampleTooLong, UnsupportedEnvironment) as error:
+    except (EnvironmentFailed, SampleTooLong, UnsupportedEnvironment, WorkerUnusable) as error:
         return {"messages": [], "reward": None, "metrics": {}, "error": str(error)}
     return {"messages": rollout.text, "reward": rollout.reward, "metrics": dict(rollout.metrics), "error": None}
 
@@ -280,6 +310,8 @@ def _installed() -> Iterator[dict[str, Any]]:
     for distribution in installed_environments():
         with suppress(ConfigError):  # it only uses verifiers, or a file has the same name
             found = find_environment(distribution.name)
+            if api_of(found.origin) is None:  # it only uses verifiers
+                continue
             identity = identify(found)
             yield {
                 "id": found.module,

@@ -67,12 +67,17 @@ def test_environments_tests_one_with_a_scripted_model(run, capsys):
     assert "reward 0 (" in run("test", "reverse_text", "-n", "1", "--reply", "?", "--args", WORDS)
 
 
-def test_environments_adds_lists_and_removes_a_package(run, tmp_path, monkeypatch):
+def test_environments_adds_lists_and_removes_a_package(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("UV_OFFLINE", "1")
     for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     wheel = make_wheel(tmp_path)
-    assert "added tiny (classic, " in run("add", wheel.name, "--as", "tiny")
+    with pytest.raises(SystemExit):
+        run("add", wheel.name, "--as", "tiny")
+    assert "does not ask for verifiers; add --with" in capsys.readouterr().err
+    assert [*(tmp_path / "XDG_CACHE_HOME").glob("prime-rl/environments/*/")] == []
+    verifiers = make_wheel(tmp_path, "0.1.10", "verifiers")
+    assert "added tiny (classic, " in run("add", wheel.name, "--as", "tiny", "--with", verifiers.name)
     (row,) = [row for row in json.loads(run("--json")) if row["id"] == "tiny"]
     assert (row["api"], row["source"]) == ("classic", str(wheel)) and row["size"].endswith("MB")
     (env,) = identify_environments([EnvConfig(id="tiny", args={"a": 1})], "env", pytest.fail, pytest.fail)
@@ -93,6 +98,9 @@ def test_environments_adds_lists_and_removes_a_package(run, tmp_path, monkeypatc
         (["add", "none-such-of-ours"], "its packages cannot be resolved"),
         (["add", "tiny_environment-1.0-py3-none-any.whl", "--as", "my_env"], "my_env is already "),
         (["add", "tiny_environment-1.0-py3-none-any.whl", "--module", "other"], "it has tiny_environment"),
+        (["add", " "], "SOURCE is empty"),
+        (["add", "tiny_environment-1.0-py3-none-any.whl", "--as", "../x"], "--as '../x': use letters"),
+        (["test", "my_env", "-n", "0"], "-n 0: use at least 1"),
         (["remove", "tiny"], "tiny was not added; added are none"),
         (["test", "reverse_text", "--args", "3"], "'3' is not a JSON object"),
     ],

@@ -31,6 +31,9 @@ class Rows(EnvironmentBackend):
     def prompt_tokens(self, example):
         return 0
 
+    def describe(self):
+        return {}
+
     def _row(self, example):
         return self.rows[example]
 

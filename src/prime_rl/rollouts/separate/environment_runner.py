@@ -208,8 +208,14 @@ class _ForkServer:
                         for pid in self._children:
                             _kill_session(pid)
                         return None
-                    if (job := self._fork(*fds)) is not None:
-                        return job
+                    try:
+                        if (job := self._fork(*fds)) is not None:
+                            return job
+                    except (OSError, TypeError) as error:  # no process, or fewer descriptors than were sent
+                        print(f"no process for an environment: {error}", file=sys.stderr, flush=True)
+                        for fd in fds:  # the worker sees that its connection ends
+                            with contextlib.suppress(OSError):
+                                os.close(fd)
                 elif (pid := key.data) in self._children:
                     _kill_session(pid)  # of an ended process, what it has left; or its worker has ended
                     self._reap(pid)

@@ -5,6 +5,7 @@ The fork server of the workers starts it before the first of them, so that all w
 
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -64,7 +65,10 @@ class InterpreterServer:
         worker = os.pidfd_open(os.getpid())
         page = os.dup(self.page) if self.page is not None else CrashRecord.create()[1]
         try:
-            with theirs, translate_error(ConnectionError, lambda _: ConfigError("the interpreter has ended")):
+            with (
+                theirs,
+                translate_error(OSError, lambda error: ConfigError(f"the interpreter cannot fork: {error.strerror}")),
+            ):
                 socket.send_fds(self._control, [b"f"], [theirs.fileno(), 2, written, worker, page])
         finally:
             for fd in (written, worker, page):
@@ -85,8 +89,11 @@ class ForkedInterpreter:
 
     def wait(self) -> str:
         """Return how it ended. Waits a little for an end that the connection has announced."""
-        ready, _, _ = select.select([self.status], [], [], _END_SECONDS)
-        data = os.read(self.status, _STATUS.size) if ready else b""
+        poll = select.poll()  # `select` refuses descriptors above 1023
+        poll.register(self.status, select.POLLIN)
+        data = os.read(self.status, _STATUS.size) if poll.poll(_END_SECONDS * 1000) else b""
         if len(data) == _STATUS.size:
-            return f"the interpreter of the environment ended with code {_STATUS.unpack(data)[0]}"
+            (code,) = _STATUS.unpack(data)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            return f"the interpreter of the environment {how}"
         return "the interpreter of the environment has ended"

@@ -8,6 +8,7 @@ shared by runs. The packages of this interpreter are never changed. What was res
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -112,13 +114,17 @@ def prepare_interpreter(
     asked = list(map(absolute_requirement, requirements_of(env)))
     python = env.python or f"{sys.version_info.major}.{sys.version_info.minor}"
     request = "\n".join([f"# python {python}", *(f"# {line}" for line in asked), "#", ""])
-    what, known = f"{key} ({env.label})", _known_lock(request)
+    what, python = f"{key} ({env.label})", _find_python(python)
+    known = _known_file(request, "" if own_file is None else str(_is_classic(None, env.id, own_file)))
     lock = _read_lock(earlier, request)
     if lock is None and not refresh:
-        lock = _read_lock(known, request)
+        lock = _read_known(known, request)
     if lock is not None:
         path = _install(uv, lock, python, what, inform)
-    else:
+        is_classic = _is_classic(path, env.id, own_file)
+        if _lacks_classic_api(lock) if is_classic else f"# {WITH_CLASSIC_API}" in lock:
+            lock = None  # the environment has another API now
+    if lock is None:
         inform(f"{what}: resolving its packages")
         lock = request + _resolve(uv, asked, python, what)
         path = _install(uv, lock, python, what, inform)
@@ -126,18 +132,42 @@ def prepare_interpreter(
             asked += [WITH_CLASSIC_API]
             lock = f"{request}# {WITH_CLASSIC_API}: it has load_environment()\n{_resolve(uv, asked, python, what)}"
             path = _install(uv, lock, python, what, inform)
-        known.write_text(lock)
+        temporary = known.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"lock": lock, "contents": _contents_of(lock)}))
+        temporary.replace(known)
     name = module_name(env.id)
     if own_file is not None:
         name = f"{env.label} {hash_files(own_file.parent if own_file.name == '__init__.py' else own_file)}"
     return Interpreter(path, f"{name} {path.parent.parent.name[:12]}")
 
 
-def _known_lock(request: str) -> Path:
-    """Return the file that keeps what a request was resolved to, as long as the local folders in it do not change."""
-    contents = [hash_files(path, skipped=_BUILT) for _, path in _local_projects(request.replace("# ", ""))]
-    digest = hashlib.blake2s("\n".join([request, *contents]).encode(), digest_size=12).hexdigest()
-    return _cache() / f"{digest}.txt"
+def _find_python(python: str) -> str:
+    """Return the interpreter of pyenv for a version that is not in PATH: uv does not look there."""
+    if re.fullmatch(r"[\d.]+", python) is None or shutil.which(f"python{python}") is not None:
+        return python
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    found = [path for text in (python, f"{python}.*") for path in sorted(root.glob(f"versions/{text}/bin/python"))]
+    return str(found[-1]) if found else python
+
+
+def _known_file(request: str, environment: str) -> Path:
+    """Return the file that keeps what a request of an environment was resolved to."""
+    return _cache() / f"{hashlib.blake2s(f'{request}{environment}'.encode(), digest_size=12).hexdigest()}.json"
+
+
+def _read_known(file: Path, request: str) -> str | None:
+    """Return a kept lock, unless its local folders have changed: they may ask for other packages now."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(file.read_text())
+        lock: str = known["lock"]
+        if lock.startswith(request) and known["contents"] == _contents_of(lock):
+            return lock
+    return None
+
+
+def _contents_of(lock: str) -> list[str]:
+    """Return the hashes of the local files and folders among the packages of a lock."""
+    return [hash_files(path, skipped=_BUILT) for _, path in _local_projects(lock)]
 
 
 def _lacks_classic_api(lock: str) -> bool:
@@ -145,11 +175,12 @@ def _lacks_classic_api(lock: str) -> bool:
     return match is not None and Version(match[1]) >= Version("0.4.0.dev0")
 
 
-def _is_classic(interpreter: Path, env_id: str, own_file: Path | None) -> bool:
+def _is_classic(interpreter: Path | None, env_id: str, own_file: Path | None) -> bool:
     """Return whether the module of an environment has `load_environment`, without importing it."""
     place = module_name(env_id).replace(".", "/")
     files = [] if own_file is None else [own_file]
     for name in (f"{place}.py", f"{place}/__init__.py") if own_file is None else ():
+        assert interpreter is not None
         files += interpreter.parent.parent.glob(f"lib/*/site-packages/{name}")
     return any("load_environment" in file.read_text(errors="replace") for file in files)
 
@@ -171,9 +202,10 @@ def describe_interpreter(interpreter: Path) -> tuple[str, int]:
     """Return the versions of an interpreter and of its verifiers, and the size of its packages in bytes."""
     folder = interpreter.parent.parent
     python = re.search(r"(?m)^version_info *= *(\S+)", (folder / "pyvenv.cfg").read_text())
-    verifiers = re.search(r"(?m)^verifiers==(\S+)", _lock_of(str(interpreter)).read_text())
+    found = [path.name for path in folder.glob("lib/*/site-packages/verifiers-*.dist-info")]
+    verifiers = found[0].removeprefix("verifiers-").removesuffix(".dist-info") if found else "?"
     size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
-    return f"Python {python[1] if python else '?'}, verifiers {verifiers[1] if verifiers else '?'}", size
+    return f"Python {python[1] if python else '?'}, verifiers {verifiers}", size
 
 
 def delete_interpreter(interpreter: Path) -> None:
@@ -217,8 +249,7 @@ def _resolve(uv: str, requirements: Sequence[str], python: str, what: str) -> st
 def _install(uv: str, lock: str, python: str, what: str, inform: Callable[[str], None]) -> Path:
     """Return the interpreter of a virtual environment in the cache; make it if it is not there."""
     local = list(_local_projects(lock))
-    contents = [hash_files(path, skipped=_BUILT) for _, path in local]
-    digest = hashlib.blake2s("\n".join([lock, *contents]).encode(), digest_size=12).hexdigest()
+    digest = hashlib.blake2s("\n".join([lock, *_contents_of(lock)]).encode(), digest_size=12).hexdigest()
     folder = _cache() / digest
     interpreter = folder / "bin" / "python"
     with folder.with_suffix(".lock").open("a") as held:  # two runs do not make the same environment
@@ -245,10 +276,11 @@ def _install(uv: str, lock: str, python: str, what: str, inform: Callable[[str],
 
 def _local_projects(lock: str) -> Iterator[tuple[str, Path]]:
     """Yield the packages of a lock that are files or folders: name, if it is known, and path."""
-    for match in re.finditer(r"(?m)^(?:(\S+) @ )?(?:file://)?(/\S+)", lock):
-        path = Path(unquote(match[2]))
-        if path.exists():
-            yield match[1] or _project_name(path), path
+    for line in lock.splitlines():
+        name, at, url = line.partition(" @ ")
+        path = Path(unquote((url if at else line).removeprefix("file://").partition("[")[0].partition("#")[0].strip()))
+        if path.is_absolute() and path.exists():
+            yield (name.partition("[")[0] if at else "") or _project_name(path), path
 
 
 def _project_name(path: Path) -> str:
@@ -277,9 +309,6 @@ def _run(command: Sequence[str], text: str, *held: int) -> "subprocess.Completed
     It inherits the `held` files: a lock lasts until uv has ended, also if this process is killed.
     """
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")  # uv does not look there
-    folders = [os.environ.get("PATH", os.defpath), *map(str, sorted(pyenv.glob("versions/*/bin")))]
-    environment["PATH"] = os.pathsep.join(folders)
     return subprocess.run(
         command, input=text, env=environment, cwd=_cache(), pass_fds=held, capture_output=True, text=True
     )
@@ -289,4 +318,5 @@ def _reason(done: Any) -> str:
     """Return uv's error in one line, without its colours and drawings."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", done.stderr or done.stdout)
     text = re.sub(r"[\u00d7\u2500-\u25ff]+", " ", text)
-    return " ".join(text.split())[:600] or f"uv exited with {done.returncode}"
+    text = " ".join(text.split()).removeprefix("error: ") or f"uv exited with {done.returncode}"
+    return text if len(text) <= 600 else f"{text[:200]} ... {text[-400:]}"

@@ -5,6 +5,8 @@ session id, which selects the agent whose recorder in the worker samples the rep
 """
 
 import asyncio
+import builtins
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -30,12 +32,13 @@ from verifiers.v1.utils.loaders import (
     resolve_env_config,
     taskset_config_type,
 )
+from verifiers.v1.utils.retries import run_episode_with_retry
 
 from .v1_harnesses import HARNESS_ID, ChatHarnessConfig, shell_config
-from .values import Failed, Refused, describe, plain_messages
+from .values import INFRASTRUCTURE, Failed, Refused, describe, plain_messages
 
-_INFRASTRUCTURE = ("SandboxError", "TunnelError", "InterceptionError", "ToolsetError")
-"""Types of errors for which a retry may succeed."""
+_MAX_TASKS = 500_000
+"""Of a taskset that does not say that it is infinite."""
 
 _MODEL = vf.ModelContext(
     model="policy", client=vf.TrainClientConfig(base_url="http://policy.invalid", api_key_var="PRIME_RL_NO_KEY")
@@ -184,7 +187,9 @@ class TasksetAdapter:
         tasks = self.env.taskset
         if limit is None and not getattr(tasks, "bounded", not tasks.INFINITE):
             raise Refused(f"taskset {taskset!r} is infinite; set env.args.env.num_tasks")
-        self.tasks = list(islice(tasks, limit))
+        self.tasks = list(islice(tasks, _MAX_TASKS + 1 if limit is None else limit))
+        if limit is None and len(self.tasks) > _MAX_TASKS:
+            raise Refused(f"taskset {taskset!r} has more than {_MAX_TASKS:,} tasks; set env.args.env.num_tasks")
         self._check_tasks(config)
         self.client = InterceptionClient()
         self._ready: asyncio.Future[None] | None = None
@@ -214,7 +219,8 @@ class TasksetAdapter:
         """Run one episode; `ask` samples the replies of its agents.
 
         Returns:
-            `failure`, None if it succeeded; `infrastructure`, whether a retry may succeed; `agents`, the trainable ones
+            `failure`, None if it succeeded; `infrastructure`, whether a retry may succeed; `stopped`, by
+            what; `agents`, the trainable ones
             with replies in the order in which they started: their number `agent`, `name`, `task`, which identifies what
             it was given, ids of the `replies` in the trace, `messages`, `reward`, `metrics`, `weights` of the metrics,
             and the `trace`, an object of verifiers.
@@ -229,8 +235,11 @@ class TasksetAdapter:
         def open_trace(trace: Any) -> None:
             opened[trace.id] = self.client.traces[trace.id] = OpenTrace(len(opened), ask)
 
+        def attempt() -> Awaitable[Any]:
+            return self.env.run_episode(self.tasks[example], _MODEL, on_trace=open_trace)
+
         try:
-            episode = await self.env.run_episode(self.tasks[example], _MODEL, on_trace=open_trace)
+            episode = await run_episode_with_retry(attempt, self.env.config.retries)
         finally:
             for trace in opened:
                 del self.client.traces[trace]
@@ -242,7 +251,8 @@ class TasksetAdapter:
             "failure": None
             if episode.ok
             else "; ".join(f"{error.type}: {' '.join(error.message.split())[:300]}" for error in errors),
-            "infrastructure": any(error.type in _INFRASTRUCTURE for error in errors),
+            "stopped": ", ".join(sorted({str(trace.stop_condition) for trace in episode.traces})),
+            "infrastructure": any(map(_is_infrastructure, errors)),
             # episode.traces are in the order of their ends
             "agents": sorted((agent for agent in agents if agent["replies"]), key=lambda agent: int(agent["agent"])),
         }
@@ -265,8 +275,11 @@ class TasksetAdapter:
         except Exception as error:  # foreign code may raise anything
             if ready.done():
                 raise
-            self._ready = None  # the next group retries
             ready.set_exception(Failed(f"its servers did not start: {describe(error)['message']}"))
+        finally:
+            self._ready = None  # the next group starts them again
+            if not ready.done():
+                ready.set_exception(Failed("its servers ended"))
 
     def _check_shells(self, env: Any) -> None:
         """Check that agents that run the model's code do so in a sandbox, in a container, or with permission."""
@@ -349,6 +362,14 @@ class TasksetAdapter:
                     changes["harness"] = shell_config(agent.harness)
                 agents[role] = agent.model_copy(update=changes)
         return config.model_copy(update=agents)
+
+
+def _is_infrastructure(error: Any) -> bool:
+    """Return whether a retry may succeed; a task's own error names its cause in the message."""
+    cause = re.search(r": (\w+): ", error.message)
+    kind = getattr(builtins, cause[1], None) if cause is not None else None
+    names = (error.type, cause[1] if cause is not None else "")
+    return bool(INFRASTRUCTURE & {*names}) or (isinstance(kind, type) and issubclass(kind, ConnectionError))
 
 
 def _agent(trace: Any, opened: OpenTrace) -> dict[str, Any]:

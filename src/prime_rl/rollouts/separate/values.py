@@ -20,10 +20,11 @@ CONTEXT_OVERFLOW = "maximum context length"
 
 MAX_DEPTH = 64
 
-_INFRASTRUCTURE = {
+INFRASTRUCTURE = {
     *("InfraError", "SandboxError", "TunnelError", "TransportError", "APIConnectionError"),
-    *("ClientConnectionError", "TimeoutError"),
+    *("ClientConnectionError", "TimeoutError", "InterceptionError", "ToolsetError"),
 }
+"""Names of exceptions for which a retry may succeed, also of base classes."""
 
 
 class Failed(Exception):
@@ -110,7 +111,7 @@ def is_infrastructure(error: "BaseException | None") -> bool:
     while error is not None:
         if isinstance(error, ConnectionError | TimeoutError):
             return True
-        if _INFRASTRUCTURE & {kind.__name__ for kind in type(error).__mro__}:
+        if INFRASTRUCTURE & {kind.__name__ for kind in type(error).__mro__}:
             return True
         status = getattr(error, "status_code", getattr(error, "status", None))
         if isinstance(status, int) and (500 <= status < 600 or status in (408, 425, 429)):

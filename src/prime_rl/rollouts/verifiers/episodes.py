@@ -74,7 +74,7 @@ class EpisodeCalls:
         if too_long and (result["failure"] is not None or not result["agents"]):
             raise SampleTooLong("a prompt does not fit into seq_len")
         if not result["agents"]:
-            raise EnvironmentFailed("an episode has no trainable agent with replies")
+            raise EnvironmentFailed(f"an episode has no trainable agent with replies (stopped by {result['stopped']})")
 
     def rollout(self, agent: Mapping[str, Any]) -> Rollout:
         """Return what one agent did."""

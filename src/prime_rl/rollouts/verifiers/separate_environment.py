@@ -369,7 +369,7 @@ class Runner:
             return _result(json.loads(self._receive(length)))
         except (ConnectionError, EOFError):
             raise ConfigError(
-                f"{self._process.wait()} while the environment was loaded; see the log of its worker"
+                f"{self._process.wait()} while the environment was loaded; its output is in the log of its worker"
             ) from None
 
     def _receive(self, count: int) -> bytes:
@@ -421,7 +421,7 @@ class Runner:
         # Processes that it has left may keep its end of the connection open.
         asyncio.get_running_loop().add_reader(self._process.status, self._writer.transport.abort)
         self._writer.writelines(self._waiting)
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
+        with suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 answer = json.loads(await reader.readexactly(length))
