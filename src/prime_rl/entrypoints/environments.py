@@ -350,7 +350,7 @@ def _added() -> Iterator[dict[str, Any]]:
 def _print_table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     table = Table(*columns)
     for row in rows:
-        table.add_row(*(str(row[column] or "") for column in columns))
+        table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
     Console(markup=False, width=None if sys.stdout.isatty() else _FILE_COLUMNS).print(table)
 
 

@@ -188,7 +188,8 @@ def _is_classic(interpreter: Path | None, env_id: str, own_file: Path | None) ->
 def absolute_requirement(requirement: str) -> str:
     """Return a requirement whose local path does not depend on the working directory."""
     path, bracket, extras = requirement.partition("[")
-    if requirement.startswith((".", "/", "~")) or requirement.endswith((".whl", ".tar.gz", "/")):
+    is_path = requirement.startswith((".", "/", "~")) or requirement.endswith((".whl", ".tar.gz", "/"))
+    if is_path or ("/" in path and Path(path).exists()):
         return f"{Path(path).expanduser().resolve()}{bracket}{extras}"
     return requirement
 
