@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.configs.environment import EnvConfig
+from prime_rl.core import import_utils
 from prime_rl.core.errors import ConfigError
 from prime_rl.entrypoints.environments import main
 from prime_rl.rollouts.environment_id import check_environment, identify_environments
@@ -89,6 +90,15 @@ def test_environments_adds_lists_and_removes_a_package(run, tmp_path, monkeypatc
     assert not interpreter.exists()
     with pytest.raises(ConfigError, match="tiny is not installed"):
         check_environment(EnvConfig(id="tiny"), "env.id")
+
+
+def test_packages_unlike_the_lock_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(import_utils.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert import_utils.packages_unlike_the_lock() is None
+    (tmp_path / "Verifiers-0.1.10.dist-info").mkdir()
+    (tmp_path / "no_such_package_of_ours-1.0.dist-info").mkdir()
+    text = import_utils.packages_unlike_the_lock() or ""
+    assert ": verifiers 0.1.10 (0.3.2.dev22); repair it with `uv sync --extra gpu`" in text
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from prime_rl.rollouts.environment_id import identify_environments
 from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong
 from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.separate import interpreters
 from prime_rl.rollouts.separate.crash_record import WorkerUnusable
 from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import needs_interpreter, write_lock
@@ -320,6 +321,40 @@ async def test_time_limit_cancellation_and_death(load, renderer):
 )
 def test_interpreter_is_needed_for_what_this_one_lacks(keys, needed):
     assert needs_interpreter(EnvConfig(**keys)) == needed
+
+
+def test_kept_lock_is_not_used_for_another_api_or_changed_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (folder := tmp_path / "p k").mkdir()
+    resolved = []
+
+    def resolve(uv, requirements, python, what):
+        resolved.append(requirements)
+        version = "0.3.1" if interpreters.WITH_CLASSIC_API in requirements else "0.4.0"
+        return f"verifiers=={version}\nlocal @ {folder.as_uri()}\n"
+
+    installed = []
+
+    def install(uv, lock, *_):
+        installed.append("0.3.1" if "0.3.1" in lock else "0.4.0")
+        return tmp_path / "bin/python"
+
+    monkeypatch.setattr(interpreters, "_resolve", resolve)
+    monkeypatch.setattr(interpreters, "_install", install)
+    env = EnvConfig(id="own.py", requirements=["verifiers", str(folder)])
+
+    def prepare(text):
+        (tmp_path / "own.py").write_text(text)
+        count = len(resolved)
+        interpreters.prepare_interpreter(env, "env", tmp_path / "own.py", None, lambda line: None)
+        return installed[-1], len(resolved) > count
+
+    assert prepare("__all__ = ['A']") == ("0.4.0", True)
+    assert prepare("def load_environment(): ...") == ("0.3.1", True)
+    assert prepare("__all__ = ['A']") == ("0.4.0", False)
+    assert prepare("def load_environment(): ...") == ("0.3.1", False)
+    (folder / "pyproject.toml").write_text("")
+    assert prepare("def load_environment(): ...") == ("0.3.1", True)
 
 
 def test_interpreter_is_made_once_and_again_from_the_lock(tmp_path, monkeypatch):

@@ -102,6 +102,13 @@ async def test_failed_task_fails_its_group(fail, message):
             await environment.run_group(3, 2, engine, SAMPLING, 256)
 
 
+async def test_retries_of_the_environment_repeat_episodes():
+    async with playing(task={"fail": "reward"}, env={"retries": {"max_retries": 2}}) as (environment, fake, engine):
+        with pytest.raises(EnvironmentFailed, match="broken reward"):
+            await environment.run_group(3, 1, engine, SAMPLING, 256)
+        assert len(fake.requests) == 3
+
+
 async def test_group_that_cannot_be_sampled_raises_the_reason():
     async with playing() as (environment, fake, engine):
         with pytest.raises(SampleTooLong):

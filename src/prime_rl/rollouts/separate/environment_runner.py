@@ -50,6 +50,22 @@ _STATUS = struct.Struct("<i")
 """Exit code of a process; minus the number of the signal that killed it."""
 
 
+def receive_message(connection: socket.socket) -> Any:
+    """Return the next message of a blocking connection. Raises EOFError if it has ended."""
+
+    def receive(count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = connection.recv(count - len(parts))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+    (length,) = HEADER.unpack(receive(HEADER.size))
+    return json.loads(receive(length))
+
+
 def _frame(message: Mapping[str, Any]) -> bytes:
     text = json.dumps(plain(message)).encode()
     return HEADER.pack(len(text)) + text
@@ -77,22 +93,12 @@ class _Runner:
 
     def load(self) -> None:
         """Answer the first call, `load`, without an event loop: environments use their own while they load."""
-        (length,) = HEADER.unpack(self._receive(HEADER.size))
-        call = json.loads(self._receive(length))
+        call = receive_message(self._connection)
         try:
             answer = {"result": self._load(call)}
         except BaseException as error:  # noqa: BLE001 # foreign code may raise anything
             answer = {"error": _error(error)}
         self._connection.sendall(_frame({"call": call["call"], **answer}))
-
-    def _receive(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = self._connection.recv(count - len(parts))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
 
     async def serve(self) -> None:
         """Answer calls until the worker disconnects."""

@@ -3,7 +3,7 @@
 uv resolves `env.package` and `env.requirements`; the result is the lock. The run directory keeps it, so that a resumed
 run uses the same packages. An interpreter is stored in the user's cache by its Python version and lock, made once, and
 shared by runs. The packages of this interpreter are never changed. What was resolved is used again, until
-`environments add` resolves it anew.
+`environments add` resolves it again.
 """
 
 import fcntl

@@ -419,7 +419,7 @@ class NoRuntimeInfo(NoRuntimeConfig, BaseRuntimeInfo):
 
 
 class NoRuntime(Runtime):
-    """The runtime of agents that only chat: whoever runs a program, or uses a file, fails with `REFUSAL`."""
+    """The runtime of agents that only chat: running a program or using a file in it fails with `REFUSAL`."""
 
     REFUSAL = (
         "needs a runtime, and an environment in an interpreter of its own has no sandbox; name a container, such as "

@@ -35,7 +35,7 @@ from prime_rl.rollouts.group_attempts import (
 )
 from prime_rl.rollouts.rendering.messages import normalise
 from prime_rl.rollouts.separate.crash_record import WorkerUnusable, current_group
-from prime_rl.rollouts.separate.environment_runner import HEADER
+from prime_rl.rollouts.separate.environment_runner import HEADER, receive_message
 from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import module_name
 from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient, check_scored
@@ -365,21 +365,11 @@ class Runner:
         self._num_calls += 1
         try:
             self._connection.sendall(_frame({"call": self._num_calls, "op": op, "group": 0, **arguments}))
-            (length,) = HEADER.unpack(self._receive(HEADER.size))
-            return _result(json.loads(self._receive(length)))
+            return _result(receive_message(self._connection))
         except (ConnectionError, EOFError):
             raise ConfigError(
                 f"{self._process.wait()} while the environment was loaded; its output is in the log of its worker"
             ) from None
-
-    def _receive(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = self._connection.recv(count - len(parts))
-            if not part:
-                raise EOFError
-            parts += part
-        return bytes(parts)
 
     async def call(self, op: str, **arguments: Any) -> Any:
         """Call the process. Raises EnvironmentFailed with what the environment raised."""
