@@ -129,7 +129,8 @@ def expected_of(path, loss, before):
     return found, total.item(), {name: [factor.grad for factor in pair] for name, pair in factors.items()}
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.extended), 2])
+@pytest.mark.extended
+@pytest.mark.parametrize("size", [1, 2])
 def test_each_loss_has_the_gradient_of_torch_and_peft(size, tmp_path):
     path = make_tiny_model(tmp_path / "model", tie_word_embeddings=False, std=0.05)
     ranks = run_world(size, train_by_each_loss, (path, tmp_path), tmp_path)
@@ -164,7 +165,7 @@ def accumulate_in_parts(world, path):
     return found
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.extended), 2])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_gradients_add_up_over_calls_and_ignore_other_models(size, tmp_path):
     path = make_tiny_model(tmp_path / "model")
     once, parts, beside = run_world(size, accumulate_in_parts, path, tmp_path)[0]

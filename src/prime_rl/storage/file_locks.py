@@ -124,7 +124,7 @@ def hold_role_lock(paths: RunPaths, role: str, timeout_seconds: float = _PREDECE
     """Lock a run directory for this process until it exits. No effect where it cannot be written or locked.
 
     A start with a name (`START_VARIABLE`) never fails: it takes the run over from a process that is left
-    (`run_takeover`).
+    (`take_over`).
 
     Args:
         role: `orchestrator`, for example; two of them in one directory would mix their files.

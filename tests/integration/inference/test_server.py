@@ -30,7 +30,7 @@ from tests.integration.inference.conftest import (
 from tests.support.server import START_TIMEOUT_SECONDS, STOP_TIMEOUT_SECONDS, Server, free_port, inference_server
 from tests.support.tiny_model import make_tiny_model, publish_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SECRET = "k-51c0ffee"
 KEY = {"Authorization": f"Bearer {SECRET}"}
@@ -61,7 +61,6 @@ def log_file(server: Server) -> Path:
     return path
 
 
-@pytest.mark.extended
 def test_log_file_has_the_lines_of_engines(locked):
     path = log_file(locked)
     assert path.name == f"inference_{socket.gethostname()}_{httpx.URL(locked.url).port}.log"
@@ -72,7 +71,6 @@ def test_log_file_has_the_lines_of_engines(locked):
     assert locked.log.read_text().count("init engine") == 1
 
 
-@pytest.mark.extended
 def test_engine_is_forked_from_the_server_on_a_cpu(locked):
     """Each process that imports torch and vLLM again takes another eleven seconds of CPU."""
     [engine] = locked.engine_pids()
@@ -144,7 +142,6 @@ def test_server_does_not_log_the_key(locked):
     assert not any(SECRET in " ".join(psutil.Process(pid).cmdline()) for pid in (locked.process.pid, *engine))
 
 
-@pytest.mark.extended
 def test_seeded_requests_with_long_prompts_are_reproducible(locked):
     """More prompt tokens than one step of the engine: its CPU generator does not support chunked prompts."""
     locked.client.headers.update(KEY)
@@ -167,7 +164,6 @@ def test_switch_updates_an_untied_head(locked, models, reference):
     assert gap(logprobs_of(choice), reference.logprobs(models[0], prompt, choice["token_ids"])) > 0.5
 
 
-@pytest.mark.extended
 async def test_untied_model_after_ten_switches_equals_a_fresh_server(locked, models, tmp_path):
     locked.client.headers.update(KEY)
     locked.reload()
@@ -213,7 +209,6 @@ def _fails(*arguments: str, imports_vllm: bool) -> str:
     return errors[-1]
 
 
-@pytest.mark.extended
 def test_port_in_use_is_an_error_at_once(models):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -223,7 +218,6 @@ def test_port_in_use_is_an_error_at_once(models):
         assert f"cannot listen on 127.0.0.1:{port}" in _fails(*arguments, imports_vllm=False)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "problem"),
     [("/no/such/model", "does not exist"), ("nobody/no-such-model", "is not a directory and cannot be downloaded")],
@@ -234,7 +228,6 @@ def test_missing_model_is_an_error(name, problem):
     )
 
 
-@pytest.mark.extended
 def test_invalid_vllm_argument_is_an_error(models):
     arguments = ["--model.name", str(models[0]), "--server.port", str(free_port()), "--vllm.max_num_seqs", "many"]
     assert "vllm: argument --max-num-seqs: invalid" in _fails(*arguments, imports_vllm=True)

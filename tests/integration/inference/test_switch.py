@@ -119,6 +119,7 @@ async def test_version_spans_of_running_requests_match_the_switch(server, models
         assert gap(logprobs_of(choice)[switch : switch + 50], expected[switch : switch + 50]) > DIFFERENT
 
 
+@pytest.mark.extended
 async def test_switch_during_prefill_prefills_the_prompt_again(server, models, reference):
     """One policy prefills a prompt, even if a switch occurs between its four prefill steps."""
 

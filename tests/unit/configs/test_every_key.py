@@ -363,6 +363,7 @@ class _WithUnreadKeys(TrainerConfig):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_readers_find_a_key_without_a_reader(readers):
     problems = {dotted(leaf.path): problem(_WithUnreadKeys, leaf, readers) for leaf in leaves((_WithUnreadKeys,))}
     assert {key for key, why in problems.items() if why} == {"num_never_read", "inner.timeout"}

@@ -2,8 +2,6 @@
 
 import asyncio
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +39,6 @@ from prime_rl.inference.server import bound
 from prime_rl.inference.vllm.engine_arguments import make_arguments
 from tests.support.server import free_port
 
-REPOSITORY = Path(__file__).parents[3]
 KEY = {"Authorization": "Bearer secret"}
 ROUTES = ("/v1/models", "/tokenize", "/detokenize", "/invocations", "/load", "/version", "/metrics", "/anything/new")
 PROBES = ("/health", "/ping")
@@ -534,9 +531,3 @@ def test_replace_hash_keeps_the_client_salt(old, new, client):
 @given(hashes, st.one_of(st.none(), st.text()))
 def test_replace_hash_of_any_salt_starts_with_the_hash(content_hash, salt):
     assert replace_hash(content_hash, salt).partition(":")[0] == content_hash
-
-
-def test_reference_page_of_routes_is_up_to_date():
-    command = [sys.executable, REPOSITORY / "scripts/generate_reference.py", "routes", "--check"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from prime_rl.liveness import run_takeover
-from prime_rl.liveness.run_takeover import RunTakeover, take_over
+from prime_rl.liveness import heartbeat_writer
+from prime_rl.liveness.heartbeat_writer import RunTakeover, take_over
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import START_VARIABLE
 from tests.support.command import PROGRESS_TIMEOUT_SECONDS, until
@@ -25,7 +25,7 @@ with HeartbeatWriter(RunPaths(Path(sys.argv[1])), sys.argv[2], "trainer", 0.05):
 
 @pytest.fixture
 def paths(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_takeover, "TAKEOVER_SECONDS", 0)
+    monkeypatch.setattr(heartbeat_writer, "TAKEOVER_SECONDS", 0)
     return RunPaths(tmp_path)
 
 

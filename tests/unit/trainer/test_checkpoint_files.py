@@ -253,6 +253,7 @@ def save_two_steps(world, model, root):
     return checkpoints, policy
 
 
+@pytest.mark.extended
 def test_skipped_parts_are_not_restored(tmp_path, world, monkeypatch):
     """The weights always are; a later resume keeps the schedule, and a restart skips nothing of its own checkpoints."""
     make_tiny_model(tmp_path / "model")

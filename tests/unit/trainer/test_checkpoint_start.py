@@ -11,7 +11,7 @@ from prime_rl.configs.checkpoint import CkptConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.types import PolicyVersion
-from prime_rl.liveness import run_takeover
+from prime_rl.liveness import heartbeat_writer
 from prime_rl.liveness.parent_process import SUPERVISED
 from prime_rl.storage import checkpoint_artifacts as files
 from prime_rl.storage.batch import Progress
@@ -137,7 +137,7 @@ def test_restart_of_resume_continues_from_newest_checkpoint(paths, start_again):
 
 def test_resume_by_a_scheduler_takes_the_run_over(paths, monkeypatch):
     """Under `rl`, which holds the lock of the run, there is nothing to take over."""
-    monkeypatch.setattr(run_takeover, "TAKEOVER_SECONDS", 0)
+    monkeypatch.setattr(heartbeat_writer, "TAKEOVER_SECONDS", 0)
     monkeypatch.setenv(START_VARIABLE, "7.1")
     write_checkpoint(paths, 5)
     monkeypatch.setenv(SUPERVISED, "1")

@@ -72,28 +72,42 @@ def train_adapters(world: World, argument: str):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def root(tmp_path_factory):
+    """The directory of two base models."""
     root = tmp_path_factory.mktemp("lora")
     make_tiny_model(root / "dense")
     make_moe(root / "moe")
-    return root, {size: run_world(size, train_adapters, str(root), root)[0] for size in (1, 4)}
+    return root
+
+
+@pytest.fixture
+def alone(world, root):
+    """What one rank reports; its versions are in `root`."""
+    for name in ("dense", "moe"):
+        for kind in ("merged", "adapter"):
+            shutil.rmtree(root / f"{name}_{kind}_1", ignore_errors=True)
+    return train_adapters(world, str(root))
+
+
+@pytest.fixture(scope="module")
+def together(root):
+    """What four ranks report."""
+    return run_world(4, train_adapters, str(root), root)[0]
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_adapters_do_not_depend_on_the_world_size(trained, name):
-    root, results = trained
-    np.testing.assert_allclose(results[4][name], results[1][name], rtol=1e-5)
+def test_adapters_do_not_depend_on_the_world_size(root, alone, together, name):
+    np.testing.assert_allclose(together[name], alone[name], rtol=1e-5)
     for kind, file in (("merged", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
-        alone = load_file(root / f"{name}_{kind}_1" / file)
+        expected = load_file(root / f"{name}_{kind}_1" / file)
         for key, value in load_file(root / f"{name}_{kind}_4" / file).items():
-            np.testing.assert_allclose(value, alone[key], atol=2e-5, err_msg=key)
+            np.testing.assert_allclose(value, expected[key], atol=2e-5, err_msg=key)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_merged_publication_changes_adapted_weights_only(trained, name):
-    root, _ = trained
+def test_merged_publication_changes_adapted_weights_only(root, together, name):
     base = load_file(root / name / "model.safetensors")
     merged = load_file(root / f"{name}_merged_4" / "model.safetensors")
     adapters = load_file(root / f"{name}_adapter_4" / "adapter_model.safetensors")
@@ -108,15 +122,14 @@ def test_merged_publication_changes_adapted_weights_only(trained, name):
         np.testing.assert_allclose(merged[f"{layer}.weight"], base[f"{layer}.weight"] + 3.0 * b @ a, atol=1e-6)
 
 
-def test_merge_adapter_equals_merged_publication(trained, tmp_path):
-    root, _ = trained
-    merge_adapter(root / "dense_adapter_4", root / "dense", tmp_path / "out")
-    assert hash_tensors(tmp_path / "out") == hash_tensors(root / "dense_merged_4")
+def test_merge_adapter_equals_merged_publication(root, alone, tmp_path):
+    merge_adapter(root / "dense_adapter_1", root / "dense", tmp_path / "out")
+    assert hash_tensors(tmp_path / "out") == hash_tensors(root / "dense_merged_1")
     transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     with pytest.raises(ConfigError, match="already exists"):
-        merge_adapter(root / "dense_adapter_4", root / "dense", tmp_path / "out")
+        merge_adapter(root / "dense_adapter_1", root / "dense", tmp_path / "out")
     with pytest.raises(ConfigError, match="does not match"):
-        merge_adapter(root / "dense_adapter_4", root / "moe", tmp_path / "other")
+        merge_adapter(root / "dense_adapter_1", root / "moe", tmp_path / "other")
     with pytest.raises(ConfigError, match=r"contains no adapter_config\.json"):
         merge_adapter(root / "dense", root / "dense", tmp_path / "other")
     for name, changed, said in (
@@ -124,7 +137,7 @@ def test_merge_adapter_equals_merged_publication(trained, tmp_path):
         ("dora", {"use_dora": True}, "use_dora"),
         ("without_rank", {"r": None}, "is not a valid peft adapter"),
     ):
-        shutil.copytree(root / "dense_adapter_4", tmp_path / name)
+        shutil.copytree(root / "dense_adapter_1", tmp_path / name)
         values = json.loads((tmp_path / name / "adapter_config.json").read_text()) | changed
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(values))
         with pytest.raises(ConfigError, match=said):
@@ -134,8 +147,7 @@ def test_merge_adapter_equals_merged_publication(trained, tmp_path):
         merge_adapter(tmp_path / "scales", root / "dense", tmp_path / "other")
 
 
-def test_adapted_policy_has_the_logprobs_of_the_merged_model(world, trained, tmp_path):
-    root, _ = trained
+def test_adapted_policy_has_the_logprobs_of_the_merged_model(world, root, tmp_path):
     policy, _ = train(world, root / "dense")
     tokenizer = load_tokenizer(TokenizerConfig(), TrainerModelConfig(name=str(root / "dense")))
     publish(world, policy, tokenizer, tmp_path / "merged", "merged")
@@ -148,26 +160,23 @@ def test_adapted_policy_has_the_logprobs_of_the_merged_model(world, trained, tmp
 
 
 @pytest.mark.parametrize("name", ["dense", "moe"])
-def test_peft_loads_the_published_adapter(trained, name):
-    root, _ = trained
+def test_peft_loads_the_published_adapter(root, alone, name):
     tokens = torch.arange(3, 40)[None]
     base = transformers.AutoModelForCausalLM.from_pretrained(root / name)
-    adapted = peft.PeftModel.from_pretrained(base, root / f"{name}_adapter_4").eval()
-    merged = transformers.AutoModelForCausalLM.from_pretrained(root / f"{name}_merged_4").eval()
+    adapted = peft.PeftModel.from_pretrained(base, root / f"{name}_adapter_1").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(root / f"{name}_merged_1").eval()
     with torch.no_grad():
         torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, atol=1e-4, rtol=0)
 
 
-def test_adapter_config_lists_the_adapted_layers(trained):
-    root, _ = trained
-    config = json.loads((root / "dense_adapter_4" / "adapter_config.json").read_text())
+def test_adapter_config_lists_the_adapted_layers(root, alone):
+    config = json.loads((root / "dense_adapter_1" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 12)
     assert config["target_modules"] == sorted(LORA.target_modules)
     assert config["base_model_name_or_path"] == str(root / "dense")
 
 
-def test_adapted_policy_starts_as_the_base_model_and_trains_adapters_only(world, trained):
-    root, _ = trained
+def test_adapted_policy_starts_as_the_base_model_and_trains_adapters_only(world, root):
     config = TrainerModelConfig(name=str(root / "dense"), lora=LORA)
     policy, row = make_policy(config, 0, world), pack(segments(100))
     assert torch.equal(policy(row)[0], load_policy(config, seed=0)(row)[0])
@@ -179,8 +188,7 @@ def test_adapted_policy_starts_as_the_base_model_and_trains_adapters_only(world,
     assert all((p.grad is None) == (name not in trained_names) for name, p in policy.named_parameters())
 
 
-def test_base_dtype_bfloat16_stores_frozen_weights_in_bfloat16(world, trained, tmp_path):
-    root, _ = trained
+def test_base_dtype_bfloat16_stores_frozen_weights_in_bfloat16(world, root, tmp_path):
     lora = LORA.model_copy(update={"base_dtype": "bfloat16"})
     policy, steps = train(world, root / "dense", lora)
     kept = {p.requires_grad: p.dtype for p in policy.parameters()}
@@ -189,9 +197,8 @@ def test_base_dtype_bfloat16_stores_frozen_weights_in_bfloat16(world, trained, t
     assert [step.loss for step in steps] == pytest.approx([step.loss for step in exact], abs=0.05)
 
 
-def test_base_dtype_does_not_change_a_bfloat16_forward(world, trained):
+def test_base_dtype_does_not_change_a_bfloat16_forward(world, root):
     """Stored or cast, the base has the same bfloat16 values where forward runs in bfloat16."""
-    root, _ = trained
     results = [
         train(world, root / "dense", LORA.model_copy(update={"base_dtype": dtype}), dtype="bfloat16")[1]
         for dtype in ("auto", "float32")
@@ -199,8 +206,7 @@ def test_base_dtype_does_not_change_a_bfloat16_forward(world, trained):
     assert [step.loss for step in results[0]] == [step.loss for step in results[1]]
 
 
-def test_dropout_is_active_with_gradients_only(trained):
-    root, _ = trained
+def test_dropout_is_active_with_gradients_only(root):
     config = TrainerModelConfig(name=str(root / "dense"))
     policy, row = load_policy(config, seed=0), pack(segments(100))
     add_adapters(policy, LoRAConfig(rank=4, dropout=0.5), torch.float32)

@@ -139,6 +139,7 @@ def test_layer_norms_and_entropies_do_not_depend_on_the_ranks(measured):
             assert rank[layout]["entropies"] == pytest.approx(alone["entropies"], abs=1e-4)
 
 
+@pytest.mark.extended
 def test_rank_statistics_describe_the_ranks_and_name_the_slowest(measured):
     def expected(**stats):
         rows = {"time/step": [2.0, 3.0], "time/busy": [1.0, 1.5]}
@@ -151,6 +152,7 @@ def test_rank_statistics_describe_the_ranks_and_name_the_slowest(measured):
         assert rank["ranks"] == expected(**stats) | {"rank/slowest": 1, "rank/slowdown": 1.5}
 
 
+@pytest.mark.extended
 def test_train_step_measures_the_wait_for_other_ranks(measured):
     assert all(rank[layout]["waited"] > 0 for size in LAYOUTS for rank in measured[size] for layout in LAYOUTS[size])
 

@@ -229,6 +229,7 @@ def norm_gradients(world, path):
     return {name: gradient.tolist() for name, gradient in gradients.items() if name.endswith("_norm.weight")}
 
 
+@pytest.mark.extended
 def test_tensor_parallel_gradients_of_norms_equal_those_of_one_rank(tmp_path):
     path = str(make_tiny_model(tmp_path / "dense"))
     (alone,), together = (run_world(size, norm_gradients, path, tmp_path) for size in (1, 2))
@@ -282,6 +283,7 @@ def refuse(world, argument):
     return messages
 
 
+@pytest.mark.extended
 def test_layout_that_does_not_fit_the_model_is_refused(worlds):
     cases = [(str(worlds[0] / model), keys) for model, keys in REFUSED.values()]
     for messages in run_world(3, refuse, cases, worlds[0]):

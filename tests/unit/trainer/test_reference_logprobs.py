@@ -110,6 +110,7 @@ def lone(world, tiny):
     return world, str(tiny)
 
 
+@pytest.mark.extended
 def test_kl_penalty_reduces_distance_to_reference(lone):
     """The same steps with a heavy and with no penalty: the first ends nearer to where it began."""
     kl = {}

@@ -11,8 +11,8 @@ from loguru import logger
 from prime_rl.configs.sft import SFTConfig
 from prime_rl.configs.trainer import TrainerConfig
 from prime_rl.core.errors import ConfigError, RunError
+from prime_rl.liveness.heartbeat_writer import take_over
 from prime_rl.liveness.parent_process import is_supervised
-from prime_rl.liveness.run_takeover import take_over
 from prime_rl.storage import checkpoint_artifacts as files
 from prime_rl.storage.paths import RunPaths
 from prime_rl.storage.rollback import has_orchestrator, is_restart, may_restart, next_branch, roll_back, start_name
