@@ -3,10 +3,11 @@
     uv run python benchmarks/environment_worker.py --against ../other-checkout/src
 
 One worker process runs groups of 8 single-turn rollouts (5 prompt tokens, 4 sampled) against a server in another
-process with canned responses. With `--against`, the sources of this checkout and of the given directory run at the
-same time, because the load of a shared machine changes the CPU time of the same work. The pairs run three times; the
-table shows the median CPU milliseconds per rollout. About one minute per pair on two cores. `--json FILE` writes
-{worker_cpu_ms, other_worker_cpu_ms, ratio}; the latter two only with `--against`.
+process with canned responses. `--own-interpreter` adds a process for the environment. With `--against`, the sources of
+this checkout and of the given directory run at the same time, because the load of a shared machine changes the CPU time
+of the same work. The pairs run three times; the table shows the median CPU milliseconds per rollout. About one minute
+per pair on two cores. `--json FILE` writes {worker_cpu_ms, other_worker_cpu_ms, ratio}; the latter two only with
+`--against`.
 """
 
 import argparse
@@ -39,14 +40,15 @@ def cpu_seconds(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-async def run_groups(url: str, groups: int) -> float:
-    """Return the CPU milliseconds per rollout of the worker."""
+async def run_groups(url: str, groups: int, own_interpreter: bool) -> float:
+    """Return the CPU milliseconds per rollout of the worker, and of its environment's process."""
     from prime_rl.configs.environment import EnvConfig
     from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
     from prime_rl.rollouts.workers.protocol import ModelAccess
     from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 
-    environment = EnvConfig(id="reverse_text", args={"words": 2000})
+    interpreter = sys.executable if own_interpreter else None
+    environment = EnvConfig(id="reverse_text", args={"words": 2000}, interpreter=interpreter)
     async with (
         WorkerLauncher() as launcher,
         EnvironmentPool(environment, launcher, ModelAccess("m", str(MODEL))) as pool,
@@ -69,7 +71,7 @@ async def run_groups(url: str, groups: int) -> float:
         return 1000 * (sum(map(cpu_seconds, children)) - before) / (groups * GROUP)
 
 
-def measure(sides: Mapping[str, Path], groups: int) -> dict[str, float]:
+def measure(sides: Mapping[str, Path], groups: int, *options: str) -> dict[str, float]:
     """Measure all sides at the same time, each in new processes; the last line of their output is the result."""
     with ExitStack() as stack:
         started = []
@@ -77,7 +79,7 @@ def measure(sides: Mapping[str, Path], groups: int) -> dict[str, float]:
             url = stack.enter_context(engine())
             path = os.pathsep.join([str(sources), os.environ.get("PYTHONPATH", "")])
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, __file__, "--url", url, "--groups", str(groups)]
+            command = [sys.executable, __file__, "--url", url, "--groups", str(groups), *options]
             started.append((side, subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)))
         results = {side: process.communicate()[0] for side, process in started}
         if failed := [side for side, process in started if process.returncode != 0]:
@@ -100,16 +102,18 @@ def engine() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="also measure the package in this directory")
+    parser.add_argument("--own-interpreter", action="store_true", help="the environment has an interpreter of its own")
     parser.add_argument("--groups", type=int, default=1000, help="measured groups of each run")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each side")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.url is not None:
-        print(uvloop.run(run_groups(args.url, args.groups)))
+        print(uvloop.run(run_groups(args.url, args.groups, args.own_interpreter)))
         return
     sides = {"worker_cpu_ms": SOURCES} | ({"other_worker_cpu_ms": args.against.resolve()} if args.against else {})
-    runs = [measure(sides, args.groups) for _ in range(args.pairs)]
+    options = ["--own-interpreter"] if args.own_interpreter else []
+    runs = [measure(sides, args.groups, *options) for _ in range(args.pairs)]
     times = {side: [run[side] for run in runs] for side in sides}
     figures = {side: round(median(values), 4) for side, values in times.items()}
     if args.against:

@@ -280,6 +280,56 @@ def test_environment_that_does_not_load_is_refused(load, keys, problem):
         load(**keys)
 
 
+ASKING = """
+import asyncio
+import openai
+import verifiers as vf
+from datasets import Dataset
+
+
+async def ask(client, **keys):
+    messages = [{"role": "user", "content": "rate it"}]
+    answer = await client.chat.completions.create(**{"model": "policy", "messages": messages, **keys})
+    return len(answer.choices[0].message.content)
+
+
+async def ways(state):
+    client = state["client"].client
+    messages = [{"role": "user", "content": "a"}]
+    raw = await client.chat.completions.with_raw_response.create(model="policy", messages=messages)
+    assert raw.parse().choices[0].finish_reason == "stop"
+    for refused in ({"messages": [{"role": "user"}, {}]}, {"stream": True}, {"extra_body": {"messages": 3}}):
+        try:
+            await ask(client, **refused)
+            return 0.0
+        except openai.BadRequestError as error:
+            assert error.status_code == 400 and error.body["message"]
+    own = openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)
+    return float(all([
+        await ask(client),
+        await ask(client, extra_body={"max_tokens": 3}, timeout=60, extra_headers={"X-A": "1"}),
+        await ask(own),
+        await asyncio.to_thread(lambda: asyncio.run(ask(client))),
+    ]))
+
+
+def load_environment():
+    rows = Dataset.from_list([{"question": "a", "answer": "1"}])
+    return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[ways]))
+"""
+
+
+async def test_reward_functions_ask_the_policy_in_any_way(tmp_path, renderer):
+    file = tmp_path / "asking_environment.py"
+    file.write_text(ASKING)
+    config = EnvConfig(id=str(file), interpreter=sys.executable)
+    environment = worker_main.load(config, renderer, "train")
+    rollouts = await environment.run_group(0, 3, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 3
+    assert [len(rollout.samples) for rollout in rollouts] == [1] * 3, "calls of reward functions are not trained on"
+    assert not environment._runner._requests
+
+
 @pytest.mark.extended
 async def test_time_limit_cancellation_and_death(load, renderer):
     environment = load(args={"cases": ["waits", "fine"]}, timeout_seconds=1, cleanup_seconds=60)
@@ -460,8 +510,6 @@ async def test_results_of_all_tasksets_equal_those_in_the_worker(renderer, relea
     [
         ("toy_taskset", {"args": {"endless": True}}, "is infinite; set env.args.env.num_tasks"),
         ("toy_taskset", {"args": {"exampels": 3}}, "does not load: .*exampels"),
-        ("toy_taskset", {"args": {"env": {"agent": {"harness": {"id": "bash"}}}}}, "'bash'.* has no sandbox; name a"),
-        ("shell_taskset", {}, "has no sandbox; name a container"),
         ("proposer_solver", {}, "there is no such file"),
     ],
 )

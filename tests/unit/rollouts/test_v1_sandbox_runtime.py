@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from verifiers.v1.errors import SandboxError
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.agent_box import AgentBox, shared_sandbox
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.separate.agent_runtime import SandboxRuntime, SandboxRuntimeConfig, add_sandbox
 from prime_rl.rollouts.separate.v1_harnesses import ShellHarness, ShellHarnessConfig
-from prime_rl.rollouts.verifiers.v1_sandbox_runtime import SandboxRuntime, SandboxRuntimeConfig, install, shared_sandbox
+from prime_rl.rollouts.separate.values import Refused
 from prime_rl.rollouts.workers import worker_main
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
@@ -35,7 +38,7 @@ in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture(scope="module", autouse=True)
 def small_sandbox():
-    install()
+    add_sandbox(AgentBox)
     before = current_settings()
     use_settings(SandboxSettings(limits=SandboxLimits(disk_bytes=2**22), num_jails=1))
     yield
@@ -78,8 +81,8 @@ def script(*replies):
 
 
 @asynccontextmanager
-async def agent(*replies):
-    config = EnvConfig(id="coding_taskset", args=SHELL)
+async def agent(*replies, **keys):
+    config = EnvConfig(**{"id": "coding_taskset", "args": SHELL, **keys})
     environment = worker_main.load(config, Renderer(TOKENIZER), "train")
     async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
         fake.reply = script(*replies)
@@ -90,10 +93,12 @@ async def agent(*replies):
             await shared_sandbox.close()
 
 
-async def test_agent_works_on_files_that_task_and_reward_share(installed):
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+async def test_agent_works_on_files_that_task_and_reward_share(installed, interpreter):
     commands = [calls("bash", command="paste -sd+ src/numbers.txt | tee sum.txt"), ""]
     commands[1] = calls("edit", path="sum.txt", old_str="19+23", new_str="42")
-    async with agent(*commands, "done") as (environment, engine):
+    keys = {} if interpreter is None else {"id": str(PACKAGES / "coding_taskset.py"), "interpreter": interpreter}
+    async with agent(*commands, "done", **keys) as (environment, engine):
         (rollout,) = await environment.run_group(0, 1, engine, {"max_tokens": 300}, 4096)
     tools = [text for role, text in rollout.text if role == "tool"]
     assert [tool.strip() for tool in tools] == ["19+23", "Edited sum.txt"]
@@ -203,7 +208,7 @@ async def test_shell_tools_answer_hostile_calls(box, harness, name, arguments, r
 async def test_runtime_whose_session_has_ended_is_a_sandbox_error(box):
     other = runtimes.make_runtime(SandboxRuntimeConfig())
     await other.run(["true"], {})
-    await other._box["session"].run("import os; os._exit(0)")
+    await other._box["box"]._session.run("import os; os._exit(0)")
     with pytest.raises(SandboxError):
         await other.run(["true"], {})
     assert not await other.alive()
@@ -217,8 +222,8 @@ def test_install_on_another_verifiers_is_an_error(monkeypatch):
     monkeypatch.setattr(
         runtimes, "make_runtime", lambda config: runtimes.SubprocessRuntime(runtimes.SubprocessConfig())
     )
-    with pytest.raises(ConfigError, match="selects runtimes in another way"):
-        install()
+    with pytest.raises(Refused, match="selects runtimes in another way"):
+        add_sandbox(AgentBox)
 
 
 def test_agents_without_isolation_are_refused_at_the_start(installed, monkeypatch):
@@ -249,7 +254,6 @@ def test_tasks_that_need_a_container_are_refused_at_the_start(installed, args, m
 
 
 async def test_task_with_an_image_is_refused():
-    install()
     with pytest.raises(SandboxError, match="image"):
         SandboxRuntime(SandboxRuntimeConfig().model_copy(update={"image": "python:3"}))
     assert runtimes.runtime_is_local(SandboxRuntimeConfig())

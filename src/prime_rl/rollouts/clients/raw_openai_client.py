@@ -3,7 +3,8 @@
 client = state["client"].client                                   answered in this process, no port is opened
 AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)     answered by `PolicyEndpoint`, also from a subprocess
 
-Both answer through the recorder of the rollout, so every token is known.
+An environment in an interpreter of its own asks `PolicyEndpoint` over the connection to its worker. All answer through
+the recorder of the rollout, so every token is known.
 """
 
 import asyncio
@@ -36,12 +37,12 @@ def raw_client(answer: Answer, base_url: str, api_key: str) -> openai.AsyncOpenA
     return openai.AsyncOpenAI(api_key=api_key, base_url=base_url, max_retries=0, http_client=http)
 
 
-async def respond(answer: Answer, path: str, content: bytes) -> tuple[int, dict[str, Any]]:
-    """Return status and body of the response to a request."""
+async def respond(answer: Answer, path: str, content: Any) -> tuple[int, dict[str, Any]]:
+    """Return status and body of the response to a request, whose content may be JSON text as bytes."""
     try:
         if not path.endswith("/chat/completions"):
             raise ValueError("only chat completions are supported")
-        body = json.loads(content)
+        body = json.loads(content) if isinstance(content, bytes) else content
         _check(body)
         return 200, await answer(body)
     except ValueError as error:
@@ -157,7 +158,10 @@ _MAX_BODY_BYTES = 64 * 2**20
 
 
 class PolicyEndpoint:
-    """Serves chat completions on 127.0.0.1. Each rollout has a secret key, which is valid until the rollout ends."""
+    """Answers chat completions, those of `ask` and those that are sent to 127.0.0.1.
+
+    Each rollout has a secret key, which is valid until the rollout ends.
+    """
 
     def __init__(self) -> None:
         """Open no port before the first rollout asks for `base_url`."""
@@ -202,17 +206,24 @@ class PolicyEndpoint:
         finally:
             await runner.cleanup()
 
-    async def _handle(self, request: web.Request) -> web.Response:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    async def ask(self, key: str, path: str, content: Any) -> tuple[int, dict[str, Any]]:
+        """Return status and body of the response to a request with this key; see `respond`.
+
+        `remove` cancels the task that awaits it.
+        """
         if (answer := self._answers.get(key)) is None:
             refusal = "the key is not that of a running rollout; use the api_key of state['client'].client"
-            return web.json_response(error_body(refusal), status=401)
+            return 401, error_body(refusal)
         task = asyncio.current_task()
         assert task is not None
         requests = self._requests.setdefault(key, set())
         requests.add(task)
         try:
-            status, body = await respond(answer, request.path, await request.read())
+            return await respond(answer, path, content)
         finally:
             requests.discard(task)
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        status, body = await self.ask(key, request.path, await request.read())
         return web.json_response(body, status=status)

@@ -3,47 +3,33 @@
 import asyncio
 import contextlib
 import contextvars
-import functools
 import importlib
 import inspect
-import itertools
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .classic_rewards import (
+    Scoring,
+    current_scoring,
+    name_of,
+    prepare_rubrics,
+    rubrics_in,
+    scores_jointly,
+    semaphore,
+    weights_of,
+)
 from .values import (
-    NotANumber,
     Refused,
+    Request,
     arguments_of,
     describe,
     field,
-    finite_number,
     plain,
     plain_messages,
     was_cancelled,
 )
 
-_REWARD_KEYS = ("reward", "score")
-
-
-class _Scoring:
-    """What the reward functions of one group have done besides returning numbers.
-
-    Attributes:
-        metrics: further metrics of functions that return a dictionary, by id of the state.
-        failures: as `score` returns them, with the id of the state; None for the whole group.
-        unknown: names of metrics without a value, by id of the state.
-    """
-
-    def __init__(self) -> None:
-        self.metrics: dict[int, dict[str, float]] = {}
-        self.failures: list[tuple[int | None, dict[str, Any]]] = []
-        self.unknown: dict[int, list[str]] = {}
-
-
-_scoring: contextvars.ContextVar[_Scoring | None] = contextvars.ContextVar("scoring", default=None)
 _states: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("states", default=None)
 
 
@@ -54,10 +40,12 @@ class ClassicAdapter:
     `score_rollout`, `score_group`.
     """
 
-    def __init__(self, module: Any, args: Mapping[str, Any], split: str, convert: Callable[[Any], None]) -> None:
+    def __init__(
+        self, module: Any, args: Mapping[str, Any], split: str, convert: Callable[[Any], None], request: Request
+    ) -> None:
         """Load the environment and one split of its examples; `convert` makes dictionaries of a state's messages.
 
-        Raises Refused, or what the environment raises.
+        `request` asks the worker. Raises Refused, or what the environment raises.
         """
         import verifiers as vf
 
@@ -76,11 +64,11 @@ class ClassicAdapter:
         self._members: dict[int, Any] = {}
         """The environment of each state inside groups, by the id of the state."""
         self._client: Any = None
-        self._wrap = _client_wrapper()
-        self._names = {id(env): _prepare_rubrics(env.rubric) for env in _environments(self.env)}
-        rubrics = [rubric for env in _environments(self.env) for rubric in _rubrics(env.rubric)]
-        self._weights = {id(env): _weights_of(env.rubric) for env in _environments(self.env)}
-        self._scores_jointly = any(map(_scores_jointly, rubrics))
+        self._request, self._wrap = request, _client_wrapper()
+        self._names = {id(env): prepare_rubrics(env.rubric) for env in _environments(self.env)}
+        rubrics = [rubric for env in _environments(self.env) for rubric in rubrics_in(env.rubric)]
+        self._weights = {id(env): weights_of(env.rubric) for env in _environments(self.env)}
+        self._scores_jointly = any(map(scores_jointly, rubrics))
         self.warnings: list[tuple[str, str]] = []
         self._rollouts: dict[int, tuple[Any, dict[str, Any]]] = {}
         """State and result of each rollout that has made a state, by its number."""
@@ -117,13 +105,13 @@ class ClassicAdapter:
         columns = getattr(self.rows, "column_names", None) or ["answer"]
         if "answer" in columns or not type(self.env).__module__.startswith("verifiers."):
             return
-        for rubric in _rubrics(self.env.rubric):
+        for rubric in rubrics_in(self.env.rubric):
             for func in rubric.funcs:
                 wanted = inspect.signature(func).parameters.get("answer")
                 if wanted is not None and wanted.default is wanted.empty:
                     raise Refused(
                         f"its examples have no column 'answer' (but {', '.join(map(repr, columns))}), which the reward "
-                        f"function {_name_of(func)} takes"
+                        f"function {name_of(func)} takes"
                     )
 
     async def rollout(self, rollout: int, **arguments: Any) -> dict[str, Any]:
@@ -186,6 +174,7 @@ class ClassicAdapter:
         if self._client is None:
             self._client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=None)
         client = self._client.with_options(base_url=base_url, api_key=api_key)
+        _answer_directly(client, self._request)
         return self._wrap(client)
 
     async def score(self, rollouts: Sequence[int]) -> dict[str, Any]:
@@ -194,16 +183,16 @@ class ClassicAdapter:
         for number, state in zip(rollouts, states, strict=True):
             _restore(state, self._rollouts[number][1])
             self._convert(state)
-        scoring, rubric = _Scoring(), self.env.rubric
-        token = _scoring.set(scoring)
+        scoring, rubric = Scoring(), self.env.rubric
+        token = current_scoring.set(scoring)
         try:
             if getattr(self.env, "score_rollouts", True):
-                await rubric.score_group(states, **_semaphore(rubric.score_group))
+                await rubric.score_group(states, **semaphore(rubric.score_group))
             else:
                 for state in states:
                     state["reward"], state["metrics"] = 0.0, {}
         finally:
-            _scoring.reset(token)
+            current_scoring.reset(token)
         place = {id(state): index for index, state in enumerate(states)}
         scores = []
         for state in states:
@@ -296,61 +285,43 @@ async def _clean_up_old(env: Any, state: Any) -> None:
             await clean_up(state)
 
 
-def _semaphore(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the semaphore that 0.1.8 asks for."""
-    return {"score_sem": contextlib.nullcontext()} if "score_sem" in inspect.signature(function).parameters else {}
+def _answer_directly(client: Any, request: Request) -> None:
+    """Let the worker answer the chat completions of an OpenAI client over its connection, without HTTP."""
+    send = client.post
+
+    async def post(path: str, *, cast_to: Any, body: Any = None, options: Any = None, **others: Any) -> Any:
+        given = {name: value for name, value in (options or {}).items() if value is not None}
+        further = given.pop("extra_json", None) or {}
+        is_response = str(getattr(cast_to, "__module__", "")).startswith("httpx")
+        is_whole = not any(others.get(name) for name in ("stream", "files", "content"))
+        is_usual = isinstance(body, Mapping) and is_whole and given.keys() <= _WITHOUT_EFFECT
+        is_known = is_response or hasattr(cast_to, "model_validate")
+        if path == "/chat/completions" and is_usual and is_known:
+            content = {name: value for name, value in body.items() if type(value).__name__ not in ("NotGiven", "Omit")}
+            try:
+                status, answer = await request("chat", key=client.api_key, path=path, body=content | further)
+            except (TypeError, ValueError):
+                pass  # values that only openai can send
+            else:
+                if status != 200:
+                    raise _status_error(client, status, answer)
+                return cast_to(status, json=answer) if is_response else cast_to.model_validate(answer)
+        return await send(path, cast_to=cast_to, body=body, options=options or {}, **others)
+
+    client.post = post
 
 
-def _rubrics(rubric: Any) -> Iterator[Any]:
-    """Yield a rubric and those in it."""
-    yield rubric
-    for inner in getattr(rubric, "rubrics", ()):
-        yield from _rubrics(inner)
+_WITHOUT_EFFECT = {"security", "synthesize_event_and_data"}
+"""Options with which openai sends the same body."""
 
 
-def _weighted(rubric: Any) -> Iterator[tuple[Any, float]]:
-    return zip(rubric.funcs, rubric.weights, strict=False)
-
-
-def _weights_of(rubric: Any) -> dict[str, float]:
-    """Return the weight of each reward function by the name of its metric, for those that share it with no other."""
-    pairs = [(func.__name__, float(weight)) for each in _rubrics(rubric) for func, weight in _weighted(each)]
-    names = [name for name, _ in pairs]
-    return {name: weight for name, weight in pairs if names.count(name) == 1}
-
-
-def _prepare_rubrics(outer: Any) -> set[str]:
-    """Let the failures of reward functions be recorded; return the names of their metrics.
-
-    Verifiers requires every function to have a name, and never calls a `score_rollout` that a subclass overrides.
-    """
-    names = set[str]()
-    for rubric in _rubrics(outer):
-        if not hasattr(rubric, "funcs"):
-            raise Refused(f"its rubric {type(rubric).__name__} has no list `funcs` of reward functions")
-        if not getattr(rubric, "_is_checked", False):
-            given = {func.__name__ for func in rubric.funcs if hasattr(func, "__name__")}
-            checked = []
-            for func, weight in _weighted(rubric):
-                name = _name_of(func)
-                if not hasattr(func, "__name__"):
-                    numbered = (f"{name}_{number}" for number in itertools.count(2))
-                    name = next(free for free in itertools.chain([name], numbered) if free not in given)
-                    given.add(name)
-                checked.append(_checked(func, name, weight, rubric._is_group_func(func)))
-            rubric.funcs = checked
-            rubric._is_checked = True
-            defining = next(
-                kind for kind in type(rubric).__mro__ if {"score_rollout", "score_group"} & vars(kind).keys()
-            )
-            if "score_group" not in vars(defining):
-                rubric.score_group = functools.partial(_score_each, rubric)
-        names.update(func.__name__ for func in rubric.funcs)
-    return names
-
-
-async def _score_each(rubric: Any, states: Sequence[Any], **_: Any) -> None:
-    await asyncio.gather(*(rubric.score_rollout(state, **_semaphore(rubric.score_rollout)) for state in states))
+def _status_error(client: Any, status: int, answer: Any) -> Exception:
+    """Return what openai raises for a response."""
+    kind = next(kind for kind in type(client._client).__mro__ if kind.__module__.startswith("httpx"))
+    http = sys.modules[kind.__module__.partition(".")[0]]  # httpx or httpx2
+    sent = http.Request("POST", f"{client.base_url}chat/completions")
+    error: Exception = client._make_status_error_from_response(http.Response(status, json=answer, request=sent))
+    return error
 
 
 class _EmptyText(str):
@@ -410,17 +381,6 @@ def _environments(env: Any) -> Iterator[Any]:
         yield from _environments(inner)
 
 
-def _scores_jointly(rubric: Any) -> bool:
-    """Return whether the reward of a rollout may depend on the others of its group."""
-    import verifiers as vf
-
-    known = ("Rubric", "RubricGroup", "EnvGroupRubric")
-    own = "score_group" in vars(rubric) and not isinstance(rubric.score_group, functools.partial)
-    defining = next(kind for kind in type(rubric).__mro__ if "score_group" in vars(kind))
-    is_known = defining.__name__ in known and defining.__module__.startswith(vf.__name__)
-    return own or not is_known or any(map(rubric._is_group_func, rubric.funcs))
-
-
 def _report_states(env: Any) -> None:
     """Let `rollout` see the states that an environment makes: an interrupted one is scored with its turns so far."""
     make = env.init_state
@@ -432,89 +392,6 @@ def _report_states(env: Any) -> None:
         return state
 
     env.init_state = init_state
-
-
-def _checked(func: Callable[..., Any], name: str, weight: float, is_group: bool) -> Callable[..., Any]:
-    """Return a reward function whose failures are recorded: verifiers would count them as 0.
-
-    A dictionary is a reward (`reward` or `score`) and further metrics.
-    """
-    signature = inspect.signature(func)
-    parameters = signature.parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    holder = "states" if is_group else "state"
-    added = holder not in parameters
-
-    async def checked(**objects: Any) -> Any:
-        holds: Any = objects.get(holder)
-        if added and not takes_all:
-            del objects[holder]
-        scoring, started = _scoring.get(), time.monotonic()
-        try:
-            value = func(**objects)
-            value = await value if inspect.isawaitable(value) else value
-            _check_process_pool(func, name, time.monotonic() - started)
-            if is_group:
-                return _numbers(name, value, len(holds))
-            reward, metrics = _split(name, value, weight)
-        except BaseException as error:  # programs that a model writes call sys.exit()
-            if scoring is None or was_cancelled(error):
-                raise
-            failure = {"function": name, "weight": weight, **describe(error)}
-            if not isinstance(error, NotANumber):
-                failure["message"] = f"reward function {name} raised {failure['message']}"
-            scoring.failures.append((None if is_group else id(holds), failure))
-            return [0.0] * len(holds) if is_group else 0.0
-        if scoring is not None:
-            scoring.metrics.setdefault(id(holds), {}).update(metrics)
-            if reward is None:
-                scoring.unknown.setdefault(id(holds), []).append(name)
-        return reward or 0.0
-
-    checked.__name__ = name
-    extra = [inspect.Parameter(holder, inspect.Parameter.KEYWORD_ONLY)] if added else []
-    last = [each for each in parameters.values() if each.kind is each.VAR_KEYWORD]
-    named = [each for each in parameters.values() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in named]
-    checked.__signature__ = signature.replace(parameters=[*keyword, *extra, *last])  # type: ignore[attr-defined]
-    return checked
-
-
-def _check_process_pool(func: Any, name: str, elapsed_seconds: float) -> None:
-    """Raise, or exit, where `MathRubric` counts 0: its process pool is too slow, or broken."""
-    rubric = getattr(func, "__self__", None)
-    if getattr(getattr(rubric, "executor", None), "_broken", False):
-        print(f"the process pool of {name} is broken", file=sys.stderr, flush=True)
-        os._exit(1)
-    limit_seconds = getattr(rubric, "HARD_TIMEOUT_SECONDS", None)
-    if limit_seconds is not None and elapsed_seconds >= limit_seconds:
-        raise NotANumber(f"{name} did not end within {limit_seconds:.0f} s: its process pool is too busy")
-
-
-def _name_of(func: Any) -> str:
-    while isinstance(func, functools.partial):
-        func = func.func
-    return str(getattr(func, "__name__", type(func).__name__))
-
-
-def _split(name: str, value: Any, weight: float) -> tuple[float | None, dict[str, float]]:
-    if not isinstance(value, Mapping):
-        return finite_number(f"reward function {name}", value), {}
-    key = next((key for key in _REWARD_KEYS if key in value), None)
-    if key is None and weight != 0:
-        raise NotANumber(f"reward function {name} returned a dictionary without 'reward' or 'score'")
-    reward = None if key is None else finite_number(f"{key!r} of reward function {name}", value[key])
-    metrics = {}
-    for other in [other for other in value if other != key]:
-        with contextlib.suppress(NotANumber):  # only this metric is missing
-            metrics[f"{name}/{other}"] = finite_number(str(other), value[other])
-    return reward, metrics
-
-
-def _numbers(name: str, values: Any, count: int) -> list[float]:
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or len(values) != count:
-        raise NotANumber(f"reward function {name} returned {values!r:.80} for a group of {count}")
-    return [finite_number(f"reward function {name}", value) for value in values]
 
 
 def _restore(state: Any, given: Mapping[str, Any]) -> None:

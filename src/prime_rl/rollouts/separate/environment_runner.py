@@ -1,8 +1,8 @@
 """Runs one environment in a Python interpreter of its own, for the environment worker that started it.
 
 A script: it needs only the standard library, on Python 3.10 or later, and the environment's own packages. It imports
-nothing of prime_rl but the files of this folder. The worker sends calls over a socket, as a length (4 bytes, little
-endian) and a JSON object; see `_Runner`. The environment samples from the worker's OpenAI endpoint, which records the
+nothing of prime_rl but the files of this folder. Messages on the socket to the worker are a length (4 bytes, little
+endian) and a JSON object; see `_Runner`. The worker answers the environment's requests to the model, and records the
 tokens.
 """
 
@@ -82,13 +82,16 @@ def _error(error: BaseException) -> dict[str, Any]:
 class _Runner:
     """Answers the calls of the worker: first `load`, then those of an adapter, with its methods' arguments by name.
 
-    `cancel` ends a running call, which is answered with an error.
+    `cancel` ends a running call, which is answered with an error. `request` asks the worker, whose `answer` follows.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._adapter: Any = None
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._requests: dict[int, asyncio.Future[Any]] = {}
+        self._num_requests = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._writer: asyncio.StreamWriter | None = None
 
     def load(self) -> None:
@@ -103,11 +106,17 @@ class _Runner:
     async def serve(self) -> None:
         """Answer calls until the worker disconnects."""
         self._connection.setblocking(False)
+        self._loop = asyncio.get_running_loop()
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 call = json.loads(await reader.readexactly(length))
+                if call["op"] == "answer":
+                    answered = self._requests.get(call["request"])
+                    if answered is not None and not answered.done():
+                        answered.set_result(call["result"])
+                    continue
                 number = call["call"]
                 if call["op"] != "cancel":
                     current_group.set(call.pop("group"))
@@ -122,6 +131,30 @@ class _Runner:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         if self._adapter is not None:
             await self._adapter.close()
+
+    async def request(self, kind: str, **arguments: Any) -> Any:
+        """Return the worker's answer to a request.
+
+        chat: `key`, `path` and `body` of a request of an OpenAI client; the answer is a status and a body.
+        box: the operation `op` of the sandbox with the number `box`; the answer has a `result` or an `error`.
+
+        Raises TypeError or ValueError: an argument is not JSON.
+        """
+        assert self._loop is not None and self._writer is not None
+        if asyncio.get_running_loop() is not self._loop:  # of a thread of the environment
+            request = self.request(kind, **arguments)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request, self._loop))
+        self._num_requests += 1
+        number = self._num_requests
+        text = json.dumps({"request": number, "kind": kind, **arguments}).encode()
+        future = self._requests[number] = self._loop.create_future()
+        self._writer.write(HEADER.pack(len(text)) + text)
+        try:
+            return await future
+        finally:
+            del self._requests[number]
+            if future.cancelled():
+                self._writer.write(_frame({"cancelled": number}))
 
     async def _answer(self, call: dict[str, Any]) -> None:
         number, op = call.pop("call"), call.pop("op")
@@ -153,11 +186,11 @@ class _Runner:
                 raise Refused(f"it has load_environment(), and verifiers {installed} has no classic API")
             from .classic_adapter import ClassicAdapter
 
-            self._adapter = ClassicAdapter(module, call["args"], call["split"], convert)
+            self._adapter = ClassicAdapter(module, call["args"], call["split"], convert, self.request)
         elif importlib.util.find_spec("verifiers.v1") is not None:
             from .taskset_adapter import SeparateTaskset
 
-            self._adapter = SeparateTaskset(module, call["id"], call["args"], call["runtime"])
+            self._adapter = SeparateTaskset(module, call["id"], call["args"], call["runtime"], self.request)
         else:
             raise Refused(f"{module.__name__} has no load_environment(), and verifiers {installed} has no v1 API")
         return {
@@ -165,6 +198,7 @@ class _Runner:
             "examples": len(self._adapter),
             "eval_split": self._adapter.eval_split,
             "warnings": self._adapter.warnings,
+            "uses_sandbox": getattr(self._adapter, "uses_sandbox", False),
         }
 
 

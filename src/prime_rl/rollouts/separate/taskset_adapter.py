@@ -6,24 +6,20 @@ session id, which selects the agent whose recorder in the worker samples the rep
 
 import asyncio
 import builtins
+import itertools
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
 from dataclasses import dataclass, field
-from itertools import islice
 from types import ModuleType
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, NoReturn, cast
 
-import aiohttp
 import verifiers.v1 as vf
-from pydantic import BaseModel
-from verifiers.v1 import runtimes
 from verifiers.v1.clients import Client
 from verifiers.v1.dialects import ChatDialect, Dialect
 from verifiers.v1.env import Env
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
-from verifiers.v1.runtimes import BaseRuntimeInfo, Runtime
 from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
 from verifiers.v1.utils.loaders import (
     default_harness_id,
@@ -34,8 +30,9 @@ from verifiers.v1.utils.loaders import (
 )
 from verifiers.v1.utils.retries import run_episode_with_retry
 
+from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
 from .v1_harnesses import HARNESS_ID, ChatHarnessConfig, shell_config
-from .values import INFRASTRUCTURE, Failed, Refused, describe, plain_messages
+from .values import INFRASTRUCTURE, Failed, Refused, Request, describe, plain_messages
 
 _MAX_TASKS = 500_000
 """Of a taskset that does not say that it is infinite."""
@@ -135,47 +132,33 @@ def _response(raw: dict[str, Any]) -> Response:
     return response
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """The runtime in which agents run programs by default.
-
-    Attributes:
-        config: makes its configuration.
-        runtime: its class.
-        check: raises if this machine cannot run it.
-        refusal: why agents cannot run programs in it; "" if they can.
-    """
-
-    config: type[BaseModel]
-    runtime: type[Runtime]
-    check: Callable[[], None]
-    refusal: str = ""
-
-
 class TasksetAdapter:
     """One v1 taskset. Its servers run from the first episode until the process exits.
 
     Attributes:
         warnings: topics and texts.
+        uses_sandbox: an agent runs programs in it.
         eval_split: a taskset has no splits: an evaluation selects tasks by other arguments.
     """
 
     eval_split = "none"
 
-    def __init__(self, taskset: str, args: Mapping[str, Any], permission: str, box: Box) -> None:
+    def __init__(self, taskset: str, args: Mapping[str, Any], permission: str, open_box: Callable[[], Box]) -> None:
         """Load a taskset.
 
         Args:
             taskset: name of its module.
             args: of the taskset; `env` has those of the environment, and `num_tasks`.
             permission: `env.runtime`.
-            box: the default runtime.
+            open_box: makes the sandbox of an agent.
 
         Raises:
             Refused: it cannot run here. Also what verifiers raises for wrong arguments.
         """
         self.warnings: list[tuple[str, str]] = []
-        self._taskset, self._permission, self._box = taskset, permission, box
+        self.uses_sandbox = False
+        self._taskset, self._permission = taskset, permission
+        add_sandbox(open_box)
         settings = dict(args)
         if not isinstance(given := settings.pop("env", {}), dict):
             raise Refused(f"env.args.env = {given!r} of environment {taskset!r} is not a table of keys")
@@ -187,7 +170,7 @@ class TasksetAdapter:
         tasks = self.env.taskset
         if limit is None and not getattr(tasks, "bounded", not tasks.INFINITE):
             raise Refused(f"taskset {taskset!r} is infinite; set env.args.env.num_tasks")
-        self.tasks = list(islice(tasks, _MAX_TASKS + 1 if limit is None else limit))
+        self.tasks = list(itertools.islice(tasks, _MAX_TASKS + 1 if limit is None else limit))
         if limit is None and len(self.tasks) > _MAX_TASKS:
             raise Refused(f"taskset {taskset!r} has more than {_MAX_TASKS:,} tasks; set env.args.env.num_tasks")
         self._check_tasks(config)
@@ -284,7 +267,7 @@ class TasksetAdapter:
     def _check_shells(self, env: Any) -> None:
         """Check that agents that run the model's code do so in a sandbox, in a container, or with permission."""
         taskset, default = self._taskset, default_harness_id(self._taskset)
-        on_this_machine, in_box = list[tuple[str, str]](), list[tuple[str, str]]()
+        on_this_machine = list[tuple[str, str]]()
         for role, agent in env:
             if not isinstance(agent, vf.AgentConfig):
                 continue
@@ -293,9 +276,8 @@ class TasksetAdapter:
                 self.warnings.append((f"model of {role}", f"{warning}policy of the run answers"))
             name = default if agent.harness is None else str(agent.harness.id)
             harness = harness_class(name)
-            if isinstance(agent.runtime, self._box.config):
-                if harness.EXECUTES_CODE:
-                    in_box.append((role, name))
+            if isinstance(agent.runtime, SandboxRuntimeConfig):
+                self.uses_sandbox |= bool(harness.EXECUTES_CODE)
                 if harness.NEEDS_CONTAINER:
                     raise Refused(
                         f"agent {role!r} of environment {taskset!r} (harness {name!r}) needs a container, which the "
@@ -303,10 +285,6 @@ class TasksetAdapter:
                     )
             elif isinstance(agent.runtime, vf.SubprocessConfig) and harness.EXECUTES_CODE:
                 on_this_machine.append((role, name))
-        for role, name in in_box:
-            if self._box.refusal:
-                raise Refused(f"agent {role!r} of environment {taskset!r} (harness {name!r}) {self._box.refusal}")
-            self._box.check()
         if not on_this_machine and self._permission == "subprocess":
             warning = "runtime = 'subprocess' has no effect: none of its agents runs programs"
             self.warnings.append(("runtime", warning))
@@ -323,7 +301,7 @@ class TasksetAdapter:
     def _check_tasks(self, env: Any) -> None:
         """Raise Refused for tasks that need a container if an agent is in the sandbox, where each would fail."""
         agents = [agent for _, agent in env if isinstance(agent, vf.AgentConfig)]
-        if not any(isinstance(agent.runtime, self._box.config) for agent in agents):
+        if not any(isinstance(agent.runtime, SandboxRuntimeConfig) for agent in agents):
             return
         hint = 'and the sandbox is none; name one, such as args.env.agent.runtime.type = "docker"'
         for task in self.tasks:
@@ -353,12 +331,12 @@ class TasksetAdapter:
                 changes: dict[str, Any] = {}
                 if isinstance(agent.runtime, vf.PrimeConfig) and "runtime" not in env.get(role, {}):
                     is_allowed = self._permission == "subprocess"
-                    changes["runtime"] = vf.SubprocessConfig() if is_allowed else self._box.config()
+                    changes["runtime"] = vf.SubprocessConfig() if is_allowed else SandboxRuntimeConfig()
                 is_chat = not has_own_harness if agent.harness is None else agent.harness.id == "null"
                 is_bash = agent.harness is not None and agent.harness.id == "bash"
                 if is_chat and "harness" not in env.get(role, {}):
                     changes["harness"] = ChatHarnessConfig(id=HARNESS_ID)
-                elif is_bash and isinstance(changes.get("runtime"), self._box.config):
+                elif is_bash and isinstance(changes.get("runtime"), SandboxRuntimeConfig):
                     changes["harness"] = shell_config(agent.harness)
                 agents[role] = agent.model_copy(update=changes)
         return config.model_copy(update=agents)
@@ -391,87 +369,29 @@ def _agent(trace: Any, opened: OpenTrace) -> dict[str, Any]:
     }
 
 
-def add_runtime(config_type: type[BaseModel], runtime_type: type[Runtime]) -> bool:
-    """Let verifiers construct a runtime for its configuration; return whether it does.
-
-    Verifiers has a closed list of runtimes. This replaces the function that selects their class, and checks the result,
-    so that a release without this function never runs a shell on the host.
-    """
-    select = getattr(runtimes, "_runtime_cls", None)
-    if select is not None and config_type not in getattr(select, "added", ()):
-
-        def select_added(config: object) -> type[Runtime]:
-            return runtime_type if isinstance(config, config_type) else cast(type[Runtime], select(config))
-
-        select_added.added = (*getattr(select, "added", ()), config_type)  # type: ignore[attr-defined]
-        runtimes._runtime_cls = select_added
-    return isinstance(runtimes.make_runtime(config_type()), runtime_type)
-
-
-class NoRuntimeConfig(BaseModel):
-    """Selects `NoRuntime`."""
-
-    type: Literal["none"] = "none"
-
-
-class NoRuntimeInfo(NoRuntimeConfig, BaseRuntimeInfo):
-    """The runtime in a trace."""
-
-
-class NoRuntime(Runtime):
-    """The runtime of agents that only chat: running a program or using a file in it fails with `REFUSAL`."""
-
-    REFUSAL = (
-        "needs a runtime, and an environment in an interpreter of its own has no sandbox; name a container, such as "
-        'args.env.agent.runtime.type = "docker", or set runtime = "subprocess" next to the id, which runs the model\'s '
-        "code on this machine, with your rights and without isolation"
-    )
-
-    def __init__(self, config: NoRuntimeConfig, name: str | None = None) -> None:
-        super().__init__(name)
-        self.config = config
-        self.info = NoRuntimeInfo(**config.model_dump())
-
-    async def start(self) -> None:
-        """Do nothing."""
-
-    async def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise Failed(f"it {self.REFUSAL}")
-
-    run = prepare_uv_script = _read = write = _refuse
-
-    async def teardown(self) -> None:
-        """Do nothing."""
-
-
 class SeparateTaskset(TasksetAdapter):
-    """A taskset in an interpreter of its own: its agents sample from the endpoint of the worker."""
+    """A taskset in an interpreter of its own: the worker answers its agents."""
 
-    def __init__(self, module: ModuleType, taskset: str, args: Mapping[str, Any], permission: str) -> None:
-        """Load the taskset of a module; see `TasksetAdapter`."""
+    def __init__(
+        self, module: ModuleType, taskset: str, args: Mapping[str, Any], permission: str, request: Request
+    ) -> None:
+        """Load the taskset of a module; see `TasksetAdapter`. `request` asks the worker."""
         check_taskset(module)
-        if not add_runtime(NoRuntimeConfig, NoRuntime):
-            raise Refused("its verifiers selects runtimes in an unknown way")
-        no_runtime = Box(NoRuntimeConfig, NoRuntime, lambda: None, NoRuntime.REFUSAL)
-        super().__init__(taskset, args, permission, no_runtime)
-        self._session: aiohttp.ClientSession | None = None
+        numbers = itertools.count()
+        super().__init__(taskset, args, permission, lambda: RemoteBox(request, next(numbers)))
+        self._request = request
 
     async def row(self, example: int) -> dict[str, Any]:
         """Return the columns of a task, and its prompt."""
         return {"row": self.tasks[example].data, "prompt": plain_messages(self.prompt(example), "user"), "tools": []}
 
-    async def run_episode(self, example: int, base_url: str, api_key: str) -> dict[str, Any]:
+    async def run_episode(self, example: int, api_key: str) -> dict[str, Any]:
         """Run one episode, without its traces; see `episode`."""
-        if self._session is None:
-            timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
-        session, headers = self._session, {"Authorization": f"Bearer {api_key}"}
 
         async def ask(agent: int, body: Mapping[str, Any]) -> dict[str, Any]:
-            url = f"{base_url}/chat/completions"
-            async with session.post(url, json={**body, "agent": agent}, headers=headers) as response:
-                answer = await response.json()
-            if response.status != 200:
+            asked = {**body, "agent": agent}
+            status, answer = await self._request("chat", key=api_key, path="/chat/completions", body=asked)
+            if status != 200:
                 raise ValueError(answer["error"]["message"])
             return cast(dict[str, Any], answer)
 
@@ -482,9 +402,7 @@ class SeparateTaskset(TasksetAdapter):
         return result
 
     async def close(self) -> None:
-        """End the servers and connections."""
+        """End the servers."""
         if self._server_task is not None:
             self._server_task.cancel()
             await asyncio.wait([self._server_task])
-        if self._session is not None:
-            await self._session.close()

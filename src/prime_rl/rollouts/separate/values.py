@@ -8,7 +8,7 @@ import contextvars
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import date
 from decimal import Decimal
 from pathlib import PurePath
@@ -37,6 +37,14 @@ class NotANumber(Failed):
 
 class Refused(Exception):
     """The environment cannot be run: bad arguments, no examples, an unsupported API."""
+
+
+class BoxError(Exception):
+    """The sandbox of an agent has ended or failed."""
+
+
+Request = Callable[..., Awaitable[Any]]
+"""(kind, **arguments) -> the worker's answer; see `environment_runner`."""
 
 
 def arguments_of(function: Callable[..., Any]) -> dict[str, str]:

@@ -55,6 +55,7 @@ class RolloutClient(Client):
         self.calls: list[AnsweredCall] = []
         self.credit = GivenCredit()
         self._raw: Any = None
+        self._key: str | None = None
         self._has_ended = self._is_scored = False
         self._warn = warn
         self._sampling = dict(sampling)
@@ -64,24 +65,26 @@ class RolloutClient(Client):
     def client(self) -> Any:
         """An `openai.AsyncOpenAI` that samples from the policy; its replies in the completion are trained on."""
         if self._raw is None:
-            self._raw = raw_client(self._answer_raw, self._endpoint.base_url, self._endpoint.add(self._answer_raw))
+            self._raw = raw_client(self._answer_raw, self.base_url, self.api_key)
         return self._raw
 
     @property
     def base_url(self) -> str:
         """Address of the same API for a client of the environment's own; it needs `api_key`."""
-        return str(self.client.base_url)
+        return self._endpoint.base_url
 
     @property
     def api_key(self) -> str:
         """Key for `base_url` until the group ends, or this attempt fails."""
-        return str(self.client.api_key)
+        if self._key is None:
+            self._key = self._endpoint.add(self._answer_raw)
+        return self._key
 
     def end_calls(self) -> None:
         """Refuse further calls, such as those of tasks that the environment has left, and end those of `api_key`."""
         self._has_ended = True
-        if self._raw is not None:
-            self._endpoint.remove(self._raw.api_key)
+        if self._key is not None:
+            self._endpoint.remove(self._key)
 
     def release(self) -> None:
         """End all calls, and drop the state."""
@@ -90,8 +93,8 @@ class RolloutClient(Client):
 
     @property
     def is_raw(self) -> bool:
-        """Whether the environment has asked for the raw client."""
-        return self._raw is not None
+        """Whether the environment has asked for the raw client, or its key."""
+        return self._key is not None
 
     def end_rollout(self) -> None:
         """Record no further `calls`: those of reward functions are no part of the rollout."""

@@ -1,20 +1,23 @@
 """An environment whose code runs in an interpreter of its own (`environment_runner`), beside its worker.
 
-The environment samples from the worker's `PolicyEndpoint`, so every token is recorded here, with its version. What
-crosses the connection is examples, messages, rewards and metrics.
+The environment samples from the worker's `PolicyEndpoint`, over the same connection, so every token is recorded here,
+with its version. What crosses the connection is examples, messages, rewards and metrics.
 """
 
 import asyncio
+import base64
+import contextvars
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from prime_rl.core.errors import ConfigError
+from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.core.import_utils import own_name
 from prime_rl.core.types import Rollout
-from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint
+from prime_rl.rollouts.agent_box import AgentBox, shared_sandbox
+from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint, error_body
 from prime_rl.rollouts.environment_backend import (
     EnvironmentBackend,
     call_parameters,
@@ -32,12 +35,14 @@ from prime_rl.rollouts.group_attempts import (
     SampleTooLong,
     UnsupportedEnvironment,
     as_number,
+    config_errors,
 )
 from prime_rl.rollouts.rendering.messages import normalise
 from prime_rl.rollouts.separate.crash_record import WorkerUnusable, current_group
 from prime_rl.rollouts.separate.environment_runner import HEADER, receive_message
 from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import module_name
+from prime_rl.rollouts.separate.values import BoxError
 from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient, check_scored
 from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, add_rewards, check_names_differ, run_episodes
 from prime_rl.rollouts.verifiers.verifiers_classic import no_turns_message, trained_replies, warn_about_credit
@@ -67,7 +72,7 @@ class SeparateEnvironment(EnvironmentBackend):
         self._rows: dict[int, dict[str, Any]] = {}
         self._num_rollouts = 0
         assert config.interpreter is not None, "set where the environment is identified"
-        self._runner = Runner(config.interpreter)
+        self._runner = Runner(config.interpreter, self._endpoint)
         found = find_own_file(config)
         try:
             loaded = self._runner.call_before_serving(
@@ -83,6 +88,9 @@ class SeparateEnvironment(EnvironmentBackend):
                 f"environment {config.id!r} with env.args = {config.args} does not load: {error}"
             ) from error
         self._len, self.eval_split, self._is_classic = loaded["examples"], loaded["eval_split"], loaded["is_classic"]
+        if loaded["uses_sandbox"]:
+            with config_errors(f"environment {config.id!r} cannot run its agents"):
+                shared_sandbox.check()
         for warning in loaded["warnings"]:
             self.warn(*warning)
         if self._len == 0:
@@ -137,9 +145,7 @@ class SeparateEnvironment(EnvironmentBackend):
 
             key = self._endpoint.add(answer)
             try:
-                return await self._runner.call(
-                    "run_episode", example=example, base_url=self._endpoint.base_url, api_key=key
-                )
+                return await self._runner.call("run_episode", example=example, api_key=key)
             finally:
                 self._endpoint.remove(key)
 
@@ -343,8 +349,10 @@ class Call:
 class Runner:
     """The other process, and the calls to it. It ends with this process."""
 
-    def __init__(self, interpreter: str) -> None:
-        """Start the process."""
+    def __init__(self, interpreter: str, endpoint: PolicyEndpoint) -> None:
+        """Start the process; `endpoint` answers its requests to the model. Its agents have boxes here."""
+        self._endpoint, self._requests = endpoint, dict[int, asyncio.Task[None]]()
+        self._boxes = dict[int, AgentBox]()
         self._process = InterpreterServer.of(interpreter).fork()
         self._connection = self._process.connection
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -398,7 +406,8 @@ class Runner:
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._reading is None:
             self._connection.setblocking(False)
-            self._reading = asyncio.get_running_loop().create_task(self._read())
+            # A new context: it serves all groups, not only the one that calls first.
+            self._reading = asyncio.create_task(self._read(), context=contextvars.Context())
         frame = _frame(message)
         if self._writer is None:
             self._waiting.append(frame)
@@ -414,17 +423,63 @@ class Runner:
         with suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                answer = json.loads(await reader.readexactly(length))
-                future = self._calls.pop(answer["call"])
-                try:
-                    future.set_result(_result(answer))
-                except (EnvironmentFailed, UnsupportedEnvironment) as error:
-                    future.set_exception(error)
-                    future.exception()  # it may belong to a cancelled call, whose error nothing reads
+                message = json.loads(await reader.readexactly(length))
+                if "request" in message:
+                    number = message["request"]
+                    task = self._requests[number] = asyncio.create_task(self._answer(**message))
+                    task.add_done_callback(functools.partial(self._forget, number))
+                elif "cancelled" in message:
+                    if (request := self._requests.get(message["cancelled"])) is not None:
+                        request.cancel()
+                else:
+                    self._resolve(message)
         asyncio.get_running_loop().remove_reader(self._process.status)
+        for request in [*self._requests.values()]:
+            request.cancel()
         self._end = await asyncio.to_thread(self._process.wait)
+        await asyncio.gather(*(box.close() for box in self._boxes.values()), return_exceptions=True)
         for future in self._calls.values():
             future.set_exception(WorkerUnusable(self._end))
+
+    def _resolve(self, answer: Mapping[str, Any]) -> None:
+        future = self._calls.pop(answer["call"])
+        try:
+            future.set_result(_result(answer))
+        except (EnvironmentFailed, UnsupportedEnvironment) as error:
+            future.set_exception(error)
+            future.exception()  # it may belong to a cancelled call, whose error nothing reads
+
+    def _forget(self, request: int, _task: "asyncio.Task[None]") -> None:
+        del self._requests[request]
+
+    async def _answer(self, request: int, kind: str, **arguments: Any) -> None:
+        answer = self._chat if kind == "chat" else self._use_box
+        self._send({"op": "answer", "request": request, "result": await answer(**arguments)})
+
+    async def _chat(self, key: str, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        """Return status and body of the answer to a request to the model, also if its rollout ends before."""
+        try:
+            return await self._endpoint.ask(key, path, body)
+        except asyncio.CancelledError:
+            return 401, error_body("the rollout of this key has ended")
+        except Exception as error:  # noqa: BLE001 # of the rollout, which records it
+            return 500, error_body(summarize_exception(error))
+
+    async def _use_box(self, box: int, op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the result of an operation of an agent's sandbox, or what it raised."""
+        used = self._boxes.setdefault(box, AgentBox())
+        try:
+            if op == "run":
+                return {"result": await used.run(**arguments)}
+            if op == "read":
+                return {"result": base64.b64encode(await used.read(arguments["path"])).decode()}
+            if op == "write":
+                await used.write(arguments["path"], base64.b64decode(arguments["data"]))
+            else:
+                await self._boxes.pop(box).close()
+            return {"result": None}
+        except (BoxError, OSError) as error:
+            return {"error": {"kind": type(error).__name__, "message": str(error)}}
 
 
 def _frame(message: Mapping[str, Any]) -> bytes:

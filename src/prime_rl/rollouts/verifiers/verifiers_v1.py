@@ -8,6 +8,7 @@ from typing import Any
 
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.types import Rollout
+from prime_rl.rollouts.agent_box import AgentBox, shared_sandbox
 from prime_rl.rollouts.environment_backend import EnvironmentBackend, load_rewards, objects_of, score_objects
 from prime_rl.rollouts.group_attempts import (
     Attempt,
@@ -16,11 +17,9 @@ from prime_rl.rollouts.group_attempts import (
     UnsupportedEnvironment,
     config_errors,
 )
-from prime_rl.rollouts.separate.taskset_adapter import Box, TasksetAdapter, check_taskset
+from prime_rl.rollouts.separate.taskset_adapter import TasksetAdapter, check_taskset
 from prime_rl.rollouts.separate.values import Failed, Refused
 from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, add_rewards, run_episodes
-from prime_rl.rollouts.verifiers.v1_sandbox_runtime import SandboxRuntime, SandboxRuntimeConfig, shared_sandbox
-from prime_rl.rollouts.verifiers.v1_sandbox_runtime import install as install_sandbox_runtime
 
 
 class TasksetEnvironment(EnvironmentBackend):
@@ -32,11 +31,11 @@ class TasksetEnvironment(EnvironmentBackend):
             f"environment {config.id!r} with env.args = {config.args} does not load, neither by load_environment() "
             "nor as a taskset"
         )
-        install_sandbox_runtime()
-        sandbox = Box(SandboxRuntimeConfig, SandboxRuntime, shared_sandbox.check)
         with config_errors(problem), translate_error(Refused, lambda error: ConfigError(str(error))):
             check_taskset(sys.modules[self.module])
-            self._adapter = TasksetAdapter(self.module, config.args, config.runtime, sandbox)
+            self._adapter = TasksetAdapter(self.module, config.args, config.runtime, AgentBox)
+            if self._adapter.uses_sandbox:
+                shared_sandbox.check()
         if not len(self._adapter):
             raise ConfigError(f"taskset {config.id!r} has no tasks; check env.args")
         for warning in self._adapter.warnings:

@@ -1,16 +1,9 @@
-"""The default runtime of v1 agents: each rollout's commands and files are in a sandbox session of this machine."""
+"""The sandbox of v1 agents: each rollout's commands and files are in a sandbox session of this machine."""
 
 import base64
 import builtins
-from importlib.metadata import version
-from typing import Literal
 
-from pydantic import BaseModel
-from verifiers.v1.errors import SandboxError
-from verifiers.v1.runtimes import BaseRuntimeInfo, ProgramResult, Runtime
-
-from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.separate.taskset_adapter import add_runtime
+from prime_rl.rollouts.separate.values import BoxError
 from prime_rl_sandbox import execution
 from prime_rl_sandbox.execution import ExecutionResult, Verdict, current_settings
 from prime_rl_sandbox.session import Session
@@ -73,61 +66,33 @@ shared_sandbox = SharedSandbox()
 """Runs the sessions of all agents of this worker."""
 
 
-class SandboxRuntimeConfig(BaseModel):
-    """Selects `SandboxRuntime`."""
+class AgentBox:
+    """The sandbox session of one agent: an empty directory, programs of /usr, no network, no environment of the host.
 
-    type: Literal["sandbox"] = "sandbox"
-
-
-class SandboxRuntimeInfo(SandboxRuntimeConfig, BaseRuntimeInfo):
-    """The runtime in a trace."""
-
-
-class SandboxRuntime(Runtime):
-    """A rollout's box: an empty working directory, programs of /usr, no network, no environment of the host.
-
-    The session starts with the first command or file, so an agent that only chats needs no sandbox. Programs see
-    neither this process nor other rollouts. Each command has the run's `sandbox.command_timeout_seconds`.
+    It starts with the first command or file, so an agent that only chats needs no sandbox. Programs see neither this
+    process nor other rollouts. Each command has the run's `sandbox.command_timeout_seconds`.
     """
 
-    def __init__(self, config: SandboxRuntimeConfig, name: str | None = None) -> None:
-        super().__init__(name)
-        if getattr(config, "image", None) is not None:  # verifiers sets what a task asks for
-            raise SandboxError("the task needs a container image; name one in args.env.<agent>.runtime.type")
-        self.config = config
-        self.info = SandboxRuntimeInfo(**config.model_dump())
-        # Views with another environment share this dictionary, and so the session.
-        self._box: dict[str, Session] = {}
+    def __init__(self) -> None:
+        self._session: Session | None = None
 
-    async def start(self) -> None:
-        """Do nothing: the session starts when it is needed."""
-
-    async def run(self, argv: list[str], env: dict[str, str], timeout_seconds: float | None = None) -> ProgramResult:
-        """Run a program in the box; called by verifiers.
+    async def run(self, argv: list[str], env: dict[str, str], timeout_seconds: float | None) -> tuple[int, str, str]:
+        """Run a program; return its exit code, stdout and stderr.
 
         Raises:
-            SandboxError: the box has ended or failed.
+            BoxError: the session has ended or failed.
         """
         max_bytes = shared_sandbox.limits.output_bytes // 2
         seconds = timeout_seconds or current_settings().command_timeout_seconds
-        result = await self._call(f"_run({list(argv)!r}, {self.process_env(env)!r}, {max_bytes})", seconds)
+        result = await self._call(f"_run({list(argv)!r}, {env!r}, {max_bytes})", seconds)
         result = result.printable
         if result.verdict is Verdict.TIMEOUT:
-            return ProgramResult(_EXIT_TIMEOUT, result.stdout, f"the command took longer than {seconds:g} s")
+            return _EXIT_TIMEOUT, result.stdout, f"the command took longer than {seconds:g} s"
         self._check(result)
-        return ProgramResult(int(result.value or 1), result.stdout, result.stderr)
+        return int(result.value or 1), result.stdout, result.stderr
 
-    async def prepare_uv_script(
-        self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
-    ) -> list[str]:
-        """Raise SandboxError: the box has no network to install the packages of a script."""
-        raise SandboxError(
-            "the sandbox has no network, so it cannot install the packages of a script; name a container or cloud in "
-            "args.env.<agent>.runtime.type"
-        )
-
-    async def _read(self, path: str) -> bytes:
-        """Return a file of the box. Raises OSError if the box has no such file."""
+    async def read(self, path: str) -> bytes:
+        """Return a file. Raises OSError if there is no such file, or BoxError."""
         step = min(_PART_BYTES, shared_sandbox.limits.output_bytes // 2)
         content, size = b"", 1
         while len(content) < size:
@@ -140,30 +105,31 @@ class SandboxRuntime(Runtime):
         return content
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file in the box; called by verifiers.
+        """Write a file.
 
         Raises:
-            OSError: the path cannot be written, or the box is full.
-            SandboxError: the box has ended or failed.
+            OSError: the path cannot be written, or the disk of the session is full.
+            BoxError: the session has ended or failed.
         """
         for start in range(0, max(1, len(data)), _PART_BYTES):
             part = base64.b64encode(data[start : start + _PART_BYTES])
             self._check(await self._call(f"_write({path!r}, {part!r}, {'ab' if start else 'wb'!r})"), path)
 
-    async def teardown(self) -> None:
-        """End the session and all programs in it; called by verifiers."""
-        if (session := self._box.pop("session", None)) is not None:
+    async def close(self) -> None:
+        """End the session and all programs in it."""
+        session, self._session = self._session, None
+        if session is not None:
             await session.__aexit__(None, None, None)
 
     async def _call(self, code: str, timeout_seconds: float | None = None) -> ExecutionResult:
-        if "session" not in self._box:
+        if self._session is None:
             try:
                 sandbox = await shared_sandbox.open()
-                self._box["session"] = await sandbox.session().__aenter__()
+                self._session = await sandbox.session().__aenter__()
             except (execution.SandboxError, execution.SandboxConfigError) as error:
-                raise SandboxError(str(error)) from None
-            self._check(await self._box["session"].run(_HELPERS))
-        return await self._box["session"].run(code, timeout=timeout_seconds)
+                raise BoxError(str(error)) from None
+            self._check(await self._session.run(_HELPERS))
+        return await self._session.run(code, timeout=timeout_seconds)
 
     def _check(self, result: ExecutionResult, path: str | None = None) -> None:
         if result.ok:
@@ -172,17 +138,4 @@ class SandboxRuntime(Runtime):
         kind = getattr(builtins, reason.partition(":")[0], None)
         if path is not None and isinstance(kind, type) and issubclass(kind, OSError):
             raise kind(f"{path}: {reason.partition(':')[2].strip()}")
-        raise SandboxError(f"the sandbox of the rollout failed ({result.verdict}): {reason}")
-
-
-def install() -> None:
-    """Let verifiers construct a `SandboxRuntime` for a `SandboxRuntimeConfig`.
-
-    Raises:
-        ConfigError: the installed verifiers selects runtimes in another way.
-    """
-    if not add_runtime(SandboxRuntimeConfig, SandboxRuntime):
-        raise ConfigError(
-            f"verifiers {version('verifiers')} selects runtimes in another way than expected, so its agents would not "
-            "run in the sandbox; install the version that pyproject.toml names"
-        )
+        raise BoxError(f"the sandbox of the rollout failed ({result.verdict}): {reason}")
