@@ -14,7 +14,7 @@ from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint
 from prime_rl.rollouts.recorder import Recorder
 from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.separate.taskset_adapter import InterceptionClient, OpenTrace
+from prime_rl.rollouts.separate.interception import InterceptionClient, OpenTrace
 from prime_rl.rollouts.verifiers.classic_client import RolloutClient
 from prime_rl.rollouts.verifiers.episodes import EpisodeCalls
 from tests.support.tiny_model import make_tokenizer
@@ -53,7 +53,7 @@ def ask():
             asked.warnings.append(message)
 
         if route == "v1":
-            client = InterceptionClient()
+            client = InterceptionClient(None)
             client.traces["t"] = OpenTrace(0, EpisodeCalls(lambda agent: recorder, RUN, warn).ask)
             body = {"model": "m", "messages": MESSAGES, **parameters}
             return await client.get_response(ChatDialect(), body, SamplingConfig(), session_id="t")
@@ -125,7 +125,6 @@ async def test_parameter_of_the_run_is_ignored_with_one_warning(ask, route, para
     ("parameters", "message"),
     [
         ({"n": 2}, r"n > 1 is not supported; call the client several times"),
-        ({"stream": True}, "stream is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"logit_bias": {"5": -100}}, "logit_bias is not supported"),
         ({"tools": TOOLS, "tool_choice": "required"}, "only tool_choice auto and none are supported"),
@@ -170,7 +169,14 @@ async def test_log_probabilities_that_the_response_lacks_log_a_warning(ask, rout
     assert "logprobs = True" in ask.warnings[0] and "the response does not contain" in ask.warnings[0]
 
 
-async def test_stream_of_an_agent_is_refused_with_status_400():
-    with pytest.raises(ProviderError, match="stream is not supported") as refused:
-        await InterceptionClient().relay(ChatDialect(), {}, session_id="t")
+@pytest.mark.parametrize("route", ["classic", "raw", "own"])
+async def test_stream_is_refused(ask, route):
+    with pytest.raises(Exception, match="stream is not supported"):
+        await ask(route, stream=True)
+    assert ask.engine.sampling == []
+
+
+async def test_call_of_an_agent_without_rollout_is_refused_with_status_400():
+    with pytest.raises(ProviderError, match="only calls of a running rollout") as refused:
+        await InterceptionClient(None).relay(ChatDialect(), {}, session_id="t")
     assert refused.value.status_code == 400

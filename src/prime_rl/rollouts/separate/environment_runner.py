@@ -136,6 +136,7 @@ class _Runner:
         """Return the worker's answer to a request.
 
         chat: `key`, `path` and `body` of a request of an OpenAI client; the answer is a status and a body.
+        count: the tokens of `messages` with `tools`; the answer is a number, -1 for what cannot be rendered.
         box: the operation `op` of the sandbox with the number `box`; the answer has a `result` or an `error`.
 
         Raises TypeError or ValueError: an argument is not JSON.

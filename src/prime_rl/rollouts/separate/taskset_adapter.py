@@ -1,7 +1,6 @@
 """Environments of the verifiers v1 API, from release 0.3.2.dev22 on: in a worker, or in an interpreter of their own.
 
-Our `InterceptionClient` answers the calls of verifiers' interception server. Verifiers sends the id of the trace as the
-session id, which selects the agent whose recorder in the worker samples the reply.
+Our `InterceptionClient` answers the calls of verifiers' interception server.
 """
 
 import asyncio
@@ -10,17 +9,11 @@ import itertools
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
-from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import verifiers.v1 as vf
-from verifiers.v1.clients import Client
-from verifiers.v1.dialects import ChatDialect, Dialect
 from verifiers.v1.env import Env
-from verifiers.v1.errors import ProviderError
-from verifiers.v1.graph import PendingTurn
-from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
 from verifiers.v1.utils.loaders import (
     default_harness_id,
     harness_class,
@@ -31,6 +24,7 @@ from verifiers.v1.utils.loaders import (
 from verifiers.v1.utils.retries import run_episode_with_retry
 
 from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
+from .interception import Ask, CountTokens, InterceptionClient, OpenTrace
 from .v1_harnesses import HARNESS_ID, ChatHarnessConfig, shell_config
 from .values import INFRASTRUCTURE, Failed, Refused, Request, describe, plain_messages
 
@@ -38,12 +32,9 @@ _MAX_TASKS = 500_000
 """Of a taskset that does not say that it is infinite."""
 
 _MODEL = vf.ModelContext(
-    model="policy", client=vf.TrainClientConfig(base_url="http://policy.invalid", api_key_var="PRIME_RL_NO_KEY")
+    model="policy", client=vf.EvalClientConfig(base_url="http://policy.invalid", api_key_var="PRIME_RL_NO_KEY")
 )
-"""A placeholder for the model of the agents. The client of this configuration is replaced, so nothing is sent."""
-
-Ask = Callable[[int, Mapping[str, Any]], Awaitable[dict[str, Any]]]
-"""Answers the body of a chat completion of an agent of an episode. Raises ValueError if it does not."""
+"""A placeholder for the model of the agents. Its client is replaced, so nothing is sent; only such a client streams."""
 
 
 def check_taskset(module: ModuleType) -> None:
@@ -53,83 +44,6 @@ def check_taskset(module: ModuleType) -> None:
             f"environment {module.__name__!r} defines no load_environment(); write `def load_environment(...)` that "
             "returns an environment of verifiers, or, for a v1 taskset, name its class in `__all__`"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class OpenTrace:
-    """A trace of a running episode.
-
-    Attributes:
-        agent: its number in the episode, in the order in which they started.
-        ask: samples its replies.
-        answers: verifiers' messages, and the ids of the replies.
-    """
-
-    agent: int
-    ask: Ask
-    answers: list[tuple[AssistantMessage, str]] = field(default_factory=list)
-
-    def replies_in(self, trace: Any) -> list[str]:
-        """Return the ids of the replies in the trace, without those that verifiers rejected or a hook rewrote."""
-        kept = {id(node.message) for node in trace.nodes}
-        return [name for message, name in self.answers if id(message) in kept]
-
-
-class InterceptionClient(Client):
-    """Answers the model calls of all running traces.
-
-    Attributes:
-        traces: by the id of the trace.
-    """
-
-    def __init__(self) -> None:
-        self.traces: dict[str, OpenTrace] = {}
-
-    async def get_response(
-        self,
-        dialect: Dialect,
-        body: dict[str, Any],
-        sampling: SamplingConfig,
-        session_id: str | None = None,
-        turn: PendingTurn | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> Response:
-        """Sample one reply; ProviderError if it fails. The body contains the parameters of the agent's sampling."""
-        trace = self.traces.get(session_id or "")
-        if trace is None or not isinstance(dialect, ChatDialect):
-            raise ProviderError("only chat completions of a running rollout are supported", status_code=400)
-        try:
-            raw = await trace.ask(trace.agent, body)
-        except ValueError as error:
-            raise ProviderError(str(error), status_code=400) from error  # 400: no retry, the group has failed
-        response = _response(raw)
-        trace.answers.append((response.message, raw["id"]))
-        return response
-
-    async def relay(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse a request for a stream; called by verifiers."""
-        raise ProviderError("stream is not supported", status_code=400)
-
-
-def _response(raw: dict[str, Any]) -> Response:
-    """Return OpenAI's chat completion as verifiers' response."""
-    choice = raw["choices"][0]
-    message = AssistantMessage(
-        content=choice["message"]["content"],
-        reasoning_content=choice["message"].get("reasoning_content"),
-        tool_calls=[ToolCall(id=call["id"], **call["function"]) for call in choice["message"].get("tool_calls") or ()]
-        or None,
-    )
-    response = Response(
-        id=raw["id"],
-        created=raw["created"],
-        model=raw["model"],
-        message=message,
-        finish_reason=choice["finish_reason"],
-        usage=Usage(prompt_tokens=raw["usage"]["prompt_tokens"], completion_tokens=raw["usage"]["completion_tokens"]),
-    )
-    response.raw = raw  # the format that harnesses read
-    return response
 
 
 class TasksetAdapter:
@@ -143,7 +57,14 @@ class TasksetAdapter:
 
     eval_split = "none"
 
-    def __init__(self, taskset: str, args: Mapping[str, Any], permission: str, open_box: Callable[[], Box]) -> None:
+    def __init__(
+        self,
+        taskset: str,
+        args: Mapping[str, Any],
+        permission: str,
+        open_box: Callable[[], Box],
+        count_tokens: CountTokens,
+    ) -> None:
         """Load a taskset.
 
         Args:
@@ -151,6 +72,7 @@ class TasksetAdapter:
             args: of the taskset; `env` has those of the environment, and `num_tasks`.
             permission: `env.runtime`.
             open_box: makes the sandbox of an agent.
+            count_tokens: answers agents that ask for the length of a prompt.
 
         Raises:
             Refused: it cannot run here. Also what verifiers raises for wrong arguments.
@@ -174,7 +96,7 @@ class TasksetAdapter:
         if limit is None and len(self.tasks) > _MAX_TASKS:
             raise Refused(f"taskset {taskset!r} has more than {_MAX_TASKS:,} tasks; set env.args.env.num_tasks")
         self._check_tasks(config)
-        self.client = InterceptionClient()
+        self.client = InterceptionClient(count_tokens)
         self._ready: asyncio.Future[None] | None = None
         self._server_task: asyncio.Task[None] | None = None
 
@@ -378,7 +300,14 @@ class SeparateTaskset(TasksetAdapter):
         """Load the taskset of a module; see `TasksetAdapter`. `request` asks the worker."""
         check_taskset(module)
         numbers = itertools.count()
-        super().__init__(taskset, args, permission, lambda: RemoteBox(request, next(numbers)))
+
+        async def count_tokens(messages: list[Any], tools: list[Any] | None) -> int:
+            count = int(await request("count", messages=messages, tools=tools))
+            if count < 0:
+                raise ValueError("the chat template cannot render the messages")
+            return count
+
+        super().__init__(taskset, args, permission, lambda: RemoteBox(request, next(numbers)), count_tokens)
         self._request = request
 
     async def row(self, example: int) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class SeparateEnvironment(EnvironmentBackend):
         self._rows: dict[int, dict[str, Any]] = {}
         self._num_rollouts = 0
         assert config.interpreter is not None, "set where the environment is identified"
-        self._runner = Runner(config.interpreter, self._endpoint)
+        self._runner = Runner(config.interpreter, self._endpoint, self._count_tokens)
         found = find_own_file(config)
         try:
             loaded = self._runner.call_before_serving(
@@ -349,9 +349,10 @@ class Call:
 class Runner:
     """The other process, and the calls to it. It ends with this process."""
 
-    def __init__(self, interpreter: str, endpoint: PolicyEndpoint) -> None:
+    def __init__(self, interpreter: str, endpoint: PolicyEndpoint, count_tokens: Callable[..., int]) -> None:
         """Start the process; `endpoint` answers its requests to the model. Its agents have boxes here."""
-        self._endpoint, self._requests = endpoint, dict[int, asyncio.Task[None]]()
+        self._endpoint, self._count_tokens = endpoint, count_tokens
+        self._requests = dict[int, asyncio.Task[None]]()
         self._boxes = dict[int, AgentBox]()
         self._process = InterpreterServer.of(interpreter).fork()
         self._connection = self._process.connection
@@ -453,8 +454,13 @@ class Runner:
         del self._requests[request]
 
     async def _answer(self, request: int, kind: str, **arguments: Any) -> None:
-        answer = self._chat if kind == "chat" else self._use_box
-        self._send({"op": "answer", "request": request, "result": await answer(**arguments)})
+        result: Any = -1
+        if kind == "count":
+            with suppress(ValueError):
+                result = self._count_tokens(**arguments)
+        else:
+            result = await (self._chat if kind == "chat" else self._use_box)(**arguments)
+        self._send({"op": "answer", "request": request, "result": result})
 
     async def _chat(self, key: str, path: str, body: Any) -> tuple[int, dict[str, Any]]:
         """Return status and body of the answer to a request to the model, also if its rollout ends before."""

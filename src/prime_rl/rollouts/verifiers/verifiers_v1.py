@@ -31,9 +31,13 @@ class TasksetEnvironment(EnvironmentBackend):
             f"environment {config.id!r} with env.args = {config.args} does not load, neither by load_environment() "
             "nor as a taskset"
         )
+
+        async def count_tokens(messages: list[Any], tools: list[Any] | None) -> int:
+            return self._count_tokens(messages, tools)
+
         with config_errors(problem), translate_error(Refused, lambda error: ConfigError(str(error))):
             check_taskset(sys.modules[self.module])
-            self._adapter = TasksetAdapter(self.module, config.args, config.runtime, AgentBox)
+            self._adapter = TasksetAdapter(self.module, config.args, config.runtime, AgentBox, count_tokens)
             if self._adapter.uses_sandbox:
                 shared_sandbox.check()
         if not len(self._adapter):

@@ -1,0 +1,175 @@
+"""The model calls of agents that verifiers intercepts, in each API that it serves.
+
+Verifiers sends the id of the trace as the session id, which selects the agent whose recorder in the worker samples the
+reply.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verifiers.v1.clients import Client
+from verifiers.v1.clients.client import RelayReply
+from verifiers.v1.dialects import ChatDialect, Dialect
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
+
+from .agent_apis import AGENT_APIS, AgentApi
+
+_HEADERS_SECONDS = 2.0
+"""Time in which a failed request for a stream is answered with its status; later ones fail within the stream."""
+
+Ask = Callable[[int, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+"""Answers the body of a chat completion of an agent of an episode. Raises ValueError if it does not."""
+
+CountTokens = Callable[[list[Any], list[Any] | None], Awaitable[int]]
+"""Returns the number of tokens of messages with tools, in OpenAI's form. Raises ValueError."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTrace:
+    """A trace of a running episode.
+
+    Attributes:
+        agent: its number in the episode, in the order in which they started.
+        ask: samples its replies.
+        answers: verifiers' messages, and the ids of the replies.
+        streamed: the same of streams, whose messages verifiers makes again: equal ones are in the order of the replies.
+    """
+
+    agent: int
+    ask: Ask
+    answers: list[tuple[AssistantMessage, str]] = field(default_factory=list)
+    streamed: list[tuple[AssistantMessage, str]] = field(default_factory=list)
+
+    def replies_in(self, trace: Any) -> list[str]:
+        """Return the ids of the replies in the trace, without those that verifiers rejected or a hook rewrote."""
+        kept, made = {id(node.message) for node in trace.nodes}, {id(message) for message, _ in self.answers}
+        found = {name for message, name in self.answers if id(message) in kept}
+        left = [node.message for node in trace.nodes if node.sampled and id(node.message) not in made]
+        for message, name in self.streamed:
+            if message in left:
+                left.remove(message)
+                found.add(name)
+        return sorted(found, key=lambda name: int(name.rpartition("-")[2]))
+
+
+class InterceptionClient(Client):
+    """Answers the model calls of all running traces, in each API that verifiers serves.
+
+    Attributes:
+        traces: by the id of the trace.
+    """
+
+    def __init__(self, count_tokens: CountTokens) -> None:
+        self.traces: dict[str, OpenTrace] = {}
+        self._count_tokens = count_tokens
+
+    async def get_response(
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        sampling: SamplingConfig,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Sample one reply; ProviderError if it fails. The body contains the parameters of the agent's sampling."""
+        trace, api = self._open(dialect, session_id)
+        completion, reply = await self._sample(trace, api, body)
+        if isinstance(dialect, ChatDialect):
+            response = _response(completion)
+        else:
+            response = dialect.parse_response(dialect.validate_response(reply))
+            response.raw = reply
+        trace.answers.append((response.message, completion["id"]))
+        return response
+
+    async def relay(
+        self, dialect: Dialect, body: dict[str, Any], session_id: str | None = None, headers: Any = None
+    ) -> RelayReply:
+        """Stream one reply; ProviderError if it fails early, later an event of the stream; called by verifiers.
+
+        Verifiers notices a client that disconnects while it writes to it, after the first seconds.
+        """
+        trace, api = self._open(dialect, session_id)
+        sampling = asyncio.ensure_future(self._sample(trace, api, body))
+
+        async def chunks() -> AsyncIterator[bytes]:
+            try:
+                completion, reply = await sampling
+            except ProviderError as error:
+                yield api.failure(str(error))
+                return
+            events, parser = list(api.events(reply, body)), dialect.stream_parser()
+            for event in events:
+                parser.feed(event)
+            trace.streamed.append((parser.finish().message, completion["id"]))
+            for event in events:
+                yield event
+
+        async def close() -> None:
+            sampling.cancel()
+            await asyncio.wait([sampling])
+
+        try:
+            await asyncio.wait([sampling], timeout=_HEADERS_SECONDS)
+            if sampling.done():
+                sampling.result()
+        except BaseException:
+            await close()
+            raise
+        return RelayReply("text/event-stream", chunks(), close)
+
+    async def relay_aux(
+        self, dialect: Dialect, route: str, body: dict[str, Any], headers: Any = None
+    ) -> dict[str, Any]:
+        """Return the number of tokens of a prompt in Anthropic's form; called by verifiers."""
+        api = AGENT_APIS.get(dialect.upstream_path)
+        if api is None or not route.endswith("/count_tokens"):
+            raise ProviderError(f"{route} is not supported", status_code=400)
+        try:
+            chat = api.chat_body(body)
+            return {"input_tokens": await self._count_tokens(chat["messages"], chat.get("tools"))}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProviderError(str(error), status_code=400) from error
+
+    def _open(self, dialect: Dialect, session_id: str | None) -> tuple[OpenTrace, AgentApi]:
+        trace, api = self.traces.get(session_id or ""), AGENT_APIS.get(dialect.upstream_path)
+        if trace is None or api is None:
+            raise ProviderError("only calls of a running rollout are supported", status_code=400)
+        return trace, api
+
+    async def _sample(
+        self, trace: OpenTrace, api: AgentApi, body: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a chat completion, and the reply in the form of the API."""
+        try:
+            completion = await trace.ask(trace.agent, api.chat_body(body))
+            return completion, api.reply(completion, body)
+        except (ValueError, KeyError, TypeError) as error:  # the last two of a malformed request
+            message = str(error) if isinstance(error, ValueError) else f"malformed request: {error!r}"
+            raise ProviderError(message, status_code=400) from error  # 400: no retry, the group has failed
+
+
+def _response(raw: dict[str, Any]) -> Response:
+    """Return OpenAI's chat completion as verifiers' response."""
+    choice = raw["choices"][0]
+    message = AssistantMessage(
+        content=choice["message"]["content"],
+        reasoning_content=choice["message"].get("reasoning_content"),
+        tool_calls=[ToolCall(id=call["id"], **call["function"]) for call in choice["message"].get("tool_calls") or ()]
+        or None,
+    )
+    response = Response(
+        id=raw["id"],
+        created=raw["created"],
+        model=raw["model"],
+        message=message,
+        finish_reason=choice["finish_reason"],
+        usage=Usage(prompt_tokens=raw["usage"]["prompt_tokens"], completion_tokens=raw["usage"]["completion_tokens"]),
+    )
+    response.raw = raw  # the format that harnesses read
+    return response

@@ -1,0 +1,143 @@
+"""Agents of any API, with and without streams: each sampled token is trained once, a conversation is one sample."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.environment_id import identify_environments
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.separate.agent_apis import AGENT_APIS
+from prime_rl.rollouts.workers import worker_main
+from tests.support.fake_engine import fake_engine
+from tests.support.tiny_model import make_tokenizer
+from tests.unit.rollouts.conftest import ending_server
+
+PACKAGES = Path(__file__).parents[2] / "support/packages"
+TOKENIZER = make_tokenizer()
+LOOK = '<tool_call>{"name": "look", "arguments": {"at": "%s"}}</tool_call>'
+SAID = (
+    '<think>\nfirst\n</think>\n\nI look. <tool_call>{"arguments": {"at":"h\\u00e9re", "b": [1, 2.0]},  "name": "look"}'
+    "</tool_call>",
+    LOOK % "a" + LOOK % "b",
+    LOOK % "",
+    "It is there.",
+)
+CHAT, RESPONSES, MESSAGES = (AGENT_APIS[path] for path in ("/chat/completions", "/responses", "/v1/messages"))
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.syspath_prepend(str(PACKAGES))
+
+
+async def run(interpreter=None, **keys):
+    """Return the rollouts of a group of one, and the prompt and the reply of each request that the engine got."""
+    sampled = []
+
+    def reply(body):
+        ids = [*TOKENIZER(SAID[min(len(sampled), 3)], add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+        sampled.append((body["token_ids"], ids))
+        return ids, "stop"
+
+    name = "agent_taskset" if interpreter is None else str(PACKAGES / "agent_taskset.py")
+    args = {"env": {"agent": {"harness": {"id": "agent_taskset", **keys}}}}
+    environment = worker_main.load(EnvConfig(id=name, args=args, interpreter=interpreter), Renderer(TOKENIZER), "train")
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine, ending_server(environment):
+        fake.reply = reply
+        rollouts = await environment.run_group(0, 1, engine, {"max_tokens": 300}, 8192)
+    return rollouts, sampled
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+async def test_tokens_of_an_agent_are_trained_once(api, stream):
+    (rollout,), sampled = await run(api=api, stream=stream)
+    (sample,) = rollout.samples
+    assert sample.tokens[sample.loss_mask].tolist() == [token for _, ids in sampled for token in ids]
+    prompt, last = sampled[-1]
+    assert sample.tokens.tolist() == prompt + last, "the context of each token is what the engine saw"
+    assert rollout.reward == rollout.metrics["num_turns"] == 4
+    assert [role for role, _ in rollout.text] == [
+        *("system", "user", "assistant", "tool", "assistant", "tool", "tool", "assistant", "tool", "assistant")
+    ]
+
+
+@pytest.mark.parametrize("api", ["messages", "responses"])
+async def test_edited_conversation_is_one_sample_per_branch(api):
+    (rollout,), sampled = await run(sys.executable, api=api, stream=True, edits=True)
+    assert [sample.tokens.tolist() for sample in rollout.samples] == [
+        prompt + ids for prompt, ids in (sampled[1], sampled[3])
+    ]
+    trained = [token for sample in rollout.samples for token in sample.tokens[sample.loss_mask].tolist()]
+    assert trained == [token for _, ids in sampled for token in ids]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+async def test_agents_of_another_release_of_verifiers(api):
+    """It needs a package index, or packages in uv's cache."""
+    config = EnvConfig(id=str(PACKAGES / "agent_taskset.py"), requirements=["verifiers==0.4.0"])
+    [config] = identify_environments([config], "env", pytest.fail, print)
+    (rollout,), sampled = await run(config.interpreter, api=api, stream=True)
+    (sample,) = rollout.samples
+    assert sample.tokens[sample.loss_mask].tolist() == [token for _, ids in sampled for token in ids]
+
+
+@pytest.mark.parametrize(
+    ("api", "request_", "problem"),
+    [
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type image"),
+        (MESSAGES, {"messages": "hello"}, "messages is 'hello', not a list"),
+        (MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "server_tool_use"),
+        (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "type item_reference"),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type input_image"),
+        (RESPONSES, {"input": [3]}, r"input is \[3\], not a list of objects"),
+    ],
+)
+def test_what_no_chat_completion_expresses_is_refused(api, request_, problem):
+    with pytest.raises(ValueError, match=problem):
+        api.chat_body(request_)
+
+
+def test_settings_are_passed_on_or_left_to_the_check_of_chat_completions():
+    tool = {"name": "f", "input_schema": {}}
+    body = MESSAGES.chat_body(
+        {
+            "messages": [{"role": "user", "content": "a"}], "tools": [tool], "tool_choice": {"type": "any"},
+            "stop_sequences": ["x"], "max_tokens": 3, "metadata": {"user_id": "b"}, "thinking": {"type": "enabled"},
+            "output_config": {"effort": "low"}, "container": "c",
+        }
+    )  # fmt: skip
+    assert {name: body[name] for name in ("tool_choice", "stop", "max_tokens", "container")} == {
+        "tool_choice": "required", "stop": ["x"], "max_tokens": 3, "container": "c"
+    }  # fmt: skip
+    assert body.keys().isdisjoint({"metadata", "thinking", "output_config", "stop_sequences"})
+    form = {"type": "json_schema", "schema": {}}
+    body = RESPONSES.chat_body({"input": "a", "text": {"format": form}, "temperature": 0.5, "store": False})
+    assert (body["response_format"], body["temperature"], "store" in body) == (form, 0.5, False)
+
+
+def test_custom_tools_take_text():
+    request = {"input": "a", "tools": [{"type": "custom", "name": "patch"}]}
+    (tool,) = RESPONSES.chat_body(request)["tools"]
+    assert tool["function"]["parameters"]["required"] == ["input"]
+    call = {"id": "c1", "type": "function", "function": {"name": "patch", "arguments": '{"input": "*** a"}'}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    completion = {
+        "id": "0-1", "created": 0, "model": "m",
+        "choices": [{"message": message, "finish_reason": "tool_calls"}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+    }  # fmt: skip
+    reply = RESPONSES.reply(completion, request)
+    (item,) = reply["output"]
+    assert (item["type"], item["input"]) == ("custom_tool_call", "*** a")
+    result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
+    history = RESPONSES.chat_body({"input": [item, result]})["messages"]
+    assert history[0]["tool_calls"] == [call] and history[1]["content"] == "done"
+    kinds = [json.loads(event.split(b"data: ")[1])["type"] for event in RESPONSES.events(reply, request)]
+    assert kinds[-1] == "response.completed" and "response.custom_tool_call_input.done" in kinds
