@@ -1,9 +1,11 @@
 """A v1 taskset whose agent speaks one of three APIs through the vendor's client, with or without streams.
 
 It asks for the tool `look`, whose result is the number of the call, until the reply calls no tool. With `edits` it
-changes its first message once, which begins another branch.
+changes its first message once, which begins another branch. With `leaves` it first disconnects from a stream.
 """
 
+import asyncio
+import contextlib
 import json
 
 import anthropic
@@ -23,6 +25,7 @@ class AgentHarnessConfig(HarnessConfig):
     api: str = "chat"
     stream: bool = False
     edits: bool = False
+    leaves: bool = False
 
 
 class AgentHarness(vf.Harness[AgentHarnessConfig]):
@@ -34,6 +37,9 @@ class AgentHarness(vf.Harness[AgentHarnessConfig]):
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
         turn = {"chat": Chat, "messages": Messages, "responses": Responses}[self.config.api](endpoint, secret)
         turn.begin(data.prompt)
+        if self.config.leaves:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(turn.ask(True), 4)
         for number in range(5):
             calls = await turn.ask(self.config.stream)
             if not calls:

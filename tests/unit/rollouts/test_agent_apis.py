@@ -1,14 +1,17 @@
 """Agents of any API, with and without streams: each sampled token is trained once, a conversation is one sample."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.environment_id import identify_environments
+from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate.agent_apis import AGENT_APIS
 from prime_rl.rollouts.workers import worker_main
@@ -74,6 +77,35 @@ async def test_edited_conversation_is_one_sample_per_branch(api):
     ]
     trained = [token for sample in rollout.samples for token in sample.tokens[sample.loss_mask].tolist()]
     assert trained == [token for _, ids in sampled for token in ids]
+
+
+class SlowEngine:
+    """Its first request is answered only if it is cancelled; the next one waits for this."""
+
+    def __init__(self):
+        self.freed, self.count = asyncio.Event(), 0
+
+    async def generate(self, prompt_ids, sampling):
+        self.count += 1
+        if self.count == 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.freed.set()
+        await asyncio.wait_for(self.freed.wait(), 60)
+        ids = np.array([*TOKENIZER("no", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id], np.int32)
+        return Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), False)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+async def test_agent_that_disconnects_from_a_stream_frees_the_request(interpreter):
+    name = "agent_taskset" if interpreter is None else str(PACKAGES / "agent_taskset.py")
+    args = {"env": {"agent": {"harness": {"id": "agent_taskset", "leaves": True}}}}
+    environment = worker_main.load(EnvConfig(id=name, args=args, interpreter=interpreter), Renderer(TOKENIZER), "train")
+    async with ending_server(environment):
+        (rollout,) = await environment.run_group(0, 1, SlowEngine(), {"max_tokens": 300}, 8192)
+    assert rollout.reward == 1.0, "one reply"
 
 
 @pytest.mark.extended

@@ -15,6 +15,7 @@ from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.agent_box import AgentBox, shared_sandbox
 from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate.agent_runtime import SandboxRuntime, SandboxRuntimeConfig, add_sandbox
 from prime_rl.rollouts.separate.v1_harnesses import ShellHarness, ShellHarnessConfig
@@ -103,6 +104,17 @@ async def test_agent_works_on_files_that_task_and_reward_share(installed, interp
     tools = [text for role, text in rollout.text if role == "tool"]
     assert [tool.strip() for tool in tools] == ["19+23", "Edited sum.txt"]
     assert rollout.reward == 1.0
+
+
+async def test_sandbox_that_breaks_fails_the_rollout_of_its_own_interpreter(installed, monkeypatch):
+    async def broken(*_):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(AgentBox, "write", broken)
+    keys = {"id": str(PACKAGES / "coding_taskset.py"), "interpreter": sys.executable, "num_retries": 0}
+    async with agent("done", **keys) as (environment, engine):
+        with pytest.raises(EnvironmentFailed, match="no room"):
+            await environment.run_group(0, 1, engine, {"max_tokens": 300}, 4096)
 
 
 @pytest.mark.extended

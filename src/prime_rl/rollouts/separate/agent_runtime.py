@@ -12,7 +12,7 @@ from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import BaseRuntimeInfo, ProgramResult, Runtime
 
-from .values import BoxError, Refused, Request
+from .values import BoxError, Refused, Request, RequestFailed
 
 
 class Box(Protocol):
@@ -155,8 +155,9 @@ class RemoteBox:
         await self._call("close")
 
     async def _call(self, op: str, **arguments: Any) -> Any:
-        answer = await self._request("box", box=self._number, op=op, arguments=arguments)
-        if (error := answer.get("error")) is None:
-            return answer["result"]
-        kind = getattr(builtins, error["kind"], BoxError)
-        raise (kind if issubclass(kind, OSError) else BoxError)(error["message"])
+        try:
+            return await self._request("box", box=self._number, op=op, arguments=arguments)
+        except RequestFailed as error:
+            name, message = error.args
+            kind = getattr(builtins, name, BoxError)
+            raise (kind if issubclass(kind, OSError) else BoxError)(message) from None

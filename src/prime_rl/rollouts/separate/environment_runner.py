@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from .crash_record import CrashRecord, current_group
-from .values import Refused, cancelled_calls, current_call, describe, plain, was_cancelled
+from .values import Refused, RequestFailed, cancelled_calls, current_call, describe, plain, was_cancelled
 
 HEADER = struct.Struct("<I")
 """Length of the JSON text that follows."""
@@ -115,7 +115,10 @@ class _Runner:
                 if call["op"] == "answer":
                     answered = self._requests.get(call["request"])
                     if answered is not None and not answered.done():
-                        answered.set_result(call["result"])
+                        if (error := call.get("error")) is None:
+                            answered.set_result(call["result"])
+                        else:
+                            answered.set_exception(RequestFailed(error["kind"], error["message"]))
                     continue
                 number = call["call"]
                 if call["op"] != "cancel":
@@ -136,10 +139,10 @@ class _Runner:
         """Return the worker's answer to a request.
 
         chat: `key`, `path` and `body` of a request of an OpenAI client; the answer is a status and a body.
-        count: the tokens of `messages` with `tools`; the answer is a number, -1 for what cannot be rendered.
-        box: the operation `op` of the sandbox with the number `box`; the answer has a `result` or an `error`.
+        count: the number of tokens of `messages` with `tools`.
+        box: the operation `op` of the sandbox with the number `box`.
 
-        Raises TypeError or ValueError: an argument is not JSON.
+        Raises RequestFailed: the worker could not answer. Raises TypeError or ValueError: an argument is not JSON.
         """
         assert self._loop is not None and self._writer is not None
         if asyncio.get_running_loop() is not self._loop:  # of a thread of the environment

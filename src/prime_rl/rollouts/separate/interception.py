@@ -130,10 +130,10 @@ class InterceptionClient(Client):
         api = AGENT_APIS.get(dialect.upstream_path)
         if api is None or not route.endswith("/count_tokens"):
             raise ProviderError(f"{route} is not supported", status_code=400)
+        chat = _chat_body(api, body)
         try:
-            chat = api.chat_body(body)
             return {"input_tokens": await self._count_tokens(chat["messages"], chat.get("tools"))}
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ProviderError(str(error), status_code=400) from error
 
     def _open(self, dialect: Dialect, session_id: str | None) -> tuple[OpenTrace, AgentApi]:
@@ -146,12 +146,21 @@ class InterceptionClient(Client):
         self, trace: OpenTrace, api: AgentApi, body: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a chat completion, and the reply in the form of the API."""
+        chat = _chat_body(api, body)
         try:
-            completion = await trace.ask(trace.agent, api.chat_body(body))
-            return completion, api.reply(completion, body)
-        except (ValueError, KeyError, TypeError) as error:  # the last two of a malformed request
-            message = str(error) if isinstance(error, ValueError) else f"malformed request: {error!r}"
-            raise ProviderError(message, status_code=400) from error  # 400: no retry, the group has failed
+            completion = await trace.ask(trace.agent, chat)
+        except ValueError as error:
+            raise ProviderError(str(error), status_code=400) from error  # 400: no retry, the group has failed
+        return completion, api.reply(completion, body)
+
+
+def _chat_body(api: AgentApi, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return api.chat_body(body)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ProviderError(f"malformed request: {error!r}", status_code=400) from error
+    except ValueError as error:
+        raise ProviderError(str(error), status_code=400) from error
 
 
 def _response(raw: dict[str, Any]) -> Response:

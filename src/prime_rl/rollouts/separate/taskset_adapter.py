@@ -26,7 +26,7 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
 from .interception import Ask, CountTokens, InterceptionClient, OpenTrace
 from .v1_harnesses import HARNESS_ID, ChatHarnessConfig, shell_config
-from .values import INFRASTRUCTURE, Failed, Refused, Request, describe, plain_messages
+from .values import INFRASTRUCTURE, Failed, Refused, Request, RequestFailed, describe, plain_messages
 
 _MAX_TASKS = 500_000
 """Of a taskset that does not say that it is infinite."""
@@ -302,10 +302,10 @@ class SeparateTaskset(TasksetAdapter):
         numbers = itertools.count()
 
         async def count_tokens(messages: list[Any], tools: list[Any] | None) -> int:
-            count = int(await request("count", messages=messages, tools=tools))
-            if count < 0:
-                raise ValueError("the chat template cannot render the messages")
-            return count
+            try:
+                return int(await request("count", messages=messages, tools=tools))
+            except RequestFailed as error:
+                raise ValueError(error.args[1]) from None
 
         super().__init__(taskset, args, permission, lambda: RemoteBox(request, next(numbers)), count_tokens)
         self._request = request

@@ -43,6 +43,10 @@ class BoxError(Exception):
     """The sandbox of an agent has ended or failed."""
 
 
+class RequestFailed(Exception):
+    """The worker could not answer a request: the name of what it raised, and its message."""
+
+
 Request = Callable[..., Awaitable[Any]]
 """(kind, **arguments) -> the worker's answer; see `environment_runner`."""
 

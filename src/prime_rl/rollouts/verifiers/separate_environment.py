@@ -42,7 +42,6 @@ from prime_rl.rollouts.separate.crash_record import WorkerUnusable, current_grou
 from prime_rl.rollouts.separate.environment_runner import HEADER, receive_message
 from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import module_name
-from prime_rl.rollouts.separate.values import BoxError
 from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient, check_scored
 from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, add_rewards, check_names_differ, run_episodes
 from prime_rl.rollouts.verifiers.verifiers_classic import no_turns_message, trained_replies, warn_about_credit
@@ -454,13 +453,16 @@ class Runner:
         del self._requests[request]
 
     async def _answer(self, request: int, kind: str, **arguments: Any) -> None:
-        result: Any = -1
-        if kind == "count":
-            with suppress(ValueError):
-                result = self._count_tokens(**arguments)
-        else:
-            result = await (self._chat if kind == "chat" else self._use_box)(**arguments)
-        self._send({"op": "answer", "request": request, "result": result})
+        """Answer a request; also one that fails, for which the environment waits."""
+        answer: dict[str, Any] = {"op": "answer", "request": request}
+        try:
+            if kind == "count":
+                answer["result"] = self._count_tokens(**arguments)
+            else:
+                answer["result"] = await (self._chat if kind == "chat" else self._use_box)(**arguments)
+        except Exception as error:  # noqa: BLE001 # of a sandbox, or of messages that cannot be rendered
+            answer["error"] = {"kind": type(error).__name__, "message": str(error)}
+        self._send(answer)
 
     async def _chat(self, key: str, path: str, body: Any) -> tuple[int, dict[str, Any]]:
         """Return status and body of the answer to a request to the model, also if its rollout ends before."""
@@ -471,21 +473,18 @@ class Runner:
         except Exception as error:  # noqa: BLE001 # of the rollout, which records it
             return 500, error_body(summarize_exception(error))
 
-    async def _use_box(self, box: int, op: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of an operation of an agent's sandbox, or what it raised."""
+    async def _use_box(self, box: int, op: str, arguments: Mapping[str, Any]) -> Any:
+        """Return the result of an operation of an agent's sandbox."""
         used = self._boxes.setdefault(box, AgentBox())
-        try:
-            if op == "run":
-                return {"result": await used.run(**arguments)}
-            if op == "read":
-                return {"result": base64.b64encode(await used.read(arguments["path"])).decode()}
-            if op == "write":
-                await used.write(arguments["path"], base64.b64decode(arguments["data"]))
-            else:
-                await self._boxes.pop(box).close()
-            return {"result": None}
-        except (BoxError, OSError) as error:
-            return {"error": {"kind": type(error).__name__, "message": str(error)}}
+        if op == "run":
+            return await used.run(**arguments)
+        if op == "read":
+            return base64.b64encode(await used.read(arguments["path"])).decode()
+        if op == "write":
+            await used.write(arguments["path"], base64.b64decode(arguments["data"]))
+        else:
+            await self._boxes.pop(box).close()
+        return None
 
 
 def _frame(message: Mapping[str, Any]) -> bytes:
