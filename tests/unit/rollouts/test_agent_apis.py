@@ -125,6 +125,8 @@ async def test_agents_of_another_release_of_verifiers(api):
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type image"),
         (MESSAGES, {"messages": "hello"}, "messages is 'hello', not a list"),
         (MESSAGES, {"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "server_tool_use"),
+        (MESSAGES, {"messages": [], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "the type bash_20250124"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "local_shell"}]}, "the type local_shell are not supported"),
         (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "type item_reference"),
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type input_image"),

@@ -86,7 +86,7 @@ class MessagesApi:
         tools = [
             _function(tool["name"], tool.get("description"), tool["input_schema"])
             for tool in _objects("tools", body.pop("tools", None))
-            if "input_schema" in tool
+            if "input_schema" in tool or not _is_run_by_the_provider(tool)
         ]
         choice = body.pop("tool_choice", None) or {}
         if choice.get("disable_parallel_tool_use"):
@@ -232,6 +232,8 @@ class ResponsesApi:
             elif tool.get("type") == "custom":
                 schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
                 yield _function(tool["name"], tool.get("description"), schema)
+            else:
+                _is_run_by_the_provider(tool)
 
     def _messages(self, given: Any) -> Iterator[dict[str, Any]]:
         if isinstance(given, str):
@@ -390,6 +392,25 @@ def _text_parts(content: Any) -> str | list[dict[str, Any]]:
             raise ValueError(f"content of the type {kind} is not supported, only text")
         parts.append({"type": "text", "text": text})
     return parts
+
+
+_RUN_BY_PROVIDERS = (
+    "web_search",
+    "web_fetch",
+    "code_execution",
+    "file_search",
+    "code_interpreter",
+    "image_generation",
+    "mcp",
+)
+"""Beginnings of types of tools."""
+
+
+def _is_run_by_the_provider(tool: Body) -> bool:
+    """Return True for a tool that the policy cannot call. Raises ValueError for one that the agent runs itself."""
+    if not str(kind := tool.get("type")).startswith(_RUN_BY_PROVIDERS):
+        raise ValueError(f"tools of the type {kind} are not supported; offer a function with a schema instead")
+    return True
 
 
 def _function(name: str, description: str | None, schema: Any) -> dict[str, Any]:

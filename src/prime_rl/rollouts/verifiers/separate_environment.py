@@ -349,7 +349,7 @@ class Runner:
     """The other process, and the calls to it. It ends with this process."""
 
     def __init__(self, interpreter: str, endpoint: PolicyEndpoint, count_tokens: Callable[..., int]) -> None:
-        """Start the process; `endpoint` answers its requests to the model. Its agents have boxes here."""
+        """Start the process. Its requests are answered by `endpoint`, `count_tokens`, and sandboxes of this process."""
         self._endpoint, self._count_tokens = endpoint, count_tokens
         self._requests = dict[int, asyncio.Task[None]]()
         self._boxes = dict[int, AgentBox]()
