@@ -157,6 +157,12 @@ class EnvConfig(BaseConfig):
     container or cloud: in the `sandbox` of this machine, or as a `subprocess` with your permissions and without
     isolation."""
 
+    command: list[str] = Field([])
+    """Program, with its arguments, that is the agent of a v1 taskset, such as `["mini", "--task", "{prompt}"]`. It runs
+    in `runtime`, once per rollout, and finds the model by OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY. `{prompt}`, `{model}`, `{base_url}` and `{api_key}` in it are replaced. [] uses the harness of
+    the taskset."""
+
     @field_validator("name")
     @classmethod
     def _is_file_name(cls, name: str | None) -> str | None:

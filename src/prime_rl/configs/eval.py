@@ -17,7 +17,7 @@ class EvalConfig(EvaluationConfig, LoggedConfig):
     """Evaluation of a served model in environments or benchmarks. Writes the results to output_dir/evals.
     `eval --compare A B` compares the results in two directories."""
 
-    command: ClassVar[str] = "eval"
+    command_name: ClassVar[str] = "eval"
     deprecated: ClassVar[dict[str, str]] = {"eval_base": "eval_base_model"}
 
     benchmarks: StrList = Field([], json_schema_extra=common("Evaluation"))

@@ -131,7 +131,7 @@ class InferenceConfig(RootConfig):
     It writes a heartbeat to output_dir, if that is a run directory.
     """
 
-    command: ClassVar[str] = "inference"
+    command_name: ClassVar[str] = "inference"
     aliases: ClassVar[dict[str, str]] = {
         "max_model_len": "model.max_model_len",
         **PARALLEL,

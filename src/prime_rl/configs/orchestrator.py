@@ -49,7 +49,7 @@ class OrchestratorModelConfig(NameConfig):
 class OrchestratorConfig(RunConfig, RolloutsConfig):
     """The orchestrator: samples and scores rollouts, writes batch n, updates inference to v_n."""
 
-    command: ClassVar[str] = "orchestrator"
+    command_name: ClassVar[str] = "orchestrator"
     aliases: ClassVar[dict[str, str]] = {"lora_name": "model.lora.name"}
     deprecated: ClassVar[dict[str, str]] = {
         "on_refused_weights": "on_invalid_weights",

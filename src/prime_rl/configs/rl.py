@@ -34,7 +34,7 @@ class PageConfig(BaseConfig):
 class RLConfig(RunConfig):
     """A whole run, on one node or several: starts inference (if configured), the orchestrator and the trainer."""
 
-    command: ClassVar[str] = "rl"
+    command_name: ClassVar[str] = "rl"
     deprecated: ClassVar[dict[str, str]] = {"grace_seconds": "grace_timeout_seconds"}
     variables: ClassVar[dict[str, str]] = {SERVER_ADDRESS_VAR: "orchestrator.client.host"}
 

@@ -17,7 +17,7 @@ from prime_rl.configs.training.sft_data import SFTDataConfig, SFTFakeDataConfig,
 class SFTConfig(TrainingConfig):
     """Supervised fine-tuning. The result is the latest weights/step_N of output_dir."""
 
-    command: ClassVar[str] = "sft"
+    command_name: ClassVar[str] = "sft"
 
     data: Annotated[SFTDataConfig | SFTFakeDataConfig, Field(discriminator="type")] = Field(
         default_factory=SFTDataConfig, json_schema_extra=common("Data")

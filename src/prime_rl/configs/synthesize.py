@@ -16,7 +16,7 @@ class SynthesizeConfig(EvaluationConfig):
     best rollouts of earlier runs."""
 
     aliases: ClassVar[dict[str, str]] = {"from": "from_runs"}
-    command: ClassVar[str] = "synthesize"
+    command_name: ClassVar[str] = "synthesize"
 
     from_runs: StrList = Field([], json_schema_extra=common("Rollouts"))
     """Run directories, of one or several runs or of `eval`, whose rollouts are read instead of sampling new ones."""

@@ -70,7 +70,7 @@ class PeerConfig(BaseConfig):
 class TrainerConfig(TrainingConfig):
     """The trainer: waits for batch n, trains v_n on it, publishes v_{n+1}."""
 
-    command: ClassVar[str] = "trainer"
+    command_name: ClassVar[str] = "trainer"
     deprecated: ClassVar[dict[str, str]] = {
         "minibatches": "num_minibatches",
         "visibility_seconds": "fs_consistency_timeout_seconds",

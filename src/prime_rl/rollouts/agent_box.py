@@ -2,10 +2,13 @@
 
 import base64
 import builtins
+from collections.abc import Collection
+from dataclasses import replace
 
+from prime_rl.configs.environment import EnvConfig
 from prime_rl.rollouts.separate.values import BoxError
 from prime_rl_sandbox import execution
-from prime_rl_sandbox.execution import ExecutionResult, Verdict, current_settings
+from prime_rl_sandbox.execution import ExecutionResult, SandboxLimits, Verdict, current_settings
 from prime_rl_sandbox.session import Session
 from prime_rl_sandbox.shared_sandbox import SharedSandbox
 
@@ -62,18 +65,45 @@ def _write(path, data, mode):
 _protect()
 '''
 
-shared_sandbox = SharedSandbox()
+BOX_FOLDERS = ("/app", "/tests", "/logs")
+"""Folders that images for agents have, of Terminal-Bench and others; each box has its own, empty ones."""
+
+shared_sandbox = SharedSandbox(folders=BOX_FOLDERS)
 """Runs the sessions of all agents of this worker."""
 
 
+def agent_limits() -> SandboxLimits:
+    """Return the run's limits, raised to what the programs of agents need, such as Node.js."""
+    limits = current_settings().limits
+    return replace(
+        limits,
+        memory_bytes=max(limits.memory_bytes, 4 * 2**30),
+        num_processes=max(limits.num_processes, 256),
+        num_open_files=max(limits.num_open_files, 1024),
+        disk_bytes=max(limits.disk_bytes, 2**30),
+        num_files=max(limits.num_files, 2**16),
+        shared_memory_bytes=max(limits.shared_memory_bytes, 64 * 2**20),
+        limits_address_space=False,
+    )
+
+
+def box_sandbox(config: EnvConfig) -> SharedSandbox:
+    """Return what runs the boxes of an environment."""
+    if not config.command:
+        return shared_sandbox
+    return SharedSandbox(limits=agent_limits(), num_warm=2, folders=BOX_FOLDERS)
+
+
 class AgentBox:
-    """The sandbox session of one agent: an empty directory, programs of /usr, no network, no environment of the host.
+    """The sandbox session of one agent: empty folders, programs of /usr, no network, no environment of the host.
 
     It starts with the first command or file, so an agent that only chats needs no sandbox. Programs see neither this
     process nor other rollouts. Each command has the run's `sandbox.command_timeout_seconds`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sandbox: SharedSandbox = shared_sandbox) -> None:
+        """Use a sandbox, which runs other agents too."""
+        self._sandbox = sandbox
         self._session: Session | None = None
 
     async def run(self, argv: list[str], env: dict[str, str], timeout_seconds: float | None) -> tuple[int, str, str]:
@@ -82,7 +112,7 @@ class AgentBox:
         Raises:
             BoxError: the session has ended or failed.
         """
-        max_bytes = shared_sandbox.limits.output_bytes // 2
+        max_bytes = self._sandbox.limits.output_bytes // 2
         seconds = timeout_seconds or current_settings().command_timeout_seconds
         result = await self._call(f"_run({list(argv)!r}, {env!r}, {max_bytes})", seconds)
         result = result.printable
@@ -93,7 +123,7 @@ class AgentBox:
 
     async def read(self, path: str) -> bytes:
         """Return a file. Raises OSError if there is no such file, or BoxError."""
-        step = min(_PART_BYTES, shared_sandbox.limits.output_bytes // 2)
+        step = min(_PART_BYTES, self._sandbox.limits.output_bytes // 2)
         content, size = b"", 1
         while len(content) < size:
             result = await self._call(f"_read({path!r}, {len(content)}, {step})")
@@ -115,21 +145,31 @@ class AgentBox:
             part = base64.b64encode(data[start : start + _PART_BYTES])
             self._check(await self._call(f"_write({path!r}, {part!r}, {'ab' if start else 'wb'!r})"), path)
 
+    async def forward(self, ports: Collection[int]) -> None:
+        """Let its programs connect to these TCP ports of 127.0.0.1 on this machine. Raises BoxError."""
+        try:
+            await (await self._open()).forward(ports)
+        except execution.SandboxError as error:
+            raise BoxError(str(error)) from None
+
     async def close(self) -> None:
         """End the session and all programs in it."""
         session, self._session = self._session, None
         if session is not None:
             await session.__aexit__(None, None, None)
 
-    async def _call(self, code: str, timeout_seconds: float | None = None) -> ExecutionResult:
+    async def _open(self) -> Session:
         if self._session is None:
             try:
-                sandbox = await shared_sandbox.open()
+                sandbox = await self._sandbox.open()
                 self._session = await sandbox.session().__aenter__()
             except (execution.SandboxError, execution.SandboxConfigError) as error:
                 raise BoxError(str(error)) from None
             self._check(await self._session.run(_HELPERS))
-        return await self._session.run(code, timeout=timeout_seconds)
+        return self._session
+
+    async def _call(self, code: str, timeout_seconds: float | None = None) -> ExecutionResult:
+        return await (await self._open()).run(code, timeout=timeout_seconds)
 
     def _check(self, result: ExecutionResult, path: str | None = None) -> None:
         if result.ok:

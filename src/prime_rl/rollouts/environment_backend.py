@@ -213,6 +213,15 @@ def _plain(value: Any) -> Any:
     return xxh3_128(value).hexdigest() if isinstance(value, bytes) else type(value).__qualname__
 
 
+def refuse_command(config: EnvConfig) -> None:
+    """Raise ConfigError if a classic environment is to run an agent's program."""
+    if config.command:
+        raise ConfigError(
+            f"environment {config.id!r} has the classic API, which calls the model itself; an agent's `command` needs "
+            "a v1 taskset (docs/environments.md)"
+        )
+
+
 def load_rewards(configs: Sequence[RewardConfig], env_id: str) -> list[tuple[Callable[..., Any], float]]:
     """Import the functions, with their weights. Each is named after its metric.
 

@@ -19,7 +19,7 @@ from prime_rl.core.errors import ConfigError
 ROOT = Path(__file__).parents[3]
 
 COMMANDS = {
-    config.command: config
+    config.command_name: config
     for config in (
         EvalConfig,
         InferenceConfig,

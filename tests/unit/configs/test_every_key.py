@@ -291,7 +291,7 @@ def is_read(config: RootConfig, path: tuple[str, ...], readers: Readers) -> bool
     for part in path[:-1]:
         block = getattr(block, part)
         block = block[0] if isinstance(block, list) else block
-    command = path[0] if config.command == "rl" and path[0] in ROLES else config.command
+    command = path[0] if config.command_name == "rl" and path[0] in ROLES else config.command_name
     return readers.has(type(block), path[-1], readers.reachable(f"prime_rl.entrypoints.{command}"))
 
 

@@ -63,6 +63,8 @@ class SandboxLimits:
         timeout_seconds: wall-clock time, without the time in which the code waited for a free processor.
         max_timeout_factor: the limit of the wall-clock time with that waiting time, as a multiple of the timeout.
         memory_bytes: address space of each process.
+        limits_address_space: without it, a control group limits the memory of all processes together to `memory_bytes`,
+            where groups are available: some programs, such as Node.js, reserve much more than they use.
         num_processes: processes and threads.
         output_bytes: stdout and stderr together, and each file that is read back.
         disk_bytes: files in the working directory, which is in memory.
@@ -78,6 +80,7 @@ class SandboxLimits:
     num_files: int = 4096
     num_open_files: int = 256
     shared_memory_bytes: int = MIB
+    limits_address_space: bool = True
 
 
 @dataclass(frozen=True, slots=True)

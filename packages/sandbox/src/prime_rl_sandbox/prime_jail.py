@@ -51,7 +51,13 @@ remote_gateway.main(folder, bundle["config"])
 
 
 def build_prime_start(
-    limits: SandboxLimits, *, num_warm: int, preload: Sequence[str], image: str, memory_bytes: int
+    limits: SandboxLimits,
+    *,
+    num_warm: int,
+    preload: Sequence[str],
+    folders: Sequence[str] = (),
+    image: str,
+    memory_bytes: int,
 ) -> StartJail:
     """Return a function that starts a jail in a remote machine.
 
@@ -59,6 +65,7 @@ def build_prime_start(
         limits: of each execution.
         num_warm: prepared children.
         preload: modules that the fork server imports once.
+        folders: empty folders that executions can write to, besides /tmp.
         image: container image with `python3` from which the machine is made.
         memory_bytes: memory of the machine.
 
@@ -73,6 +80,7 @@ def build_prime_start(
         "num_warm": num_warm,
         "preload": list(preload),
         "paths": [],
+        "folders": list(folders),
         "group": None,
         "jail_uid": JAIL_UID,
     }

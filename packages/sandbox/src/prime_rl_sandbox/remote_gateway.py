@@ -21,6 +21,8 @@ def main(folder: str, config: dict[str, Any]) -> None:
     control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     config = {**config, "control_fd": inside.fileno(), "seccomp_path": os.path.join(folder, "filter.bpf")}
     command = [sys.executable, "-I", "-S", "-X", "utf8", os.path.join(folder, "jail_server.py"), json.dumps(config)]
+    for writable in config["folders"]:
+        os.makedirs(writable, exist_ok=True)
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "env": {}, "cwd": "/"}
     if os.getuid() == 0:  # limits on processes do not apply to root
         options.update(user=config["jail_uid"], group=config["jail_uid"], extra_groups=[])

@@ -72,6 +72,7 @@ class Sandbox:
         max_running: executions at once in each jail; further ones wait.
         preload: modules that each execution finds imported already.
         paths: folders with further packages, readable in the sandbox and on its module path; not with `prime`.
+        folders: absolute paths of further empty folders that each execution can write to, such as /app.
         python: the interpreter, None for this process's, or the system's if the user of the jail cannot read it; not
             with `prime`, which has its own.
 
@@ -89,6 +90,7 @@ class Sandbox:
         max_running: int | None = None,
         preload: Sequence[str] | None = None,
         paths: Sequence[Path] | None = None,
+        folders: Sequence[str] = (),
         python: Path | None = None,
     ) -> None:
         settings = current_settings()
@@ -106,6 +108,7 @@ class Sandbox:
                 self.limits,
                 num_warm=num_warm,
                 preload=preload,
+                folders=folders,
                 image=settings.remote_image,
                 memory_bytes=settings.jail_memory_bytes or _REMOTE_MEMORY_BYTES,
             )
@@ -117,6 +120,7 @@ class Sandbox:
                 num_warm=num_warm,
                 preload=preload,
                 paths=paths,
+                folders=folders,
                 python=python,
                 jail_memory_bytes=settings.jail_memory_bytes or memory_bytes // 2 // num_jails,
             )
@@ -259,7 +263,7 @@ class Sandbox:
 
     def session(self, answer: Answer | None = None) -> Session:
         """Return a session that keeps its state from cell to cell; `answer` handles its `host_call(text)`."""
-        return Session(self._pool, self.limits, answer)
+        return Session(self._pool, self.limits, answer, self.backend != "unsafe-subprocess")
 
 
 def _passes(output: Any, test: TestCase) -> bool:

@@ -1,6 +1,6 @@
 """Persistent Python sessions in a sandbox, and assert-style tests that the tested code cannot reach.
 
-A session has cells in one namespace, files, and calls of functions on the host.
+A session has cells in one namespace, files, calls of functions on the host, and ports that lead to servers of the host.
 
 Assert-style tests and the tested code run in two sandboxes. In that of the tests, each tested function is a stand-in
 that sends its arguments as JSON through the host to the other one, and returns the plain value that comes back. The
@@ -10,9 +10,10 @@ after the last one.
 """
 
 import asyncio
+import base64
 import inspect
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
@@ -34,6 +35,9 @@ from prime_rl_sandbox.jail.jail_pool import JailPool, decode_result
 
 Answer = Callable[[str], Awaitable[str]]
 """Answers `host_call(text)` in the session. The text is untrusted."""
+_PART_BYTES = 65536
+_MAX_WAITING_PARTS = 16
+"""Of what a connection sends, up to 64 KiB each, that its server has not read."""
 _PLAIN_VALUES = inspect.getsource(plain_values)
 _SOLUTION_SIDE = """
 import json as _json, sys as _sys
@@ -92,12 +96,15 @@ class Session:
     each cell has the verdict of the cell that ended it.
     """
 
-    def __init__(self, pool: JailPool, limits: SandboxLimits, answer: Answer | None = None) -> None:
-        self._pool, self._limits, self._answer = pool, limits, answer
+    def __init__(
+        self, pool: JailPool, limits: SandboxLimits, answer: Answer | None = None, is_isolated: bool = True
+    ) -> None:
+        self._pool, self._limits, self._answer, self._is_isolated = pool, limits, answer, is_isolated
         self._context = pool.connect()
         self._connection: JailConnection | None = None
         self._ended_by: Verdict | None = None
-        self._lock = asyncio.Lock()
+        self._lock, self._send_lock = asyncio.Lock(), asyncio.Lock()
+        self._streams = _Streams(self._send)
 
     async def __aenter__(self) -> Self:
         """Open the session.
@@ -122,12 +129,33 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the session and all processes in it."""
+        await self._streams.close()
         await self._context.__aexit__(None, None, None)
 
     @property
     def alive(self) -> bool:
         """Whether the session can run another cell."""
         return self._ended_by is None
+
+    async def forward(self, ports: Collection[int]) -> None:
+        """Let programs of the session connect to these TCP ports of 127.0.0.1 on this machine, while a cell runs.
+
+        Raises:
+            SandboxError: the session has ended, or a program of it has such a port.
+        """
+        if not self._is_isolated:  # its programs see the network of this machine
+            return
+        async with self._lock:
+            self._streams.ports.update(ports)
+            try:
+                async with asyncio.timeout(self._pool.longest_seconds(self._limits.timeout_seconds)):
+                    await self._send({"listen": list(ports)})
+                    reply = await self._receive()
+            except (JailLostError, TimeoutError) as error:
+                self._ended_by = Verdict.INFRA
+                raise SandboxError(f"the sandbox cannot forward ports: {error}") from None
+            if reply["listening"] is not None:
+                raise SandboxError(f"the sandbox cannot forward ports: {reply['listening']}")
 
     async def run(
         self,
@@ -173,13 +201,91 @@ class Session:
             return result
 
     async def _exchange(self, cell: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._connection is not None, "use the session inside `async with`"
-        await self._connection.send(cell)
-        while "call" in (message := await self._connection.receive()):
+        await self._send(cell)
+        while "call" in (message := await self._receive()):
             answer = await self._answer(message["call"]) if self._answer is not None else ""
             with suppress(JailLostError):  # the cell has ended meanwhile; its result is still to be read
-                await self._connection.send({"answer": answer})
+                await self._send({"answer": answer})
         return message
+
+    async def _receive(self) -> dict[str, Any]:
+        """Return the next message that is not of a connection."""
+        assert self._connection is not None, "use the session inside `async with`"
+        while "stream" in (message := await self._connection.receive()):
+            await self._streams.receive(message)
+        return message
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._connection is not None, "use the session inside `async with`"
+        async with self._send_lock:
+            await self._connection.send(message)
+
+
+class _Streams:
+    """Connections of the programs of a session to ports of this machine; see `jail_ports`.
+
+    Attributes:
+        ports: to which they may connect.
+    """
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], Awaitable[None]]) -> None:
+        self.ports = set[int]()
+        self._send = send
+        self._queues: dict[int, asyncio.Queue[str | None]] = {}
+        self._tasks = set[asyncio.Task[None]]()
+
+    async def receive(self, message: Mapping[str, Any]) -> None:
+        """Take a message of a connection. A program that sends faster than the server reads waits."""
+        number = message["stream"]
+        if "port" in message:
+            self._queues[number] = asyncio.Queue(_MAX_WAITING_PARTS)
+            task = asyncio.create_task(self._relay(number, message["port"]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif (queue := self._queues.get(number)) is not None:
+            await queue.put(message["data"])
+
+    async def close(self) -> None:
+        """End all connections."""
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _relay(self, number: int, port: int) -> None:
+        writer = None
+        try:
+            if port not in self.ports:
+                raise ConnectionRefusedError(port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            async with asyncio.TaskGroup() as directions:
+                directions.create_task(self._write(number, writer))
+                while data := await reader.read(_PART_BYTES):
+                    await self._send({"stream": number, "data": base64.b64encode(data).decode()})
+                await self._send({"stream": number, "data": ""})
+        except* (OSError, JailLostError):
+            with suppress(JailLostError):
+                await self._send({"stream": number, "data": None})
+        finally:
+            self._drop(number)
+            if writer is not None:
+                writer.close()
+
+    def _drop(self, number: int) -> None:
+        """Forget a connection, for whose queue `receive` may wait."""
+        queue = self._queues.pop(number)
+        while not queue.empty():
+            queue.get_nowait()
+
+    async def _write(self, number: int, writer: asyncio.StreamWriter) -> None:
+        queue = self._queues[number]
+        while data := await queue.get():
+            writer.write(base64.b64decode(data))
+            await writer.drain()
+        if data is None:
+            raise ConnectionResetError(number)
+        if writer.can_write_eof():
+            writer.write_eof()
 
 
 class _SolutionSide:

@@ -39,7 +39,7 @@ class TinkerApiConfig(BaseConfig):
 class TinkerConfig(RootConfig):
     """A server for Tinker's SDK: training and sampling of LoRA adapters of one model."""
 
-    command: ClassVar[str] = "tinker-server"
+    command_name: ClassVar[str] = "tinker-server"
     aliases: ClassVar[dict[str, str]] = {"host": "server.host", "port": "server.port"}
 
     server: TinkerApiConfig = Field(default_factory=TinkerApiConfig)

@@ -51,7 +51,7 @@ class BaseConfig(BaseModel):
         deprecated: former names of keys of this block, which log a warning.
         deprecated_values: former values of keys of this block, which log a warning.
         shorthand: the key that a bare value of the whole block sets (`--model.cp 2`), if any.
-        command: the command that a top-level model configures (`uv run <command>`).
+        command_name: the command that a top-level model configures (`uv run <command>`).
         variables: environment variables without the prefix PRIME_, and the key that each one sets (top-level models).
     """
 
@@ -61,7 +61,7 @@ class BaseConfig(BaseModel):
     deprecated: ClassVar[dict[str, str]] = {}
     deprecated_values: ClassVar[dict[str, dict[str, str]]] = {}
     shorthand: ClassVar[str | None] = None
-    command: ClassVar[str] = ""
+    command_name: ClassVar[str] = ""
     variables: ClassVar[dict[str, str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -101,7 +101,7 @@ class BaseConfig(BaseModel):
 
 def to_toml(config: BaseConfig) -> str:
     """Return the complete configuration as TOML."""
-    head = f"# Resolved configuration of `{config.command}`; `uv run {config.command} @ FILE` repeats it.\n\n"
+    head = f"# Resolved configuration of `{config.command_name}`; `uv run {config.command_name} @ FILE` repeats it.\n\n"
     return head + tomli_w.dumps(substitute(config.model_dump(mode="json"), None, "None"))
 
 

@@ -54,13 +54,13 @@ DEFAULT_OUTPUT_DIR = Path("outputs")
 def format_help(root: type[BaseConfig], everything: bool) -> str:
     """Return the help text of a command: the common keys by topic, or all keys by block."""
     add_descriptions(root)
-    usage = _USAGE.format(command=root.command, doc=inspect.cleandoc(root.__doc__ or ""))
+    usage = _USAGE.format(command=root.command_name, doc=inspect.cleandoc(root.__doc__ or ""))
     if everything:
         return "\n".join((usage, *_block(root, (), None)))
     lines = [usage]
     for topic, keys in common_keys(root).items():
         lines += [f"{topic}:", *(line for key in keys for line in _common_key(*key)), ""]
-    return "\n".join((*lines, f"These are the common keys. `uv run {root.command} --help-all` shows all keys."))
+    return "\n".join((*lines, f"These are the common keys. `uv run {root.command_name} --help-all` shows all keys."))
 
 
 def common_keys(root: type[BaseConfig]) -> dict[str, list[Key]]:
@@ -242,7 +242,7 @@ class RootConfig(BaseConfig):
             ConfigError: the directory cannot be written.
         """
         if os.environ.get(SUPERVISED) != "1":
-            write_config(self, paths.config(name or self.command))
+            write_config(self, paths.config(name or self.command_name))
 
     @classmethod
     def prepare(cls, state: ConfigState) -> None:

@@ -111,7 +111,7 @@ class CommandLine:
                 raise ConfigError(f"{name}: {flag(bare)} is neither a switch nor optional; set a value instead")
             return bare, found[1], True
         advice = hint(self._root, parts).replace("did you mean ", "did you mean --").replace("_", "-")
-        raise ConfigError(f"unknown key {name}{advice or f'; see `{self._root.command} --help`'}")
+        raise ConfigError(f"unknown key {name}{advice or f'; see `{self._root.command_name} --help`'}")
 
     def _read_value(self, name: str, node: Node) -> object:
         """Parse the value after a flag; a switch and an optional block need none."""

@@ -2,10 +2,12 @@
 
 import base64
 import builtins
-from collections.abc import Callable, Iterator
+import posixpath
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, ClassVar, Literal, Protocol, cast
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 from verifiers.v1 import runtimes
@@ -14,9 +16,11 @@ from verifiers.v1.runtimes import BaseRuntimeInfo, ProgramResult, Runtime
 
 from .values import BoxError, Refused, Request, RequestFailed
 
+_AGENT_SECONDS = 7 * 24 * 3600.0
+
 
 class Box(Protocol):
-    """The sandbox of one agent: an empty working directory, programs of this machine, no network.
+    """The sandbox of one agent: an empty working directory, programs of this machine, no network but given ports.
 
     Its methods raise BoxError if it has ended or failed, and OSError for files.
     """
@@ -33,15 +37,20 @@ class Box(Protocol):
         """Write a file."""
         ...
 
+    async def forward(self, ports: Collection[int]) -> None:
+        """Let its programs connect to these TCP ports of 127.0.0.1 on this machine."""
+        ...
+
     async def close(self) -> None:
         """End it, with all its programs."""
         ...
 
 
 class SandboxRuntimeConfig(BaseModel):
-    """Selects `SandboxRuntime`."""
+    """Selects `SandboxRuntime`. Of `workdir` verifiers sets what a task asks for."""
 
     type: Literal["sandbox"] = "sandbox"
+    workdir: str = "/tmp"
 
 
 class SandboxRuntimeInfo(SandboxRuntimeConfig, BaseRuntimeInfo):
@@ -68,7 +77,16 @@ class SandboxRuntime(Runtime):
     async def run(self, argv: list[str], env: dict[str, str], timeout_seconds: float | None = None) -> ProgramResult:
         """Run a program in the box; called by verifiers. Raises SandboxError."""
         with self._opened() as box:
-            return ProgramResult(*await box.run(list(argv), self.process_env(env), timeout_seconds))
+            return ProgramResult(*await box.run(self._in_workdir(argv), self.process_env(env), timeout_seconds))
+
+    async def run_agent(self, argv: list[str], env: dict[str, str], urls: Collection[str]) -> ProgramResult:
+        """Run a program that may use these addresses of this machine, without a limit of its time. Raises SandboxError.
+
+        The limits of the rollout end it.
+        """
+        with self._opened() as box:
+            await box.forward([port for url in urls if (port := urlsplit(url).port) is not None])
+            return ProgramResult(*await box.run(self._in_workdir(argv), self.process_env(env), _AGENT_SECONDS))
 
     async def prepare_uv_script(
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
@@ -82,17 +100,22 @@ class SandboxRuntime(Runtime):
     async def _read(self, path: str) -> bytes:
         """Return a file of the box. Raises OSError or SandboxError."""
         with self._opened() as box:
-            return await box.read(path)
+            return await box.read(posixpath.join(self.config.workdir, path))
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file in the box; called by verifiers. Raises OSError or SandboxError."""
         with self._opened() as box:
-            await box.write(path, data)
+            await box.write(posixpath.join(self.config.workdir, path), data)
 
     async def teardown(self) -> None:
         """End the box and all programs in it; called by verifiers."""
         if (box := self._box.pop("box", None)) is not None:
             await box.close()
+
+    def _in_workdir(self, argv: list[str]) -> list[str]:
+        if self.config.workdir == SandboxRuntimeConfig.model_fields["workdir"].default:
+            return list(argv)
+        return ["sh", "-c", 'mkdir -p "$0" && cd "$0" && exec "$@"', self.config.workdir, *argv]
 
     @contextmanager
     def _opened(self) -> Iterator[Box]:
@@ -149,6 +172,10 @@ class RemoteBox:
     async def write(self, path: str, data: bytes) -> None:
         """See `Box`."""
         await self._call("write", path=path, data=base64.b64encode(data).decode())
+
+    async def forward(self, ports: Collection[int]) -> None:
+        """See `Box`."""
+        await self._call("forward", ports=list(ports))
 
     async def close(self) -> None:
         """See `Box`."""

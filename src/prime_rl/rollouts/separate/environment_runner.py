@@ -174,7 +174,7 @@ class _Runner:
         await self._writer.drain()
 
     def _load(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Load the environment with the adapter of its API; `call` has id, path, args, split and runtime."""
+        """Load the environment with the adapter of its API; `call` has id, path, args, split, runtime, command."""
         try:
             installed = version("verifiers")
         except PackageNotFoundError:
@@ -194,7 +194,8 @@ class _Runner:
         elif importlib.util.find_spec("verifiers.v1") is not None:
             from .taskset_adapter import SeparateTaskset
 
-            self._adapter = SeparateTaskset(module, call["id"], call["args"], call["runtime"], self.request)
+            settings = call["args"], call["runtime"], call["command"]
+            self._adapter = SeparateTaskset(module, call["id"], *settings, self.request)
         else:
             raise Refused(f"{module.__name__} has no load_environment(), and verifiers {installed} has no v1 API")
         return {

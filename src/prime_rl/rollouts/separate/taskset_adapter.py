@@ -7,7 +7,7 @@ import asyncio
 import builtins
 import itertools
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
 from types import ModuleType
 from typing import Any, cast
@@ -25,7 +25,14 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 
 from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
 from .interception import Ask, CountTokens, InterceptionClient, OpenTrace
-from .v1_harnesses import HARNESS_ID, ChatHarnessConfig, shell_config
+from .v1_harnesses import (
+    COMMAND_HARNESS_ID,
+    HARNESS_ID,
+    ChatHarnessConfig,
+    CommandHarnessConfig,
+    prompt_text,
+    shell_config,
+)
 from .values import INFRASTRUCTURE, Failed, Refused, Request, RequestFailed, describe, plain_messages
 
 _MAX_TASKS = 500_000
@@ -64,6 +71,7 @@ class TasksetAdapter:
         permission: str,
         open_box: Callable[[], Box],
         count_tokens: CountTokens,
+        command: Sequence[str] = (),
     ) -> None:
         """Load a taskset.
 
@@ -73,13 +81,14 @@ class TasksetAdapter:
             permission: `env.runtime`.
             open_box: makes the sandbox of an agent.
             count_tokens: answers agents that ask for the length of a prompt.
+            command: program of the agents without a `harness`; () if none is given.
 
         Raises:
             Refused: it cannot run here. Also what verifiers raises for wrong arguments.
         """
         self.warnings: list[tuple[str, str]] = []
         self.uses_sandbox = False
-        self._taskset, self._permission = taskset, permission
+        self._taskset, self._permission, self._command = taskset, permission, command
         add_sandbox(open_box)
         settings = dict(args)
         if not isinstance(given := settings.pop("env", {}), dict):
@@ -223,6 +232,14 @@ class TasksetAdapter:
     def _check_tasks(self, env: Any) -> None:
         """Raise Refused for tasks that need a container if an agent is in the sandbox, where each would fail."""
         agents = [agent for _, agent in env if isinstance(agent, vf.AgentConfig)]
+        if any(isinstance(agent.harness, CommandHarnessConfig) for agent in agents):
+            for task in self.tasks:
+                try:
+                    prompt_text(task.data)
+                except ValueError as error:
+                    raise Refused(
+                        f"task {task.data.idx!r} of {self._taskset!r} cannot use `command`: {error}"
+                    ) from None
         if not any(isinstance(agent.runtime, SandboxRuntimeConfig) for agent in agents):
             return
         hint = 'and the sandbox is none; name one, such as args.env.agent.runtime.type = "docker"'
@@ -256,7 +273,9 @@ class TasksetAdapter:
                     changes["runtime"] = vf.SubprocessConfig() if is_allowed else SandboxRuntimeConfig()
                 is_chat = not has_own_harness if agent.harness is None else agent.harness.id == "null"
                 is_bash = agent.harness is not None and agent.harness.id == "bash"
-                if is_chat and "harness" not in env.get(role, {}):
+                if self._command and "harness" not in env.get(role, {}):
+                    changes["harness"] = CommandHarnessConfig(id=COMMAND_HARNESS_ID, command=list(self._command))
+                elif is_chat and "harness" not in env.get(role, {}):
                     changes["harness"] = ChatHarnessConfig(id=HARNESS_ID)
                 elif is_bash and isinstance(changes.get("runtime"), SandboxRuntimeConfig):
                     changes["harness"] = shell_config(agent.harness)
@@ -295,7 +314,13 @@ class SeparateTaskset(TasksetAdapter):
     """A taskset in an interpreter of its own: the worker answers its agents."""
 
     def __init__(
-        self, module: ModuleType, taskset: str, args: Mapping[str, Any], permission: str, request: Request
+        self,
+        module: ModuleType,
+        taskset: str,
+        args: Mapping[str, Any],
+        permission: str,
+        command: Sequence[str],
+        request: Request,
     ) -> None:
         """Load the taskset of a module; see `TasksetAdapter`. `request` asks the worker."""
         check_taskset(module)
@@ -307,7 +332,7 @@ class SeparateTaskset(TasksetAdapter):
             except RequestFailed as error:
                 raise ValueError(error.args[1]) from None
 
-        super().__init__(taskset, args, permission, lambda: RemoteBox(request, next(numbers)), count_tokens)
+        super().__init__(taskset, args, permission, lambda: RemoteBox(request, next(numbers)), count_tokens, command)
         self._request = request
 
     async def row(self, example: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Harnesses that run in the worker, without a process per rollout: a chat, and a coding agent in the sandbox.
+"""Our harnesses: a chat and a coding agent in the worker, and any program as an agent in the sandbox.
 
-The chat harnesses of verifiers start an interpreter per rollout, which costs seconds of CPU time. These use the same
+The chat harnesses of verifiers start an interpreter per rollout, which costs seconds of CPU time. Ours use the same
 interception server, so the limits, stops and hooks of a task work as with any other harness.
 
 The coding agent is verifiers' `bash` harness with only its tools in the box. The program of verifiers' harness installs
@@ -9,6 +9,7 @@ packages and calls the model over the network, and the sandbox has none.
 
 import asyncio
 import json
+import re
 import sys
 from contextlib import AsyncExitStack
 from types import ModuleType
@@ -27,10 +28,12 @@ from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 from verifiers.v1.types import Messages
 
+from .agent_runtime import SandboxRuntime
 from .values import CONTEXT_OVERFLOW
 
 HARNESS_ID = "prime_rl_chat"
 SHELL_HARNESS_ID = "prime_rl_shell"
+COMMAND_HARNESS_ID = "prime_rl_command"
 
 Message = dict[str, Any]
 
@@ -218,7 +221,73 @@ def shell_config(config: Any) -> ShellHarnessConfig:
     return ShellHarnessConfig(**{**config.model_dump(exclude_unset=True), "id": SHELL_HARNESS_ID})
 
 
-for _id, _harness in ((HARNESS_ID, ChatHarness), (SHELL_HARNESS_ID, ShellHarness)):
+class CommandHarnessConfig(HarnessConfig):
+    """A program with its arguments, in which `{prompt}`, `{model}`, `{base_url}` and `{api_key}` are replaced."""
+
+    command: list[str]
+
+
+class CommandHarness(Harness[CommandHarnessConfig]):
+    """Runs a program, such as a coding agent, that finds the model by the variables of OpenAI's or Anthropic's SDKs.
+
+    A program that fails after at least one reply is scored by what it has done, like one that succeeds: its exit code
+    is the metric `agent_exit_code`. Without a reply the rollout fails.
+    """
+
+    SUPPORTS_MCP = False
+    EXECUTES_CODE = True
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+    ) -> ProgramResult:
+        """Run the program; called by verifiers."""
+        values = {"prompt": prompt_text(data), "model": ctx.model, "base_url": endpoint, "api_key": secret}
+        argv = [
+            re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), part) for part in self.config.command
+        ]
+        env = {
+            **self.config.resolved_env,
+            "OPENAI_BASE_URL": endpoint,
+            "OPENAI_API_BASE": endpoint,
+            "OPENAI_API_KEY": secret,
+            "ANTHROPIC_BASE_URL": endpoint.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": secret,
+        }
+        if isinstance(runtime, SandboxRuntime):
+            result = await runtime.run_agent(argv, env, [endpoint])
+        else:
+            result = await runtime.run_program(argv, env)
+        trace.record_metric("agent_exit_code", float(result.exit_code))
+        if any(node.sampled for node in trace.nodes):
+            return ProgramResult(0, result.stdout, result.stderr)
+        return result if result.exit_code else ProgramResult(1, "", f"it called no model; it printed: {result.stdout}")
+
+
+def prompt_text(data: TaskData) -> str:
+    """Return the prompt of a task with its system prompt as one text. Raises ValueError if it has other parts."""
+    if isinstance(data.prompt, str):
+        return "\n\n".join(filter(None, (data.system_prompt, data.prompt)))
+    parts = [data.system_prompt or ""]
+    for message in map(message_to_wire, data.prompt or []):
+        if message["role"] in ("assistant", "tool") or not isinstance(message["content"], str):
+            raise ValueError("its prompt is a conversation, or not only text, which no command line can contain")
+        parts.append(message["content"])
+    return "\n\n".join(filter(None, parts))
+
+
+for _id, _harness in (
+    (HARNESS_ID, ChatHarness),
+    (SHELL_HARNESS_ID, ShellHarness),
+    (COMMAND_HARNESS_ID, CommandHarness),
+):
     # Verifiers finds a harness by the name of a top-level module, which exports one.
     _module = sys.modules.setdefault(_id, ModuleType(_id))
     _module.__dict__.update({"__all__": [_harness.__name__], _harness.__name__: _harness})

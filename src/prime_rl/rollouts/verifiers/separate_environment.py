@@ -4,25 +4,21 @@ The environment samples from the worker's `PolicyEndpoint`, over the same connec
 with its version. What crosses the connection is examples, messages, rewards and metrics.
 """
 
-import asyncio
-import base64
-import contextvars
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from prime_rl.core.errors import ConfigError, summarize_exception
+from prime_rl.core.errors import ConfigError
 from prime_rl.core.import_utils import own_name
 from prime_rl.core.types import Rollout
-from prime_rl.rollouts.agent_box import AgentBox, shared_sandbox
-from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint, error_body
+from prime_rl.rollouts.agent_box import box_sandbox
+from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint
 from prime_rl.rollouts.environment_backend import (
     EnvironmentBackend,
     call_parameters,
     load_rewards,
     objects_of,
+    refuse_command,
     score_objects,
 )
 from prime_rl.rollouts.environment_id import find_own_file
@@ -38,11 +34,9 @@ from prime_rl.rollouts.group_attempts import (
     config_errors,
 )
 from prime_rl.rollouts.rendering.messages import normalise
-from prime_rl.rollouts.separate.crash_record import WorkerUnusable, current_group
-from prime_rl.rollouts.separate.environment_runner import HEADER, receive_message
-from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import module_name
 from prime_rl.rollouts.verifiers.classic_client import GivenCredit, RolloutClient, check_scored
+from prime_rl.rollouts.verifiers.environment_process import Runner
 from prime_rl.rollouts.verifiers.episodes import EpisodeCalls, add_rewards, check_names_differ, run_episodes
 from prime_rl.rollouts.verifiers.verifiers_classic import no_turns_message, trained_replies, warn_about_credit
 
@@ -71,7 +65,8 @@ class SeparateEnvironment(EnvironmentBackend):
         self._rows: dict[int, dict[str, Any]] = {}
         self._num_rollouts = 0
         assert config.interpreter is not None, "set where the environment is identified"
-        self._runner = Runner(config.interpreter, self._endpoint, self._count_tokens)
+        sandbox = box_sandbox(config)
+        self._runner = Runner(config.interpreter, self._endpoint, self._count_tokens, sandbox)
         found = find_own_file(config)
         try:
             loaded = self._runner.call_before_serving(
@@ -81,15 +76,18 @@ class SeparateEnvironment(EnvironmentBackend):
                 args=config.args,
                 split=self.split,
                 runtime=config.runtime,
+                command=config.command,
             )
         except (EnvironmentFailed, UnsupportedEnvironment) as error:
             raise ConfigError(
                 f"environment {config.id!r} with env.args = {config.args} does not load: {error}"
             ) from error
         self._len, self.eval_split, self._is_classic = loaded["examples"], loaded["eval_split"], loaded["is_classic"]
+        if self._is_classic:
+            refuse_command(config)
         if loaded["uses_sandbox"]:
             with config_errors(f"environment {config.id!r} cannot run its agents"):
-                shared_sandbox.check()
+                sandbox.check()
         for warning in loaded["warnings"]:
             self.warn(*warning)
         if self._len == 0:
@@ -297,7 +295,7 @@ class SeparateRollout:
         self.state: dict[str, Any] = {}
         self.score: dict[str, Any] = {}
 
-    async def run(self, runner: "Runner", example: int, seq_len: int, sampling: Mapping[str, Any]) -> None:
+    async def run(self, runner: Runner, example: int, seq_len: int, sampling: Mapping[str, Any]) -> None:
         """Run it. At its time limit it is scored with its turns so far; see `EnvironmentBackend.run_group`."""
         client = self.client
         shown = {name: sampling[name] for name in _SHOWN_SAMPLING if sampling.get(name) is not None}
@@ -330,172 +328,3 @@ class SeparateRollout:
 def with_trajectory(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return a result with its steps in the form of a state."""
     return {**result, "trajectory": [{**step, "response": {"id": step["id"]}} for step in result["steps"]]}
-
-
-class Call:
-    """A call that the other process has not answered yet."""
-
-    def __init__(self, number: int, future: "asyncio.Future[Any]") -> None:
-        self.number, self.future = number, future
-
-    def answer_after_cancel(self) -> Any:
-        """Return what a cancelled call was answered with; None if it ended without a result."""
-        if not self.future.done() or self.future.exception() is not None:
-            return None
-        return self.future.result()
-
-
-class Runner:
-    """The other process, and the calls to it. It ends with this process."""
-
-    def __init__(self, interpreter: str, endpoint: PolicyEndpoint, count_tokens: Callable[..., int]) -> None:
-        """Start the process. Its requests are answered by `endpoint`, `count_tokens`, and sandboxes of this process."""
-        self._endpoint, self._count_tokens = endpoint, count_tokens
-        self._requests = dict[int, asyncio.Task[None]]()
-        self._boxes = dict[int, AgentBox]()
-        self._process = InterpreterServer.of(interpreter).fork()
-        self._connection = self._process.connection
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._num_calls = 0
-        self._writer: asyncio.StreamWriter | None = None
-        self._waiting: list[bytes] = []
-        self._reading: asyncio.Task[None] | None = None
-        self._end = ""
-
-    def call_before_serving(self, op: str, **arguments: Any) -> Any:
-        """Call the process and wait; only before the event loop runs.
-
-        Raises:
-            EnvironmentFailed: what the environment raised.
-            ConfigError: the process has ended.
-        """
-        assert self._writer is None, "an event loop reads the connection"
-        self._num_calls += 1
-        try:
-            self._connection.sendall(_frame({"call": self._num_calls, "op": op, "group": 0, **arguments}))
-            return _result(receive_message(self._connection))
-        except (ConnectionError, EOFError):
-            raise ConfigError(
-                f"{self._process.wait()} while the environment was loaded; its output is in the log of its worker"
-            ) from None
-
-    async def call(self, op: str, **arguments: Any) -> Any:
-        """Call the process. Raises EnvironmentFailed with what the environment raised."""
-        return await self.finish(self.start_call(op, **arguments))
-
-    def start_call(self, op: str, **arguments: Any) -> Call:
-        """Send a call, whose answer `finish` awaits."""
-        if self._end:
-            raise WorkerUnusable(self._end)
-        self._num_calls += 1
-        future = self._calls[self._num_calls] = asyncio.get_running_loop().create_future()
-        self._send({"call": self._num_calls, "op": op, "group": current_group.get(), **arguments})
-        return Call(self._num_calls, future)
-
-    async def finish(self, call: Call) -> Any:
-        """Await the answer. A cancellation cancels the call, and awaits its cleanup in the other process."""
-        try:
-            return await asyncio.shield(call.future)
-        except asyncio.CancelledError:
-            if not call.future.done():
-                self._send({"op": "cancel", "call": call.number})
-                with suppress(EnvironmentFailed, UnsupportedEnvironment):
-                    await asyncio.shield(call.future)
-            raise
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        if self._reading is None:
-            self._connection.setblocking(False)
-            # A new context: it serves all groups, not only the one that calls first.
-            self._reading = asyncio.create_task(self._read(), context=contextvars.Context())
-        frame = _frame(message)
-        if self._writer is None:
-            self._waiting.append(frame)
-        else:
-            self._writer.write(frame)
-
-    async def _read(self) -> None:
-        """Resolve the calls by their answers, until the process ends."""
-        reader, self._writer = await asyncio.open_connection(sock=self._connection)
-        # Processes that it has left may keep its end of the connection open.
-        asyncio.get_running_loop().add_reader(self._process.status, self._writer.transport.abort)
-        self._writer.writelines(self._waiting)
-        with suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
-            while True:
-                (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                message = json.loads(await reader.readexactly(length))
-                if "request" in message:
-                    number = message["request"]
-                    task = self._requests[number] = asyncio.create_task(self._answer(**message))
-                    task.add_done_callback(functools.partial(self._forget, number))
-                elif "cancelled" in message:
-                    if (request := self._requests.get(message["cancelled"])) is not None:
-                        request.cancel()
-                else:
-                    self._resolve(message)
-        asyncio.get_running_loop().remove_reader(self._process.status)
-        for request in [*self._requests.values()]:
-            request.cancel()
-        self._end = await asyncio.to_thread(self._process.wait)
-        await asyncio.gather(*(box.close() for box in self._boxes.values()), return_exceptions=True)
-        for future in self._calls.values():
-            future.set_exception(WorkerUnusable(self._end))
-
-    def _resolve(self, answer: Mapping[str, Any]) -> None:
-        future = self._calls.pop(answer["call"])
-        try:
-            future.set_result(_result(answer))
-        except (EnvironmentFailed, UnsupportedEnvironment) as error:
-            future.set_exception(error)
-            future.exception()  # it may belong to a cancelled call, whose error nothing reads
-
-    def _forget(self, request: int, _task: "asyncio.Task[None]") -> None:
-        del self._requests[request]
-
-    async def _answer(self, request: int, kind: str, **arguments: Any) -> None:
-        """Answer a request; also one that fails, for which the environment waits."""
-        answer: dict[str, Any] = {"op": "answer", "request": request}
-        try:
-            if kind == "count":
-                answer["result"] = self._count_tokens(**arguments)
-            else:
-                answer["result"] = await (self._chat if kind == "chat" else self._use_box)(**arguments)
-        except Exception as error:  # noqa: BLE001 # of a sandbox, or of messages that cannot be rendered
-            answer["error"] = {"kind": type(error).__name__, "message": str(error)}
-        self._send(answer)
-
-    async def _chat(self, key: str, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-        """Return status and body of the answer to a request to the model, also if its rollout ends before."""
-        try:
-            return await self._endpoint.ask(key, path, body)
-        except asyncio.CancelledError:
-            return 401, error_body("the rollout of this key has ended")
-        except Exception as error:  # noqa: BLE001 # of the rollout, which records it
-            return 500, error_body(summarize_exception(error))
-
-    async def _use_box(self, box: int, op: str, arguments: Mapping[str, Any]) -> Any:
-        """Return the result of an operation of an agent's sandbox."""
-        used = self._boxes.setdefault(box, AgentBox())
-        if op == "run":
-            return await used.run(**arguments)
-        if op == "read":
-            return base64.b64encode(await used.read(arguments["path"])).decode()
-        if op == "write":
-            await used.write(arguments["path"], base64.b64decode(arguments["data"]))
-        else:
-            await self._boxes.pop(box).close()
-        return None
-
-
-def _frame(message: Mapping[str, Any]) -> bytes:
-    text = json.dumps(message, default=str).encode()
-    return HEADER.pack(len(text)) + text
-
-
-def _result(answer: Mapping[str, Any]) -> Any:
-    """Return the result of a call. Raises EnvironmentFailed or UnsupportedEnvironment for an error."""
-    if (error := answer.get("error")) is None:
-        return answer["result"]
-    if error.get("refused"):
-        raise UnsupportedEnvironment(str(error["message"]))
-    raise EnvironmentFailed(str(error["message"]), bool(error["infrastructure"]))

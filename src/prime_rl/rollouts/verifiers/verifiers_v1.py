@@ -8,7 +8,7 @@ from typing import Any
 
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.types import Rollout
-from prime_rl.rollouts.agent_box import AgentBox, shared_sandbox
+from prime_rl.rollouts.agent_box import AgentBox, box_sandbox
 from prime_rl.rollouts.environment_backend import EnvironmentBackend, load_rewards, objects_of, score_objects
 from prime_rl.rollouts.group_attempts import (
     Attempt,
@@ -37,9 +37,17 @@ class TasksetEnvironment(EnvironmentBackend):
 
         with config_errors(problem), translate_error(Refused, lambda error: ConfigError(str(error))):
             check_taskset(sys.modules[self.module])
-            self._adapter = TasksetAdapter(self.module, config.args, config.runtime, AgentBox, count_tokens)
+            sandbox = box_sandbox(config)
+            self._adapter = TasksetAdapter(
+                self.module,
+                config.args,
+                config.runtime,
+                functools.partial(AgentBox, sandbox),
+                count_tokens,
+                config.command,
+            )
             if self._adapter.uses_sandbox:
-                shared_sandbox.check()
+                sandbox.check()
         if not len(self._adapter):
             raise ConfigError(f"taskset {config.id!r} has no tasks; check env.args")
         for warning in self._adapter.warnings:

@@ -113,7 +113,9 @@ class Checkpointer:
         if manifest["data"] is not None and not options.skip_dataloader:
             self._check_data(manifest["data"])
         keeps_optimizer = not options.skip_optimizer
-        return check_settings(manifest["command"], manifest["config"], self._config.command, config, keeps_optimizer)
+        return check_settings(
+            manifest["command"], manifest["config"], self._config.command_name, config, keeps_optimizer
+        )
 
     def _used_options(self, manifest: Mapping[str, Any]) -> CkptConfig:
         """Return the options of a resume: a restart that resumes a checkpoint of its own start skips nothing."""
@@ -219,7 +221,7 @@ class Checkpointer:
         fields = {
             "step": progress.step,
             "branch": self.branch,
-            "command": self._config.command,
+            "command": self._config.command_name,
             "world": self._world.size,
             "device": self._world.device.type,
             "packages": package_versions(),

@@ -70,6 +70,7 @@ def build_start(
     num_warm: int,
     preload: Sequence[str],
     paths: Sequence[Path],
+    folders: Sequence[str],
     python: Path | None,
     jail_memory_bytes: int,
 ) -> StartJail:
@@ -82,15 +83,15 @@ def build_start(
         check_kernel()
     user = JAIL_UID if isolated and os.getuid() == 0 else None
     interpreter = find_interpreter(user, python)
-    folders = [path.resolve() for path in paths]
-    check_paths([*paths, *folders])
-    for folder in folders:
+    resolved = [path.resolve() for path in paths]
+    check_paths([*paths, *resolved])
+    for folder in resolved:
         if not folder.is_dir() or not is_readable(folder, user):
             raise SandboxConfigError(
                 f"sandbox.paths: {folder} is not a folder that user {user or os.getuid()} can read; code runs as this "
                 "user, so copy the packages to a folder that all can read: uv pip install --target"
             )
-    wrapper = build_command(find_bubblewrap(), interpreter, folders) if isolated else []
+    wrapper = build_command(find_bubblewrap(), interpreter, resolved, folders) if isolated else []
     return partial(
         start_jail,
         wrapper,
@@ -100,7 +101,8 @@ def build_start(
         seccomp=build_seccomp_filter() if isolated else None,
         num_warm=num_warm,
         preload=tuple(preload),
-        paths=folders,
+        paths=resolved,
+        folders=tuple(folders) if isolated else (),
         jail_memory_bytes=jail_memory_bytes if isolated else None,
     )
 
@@ -187,8 +189,11 @@ def is_readable(path: Path, uid: int | None) -> bool:
         return False
 
 
-def build_command(bubblewrap: str, interpreter: Path, paths: Sequence[Path]) -> list[str]:
-    """Return the command line up to the files of the fork server: a read-only system, no network, no home, no keys."""
+def build_command(bubblewrap: str, interpreter: Path, paths: Sequence[Path], folders: Sequence[str] = ()) -> list[str]:
+    """Return the command line up to the files of the fork server: a read-only system, no network, no home, no keys.
+
+    `folders` are empty; each execution mounts its own there.
+    """
     command = [bubblewrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv"]
     command += ["--hostname", "sandbox", "--ro-bind", "/usr", "/usr"]
@@ -203,6 +208,8 @@ def build_command(bubblewrap: str, interpreter: Path, paths: Sequence[Path]) -> 
     for folder in (interpreter.parent.parent, *paths):
         if not folder.is_relative_to("/usr"):
             command += ["--ro-bind", str(folder), str(folder)]
+    for writable in folders:
+        command += ["--dir", writable]
     # A container that covers parts of /proc may not mount another one. The fork server uses that of the container then,
     # and the executions, which see their own or an empty one, never see it.
     proc = ["--bind", "/proc", "/proc"] if _is_proc_covered() else ["--proc", "/proc"]

@@ -32,7 +32,7 @@ _START_TIMEOUT_SECONDS = 60.0
 _STOP_TIMEOUT_SECONDS = 5.0
 _PRELOAD_FAILED = 3
 """Exit code of the fork server, as in `jail_server`."""
-JAIL_FILES = ("jail_server.py", "jail_supervisor.py", "jail_child.py", "jail_files.py")
+JAIL_FILES = ("jail_server.py", "jail_supervisor.py", "jail_child.py", "jail_files.py", "jail_ports.py")
 JAIL_FOLDER = Path(__file__).parent
 
 
@@ -343,6 +343,7 @@ def start_jail(
     num_warm: int,
     preload: Sequence[str],
     paths: Sequence[Path],
+    folders: Sequence[str] = (),
     jail_memory_bytes: int | None = None,
 ) -> JailProcess:
     """Start a jail.
@@ -354,6 +355,7 @@ def start_jail(
         num_warm: prepared children.
         preload: modules that the fork server imports once.
         paths: folders on the module path of the executions.
+        folders: empty folders that executions can write to, besides /tmp.
         jail_memory_bytes: memory of the whole jail, where control groups are available.
     """
     control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -367,6 +369,7 @@ def start_jail(
         "num_warm": num_warm,
         "preload": list(preload),
         "paths": [str(path) for path in paths],
+        "folders": list(folders),
         "seccomp_path": "/jail/filter.bpf" if isolated else None,
         "read_only_root": False,
     }

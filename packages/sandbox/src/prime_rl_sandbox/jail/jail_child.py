@@ -111,6 +111,8 @@ def _set_limits(config: dict[str, Any]) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: _MAX_PENDING_SIGNALS,
     }
+    if config["group"] and not config["limits_address_space"]:
+        del limits[resource.RLIMIT_AS]
     if config["isolated"]:
         limits[resource.RLIMIT_NPROC] = config["num_processes"]
     for kind, value in limits.items():

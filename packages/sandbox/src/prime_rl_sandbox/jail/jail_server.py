@@ -199,6 +199,11 @@ def enter_namespaces(config: dict[str, Any]) -> None:
     tmp = f"size={config['disk_bytes']},nr_inodes={config['num_files']},mode=700"
     shm = f"size={config['shared_memory_bytes']},nr_inodes=64,mode=700"
     mount_tmpfs(libc, "/tmp", tmp)
+    # Further folders are of the same file system, and so within its limits. /tmp itself is one of them, last.
+    for folder in [*config["folders"], "/tmp"] if config["folders"] else []:
+        source = "/tmp/" + folder.replace("/", "_")
+        os.mkdir(source, 0o700)
+        check(libc.mount(source.encode(), folder.encode(), None, _MS_BIND, None), f"mount {folder}")
     mount_tmpfs(libc, "/dev/shm", shm)
     if os.path.isdir("/dev/pts"):  # pseudo terminals are counted for the whole machine
         mount_tmpfs(libc, "/dev/pts", "size=4k,nr_inodes=1,mode=500", _MS_RDONLY)

@@ -16,6 +16,7 @@ import time
 from typing import Any, Optional
 
 import jail_files
+import jail_ports
 
 _INTERRUPT_GRACE_SECONDS = 2.0
 _REPORT_OVERHEAD_BYTES = 4096
@@ -121,6 +122,7 @@ class Child:
         self._killed_for: Optional[str] = None
         self._overflowed = False
         self._cell: Optional[dict[str, Any]] = None
+        self._ports: Optional[jail_ports.Ports] = None
         self._may_call = False
         self._deadline, self._hard_deadline, self._interrupted = float("inf"), float("inf"), False
         self._times: "dict[str, tuple[float, float]]" = {}
@@ -186,8 +188,10 @@ class Child:
                 self._read_reports()
             elif fd == self._pidfd:
                 self._status = os.waitpid(self._pid, 0)[1]
-            else:
+            elif fd == self._connection.fileno():
                 self._read_connection()
+            elif self._ports is not None:
+                self._ports.handle(fd)
         if self._status is None and (self._remaining_seconds() or 1) <= 0:
             self._time_out()
 
@@ -338,7 +342,8 @@ class Child:
             facts: dict[str, Any] = {name: report.get(name) is True for name in ("failed", "memory")}
             facts["value"] = value if isinstance(value, str) else None
             result = self._result(self._cell["outputs"], facts)
-            self._cell, self._overflowed = None, False
+            self._set_cell(None)
+            self._overflowed = False
             self._deadline = float("inf")
             for buffer in self._outputs.values():
                 buffer.clear()
@@ -352,11 +357,23 @@ class Child:
         elif "answer" in request:
             self._may_call = True
             self._send_command(request)
+        elif "listen" in request:
+            host = self._connection.fileno()
+            self._ports = self._ports or jail_ports.Ports(self._poller, lambda message: write_frame(host, message))
+            write_frame(host, {"listening": self._ports.listen(request["listen"])})
+        elif "stream" in request:
+            if self._ports is not None:
+                self._ports.receive(request["stream"], request["data"])
         else:
-            self._cell = request
+            self._set_cell(request)
             self._write_files(request["files"])
             self._start_clock(request["timeout_seconds"])
             self._send_command(request["command"])
+
+    def _set_cell(self, cell: Optional[dict[str, Any]]) -> None:
+        self._cell = cell
+        if self._ports is not None:
+            self._ports.set_reading(cell is not None)
 
     def _write_files(self, files: dict[str, str]) -> None:
         """Write files. An execution that made this impossible, such as by a folder of that name, ends with an error."""
