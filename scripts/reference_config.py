@@ -39,11 +39,11 @@ def page() -> str:
 
 
 def _command(root: type[RootConfig], listed: Listed) -> Iterator[str]:
-    yield f"## {root.command}\n\n{root.__doc__}\n\n{_values(root, None)}"
+    yield f"## {root.command_name}\n\n{root.__doc__}\n\n{_values(root, None)}"
     for name in root.model_fields:
         # The three processes of `rl` have sections of their own.
         if root is not RLConfig or name not in ("trainer", "orchestrator", "inference"):
-            yield from _block(root.command, (name,), root, default_in_block(root, name, None), listed)
+            yield from _block(root.command_name, (name,), root, default_in_block(root, name, None), listed)
 
 
 def _block(

@@ -328,7 +328,7 @@ def _arguments(root: type[RootConfig], leaf: Leaf) -> tuple[list[str], list[str]
         texts = [text for pattern, text in by_pattern.items() if re.search(pattern, inside)]
         return " ".join(texts).replace("@", role).split()
 
-    always = NEEDS.get(root.command, "").split()
+    always = NEEDS.get(root.command_name, "").split()
     in_rl = [text for pattern, text in BESIDE_IN_RL.items() if root is RLConfig and re.search(pattern, typed)]
     return [*always, *needed(BESIDE), *" ".join(in_rl).split(), *leaf.context], needed(TOGETHER)
 

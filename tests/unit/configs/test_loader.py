@@ -496,7 +496,9 @@ def test_help_shows_the_common_keys_and_names_help_all(root, capsys):
     with pytest.raises(SystemExit):
         root.load(["--help"])
     text = capsys.readouterr().out
-    assert text.splitlines()[-1] == f"These are the common keys. `uv run {root.command} --help-all` shows all keys."
+    assert (
+        text.splitlines()[-1] == f"These are the common keys. `uv run {root.command_name} --help-all` shows all keys."
+    )
     shown = re.findall(r"^  --([\w.-]+)", text, re.M)
     assert len(set(shown)) == len(shown) <= 49
     assert {"output-dir", "log.level"} <= set(shown)
