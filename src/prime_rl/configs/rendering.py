@@ -24,5 +24,9 @@ class RenderingConfig(TemplateConfig):
     tool_call_parser: Literal["hermes", "qwen3_coder", "llama3_json", "mistral"] = "hermes"
     """Format of the model's tool calls; hermes is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen)."""
 
+    history: Literal["sampled", "template"] = "sampled"
+    """How a later prompt contains the replies of the model: as they were `sampled`, so a conversation is one sample, or
+    as the `template` writes them, which begins a new sample where it drops reasoning or writes other text."""
+
     reasoning_parser: Literal["none", "think"] = "none"
     """think passes `<think>...</think>` to environments as reasoning_content, none leaves it in the content."""

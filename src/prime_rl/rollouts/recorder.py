@@ -175,7 +175,7 @@ class Recorder:
         if minimum := sampling.get("min_tokens"):
             limits["min_tokens"] = min(minimum, limits["max_tokens"])
         generation = await sampler.generate(prompt.ids.tolist(), {**sampling, **limits})
-        self._remember(Exchange(messages, prompt, generation), base)
+        self._remember(Exchange(messages, prompt, generation, tools), base)
         parsed = self._renderer.parse(prompt, generation, tools)
         if stops := sampling.get("stop"):  # vLLM keeps the stop string in the tokens, other servers return no such text
             text_length, ids = self._renderer.text_length, generation.token_ids.tolist()

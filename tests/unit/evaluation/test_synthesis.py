@@ -37,6 +37,7 @@ def solve(body):
 @pytest.mark.extended
 @pytest.mark.slow
 async def test_sft_learns_synthesized_tool_calls(synthesize):
+    from prime_rl.trainer.data.chat_rendering import ExampleEncoder
     from prime_rl.trainer.data.sft_dataset import encode_row
     from prime_rl.trainer.data.training_files import read_rows
 
@@ -54,7 +55,7 @@ async def test_sft_learns_synthesized_tool_calls(synthesize):
         assert roles == ["system", "user", "assistant", "tool", "assistant"]
         call = example["messages"][2]["tool_calls"][0]
         assert call["id"] == example["messages"][3]["tool_call_id"] == "call_abc"
-        (sequence,) = encode_row((where, example), tokenizer, options)
+        (sequence,) = encode_row((where, example), ExampleEncoder(tokenizer, options), options.seq_len)
         text, taught = tokenizer.decode(sequence.tokens), learned(sequence, tokenizer)
         assert f'{{"name": "calculate", "arguments": {json.dumps(call["function"]["arguments"])}}}' in taught
         assert example["messages"][4]["content"] in taught

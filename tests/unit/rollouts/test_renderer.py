@@ -76,7 +76,7 @@ def same(one, other):
 
 def exchange(renderer, messages, ids, tools=None, is_truncated=False):
     normal = normalise(messages)
-    return Exchange(normal, renderer.render_prompt(normal, tools), generation(ids, is_truncated))
+    return Exchange(normal, renderer.render_prompt(normal, tools), generation(ids, is_truncated), tools)
 
 
 def follow(renderer, last, new, tools=None):
@@ -149,25 +149,81 @@ def test_extend_keeps_arguments_in_another_json_format():
     assert text not in renderer.render_prompt(messages, [ADD]).text
 
 
+@pytest.mark.parametrize("history", ["sampled", "template"])
 @pytest.mark.parametrize("reasoning", ["none", "think"])
-def test_extend_reasoning_kept_until_the_next_user_message(reasoning):
-    renderer = make_renderer("tools", reasoning_parser=reasoning)
+def test_extend_reasoning_that_the_template_keeps_until_the_next_user_message(reasoning, history):
+    renderer = make_renderer("tools", reasoning_parser=reasoning, history=history)
     text = '<think>hm</think><tool_call>{"name": "add", "arguments": {}}</tool_call>'
     last = exchange(renderer, ASKED, answer("tools", text), [ADD])
     tool = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
     prompt = renderer.extend_prompt(last, follow(renderer, last, [tool], [ADD]), [ADD])
     assert prompt is not None and text in tokenizer("tools").decode(prompt.ids)
-    second = Exchange(follow(renderer, last, [tool], [ADD]), prompt, generation(answer("tools", "four")))
+    second = Exchange(follow(renderer, last, [tool], [ADD]), prompt, generation(answer("tools", "four")), [ADD])
     assert renderer.extend_prompt(second, follow(renderer, second, [tool], [ADD]), [ADD]) is not None
-    assert renderer.extend_prompt(second, follow(renderer, second, [USER], [ADD]), [ADD]) is None
+    third = renderer.extend_prompt(second, follow(renderer, second, [USER], [ADD]), [ADD])
+    assert (third is None) == (history == "template")
+    if third is not None:
+        assert_continues(third, second, "tools", "<|im_end|>\n<|im_start|>user\nand two to the answer<|im_end|>\n")
 
 
-def test_extend_changed_date_returns_none():
+def assert_continues(prompt, last, shape, new):
+    """The prompt is the last one, the sampled ids, and the new text."""
+    context = [*last.prompt.ids, *last.generation.token_ids]
+    assert prompt.ids[: len(context)].tolist() == context
+    assert tokenizer(shape).decode(prompt.ids[len(context) - 1 :]).startswith(new)
+
+
+@pytest.mark.parametrize("reasoning", ["none", "think"])
+@pytest.mark.parametrize("shape", ["chatml", "tools", "llama3"])
+@pytest.mark.parametrize(
+    ("sent", "is_same"),
+    [
+        ({"content": "adds two"}, True),
+        ({"content": "\n\nadds two "}, True),
+        ({"content": "adds two", "reasoning_content": "hm"}, True),
+        ({"content": "<think>\nhm\n</think>\n\nadds two"}, True),
+        ({"content": "adds two", "reasoning_content": "other"}, False),
+        ({"content": "<think>other</think>adds two"}, False),
+        ({"content": "adds  two"}, False),
+        ({"content": "adds two", "tool_calls": [CALL]}, False),
+        ({"content": ""}, False),
+    ],
+)
+def test_extend_reply_that_comes_back_without_its_reasoning(shape, reasoning, sent, is_same):
+    renderer = make_renderer(shape, reasoning_parser=reasoning)
+    last = exchange(renderer, ASKED, answer(shape, THINKING), [ADD])
+    messages = normalise([*ASKED, {"role": "assistant", **sent}, USER])
+    prompt = renderer.extend_prompt(last, messages, [ADD])
+    assert (prompt is not None) == is_same
+    if prompt is not None:
+        assert_continues(prompt, last, shape, SHAPES[shape].special[0])
+        assert tokenizer(shape).decode(prompt.ids).count("hm") == 1
+
+
+def test_extend_reply_whose_reasoning_the_prompt_opens(tmp_path):
+    template = tmp_path / "r1.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    for content in ("hm</think>adds two", "adds two"):
+        renderer = make_renderer("chatml", chat_template=template)
+        last = exchange(renderer, ASKED, answer("chatml", "hm</think>adds two"))
+        messages = normalise([*ASKED, {"role": "assistant", "content": content}, USER])
+        prompt = renderer.extend_prompt(last, messages)
+        assert prompt is not None
+        assert_continues(prompt, last, "chatml", "<|im_end|>\n<|im_start|>user")
+        assert make_renderer("chatml", chat_template=template, history="template").extend_prompt(last, messages) is None
+
+
+def test_extend_changed_date_keeps_the_one_that_was_sampled_with():
     renderer = make_renderer("llama3", chat_template_args={"date": "1 May"})
-    later = make_renderer("llama3", chat_template_args={"date": "2 May"})
     last = exchange(renderer, ASKED, answer("llama3", "adds two"))
     messages = follow(renderer, last, [USER])
     assert renderer.extend_prompt(last, messages) is not None
+    later = make_renderer("llama3", chat_template_args={"date": "2 May"}).extend_prompt(last, messages)
+    assert later is not None and "2 May" not in tokenizer("llama3").decode(later.ids)
+    later = make_renderer("llama3", chat_template_args={"date": "2 May"}, history="template")
     assert later.extend_prompt(last, messages) is None
 
 
@@ -211,7 +267,7 @@ TOOL = {"role": "tool", "tool_call_id": "call00000", "content": "4"}
 )
 def test_extend_completion_that_the_template_writes_differently_returns_none(shape, text, end, new, options):
     tools, is_truncated = options.get("tools"), options.get("is_truncated", False)
-    renderer = make_renderer(shape, reasoning_parser=options.get("reasoning_parser", "none"))
+    renderer = make_renderer(shape, reasoning_parser=options.get("reasoning_parser", "none"), history="template")
     last = exchange(renderer, ASKED, answer(shape, text, end), tools, is_truncated)
     messages = follow(renderer, last, [new], tools)
     assert "hm" not in renderer.render_prompt(messages, tools).text
@@ -293,18 +349,19 @@ def completions(draw, shape):
 @given(st.data(), st.sampled_from(["chatml", "tools", "llama3", "mistral"]))
 def test_extend_random_conversations_are_never_wrong(data, shape):
     """The next prompt starts with all ids so far, or is the template's own; its text is the template's elsewhere."""
-    renderer = make_renderer(shape, reasoning_parser=data.draw(st.sampled_from(["none", "think"])))
+    history = data.draw(st.sampled_from(["sampled", "template"]))
+    renderer = make_renderer(shape, reasoning_parser=data.draw(st.sampled_from(["none", "think"])), history=history)
     tools = [ADD] if data.draw(st.booleans()) else None
     messages = [{"role": "user", "content": data.draw(texts)}]
     if data.draw(st.booleans()):
         messages.insert(0, {"role": "system", "content": data.draw(texts)})
     normal = normalise(messages)
-    last = Exchange(normal, renderer.render_prompt(normal, tools), generation([]))
+    last = Exchange(normal, renderer.render_prompt(normal, tools), generation([]), tools)
     canonical = True
     for _ in range(data.draw(st.integers(1, 4))):
         text = data.draw(completions(shape))
         ids = spelled(shape, text) if data.draw(st.booleans()) else answer(shape, text)
-        last = Exchange(last.messages, last.prompt, generation(ids))
+        last = Exchange(last.messages, last.prompt, generation(ids), tools)
         parsed = renderer.parse(last.prompt, last.generation, tools)
         new = [
             {"role": "tool", "tool_call_id": f"call{i:05d}", "content": data.draw(texts)}
@@ -321,12 +378,13 @@ def test_extend_random_conversations_are_never_wrong(data, shape):
             assert prompt.text == full.text
             behind = tokenizer(shape).decode(prompt.ids[len(context) - 1 :])
             assert full.text.endswith(behind)
+        if prompt is not full and history == "template":
             kept = full.text[len(last.prompt.text) : len(full.text) - len(behind)]
             canonical = canonical and encode(shape, kept) == ids[:-1]
             assert not canonical or prompt.ids.tolist() == full.ids.tolist()
             if last.messages[-1]["role"] == "user" and not parsed.calls and shape != "tools":
                 assert kept.strip() == text.strip()
-        last = Exchange(following, prompt, generation([]))
+        last = Exchange(following, prompt, generation([]), tools)
 
 
 @pytest.mark.parametrize("shape", ["chatml", "tools", "llama3", "mistral"])

@@ -1,9 +1,9 @@
 """Renders messages to token ids with the chat template, and parses completions back to messages.
 
 Sampled tokens are never tokenised again. A prompt that follows a completion starts with the engine's own token ids if
-the template renders the same conversation: the same text before the completion, and a completion that parses to the
-same message. Only the new text is tokenised then. Otherwise the whole conversation is rendered, and a new sample
-begins.
+it continues the same conversation: the same messages before the completion, and a completion that parses to the same
+message, which may lack its reasoning. With the history "template", the template must render it with the same text too.
+Only the new text is tokenised then. Otherwise the whole conversation is rendered, and a new sample begins.
 """
 
 import json
@@ -48,11 +48,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """One turn that a later one may extend: messages in normal form, their prompt, and the completion."""
+    """One turn that a later one may extend: messages in normal form, their prompt, the completion, and the tools."""
 
     messages: list[Message]
     prompt: Prompt
     generation: Generation
+    tools: list[Any] | None = None
 
 
 class Renderer:
@@ -128,18 +129,20 @@ class Renderer:
 
         Returns:
             The ids of the last prompt, the sampled ids, and the ids of the text that the template writes after them.
-            None if the template renders `messages` differently: the messages changed, the completion was cut before
-            its end token, or the template renders the past differently (strips reasoning, writes another date).
+            None if the messages changed, the completion was cut before its end token, or the template does not end it
+            with this token; with the history "template" also if the template renders the past differently (strips
+            reasoning, writes another date).
         """
         count, sampled = len(last.messages), last.generation.token_ids.tolist()
         if last.generation.is_truncated or not sampled or sampled[-1] not in self._special:
             return None
         if messages[:count] != last.messages or len(messages) <= count or messages[count]["role"] != "assistant":
             return None
-        text = self._text(messages, tools)
-        if not text.startswith(last.prompt.text):
-            return None
-        after = self._after_completion(text, last, sampled, messages, tools)
+        text, after = self._text(messages, tools), None
+        if text.startswith(last.prompt.text):
+            after = self._after_completion(text, last, sampled, messages, tools)
+        if after is None and self._config.history == "sampled" and (tools or None) == (last.tools or None):
+            after = self._after_reply(text, last, messages, tools)
         if after is None:
             return None
         tail = self._encode(after)
@@ -165,6 +168,28 @@ class Renderer:
             self._comparable(rendered, opened, tools) == self._comparable(completion, opened, tools)
         )
         return after if is_same else None
+
+    def _after_reply(self, text: str, last: Exchange, messages: list[Message], tools: list[Any] | None) -> str | None:
+        """Return the part of `text` from the end token of the last reply, however the template writes the reply itself.
+
+        None if the message is another one: other content or calls, reasoning that is neither its own nor left out.
+        """
+        message, opened = messages[len(last.messages)], _opens_reasoning(last.prompt.text)
+        parsed = self.parse(last.prompt, last.generation, tools)
+        content, reasoning = message["content"], message.get("reasoning_content")
+        if "</think>" in content and not reasoning:
+            reasoning, content = split_reasoning(content, opened)
+        said, own = parsed.content, parsed.reasoning
+        if "</think>" in said and not own:
+            own, said = split_reasoning(said, opened)
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        if content.strip() != said.strip() or (reasoning or own or "").strip() != (own or "").strip():
+            return None
+        if calls != [(call.name, json.loads(call.arguments)) for call in parsed.calls]:
+            return None
+        end = self._special[last.generation.token_ids.tolist()[-1]]
+        after = self._text_after_message(messages, len(last.messages), tools, end)
+        return after if after is not None and _PLACEHOLDER not in text and text.endswith(after) else None
 
     def parse(self, prompt: Prompt, generation: Generation, tools: list[Any] | None = None) -> Parsed:
         """Parse a completion: content without special tokens, calls if there are tools, reasoning if configured.
