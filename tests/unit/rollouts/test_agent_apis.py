@@ -156,17 +156,32 @@ def test_settings_are_passed_on_or_left_to_the_check_of_chat_completions():
     assert (body["response_format"], body["temperature"], "store" in body) == (form, 0.5, False)
 
 
-def test_custom_tools_take_text():
-    request = {"input": "a", "tools": [{"type": "custom", "name": "patch"}]}
-    (tool,) = RESPONSES.chat_body(request)["tools"]
-    assert tool["function"]["parameters"]["required"] == ["input"]
-    call = {"id": "c1", "type": "function", "function": {"name": "patch", "arguments": '{"input": "*** a"}'}}
+def completion_with(name, arguments):
+    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    completion = {
+    return call, {
         "id": "0-1", "created": 0, "model": "m",
         "choices": [{"message": message, "finish_reason": "tool_calls"}],
         "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
     }  # fmt: skip
+
+
+def test_functions_of_a_namespace_have_its_name_before_theirs():
+    spawn = {"type": "function", "name": "spawn", "parameters": {}}
+    request = {"input": "a", "tools": [{"type": "namespace", "name": "agents", "tools": [spawn]}]}
+    assert [tool["function"]["name"] for tool in RESPONSES.chat_body(request)["tools"]] == ["agents__spawn"]
+    call, completion = completion_with("agents__spawn", "{}")
+    (item,) = RESPONSES.reply(completion, request)["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "agents", "spawn")
+    result = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+    assert RESPONSES.chat_body({"input": [item, result]})["messages"][0]["tool_calls"] == [call]
+
+
+def test_custom_tools_take_text():
+    request = {"input": "a", "tools": [{"type": "custom", "name": "patch"}]}
+    (tool,) = RESPONSES.chat_body(request)["tools"]
+    assert tool["function"]["parameters"]["required"] == ["input"]
+    call, completion = completion_with("patch", '{"input": "*** a"}')
     reply = RESPONSES.reply(completion, request)
     (item,) = reply["output"]
     assert (item["type"], item["input"]) == ("custom_tool_call", "*** a")

@@ -200,6 +200,22 @@ def test_extend_reply_that_comes_back_without_its_reasoning(shape, reasoning, se
         assert tokenizer(shape).decode(prompt.ids).count("hm") == 1
 
 
+def test_extend_call_to_which_an_agent_adds_arguments():
+    renderer = make_renderer("tools")
+    last = exchange(
+        renderer, ASKED, answer("tools", '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'), [ADD]
+    )
+
+    def extended(arguments):
+        call = {**CALL, "function": {"name": "add", "arguments": arguments}}
+        messages = normalise([*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}, TOOL])
+        return renderer.extend_prompt(last, messages, [ADD])
+
+    prompt = extended({"b": 0, "a": 2})
+    assert prompt is not None and '"arguments": {"a": 2}' in tokenizer("tools").decode(prompt.ids)
+    assert extended({"a": 3}) is None and extended({"b": 0}) is None and extended("text") is None
+
+
 def test_extend_reply_whose_reasoning_the_prompt_opens(tmp_path):
     template = tmp_path / "r1.jinja"
     template.write_text(

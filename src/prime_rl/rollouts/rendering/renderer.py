@@ -8,7 +8,7 @@ Only the new text is tokenised then. Otherwise the whole conversation is rendere
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,14 @@ from transformers import PreTrainedTokenizerFast
 from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
 from prime_rl.rollouts.rendering.completion_parsers import PARSERS, split_reasoning
-from prime_rl.rollouts.rendering.messages import Generation, Message, Parsed, normalise, with_text_arguments
+from prime_rl.rollouts.rendering.messages import (
+    Generation,
+    Message,
+    Parsed,
+    ToolCall,
+    normalise,
+    with_text_arguments,
+)
 
 TrajectoryStrategy = Literal["interleaved", "branching"]
 
@@ -173,6 +180,7 @@ class Renderer:
         """Return the part of `text` from the end token of the last reply, however the template writes the reply itself.
 
         None if the message is another one: other content or calls, reasoning that is neither its own nor left out.
+        Agents add arguments with their defaults.
         """
         message, opened = messages[len(last.messages)], _opens_reasoning(last.prompt.text)
         parsed = self.parse(last.prompt, last.generation, tools)
@@ -182,10 +190,10 @@ class Renderer:
         said, own = parsed.content, parsed.reasoning
         if "</think>" in said and not own:
             own, said = split_reasoning(said, opened)
-        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
         if content.strip() != said.strip() or (reasoning or own or "").strip() != (own or "").strip():
             return None
-        if calls != [(call.name, json.loads(call.arguments)) for call in parsed.calls]:
+        if len(calls) != len(parsed.calls) or not all(map(_is_call, calls, parsed.calls)):
             return None
         end = self._special[last.generation.token_ids.tolist()[-1]]
         after = self._text_after_message(messages, len(last.messages), tools, end)
@@ -276,6 +284,12 @@ class Renderer:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=False)
         return text
+
+
+def _is_call(sent: Mapping[str, Any], sampled: ToolCall) -> bool:
+    given, own = sent["arguments"], json.loads(sampled.arguments)
+    is_same = isinstance(given, dict) and all(name in given and given[name] == value for name, value in own.items())
+    return sent["name"] == sampled.name and is_same
 
 
 def read_template(file: Path | None) -> str | None:

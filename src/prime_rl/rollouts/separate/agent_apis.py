@@ -196,7 +196,10 @@ class MessagesApi:
 
 
 class ResponsesApi:
-    """OpenAI's Responses, without state of the server. Several calls in a reply are not prevented."""
+    """OpenAI's Responses, without state of the server. Several calls in a reply are not prevented.
+
+    The function `f` of a namespace `n` is called `n__f`.
+    """
 
     _IGNORED = frozenset(
         {
@@ -232,6 +235,9 @@ class ResponsesApi:
             elif tool.get("type") == "custom":
                 schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
                 yield _function(tool["name"], tool.get("description"), schema)
+            elif tool.get("type") == "namespace":
+                inner = _objects("tools of a namespace", tool.get("tools"))
+                yield from self._tools({**each, "name": f"{tool['name']}__{each['name']}"} for each in inner)
             else:
                 _is_run_by_the_provider(tool)
 
@@ -265,7 +271,8 @@ class ResponsesApi:
                 case "reasoning":
                     thoughts += [part.get("text", "") for part in item.get("content") or item.get("summary") or ()]
                 case "function_call":
-                    calls.append(_call(item["call_id"], item["name"], item["arguments"]))
+                    name = "__".join(filter(None, (item.get("namespace"), item["name"])))
+                    calls.append(_call(item["call_id"], name, item["arguments"]))
                 case "custom_tool_call":
                     calls.append(_call(item["call_id"], item["name"], json.dumps({"input": item["input"]})))
                 case _:
@@ -303,7 +310,14 @@ class ResponsesApi:
         }
 
     def _output(self, name: str, message: Body, request: Body) -> Iterator[dict[str, Any]]:
-        custom = {tool.get("name") for tool in request.get("tools") or () if tool.get("type") == "custom"}
+        tools = request.get("tools") or ()
+        custom = {tool.get("name") for tool in tools if tool.get("type") == "custom"}
+        spaces = {
+            f"{tool['name']}__{each['name']}": {"namespace": tool["name"], "name": each["name"]}
+            for tool in tools
+            if tool.get("type") == "namespace"
+            for each in tool.get("tools") or ()
+        }
         if reasoning := message.get("reasoning_content"):
             content = [{"type": "reasoning_text", "text": reasoning}]
             yield {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content}
@@ -320,7 +334,7 @@ class ResponsesApi:
                 item = {"type": "custom_tool_call", "id": f"ctc_{name}_{number}", "input": arguments["input"]}
             else:
                 item = {"type": "function_call", "id": f"fc_{name}_{number}", "arguments": function["arguments"]}
-            yield {**item, **common}
+            yield {**item, **common, **spaces.get(function["name"], {})}
 
     def events(self, reply: Body, request: Body) -> Iterator[bytes]:
         """See `AgentApi`."""
