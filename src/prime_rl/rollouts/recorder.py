@@ -32,8 +32,8 @@ from prime_rl.rollouts.rendering.messages import (
 )
 from prime_rl.rollouts.rendering.renderer import Exchange, Prompt, Renderer
 
-_MAX_EXTENSION_TRIES = 2
-"""Number of earlier turns that a prompt is compared with; each comparison renders the messages once or twice."""
+_MAX_EXTENSION_TRIES = 3
+"""Number of earlier turns that a prompt is compared with; each comparison renders the messages up to three times."""
 
 _MAX_CONVERSATIONS = 4
 """Number of recent conversations of one rollout that can be continued; the last two turns of each are kept."""
@@ -194,7 +194,8 @@ class Recorder:
         """Render a prompt; return it with the exchange that it extends, if there is one."""
         if renderer.strategy == "interleaved":
             # Usually the last exchange; an earlier one if a harness goes back or the template renders it differently.
-            known = (exchange for conversation in reversed(self._conversations) for exchange in reversed(conversation))
+            known = [exchange for conversation in reversed(self._conversations) for exchange in reversed(conversation)]
+            known.sort(key=lambda exchange: -len(exchange.messages))  # the longest first, of these the latest
             bases = (exchange for exchange in known if messages[: len(exchange.messages)] == exchange.messages)
             for exchange in islice(bases, _MAX_EXTENSION_TRIES):
                 if (prompt := renderer.extend_prompt(exchange, messages, tools or None)) is not None:

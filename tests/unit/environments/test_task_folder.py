@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import subprocess
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from prime_rl.configs.environment import EnvConfig
+from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.rendering.renderer import Renderer
@@ -160,3 +162,14 @@ def test_changed_files_of_a_task_change_its_hash(tasks):
     assert load(tasks).content_hash() == before
     (tasks / "group/other/tests/test.sh").write_text("exit 1")
     assert load(tasks).content_hash() != before
+
+
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[3] / "configs/agents").glob("*.toml")), ids=lambda f: f.stem
+)
+def test_programs_of_the_given_agents_are_shell_scripts_with_the_prompt_as_an_argument(file):
+    (env,) = RLConfig.load(["@", str(file)]).orchestrator.env
+    shell, option, script, prompt = env.command
+    assert (env.id, shell, option, prompt) == ("task_folder", "sh", "-c", "{prompt}")
+    assert "{prompt}" not in script and '"$0"' in script
+    subprocess.run(["sh", "-n"], input=script, text=True, check=True)

@@ -213,7 +213,47 @@ def test_extend_call_to_which_an_agent_adds_arguments():
 
     prompt = extended({"b": 0, "a": 2})
     assert prompt is not None and '"arguments": {"a": 2}' in tokenizer("tools").decode(prompt.ids)
-    assert extended({"a": 3}) is None and extended({"b": 0}) is None and extended("text") is None
+    assert extended({"a": 2.0}) is not None, "as agents in JavaScript write it"
+    for arguments in ({"a": 3}, {"b": 0}, "text", {"a": True}):
+        assert extended(arguments) is None
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+SYSTEM = {"role": "system", "content": "only b.py"}
+
+
+@pytest.mark.parametrize(
+    ("template", "new"),
+    [
+        # system messages at the top
+        ("{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+         "{% for m in messages if m.role != 'system' %}" + TURN + "{% endfor %}" + OPEN, [SYSTEM, USER]),
+        # tools before the last question
+        ("{% for m in messages %}{% if loop.last %}{{ tools }}{% endif %}" + TURN + "{% endfor %}" + OPEN, [USER]),
+        # the first message before the last question
+        ("{% for m in messages %}{% if not loop.first %}{% if loop.last %}{{ messages[0].content }}{% endif %}" + TURN
+         + "{% endif %}{% endfor %}" + OPEN, [USER]),
+        # messages of one role as one turn
+        ("{% for m in messages %}{% if not loop.previtem or loop.previtem.role != m.role %}<|im_start|>{{ m.role }}\n"
+         "{% endif %}{{ m.content }}{% if not loop.nextitem or loop.nextitem.role != m.role %}<|im_end|>\n{% endif %}"
+         "{% endfor %}" + OPEN, [{"role": "assistant", "content": "more"}, USER]),
+        # the reply in the next question
+        ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if loop.previtem %} (to: "
+         "{{ loop.previtem.content }}){% endif %}<|im_end|>\n{% endfor %}" + OPEN, [USER]),
+        # no end token, but one that a message quotes
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + OPEN,
+         [{"role": "user", "content": "look at <|im_end|> please"}]),
+    ],
+)  # fmt: skip
+def test_extend_keeps_every_message_of_a_template_that_writes_them_elsewhere(tmp_path, template, new):
+    path = tmp_path / "template.jinja"
+    path.write_text(template)
+    renderer = make_renderer("chatml", chat_template=path)
+    asked = [{"role": "system", "content": "be brief"}, *ASKED]
+    last = exchange(renderer, asked, answer("chatml", THINKING), [ADD])
+    messages = normalise([*asked, {"role": "assistant", "content": "adds two"}, *new])
+    assert renderer.extend_prompt(last, messages, [ADD]) is None
 
 
 def test_extend_reply_whose_reasoning_the_prompt_opens(tmp_path):

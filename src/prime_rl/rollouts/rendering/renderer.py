@@ -197,7 +197,37 @@ class Renderer:
             return None
         end = self._special[last.generation.token_ids.tolist()[-1]]
         after = self._text_after_message(messages, len(last.messages), tools, end)
-        return after if after is not None and _PLACEHOLDER not in text and text.endswith(after) else None
+        if after is None or _PLACEHOLDER in text or not text.endswith(after):
+            return None
+        return after if self._is_in_order(messages, len(last.messages), tools, end) else None
+
+    def _is_in_order(self, messages: list[Message], index: int, tools: list[Any] | None, end: str) -> bool:
+        """Return whether the template writes earlier messages and tools before message `index`, and then later ones.
+
+        Only then is the text after the message all that a continued prompt lacks. Templates exist that collect system
+        messages at the top, write tools before the last question, quote a reply, or join messages.
+        """
+        marks = [f"{_PLACEHOLDER}_{number}_" for number in range(len(messages) + 1)]
+        marked = [dict(message, content=mark) for message, mark in zip(messages, marks, strict=False)]
+        marked[index].pop("reasoning_content", None)
+        if calls := marked[index].get("tool_calls"):
+            function = dict(calls[-1]["function"], arguments={marks[index]: marks[index]})
+            marked[index]["tool_calls"] = [*calls[:-1], dict(calls[-1], function=function)]
+        tool = {"name": marks[-1], "description": marks[-1], "parameters": {"type": "object", "properties": {}}}
+        with suppress(ValueError):  # the template rejects the marks
+            text = self._text(marked, [{"type": "function", "function": tool}] if tools else None)
+            before, _, after = text.rpartition(marks[index])
+            start = after.find(end)
+            places = [after.find(mark, start) for mark in marks[index + 1 : -1]]
+            return (
+                start >= 0
+                and places == sorted(places)
+                and all(place >= 0 for place in places)
+                and all(text.count(mark) == 1 for mark in marks[index + 1 : -1])
+                and not any(mark in after for mark in (*marks[:index], marks[-1]))
+                and not any(mark in before for mark in marks[index + 1 : -1])
+            )
+        return False
 
     def parse(self, prompt: Prompt, generation: Generation, tools: list[Any] | None = None) -> Parsed:
         """Parse a completion: content without special tokens, calls if there are tools, reasoning if configured.
@@ -287,9 +317,22 @@ class Renderer:
 
 
 def _is_call(sent: Mapping[str, Any], sampled: ToolCall) -> bool:
-    given, own = sent["arguments"], json.loads(sampled.arguments)
-    is_same = isinstance(given, dict) and all(name in given and given[name] == value for name, value in own.items())
+    given, own = sent["arguments"] or {}, json.loads(sampled.arguments)
+    is_same = isinstance(given, dict) and all(
+        name in given and is_same_json(given[name], value) for name, value in own.items()
+    )
     return sent["name"] == sampled.name and is_same
+
+
+def is_same_json(one: Any, other: Any) -> bool:
+    """Return whether two decoded values are the same in JSON, where a number is no truth value: 1 is 1.0, not true."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same_json(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(is_same_json, one, other))
+    return bool(one == other)
 
 
 def read_template(file: Path | None) -> str | None:
