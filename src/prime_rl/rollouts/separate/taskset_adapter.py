@@ -48,9 +48,9 @@ def check_taskset(module: ModuleType) -> None:
     """Raise Refused if a module without `load_environment` names no taskset, as verifiers finds it."""
     if not hasattr(module, "__all__"):
         raise Refused(
-            f"environment {module.__name__!r} ({module.__file__}) defines no load_environment(); write "
-            "`def load_environment(...)` that returns an environment of verifiers, or, for a v1 taskset, name its class "
-            "in `__all__`"
+            f"environment {module.__name__!r} ({module.__file__}) defines no load_environment(); "
+            "write `def load_environment(...)` that returns an environment of verifiers, or, for a v1 taskset, name "
+            "its class in `__all__`"
         )
 
 
