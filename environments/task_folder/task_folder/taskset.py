@@ -4,11 +4,12 @@ The tests run after the agent has ended, in another box, with a copy of the agen
 agent has started or changed elsewhere can reach them.
 """
 
+import contextlib
 import hashlib
 import inspect
 import io
 import json
-import math
+import secrets
 import tarfile
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from verifiers.v1.runtimes import Runtime, make_runtime
 
 _MAX_WORK_BYTES = 128 * 2**20
 _DEFAULT_TESTS_SECONDS = 600.0
+_MAX_REWARD = 1e300
 _REWARDS = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
 _OF_IMAGES = {"Dockerfile", "docker-compose.yaml", "docker-compose.yml", ".dockerignore"}
 
@@ -59,16 +61,21 @@ class FolderTask(vf.Task[FolderData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def tests(self, trace: vf.Trace, runtime: Runtime) -> float:
         """Run the tests on the agent's files; called by verifiers. Tests that write no reward give 0."""
-        await runtime.run(["tar", "-cf", "/tmp/work.tar", "."], {})
-        size = await runtime.run(["stat", "-c", "%s", "/tmp/work.tar"], {})
-        if not size.stdout.strip().isdigit() or int(size.stdout) > _MAX_WORK_BYTES:
-            trace.record_metric("files_too_large", 1.0)
+        archive = f"/tmp/{secrets.token_hex(8)}.tar"  # a name that the agent has not taken
+        packed = await runtime.run(["tar", "-cf", archive, "."], {})
+        size = await runtime.run(["stat", "-c", "%s", archive], {})
+        is_large = size.stdout.strip().isdigit() and int(size.stdout) > _MAX_WORK_BYTES
+        trace.record_metric("files_too_large", float(is_large))
+        trace.record_metric("files_incomplete", float(packed.exit_code != 0))  # unreadable, or no space for a copy
+        if is_large or size.exit_code:
             return 0.0
-        work = await runtime.read("/tmp/work.tar")
+        work = await runtime.read(archive)
         box = make_runtime(runtime.config)
         try:
             await box.start()
-            await _unpack(box, work, ".")
+            expected = (RuntimeError,) if packed.exit_code else ()
+            with contextlib.suppress(*expected):  # the tests see what there is
+                await _unpack(box, work, ".")
             await box.run(["rm", "-rf", "/logs/verifier"], {})
             await box.run(["mkdir", "-p", "/logs/verifier", "/tests"], {})
             await _unpack(box, _pack(Path(self.data.folder, "tests")), "/tests")
@@ -112,7 +119,8 @@ class FolderTaskset(vf.Taskset[FolderTask, FolderConfig]):
         if not self.config.path:
             raise ValueError("args.path is missing: the folder with the tasks")
         root = Path(self.config.path).expanduser().resolve()
-        folders = [file.parent for file in root.rglob("task.toml")]
+        every = {file.parent for file in root.rglob("task.toml")}
+        folders = sorted(folder for folder in every if every.isdisjoint(folder.parents))  # not those inside a task
         found = {folder.name if folder == root else str(folder.relative_to(root)): folder for folder in folders}
         wanted = sorted(found) if self.config.tasks is None else self.config.tasks
         if not found or not set(wanted) <= found.keys():
@@ -132,6 +140,10 @@ def _read_task(folder: Path, name: str, index: int, ignore_dockerfile: bool) -> 
         raise ValueError("tasks of several steps are not supported")
     if not (folder / "tests" / "test.sh").is_file():
         raise ValueError("it has no tests/test.sh")
+    if b"\r\n" in (folder / "tests" / "test.sh").read_bytes():
+        raise ValueError(
+            "its tests/test.sh has line ends of Windows, which bash does not read; convert it with dos2unix"
+        )
     environment, verifier = settings.get("environment", {}), settings.get("verifier", {})
     image = environment.get("docker_image")
     dockerfiles = sorted(name for name in _OF_IMAGES if (folder / "environment" / name).is_file() and "cker" in name)
@@ -187,15 +199,19 @@ async def _unpack(runtime: Runtime, archive: bytes, target: str) -> None:
 
 
 async def _read_rewards(box: Runtime) -> dict[str, float]:
-    """Return what the tests have written, `reward` among it; {} without a valid file."""
+    """Return the numbers that the tests have written, `reward` among them; {} without a valid file."""
     for path in _REWARDS:
         try:
-            given = json.loads((await box.read(path)).decode() or "0")
-            values = {
-                name: float(value) for name, value in (given if isinstance(given, dict) else {"reward": given}).items()
-            }
-        except (OSError, ValueError, TypeError, RecursionError, vf.SandboxError):
+            text = (await box.read(path)).decode("utf-8-sig").strip()
+            given = json.loads(text) if path.endswith(".json") else float(text)
+        except (OSError, ValueError, RecursionError, vf.SandboxError):
             continue
-        if all(map(math.isfinite, values.values())):
-            return values
+        values = given if isinstance(given, dict) else {"reward": given}
+        numbers = {str(name): float(value) for name, value in values.items() if _is_number(value)}
+        if "reward" in numbers:
+            return numbers
     return {}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_REWARD

@@ -38,6 +38,11 @@ async def test_run_python_code_returns_streams_exit_code_and_time(sandbox):
         ("import xml.dom.minidom as m; print(m.parseString('<a/>').documentElement.tagName)", "a\n"),
         ("import asyncio; print(asyncio.run(asyncio.sleep(0, 5)))", "5\n"),
         ("import subprocess; print(subprocess.run(['echo', 'hi'], capture_output=True, text=True).stdout)", "hi\n\n"),
+        (
+            "import socket\nserver = socket.create_server(('127.0.0.1', 8099))\n"
+            "print(socket.create_connection(('localhost', 8099)).getpeername())",
+            "('127.0.0.1', 8099)\n",
+        ),
         ("import multiprocessing as m\nwith m.Pool(2) as p: print(p.map(abs, [-1, -2]))", "[1, 2]\n"),
         ("import threading\nthreading.Thread(target=lambda: print('thread')).start()", "thread\n"),
         ("print(1)\nexit()\nprint(2)", "1\n"),

@@ -34,7 +34,10 @@ def _run(argv, env, max_bytes):
             sys.stderr.write(f"{argv[0]}: {error}\\n")
             return 127
         try:
-            process.wait()
+            while process.returncode is None:  # this is process 1, so it also waits for what programs have left
+                pid, status = os.waitpid(-1, 0)
+                if pid == process.pid:
+                    process.returncode = os.waitstatus_to_exitcode(status)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -38,6 +38,8 @@ _MAX_EXTENSION_TRIES = 3
 _MAX_CONVERSATIONS = 4
 """Number of recent conversations of one rollout that can be continued; the last two turns of each are kept."""
 
+_MAX_SHORTENING = 4
+
 Mask = bool | NDArray[np.bool_]
 """Which sampled tokens of a turn are trained on: all, none, or one entry per token."""
 
@@ -77,6 +79,8 @@ class Recorder:
         self._server = server
         self._renderer = renderer
         self._seq_len = seq_len
+        # A normaliser of the tokenizer may shorten text, so the margin is wide.
+        self._max_characters = _MAX_SHORTENING * seq_len * renderer.longest_token if renderer is not None else 0
         self._seed = seed
         self._keep_messages = keep_messages
         self._num_calls = 0
@@ -167,6 +171,9 @@ class Recorder:
         self, sampler: Sampler, messages: list[Message], tools: list[dict[str, Any]], sampling: Mapping[str, Any]
     ) -> Reply:
         assert self._renderer is not None, "a sampler needs token ids"
+        # Rendering tens of megabytes, which an agent may send, would keep the event loop of all rollouts for minutes.
+        if (size := sum(len(message["content"]) for message in messages)) > self._max_characters:
+            raise PromptTooLong(f"the messages have {size} characters, seq_len is {self._seq_len}")
         prompt, base = self._prompt(self._renderer, messages, tools)
         available = self._seq_len - len(prompt.ids)
         if available <= 0:

@@ -30,6 +30,7 @@ if [ "$(python3 add.py 2 3)" = 5 ] && [ -z "$(ls /tmp)" ]; then echo 1 > /logs/v
 else echo 0 > /logs/verifier/reward.txt; fi
 exit 3
 """
+CONNECT = 'python3 -c \'import socket as s; a = s.create_server(("", 9099)); s.create_connection(("localhost", 9099))\''
 WRONG = "import sys\nprint(int(sys.argv[1]) - int(sys.argv[2]))\n"
 
 
@@ -113,6 +114,9 @@ def test_an_agent_that_forges_tests_and_rewards_gets_what_the_real_tests_say(tas
         ("echo 0.5 > /logs/verifier/reward.json", 0.5, {"no_reward_file": 0.0}),
         ("echo many > /logs/verifier/reward.txt", 0.0, {"no_reward_file": 1.0}),
         ("echo NaN > /logs/verifier/reward.txt", 0.0, {"no_reward_file": 1.0}),
+        ("echo true > /logs/verifier/reward.json; echo .5 > /logs/verifier/reward.txt", 0.5, {"no_reward_file": 0.0}),
+        ('echo \'{"reward": 1, "x": NaN, "y": 1e999}\' > /logs/verifier/reward.json', 1.0, {"no_reward_file": 0.0}),
+        (CONNECT + " && echo 1 > /logs/verifier/reward.txt", 1.0, {"files_incomplete": 0.0}),
         ("while :; do :; done", 0.0, {"no_reward_file": 1.0, "tests_exit_code": 124.0}),
         ("test -e /app/big || echo 1 > /logs/verifier/reward.txt", 0.0, {"files_too_large": 1.0}),
     ],
@@ -126,6 +130,12 @@ def test_rewards_that_tests_write(tasks, tests, reward, metrics):
     assert metrics.items() <= rollout.metrics.items()
 
 
+def test_an_agent_whose_files_cannot_be_copied_whole_is_scored(tasks):
+    rollout = run(load(tasks), "sed -i s/-/+/ add.py; mkdir -m 0 closed")
+    assert rollout.metrics["files_incomplete"] == 1.0
+    assert rollout.reward == 1.0
+
+
 def test_tasks_that_cannot_be_run_are_refused_by_name(tasks):
     def refused(message, **args):
         with pytest.raises(ConfigError, match=message):
@@ -136,6 +146,15 @@ def test_tasks_that_cannot_be_run_are_refused_by_name(tasks):
         load(tasks / "add/tests")
     with pytest.raises(ConfigError, match=r"args\.path is missing"):
         load("")
+    (tasks / "add/environment/inner").mkdir()
+    (tasks / "add/environment/inner/task.toml").write_text("of the agent's own files")
+    assert len(load(tasks)) == 2
+    (tasks / "add/tests/test.sh").write_bytes(b"exit 1\r\n")
+    refused("tasks/add: its tests/test.sh has line ends of Windows")
+    (tasks / "add/tests/test.sh").write_text(TESTS)
+    (tasks / "add/instruction.md").write_text("x" * 140_000)
+    refused("task 0 of 'task_folder' cannot use `command`: its prompt has 140,000 bytes, but an argument")
+    (tasks / "add/instruction.md").write_text("Repair it.")
     (tasks / "add/environment/Dockerfile").write_text("FROM ubuntu\n")
     refused(r"tasks/add: its Dockerfile is not built; set docker_image .* args\.ignore_dockerfile")
     assert len(load(tasks, ignore_dockerfile=True)) == 2

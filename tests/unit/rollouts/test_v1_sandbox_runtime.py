@@ -160,6 +160,12 @@ async def test_runtime_commands(box, command, seconds, exit_code, output):
 
 
 @in_one_loop
+async def test_runtime_processes_that_programs_leave_are_waited_for(box):
+    leave = "for i in $(seq 100); do sh -c 'true & exit 0' || exit 1; done; echo done"
+    assert (await box.run(["bash", "-c", leave], {}, 60)).stdout == "done\n"
+
+
+@in_one_loop
 async def test_runtime_programs_cannot_write_to_the_session(box):
     result = await box.run(["bash", "-c", "echo x > /proc/1/fd/4; echo x > /proc/1/fd/1; ls /proc/1/fd"], {})
     assert result.stderr.count("Permission denied") == 3

@@ -248,6 +248,11 @@ class Renderer:
             reasoning = reasoning and reasoning.replace(token, "")
         return Parsed(content, parsed.calls, reasoning)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of N characters has at least N / longest_token tokens."""
+        return max(map(len, self._backend.get_vocab()))
+
     def text_length(self, ids: list[int]) -> int:
         """Return the number of characters of tokens, without special tokens."""
         return len(self._backend.decode(ids, skip_special_tokens=True))

@@ -115,7 +115,7 @@ class SandboxRuntime(Runtime):
     def _in_workdir(self, argv: list[str]) -> list[str]:
         if self.config.workdir == SandboxRuntimeConfig.model_fields["workdir"].default:
             return list(argv)
-        return ["sh", "-c", 'mkdir -p "$0" && cd "$0" && exec "$@"', self.config.workdir, *argv]
+        return ["sh", "-c", 'mkdir -p "$1" && cd "$1" && shift && exec "$@"', "sh", self.config.workdir, *argv]
 
     @contextmanager
     def _opened(self) -> Iterator[Box]:

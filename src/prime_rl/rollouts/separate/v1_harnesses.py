@@ -271,8 +271,21 @@ class CommandHarness(Harness[CommandHarnessConfig]):
         return result if result.exit_code else ProgramResult(1, "", f"it called no model; it printed: {result.stdout}")
 
 
+_MAX_ARGUMENT_BYTES = 128_000
+"""Linux limits an argument to 131,072 bytes."""
+
+
 def prompt_text(data: TaskData) -> str:
-    """Return the prompt of a task with its system prompt as one text. Raises ValueError if it has other parts."""
+    """Return a task's prompt, with its system prompt, as one argument. Raises ValueError if none can contain it."""
+    text = _joined_prompt(data)
+    if (size := len(text.encode(errors="surrogatepass"))) > _MAX_ARGUMENT_BYTES:
+        raise ValueError(f"its prompt has {size:,} bytes, but an argument of a command at most {_MAX_ARGUMENT_BYTES:,}")
+    if "\0" in text:
+        raise ValueError("its prompt contains a null character, which no argument of a command can")
+    return text
+
+
+def _joined_prompt(data: TaskData) -> str:
     if isinstance(data.prompt, str):
         return "\n\n".join(filter(None, (data.system_prompt, data.prompt)))
     parts = [data.system_prompt or ""]

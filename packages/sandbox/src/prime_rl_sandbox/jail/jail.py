@@ -34,6 +34,7 @@ _PRELOAD_FAILED = 3
 """Exit code of the fork server, as in `jail_server`."""
 JAIL_FILES = ("jail_server.py", "jail_supervisor.py", "jail_child.py", "jail_files.py", "jail_ports.py")
 JAIL_FOLDER = Path(__file__).parent
+_HOSTS = b"127.0.0.1 localhost sandbox\n::1 localhost\n"
 
 
 _PREFIX = "prime_rl_jail_"
@@ -380,6 +381,8 @@ def start_jail(
         for name, content in contents.items():
             inherited.append(_open_data(content))
             arguments += ["--ro-bind-data", str(inherited[-1]), f"/jail/{name}"]
+        inherited.append(_open_data(_HOSTS))
+        arguments += ["--ro-bind-data", str(inherited[-1]), "/etc/hosts"]
         arguments += ["--remount-ro", "/", "--"]
     group = create_control_group(jail_memory_bytes, user) if jail_memory_bytes is not None else None
     enter = [] if group is None else group.enter_command(user)

@@ -5,14 +5,11 @@ only. Nothing that a program sends is trusted: it is data.
 """
 
 import base64
-import fcntl
 import select
 import socket
-import struct
 from collections.abc import Callable
 from typing import Any
 
-_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _MAX_STREAMS = 256
 _MAX_WAITING_BYTES = 64 * 2**20
 _PART_BYTES = 65536
@@ -54,9 +51,6 @@ class Ports:
     def listen(self, ports: list[int]) -> str | None:
         """Accept connections to these ports of the loopback interface; return why that is impossible, or None."""
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-                request = struct.pack("16sh14x", b"lo", _IFF_UP)
-                fcntl.ioctl(control, _SIOCSIFFLAGS, request)
             known = [port for _, port in self._listeners.values()]
             for port in ports:
                 if port not in known:

@@ -9,6 +9,7 @@ Runs inside the jail with the standard library alone, on any CPython from 3.9. T
 """
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -17,6 +18,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import tempfile
 from types import FrameType
@@ -38,6 +40,7 @@ _CLONE_NAMESPACES = (
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _KEPT_FLAGS = 2 | 4 | 8  # nosuid nodev noexec
 _INNER_UID = 1000
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 def main() -> None:
@@ -193,6 +196,8 @@ def enter_namespaces(config: dict[str, Any]) -> None:
     ):
         with open(f"/proc/self/{file}", "w") as map_file:
             map_file.write(text)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:  # programs talk to their own servers
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
     check(libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
     if config["read_only_root"]:
         make_read_only(libc)
