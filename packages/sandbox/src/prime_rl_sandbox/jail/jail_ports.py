@@ -8,7 +8,7 @@ import base64
 import select
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 _MAX_STREAMS = 256
 _MAX_WAITING_BYTES = 64 * 2**20
@@ -48,7 +48,7 @@ class Ports:
         self._count = 0
         self._reads = False
 
-    def listen(self, ports: list[int]) -> str | None:
+    def listen(self, ports: list[int]) -> Optional[str]:
         """Accept connections to these ports of the loopback interface; return why that is impossible, or None."""
         try:
             known = [port for _, port in self._listeners.values()]
@@ -84,7 +84,7 @@ class Ports:
             if self._reads and fd in self._streams and not stream.sent_all:
                 self._read(stream)
 
-    def receive(self, number: int, data: str | None) -> None:
+    def receive(self, number: int, data: Optional[str]) -> None:
         """Pass on what the host sends to a connection, which may have ended."""
         stream = self._by_number.get(number)
         if stream is None:
