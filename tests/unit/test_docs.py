@@ -83,13 +83,14 @@ def test_environment_readme_has_all_sections_and_arguments(environment):
     text = (environment / "README.md").read_text()
     assert re.findall(r"^#+ (.+)$", text, re.MULTILINE) == [environment.name, "Install", "Reward", "Data", "Arguments"]
     assert "uv run" in text.partition("## Install")[0], "the page starts with a command"
-    taskset = environment / environment.name / "taskset.py"
-    if taskset.exists():
-        kinds = [node for node in ast.parse(taskset.read_text()).body if isinstance(node, ast.ClassDef)]
+    classic = environment / environment.name / "environment.py"
+    if not classic.exists():
+        taskset = ast.parse((environment / environment.name / "taskset.py").read_text())
+        kinds = [node for node in taskset.body if isinstance(node, ast.ClassDef)]
         (config,) = [kind for kind in kinds if kind.name.endswith("Config")]
         arguments = [node.target.id for node in config.body if isinstance(node, ast.AnnAssign)]
     else:
-        module = ast.parse((environment / environment.name / "environment.py").read_text())
+        module = ast.parse(classic.read_text())
         (load,) = [node for node in module.body if getattr(node, "name", None) == "load_environment"]
         arguments = [argument.arg for argument in [*load.args.args, *load.args.kwonlyargs]]
     rows = re.findall(r"^\| ([^|]+) \|", text.partition("## Arguments")[2], re.MULTILINE)

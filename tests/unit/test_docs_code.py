@@ -68,7 +68,9 @@ def two_versions(folder):
     return {"buffers": writable}
 
 
-FRAGMENTS = [
+FRAGMENTS = [  # those of docs/agents.md also run in tests/unit/rollouts/test_agent_function.py and test_gateway.py
+    Fragment("docs/agents.md", "async def solve", lambda names: callable(names["solve"])),
+    Fragment("docs/agents.md", "def run_one", lambda names: callable(names["run_one"])),
     Fragment(
         "docs/environments.md",
         "def load_environment",

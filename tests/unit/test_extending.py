@@ -1,4 +1,4 @@
-"""Follows the recipes of docs/extending.md: their code runs, and the files and names of their tables exist."""
+"""Follows the recipes of docs/extending.md: their code runs, and the files and names of their lists exist."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ RECIPES = dict(re.findall(r"^## (.+)\n((?:(?!^## ).*\n)*)", (ROOT / "docs/extend
 ROWS = [
     (recipe, file_cell, change)
     for recipe, text in RECIPES.items()
-    for file_cell, change in re.findall(r"^\| ([^|]*/[^|]*) \| ([^|]+) \|$", text, re.MULTILINE)
+    for file_cell, change in re.findall(r"^- ([^:\n]*/[^:\n]*): (.+)$", text, re.MULTILINE)
 ]
 
 

@@ -45,8 +45,8 @@ def load_environment(
         choices_column: column with a list of at most five choices, which are added to the question as `A) ...`; the
             answer is then a letter, or the index of the right choice.
         info_columns: columns to keep in `info`.
-        grader: `exact`, `contains`, `number`, `math`, `letter`, or `package.module:function` with the parameters `text`
-            and `answer`.
+        grader: `exact`, `contains`, `number`, `math`, `letter`, `package.module:function` with the parameters `text`
+            and `answer`, or `none`: then the reward is only that of `env.rewards`, and rows need no answer.
         system_prompt: the system message; "" for none.
         num_train_examples: number of examples; -1 uses all.
         num_eval_examples: the same for evaluation.
@@ -66,7 +66,7 @@ def load_environment(
     def read(source: Source, count: int, shuffle_seed: int | None = None) -> "Dataset":
         from datasets import Dataset
 
-        examples = source.examples(lambda row: _example(row, columns, info_columns, judge, system_prompt))
+        examples = source.examples(lambda row: example_of(row, columns, info_columns, judge, system_prompt))
         return Dataset.from_list(pick(examples, count, shuffle_seed))
 
     evaluation: Any = None
@@ -85,9 +85,11 @@ def load_environment(
     )
 
 
-def _rubric(grader: Grader) -> Any:
+def _rubric(grader: Grader | None) -> Any:
     import verifiers as vf
 
+    if grader is None:
+        return vf.Rubric()
     if isinstance(grader, MathVerifyGrader):
         from .environment_tools.math_environment import MathRubric
 
@@ -104,10 +106,12 @@ def _rubric(grader: Grader) -> Any:
     return _Rubric(funcs=[correct_answer])
 
 
-def _example(
-    row: Row, columns: dict[str, Any], info_columns: Sequence[str], grader: Grader, system_prompt: str
+def example_of(
+    row: Row, columns: dict[str, Any], info_columns: Sequence[str], grader: Grader | None, system_prompt: str
 ) -> dict[str, Any]:
-    given, answer = row.get(columns["question"]), text_of(row, columns["answer"])
+    """Return the prompt, the answer and the info of a row. Raises ValueError if it is malformed."""
+    given = row.get(columns["question"])
+    answer = "" if grader is None and row.get(columns["answer"]) is None else text_of(row, columns["answer"])
     question = "" if isinstance(given, list) else text_of(row, columns["question"])
     if columns["choices"]:
         question, answer = _with_choices(question, answer, row.get(columns["choices"]), columns["choices"])
@@ -116,7 +120,7 @@ def _example(
     prompt = make_prompt(question, system_prompt)
     if isinstance(given, list):
         prompt[-1:] = _messages(given, columns["question"])
-    example = {"prompt": prompt, "answer": grader.gold(answer)}
+    example = {"prompt": prompt, "answer": answer if grader is None else grader.gold(answer)}
     info = {"info": {column: row[column] for column in info_columns}} if info_columns else {}
     return {**example, **info}
 

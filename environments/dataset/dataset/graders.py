@@ -132,10 +132,16 @@ GRADERS: dict[str, type[Grader]] = {
 }
 
 
-def make_grader(name: str) -> Grader:
-    """Return a grader by name, or by the import path of a function. Raises ValueError if there is none."""
+def make_grader(name: str) -> Grader | None:
+    """Return a grader by name, or by the import path of a function; None for `none`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name == "none":
+        return None
     if name in GRADERS:
         return GRADERS[name]()
     if not re.fullmatch(r"\w+(\.\w+)*[.:]\w+", name):
-        raise ValueError(f"grader = {name!r} is none of {', '.join(GRADERS)}, and no package.module:function")
+        raise ValueError(f"grader = {name!r} is none of {', '.join(GRADERS)}, none, and no package.module:function")
     return FunctionGrader(name)

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ class Run:
         model: Hugging Face id or directory; None leaves it to `config`.
         env: an environment or a list: id, dict of keys, function that loads one, or a loaded one.
         reward: reward functions, added to each environment of `env` with weight 1.
+        agent: a coroutine function that is the agent of each environment of `env`; see `env.agent`.
         advantage: a function of the groups of a batch, as `orchestrator.advantage.import_path` names one.
         loss: a loss, as `trainer.loss.import_path` names one.
         config: keys of `rl` (nested, or with dots), or a TOML file of them.
@@ -43,6 +44,7 @@ class Run:
         env: Environment | Sequence[Environment] | None = None,
         *,
         reward: Callable[..., float] | Sequence[Callable[..., float]] = (),
+        agent: Callable[..., Awaitable[Any]] | None = None,
         advantage: Callable[..., Any] | None = None,
         loss: Callable[..., Any] | None = None,
         config: Values | str | os.PathLike[str] | None = None,
@@ -52,7 +54,7 @@ class Run:
         if resume is not None:
             overrides["ckpt.resume_step"] = resume
         functions = {"orchestrator.advantage": advantage, "trainer.loss": loss}
-        self.config: RLConfig = load_run_config(model, env, reward, functions, config, overrides)
+        self.config: RLConfig = load_run_config(model, env, reward, agent, functions, config, overrides)
         self._active: ActiveRun | None = None
 
     def __enter__(self) -> ActiveRun:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
@@ -51,6 +51,7 @@ def load_run_config(
     model: str | os.PathLike[str] | None,
     env: Environment | Sequence[Environment] | None,
     rewards: Callable[..., float] | Sequence[Callable[..., float]],
+    agent: Callable[..., Awaitable[Any]] | None,
     functions: Mapping[str, Callable[..., Any] | None],
     config: Values | str | os.PathLike[str] | None,
     overrides: Values,
@@ -66,8 +67,12 @@ def load_run_config(
         values["orchestrator.env"] = environments = environment_list(env, directory)
         for one in environments:
             one["rewards"] = [*one.get("rewards", []), *([rewards] if callable(rewards) else rewards)]
+            if agent is not None:
+                one.setdefault("agent", agent)
     elif rewards:
         raise ConfigError("Run(reward=...) adds a reward to the environments of Run(env=...); set env too")
+    elif agent is not None:
+        raise ConfigError("Run(agent=...) is the agent of the environments of Run(env=...); set env too")
     for key, function in functions.items():
         if function is not None:
             values[key] = {"type": "custom", "import_path": function}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from prime_rl.configs.loading.base_config import BaseConfig, ImportPath, common
 from prime_rl.configs.sampling import SamplingConfig
@@ -163,6 +163,15 @@ class EnvConfig(BaseConfig):
     ANTHROPIC_API_KEY. `{prompt}`, `{model}`, `{base_url}` and `{api_key}` in it are replaced. [] uses the harness of
     the taskset."""
 
+    agent: ImportPath | None = None
+    """Your coroutine function that is the agent of a v1 taskset, as `module:function` or `file.py:function`. It runs in
+    the worker, with your permissions, once per rollout, takes `messages`, `base_url`, `api_key` and other values by
+    their names, and may return a reward."""
+
+    gateway: str | None = Field(None, pattern="^https?://[^/]+/?$")
+    """Address of a `gateway`, such as http://127.0.0.1:8700, from which agents that run elsewhere take the rollouts of
+    a v1 taskset. Its key is in GATEWAY_API_KEY."""
+
     @field_validator("name")
     @classmethod
     def _is_file_name(cls, name: str | None) -> str | None:
@@ -185,6 +194,18 @@ class EnvConfig(BaseConfig):
             raise ValueError(
                 f"env.sampling of environment {self.label!r}: {key}{': ' if key else ''}{message}"
             ) from None
+
+    @model_validator(mode="after")
+    def _has_one_agent(self) -> Self:
+        given = [key for key in ("command", "agent", "gateway") if getattr(self, key)]
+        if len(given) > 1:
+            raise ValueError(f"env.{given[0]} and env.{given[1]} are two agents; set one")
+        return self
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent of the user takes the place of the environment's."""
+        return bool(self.command or self.agent or self.gateway)
 
     @property
     def scoring_limit(self) -> tuple[float | None, str]:

@@ -13,6 +13,8 @@ API_KEY_VAR = "INFERENCE_SERVER_API_KEY"
 """Default of `client.api_key_var`, the environment variable with the key of the inference server."""
 RELAY_KEY_VAR = "RELAY_API_KEY"
 """Default of the environment variable with the key of the relays of a run."""
+GATEWAY_KEY_VAR = "GATEWAY_API_KEY"
+"""Environment variable with the key of a `gateway`, which environment workers inherit."""
 
 
 def read_api_key(variable: str) -> str | None:

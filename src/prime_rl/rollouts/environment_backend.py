@@ -26,7 +26,7 @@ from xxhash import xxh3_128
 
 from prime_rl.configs.environment import EnvConfig, RewardConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.core.import_utils import load_function
+from prime_rl.core.import_utils import find_function_files, hash_files, load_function
 from prime_rl.core.types import EvalSplit, Rollout, Split
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
 from prime_rl.rollouts.group_attempts import (
@@ -124,7 +124,7 @@ class EnvironmentBackend(ABC):
         return values
 
     def content_hash(self) -> str:
-        """Return a hash of the examples and of the files of added reward functions.
+        """Return a hash of the examples, and of the files of added reward functions and of an agent function.
 
         Of more than 10,000 examples, or 64 MiB, a random choice is hashed, always the same. A value that is neither
         plain data nor an array or image counts by its type.
@@ -138,6 +138,8 @@ class EnvironmentBackend(ABC):
         for function, _ in self._added_rewards:
             file = getattr(inspect.getmodule(getattr(function, "func", function)), "__file__", None)
             digest.update(Path(file).read_bytes() if file else b"")
+        if self.config.agent is not None and (files := find_function_files(self.config.agent)) is not None:
+            digest.update(hash_files(files).encode())
         return digest.hexdigest()[:12]
 
     def answer(self, example: int) -> str | None:
@@ -213,12 +215,12 @@ def _plain(value: Any) -> Any:
     return xxh3_128(value).hexdigest() if isinstance(value, bytes) else type(value).__qualname__
 
 
-def refuse_command(config: EnvConfig) -> None:
-    """Raise ConfigError if a classic environment is to run an agent's program."""
-    if config.command:
+def refuse_agent(config: EnvConfig) -> None:
+    """Raise ConfigError if a classic environment is to run an agent of the user."""
+    if config.has_agent:
         raise ConfigError(
-            f"environment {config.id!r} has the classic API, which calls the model itself; an agent's `command` needs "
-            "a v1 taskset (docs/environments.md)"
+            f"environment {config.id!r} has the classic API, which calls the model itself; env.command and env.agent "
+            "need a v1 taskset (docs/agents.md)"
         )
 
 

@@ -344,8 +344,9 @@ def identify_environments(
         identity = identify(found)
         if env.identity is None and "/" in env.id and environment_path(env.id) is None and identity.is_local:
             warn(f"{name}.id = {env.id}: the local package in {identity.source} is used, not the one of the hub")
-        rewards = dict.fromkeys(find_function_files(reward.import_path) for reward in env.rewards)
-        text = " ".join([str(identity), *(f"{path.name} {hash_files(path)}" for path in rewards if path)])
+        functions = [*(reward.import_path for reward in env.rewards), *([env.agent] if env.agent else [])]
+        files = dict.fromkeys(map(find_function_files, functions))
+        text = " ".join([str(identity), *(f"{path.name} {hash_files(path)}" for path in files if path)])
         if env.identity not in (None, text):
             warn(f"{name}: environment {env.label!r} was {env.identity} and is now {text}")
         identified.append(env.model_copy(update={"identity": text}))

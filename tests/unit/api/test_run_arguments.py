@@ -54,6 +54,7 @@ def test_run_resume_sets_the_checkpoint_of_both_processes(tmp_path):
         ({"config": {"orchestrator.batch_size": 12, "orchestrator.rollouts_per_example": 8}}, "not a multiple"),
         ({"config": "missing.toml"}, "missing.toml does not exist"),
         ({"reward": named_advantage}, "set env too"),
+        ({"agent": named_advantage}, "set env too"),
     ],
 )
 def test_run_bad_input_is_a_config_error_of_one_line(values, message, tmp_path):
@@ -74,6 +75,16 @@ def test_run_functions_become_import_paths(tmp_path):
     assert config.orchestrator.advantage.import_path == path
     assert config.orchestrator.env[0].rewards[0].import_path == path
     assert load_function(config.trainer.loss.import_path, "key")(None) == 7
+
+
+async def test_run_agent_is_that_of_each_environment_without_one(tmp_path):
+    async def solve(prompt):
+        return len(prompt)
+
+    environments = ["my_taskset", {"id": "other_taskset", "agent": "other:solve"}]
+    one, other = prime_rl.Run(env=environments, agent=solve, output_dir=tmp_path).config.orchestrator.env
+    assert await load_function(one.agent, "key")("abc") == 3
+    assert other.agent == "other:solve"
 
 
 def test_run_environment_function_becomes_a_file(tmp_path):

@@ -80,6 +80,13 @@ def test_grader_rewards_only_right_replies(grader, answer, right, wrong, write):
     assert scores(env, row, wrong) == [0] * len(wrong)
 
 
+def test_rows_without_a_grader_need_no_answer_and_have_no_reward(write):
+    env = load_environment(data_path=write("rows.json", json.dumps([{"question": "What?"}])), grader="none")
+    row = env.get_dataset()[0]
+    assert (row["answer"], scores(env, row, ["This."])) == ("", [0])
+    assert "correct_answer" not in play(env, row, ["This."])["metrics"]
+
+
 @pytest.mark.slow
 def test_math_grader_compares_values_and_releases_its_processes(write):
     env = load_environment(data_path=write("row.json", json.dumps([ROWS[0] | {"answer": r"\boxed{\frac{1}{2}}"}])),

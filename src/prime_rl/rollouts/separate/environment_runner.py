@@ -37,7 +37,16 @@ from pathlib import Path
 from typing import Any
 
 from .crash_record import CrashRecord, current_group
-from .values import Refused, RequestFailed, cancelled_calls, current_call, describe, plain, was_cancelled
+from .values import (
+    Refused,
+    RequestFailed,
+    cancelled_calls,
+    current_call,
+    describe,
+    exports_taskset,
+    plain,
+    was_cancelled,
+)
 
 HEADER = struct.Struct("<I")
 """Length of the JSON text that follows."""
@@ -141,6 +150,7 @@ class _Runner:
         chat: `key`, `path` and `body` of a request of an OpenAI client; the answer is a status and a body.
         count: the number of tokens of `messages` with `tools`.
         box: the operation `op` of the sandbox with the number `box`.
+        agent: calls the agent function with `values`.
 
         Raises RequestFailed: the worker could not answer. Raises TypeError or ValueError: an argument is not JSON.
         """
@@ -174,7 +184,7 @@ class _Runner:
         await self._writer.drain()
 
     def _load(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Load the environment with the adapter of its API; `call` has id, path, args, split, runtime, command."""
+        """Load the environment with the adapter of its API; `call` has its keys."""
         try:
             installed = version("verifiers")
         except PackageNotFoundError:
@@ -185,7 +195,10 @@ class _Runner:
 
             convert = use_message_dicts()  # before the environment imports names of verifiers
         module = _import(call["id"], call["path"])
-        if hasattr(module, "load_environment"):
+        is_classic = hasattr(module, "load_environment")
+        if is_classic and (call["command"] or call["has_agent"]):
+            is_classic = not exports_taskset(module)
+        if is_classic:
             if convert is None:
                 raise Refused(f"it has load_environment(), and verifiers {installed} has no classic API")
             from .classic_adapter import ClassicAdapter
@@ -194,12 +207,12 @@ class _Runner:
         elif importlib.util.find_spec("verifiers.v1") is not None:
             from .taskset_adapter import SeparateTaskset
 
-            settings = call["args"], call["runtime"], call["command"]
+            settings = call["args"], call["runtime"], call["command"], call["has_agent"]
             self._adapter = SeparateTaskset(module, call["id"], *settings, self.request)
         else:
             raise Refused(f"{module.__name__} has no load_environment(), and verifiers {installed} has no v1 API")
         return {
-            "is_classic": hasattr(module, "load_environment"),
+            "is_classic": is_classic,
             "examples": len(self._adapter),
             "eval_split": self._adapter.eval_split,
             "warnings": self._adapter.warnings,

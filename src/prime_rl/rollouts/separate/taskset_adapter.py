@@ -27,13 +27,15 @@ from .agent_runtime import Box, RemoteBox, SandboxRuntimeConfig, add_sandbox
 from .interception import Ask, CountTokens, InterceptionClient, OpenTrace
 from .v1_harnesses import (
     COMMAND_HARNESS_ID,
+    FUNCTION_HARNESS_ID,
     HARNESS_ID,
     ChatHarnessConfig,
     CommandHarnessConfig,
+    FunctionHarnessConfig,
     prompt_text,
     shell_config,
 )
-from .values import INFRASTRUCTURE, Failed, Refused, Request, RequestFailed, describe, plain_messages
+from .values import INFRASTRUCTURE, CallAgent, Failed, Refused, Request, RequestFailed, describe, plain_messages
 
 _MAX_TASKS = 500_000
 """Of a taskset that does not say that it is infinite."""
@@ -73,6 +75,7 @@ class TasksetAdapter:
         open_box: Callable[[], Box],
         count_tokens: CountTokens,
         command: Sequence[str] = (),
+        call_agent: CallAgent | None = None,
     ) -> None:
         """Load a taskset.
 
@@ -83,13 +86,14 @@ class TasksetAdapter:
             open_box: makes the sandbox of an agent.
             count_tokens: answers agents that ask for the length of a prompt.
             command: program of the agents without a `harness`; () if none is given.
+            call_agent: calls the user's function that is these agents; None if none is given.
 
         Raises:
             Refused: it cannot run here. Also what verifiers raises for wrong arguments.
         """
         self.warnings: list[tuple[str, str]] = []
         self.uses_sandbox = False
-        self._taskset, self._permission, self._command = taskset, permission, command
+        self._taskset, self._permission, self._command, self._call_agent = taskset, permission, command, call_agent
         add_sandbox(open_box)
         settings = dict(args)
         if not isinstance(given := settings.pop("env", {}), dict):
@@ -276,6 +280,8 @@ class TasksetAdapter:
                 is_bash = agent.harness is not None and agent.harness.id == "bash"
                 if self._command and "harness" not in env.get(role, {}):
                     changes["harness"] = CommandHarnessConfig(id=COMMAND_HARNESS_ID, command=list(self._command))
+                elif self._call_agent is not None and "harness" not in env.get(role, {}):
+                    changes["harness"] = FunctionHarnessConfig(id=FUNCTION_HARNESS_ID, call=self._call_agent)
                 elif is_chat and "harness" not in env.get(role, {}):
                     changes["harness"] = ChatHarnessConfig(id=HARNESS_ID)
                 elif is_bash and isinstance(changes.get("runtime"), SandboxRuntimeConfig):
@@ -321,9 +327,10 @@ class SeparateTaskset(TasksetAdapter):
         args: Mapping[str, Any],
         permission: str,
         command: Sequence[str],
+        has_agent: bool,
         request: Request,
     ) -> None:
-        """Load the taskset of a module; see `TasksetAdapter`. `request` asks the worker."""
+        """Load the taskset of a module; see `TasksetAdapter`. `request` asks the worker, which calls an agent."""
         check_taskset(module)
         numbers = itertools.count()
 
@@ -333,7 +340,21 @@ class SeparateTaskset(TasksetAdapter):
             except RequestFailed as error:
                 raise ValueError(error.args[1]) from None
 
-        super().__init__(taskset, args, permission, lambda: RemoteBox(request, next(numbers)), count_tokens, command)
+        async def call_agent(values: Mapping[str, Any]) -> dict[str, float]:
+            try:
+                return dict(await request("agent", values=values))
+            except RequestFailed as error:
+                raise Failed(": ".join(error.args)) from None
+
+        super().__init__(
+            taskset,
+            args,
+            permission,
+            lambda: RemoteBox(request, next(numbers)),
+            count_tokens,
+            command,
+            call_agent if has_agent else None,
+        )
         self._request = request
 
     async def row(self, example: int) -> dict[str, Any]:

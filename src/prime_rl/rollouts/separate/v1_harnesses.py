@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
+from pydantic import Field
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire
@@ -29,11 +30,12 @@ from verifiers.v1.trace import Trace
 from verifiers.v1.types import Messages
 
 from .agent_runtime import SandboxRuntime
-from .values import CONTEXT_OVERFLOW
+from .values import CONTEXT_OVERFLOW, CallAgent, plain
 
 HARNESS_ID = "prime_rl_chat"
 SHELL_HARNESS_ID = "prime_rl_shell"
 COMMAND_HARNESS_ID = "prime_rl_command"
+FUNCTION_HARNESS_ID = "prime_rl_function"
 
 Message = dict[str, Any]
 
@@ -63,12 +65,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
         """Run the conversation; called by verifiers."""
-        system, prompt = self.resolve_prompt(data)
-        messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        if isinstance(prompt, str):
-            messages.append({"role": "user", "content": prompt})
-        else:
-            messages += [message_to_wire(message) for message in prompt or []]
+        messages = _first_messages(*self.resolve_prompt(data))
         async with AsyncExitStack() as stack:
             tools = McpTools(self.config.tool_timeout, self.config.disabled_tools or ())
             local = self.local_tools()
@@ -106,6 +103,14 @@ class ChatHarness(Harness[ChatHarnessConfig]):
     async def call_local(self, name: str, arguments: str, runtime: Runtime) -> str:
         """Return the result of one of `local_tools`; its arguments are JSON from the model."""
         raise LookupError(f"{type(self).__name__} has no tool {name}")
+
+
+def _first_messages(system: str | None, prompt: str | Messages | None) -> list[Message]:
+    """Return what a conversation starts with, in OpenAI's form."""
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    return messages + [message_to_wire(message) for message in prompt or []]
 
 
 class McpTools:
@@ -271,6 +276,58 @@ class CommandHarness(Harness[CommandHarnessConfig]):
         return result if result.exit_code else ProgramResult(1, "", f"it called no model; it printed: {result.stdout}")
 
 
+class FunctionHarnessConfig(HarnessConfig):
+    """What calls the user's function. It is not part of the configuration that traces contain."""
+
+    call: CallAgent = Field(exclude=True)
+
+
+class FunctionHarness(Harness[FunctionHarnessConfig]):
+    """Awaits a function of the user, whose reward is added to that of the task.
+
+    A full context ends the conversation, which is scored with its turns so far; another exception fails the rollout.
+    """
+
+    SUPPORTS_MCP = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: TaskData,
+        tool_interception_url: str | None = None,
+    ) -> ProgramResult:
+        """Await the function; called by verifiers."""
+        values = {
+            "messages": _first_messages(data.system_prompt, data.prompt),
+            "prompt": data.prompt_text,
+            "task": plain(data),
+            "model": ctx.model,
+            "base_url": endpoint,
+            "api_key": secret,
+            "mcp_urls": mcp_urls,
+            "role": trace.agent.name,
+        }
+        try:
+            returned = dict(await self.config.call(values))
+        except Exception as error:
+            if CONTEXT_OVERFLOW not in str(error) or not any(node.sampled for node in trace.nodes):
+                raise
+            returned = {}
+        if not any(node.sampled for node in trace.nodes):
+            return ProgramResult(1, "", "it called no model")
+        if (reward := returned.pop("reward", None)) is not None:
+            trace.record_reward("agent_reward", reward)
+        trace.record_metrics(returned)
+        return ProgramResult(0, "", "")
+
+
 _MAX_ARGUMENT_BYTES = 128_000
 """Linux limits an argument to 131,072 bytes."""
 
@@ -300,6 +357,7 @@ for _id, _harness in (
     (HARNESS_ID, ChatHarness),
     (SHELL_HARNESS_ID, ShellHarness),
     (COMMAND_HARNESS_ID, CommandHarness),
+    (FUNCTION_HARNESS_ID, FunctionHarness),
 ):
     # Verifiers finds a harness by the name of a top-level module, which exports one.
     _module = sys.modules.setdefault(_id, ModuleType(_id))

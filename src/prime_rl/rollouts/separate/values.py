@@ -6,12 +6,14 @@ Needs only the standard library: it runs in the interpreter of an environment.
 import asyncio
 import contextvars
 import hashlib
+import importlib.util
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import date
 from decimal import Decimal
 from pathlib import PurePath
+from types import ModuleType
 from typing import Any
 from uuid import UUID
 
@@ -49,6 +51,26 @@ class RequestFailed(Exception):
 
 Request = Callable[..., Awaitable[Any]]
 """(kind, **arguments) -> the worker's answer; see `environment_runner`."""
+
+AGENT_VALUES = ("messages", "prompt", "task", "model", "base_url", "api_key", "mcp_urls", "role")
+"""What an agent function can take: the first messages, and as one text; the columns of the task; name, address and key
+of the model; the addresses of the task's tools; and the agent's name in an environment of several."""
+
+CallAgent = Callable[[Mapping[str, Any]], Awaitable[dict[str, float]]]
+"""Calls an agent function with `AGENT_VALUES`; the answer is its metrics, and its `reward` if it has one."""
+
+
+def exports_taskset(module: ModuleType) -> bool:
+    """Return whether a module with `load_environment` also names a v1 taskset in `__all__`, which agents need."""
+    if importlib.util.find_spec("verifiers.v1") is None:
+        return False
+    from verifiers.v1.utils.loaders import taskset_class
+
+    try:
+        taskset_class(module.__name__)
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def arguments_of(function: Callable[..., Any]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from prime_rl.rollouts.group_attempts import EnvironmentFailed, UnsupportedEnvir
 from prime_rl.rollouts.separate.crash_record import WorkerUnusable, current_group
 from prime_rl.rollouts.separate.environment_runner import HEADER, receive_message
 from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
+from prime_rl.rollouts.separate.values import CallAgent
 from prime_rl_sandbox.shared_sandbox import SharedSandbox
 
 
@@ -39,10 +40,16 @@ class Runner:
     """The other process, and the calls to it. It ends with this process."""
 
     def __init__(
-        self, interpreter: str, endpoint: PolicyEndpoint, count_tokens: Callable[..., int], sandbox: SharedSandbox
+        self,
+        interpreter: str,
+        endpoint: PolicyEndpoint,
+        count_tokens: Callable[..., int],
+        sandbox: SharedSandbox,
+        call_agent: CallAgent | None = None,
     ) -> None:
-        """Start the process. Its requests are answered by `endpoint`, `count_tokens`, and boxes of `sandbox`."""
-        self._endpoint, self._count_tokens, self._sandbox = endpoint, count_tokens, sandbox
+        """Start the process. Its requests are answered by these; boxes are those of `sandbox`."""
+        self._endpoint, self._sandbox = endpoint, sandbox
+        self._count_tokens, self._call_agent = count_tokens, call_agent
         self._requests = dict[int, asyncio.Task[None]]()
         self._boxes = dict[int, AgentBox]()
         self._process = InterpreterServer.of(interpreter).fork()
@@ -150,6 +157,9 @@ class Runner:
         try:
             if kind == "count":
                 answer["result"] = self._count_tokens(**arguments)
+            elif kind == "agent":
+                assert self._call_agent is not None, "the environment was loaded without one"
+                answer["result"] = await self._call_agent(arguments["values"])
             else:
                 answer["result"] = await (self._chat if kind == "chat" else self._use_box)(**arguments)
         except Exception as error:  # noqa: BLE001 # of a sandbox, or of messages that cannot be rendered

@@ -12,13 +12,14 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.core.import_utils import own_name
 from prime_rl.core.types import Rollout
 from prime_rl.rollouts.agent_box import box_sandbox
+from prime_rl.rollouts.agent_function import load_agent
 from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint
 from prime_rl.rollouts.environment_backend import (
     EnvironmentBackend,
     call_parameters,
     load_rewards,
     objects_of,
-    refuse_command,
+    refuse_agent,
     score_objects,
 )
 from prime_rl.rollouts.environment_id import find_own_file
@@ -65,8 +66,8 @@ class SeparateEnvironment(EnvironmentBackend):
         self._rows: dict[int, dict[str, Any]] = {}
         self._num_rollouts = 0
         assert config.interpreter is not None, "set where the environment is identified"
-        sandbox = box_sandbox(config)
-        self._runner = Runner(config.interpreter, self._endpoint, self._count_tokens, sandbox)
+        sandbox, agent = box_sandbox(config), load_agent(config)
+        self._runner = Runner(config.interpreter, self._endpoint, self._count_tokens, sandbox, agent)
         found = find_own_file(config)
         try:
             loaded = self._runner.call_before_serving(
@@ -77,6 +78,7 @@ class SeparateEnvironment(EnvironmentBackend):
                 split=self.split,
                 runtime=config.runtime,
                 command=config.command,
+                has_agent=agent is not None,
             )
         except (EnvironmentFailed, UnsupportedEnvironment) as error:
             raise ConfigError(
@@ -84,7 +86,7 @@ class SeparateEnvironment(EnvironmentBackend):
             ) from error
         self._len, self.eval_split, self._is_classic = loaded["examples"], loaded["eval_split"], loaded["is_classic"]
         if self._is_classic:
-            refuse_command(config)
+            refuse_agent(config)
         if loaded["uses_sandbox"]:
             with config_errors(f"environment {config.id!r} cannot run its agents"):
                 sandbox.check()

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.types import Rollout
 from prime_rl.rollouts.clients.raw_openai_client import PolicyEndpoint, replies_in
-from prime_rl.rollouts.environment_backend import EnvironmentBackend, check_names, load_rewards, refuse_command
+from prime_rl.rollouts.environment_backend import EnvironmentBackend, check_names, load_rewards, refuse_agent
 from prime_rl.rollouts.group_attempts import (
     Attempt,
     EnvironmentFailed,
@@ -97,7 +97,7 @@ class ClassicEnvironment(EnvironmentBackend):
         config, split = self.config, self.split
         if config.runtime == "subprocess":
             self.warn("runtime", f"runtime = {config.runtime!r} has no effect: it applies to agents of v1 environments")
-        refuse_command(config)
+        refuse_agent(config)
         with _keep_signal_handlers():
             problem = f"environment {config.id!r} with env.args = {config.args} does not load"
             with config_errors(problem), _name_local_sandbox(problem):

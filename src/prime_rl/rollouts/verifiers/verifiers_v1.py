@@ -9,6 +9,7 @@ from typing import Any
 from prime_rl.core.errors import ConfigError, translate_error
 from prime_rl.core.types import Rollout
 from prime_rl.rollouts.agent_box import AgentBox, box_sandbox
+from prime_rl.rollouts.agent_function import load_agent
 from prime_rl.rollouts.environment_backend import EnvironmentBackend, load_rewards, objects_of, score_objects
 from prime_rl.rollouts.group_attempts import (
     Attempt,
@@ -45,6 +46,7 @@ class TasksetEnvironment(EnvironmentBackend):
                 functools.partial(AgentBox, sandbox),
                 count_tokens,
                 config.command,
+                load_agent(config),
             )
             if self._adapter.uses_sandbox:
                 sandbox.check()

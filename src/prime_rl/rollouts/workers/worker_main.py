@@ -30,6 +30,7 @@ from prime_rl.rollouts.environment_id import find_environment
 from prime_rl.rollouts.group_attempts import GroupAccount, check_scores, config_errors
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate.crash_record import CrashRecord, current_group
+from prime_rl.rollouts.separate.values import exports_taskset
 from prime_rl.rollouts.workers import protocol
 from prime_rl_sandbox.execution import use_settings
 from prime_rl_sandbox.shared_sandbox import close_shared_sandboxes
@@ -145,7 +146,7 @@ def load(
             raise needs_classic_api from error
         reason = summarize_exception(error, full=True)
         raise ConfigError(f"environment {config.id!r} cannot be imported: {reason}") from error
-    if not hasattr(module, "load_environment"):
+    if not hasattr(module, "load_environment") or (config.has_agent and exports_taskset(module)):
         from prime_rl.rollouts.verifiers.verifiers_v1 import TasksetEnvironment
 
         return TasksetEnvironment(config, module.__name__, renderer, split, keep_messages, warn)

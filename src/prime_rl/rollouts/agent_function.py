@@ -1,0 +1,97 @@
+"""Agents outside the sandbox: a coroutine function of the user in the worker, or programs that ask a `gateway`.
+
+Either is called once per rollout, in place of the harness of a v1 taskset (`FunctionHarness`), and speaks to the model
+at `base_url` like any program.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.core.api_key import GATEWAY_KEY_VAR, read_api_key
+from prime_rl.core.errors import ConfigError
+from prime_rl.core.http_requests import answers
+from prime_rl.core.import_utils import load_function
+from prime_rl.rollouts.environment_backend import CallParameters, call_parameters
+from prime_rl.rollouts.group_attempts import EnvironmentFailed, as_number
+from prime_rl.rollouts.separate.values import AGENT_VALUES, CallAgent
+
+_RETRY_SECONDS = 1.0
+
+
+def load_agent(config: EnvConfig) -> CallAgent | None:
+    """Return what calls the agent of an environment; None if it has none, or a program.
+
+    Raises:
+        ConfigError: the function cannot be imported, is no coroutine function, or takes what no agent gets; or the
+            gateway does not answer.
+    """
+    if config.gateway is not None:
+        return _gateway_agent(config)
+    if config.agent is None:
+        return None
+    key = f"env.agent of environment {config.id!r}"
+    function = load_function(config.agent, key)
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+        raise ConfigError(f"{key} = {config.agent!r} is no `async def` function; wrap it with asyncio.to_thread")
+    parameters = call_parameters(function)
+    _check_parameters(parameters, f"{key} = {config.agent!r}")
+
+    async def call(values: Mapping[str, Any]) -> dict[str, float]:
+        return _numbers(await function(**parameters.select(values)))
+
+    return call
+
+
+def _check_parameters(parameters: CallParameters, what: str) -> None:
+    for each in parameters.signature.parameters.values():
+        if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+            continue
+        is_given = each.name in AGENT_VALUES and each.kind is not each.POSITIONAL_ONLY
+        if not is_given and each.default is each.empty:
+            raise ConfigError(f"{what} takes {each.name!r}; an agent gets {', '.join(AGENT_VALUES)}, by their names")
+
+
+def _numbers(returned: Any) -> dict[str, float]:
+    """Return `reward` and metrics from what an agent returned: a number, a dict of numbers, or None."""
+    if returned is None:
+        return {}
+    given = returned if isinstance(returned, Mapping) else {"reward": returned}
+    numbers = {str(name): as_number(f"what the agent returned as {name!r}", value) for name, value in given.items()}
+    if "num_turns" in numbers:
+        raise EnvironmentFailed("the agent returned 'num_turns', which is a metric of prime-rl")
+    return numbers
+
+
+def _gateway_agent(config: EnvConfig) -> CallAgent:
+    """Return what offers a rollout to a gateway, and awaits the report of an agent. ConfigError if none answers."""
+    url, key = str(config.gateway).rstrip("/"), read_api_key(GATEWAY_KEY_VAR)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    if not answers(f"{url}/health"):
+        raise ConfigError(f"env.gateway of environment {config.id!r}: {url} does not answer; start it with `gateway`")
+
+    async def call(values: Mapping[str, Any]) -> dict[str, float]:
+        if values["mcp_urls"]:
+            raise EnvironmentFailed("the task has tools, which agents behind a gateway cannot reach")
+        shown = {name: values[name] for name in ("messages", "prompt", "task", "model", "role")}
+        offer = {"values": shown, "endpoint": values["base_url"], "secret": values["api_key"]}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            while True:
+                try:
+                    async with session.post(f"{url}/offers", json=offer) as response:
+                        answer = await response.json()
+                    break
+                except aiohttp.ClientConnectorError:  # it starts again; the rollout has a time limit
+                    await asyncio.sleep(_RETRY_SECONDS)
+                except (aiohttp.ClientError, ValueError) as error:
+                    raise ConnectionError(f"the gateway has ended: {error!r}") from error
+        if "numbers" not in answer:
+            raise EnvironmentFailed(answer.get("failure") or f"the gateway: {answer['error']['message']}")
+        return _numbers(answer["numbers"])
+
+    return call

@@ -1,0 +1,149 @@
+"""Coroutine functions of users as the agents of v1 tasksets."""
+
+import itertools
+import re
+import sys
+import textwrap
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.group_attempts import EnvironmentFailed
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.workers import worker_main
+from tests.support.fake_engine import fake_engine
+from tests.support.tiny_model import make_tokenizer
+from tests.unit.rollouts.conftest import ending_server
+
+TOKENIZER = make_tokenizer()
+QUESTIONS = "question,answer,level\nWhat is 2 + 3?,5,easy\nWhat is 4 + 4?,8,hard\n"
+AGENT = """
+    import aiohttp
+
+    async def ask(messages, base_url, api_key):
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            async with session.post(f"{base_url}/chat/completions", json={"model": "m", "messages": messages}) as got:
+                body = await got.json()
+        if got.status != 200:
+            raise RuntimeError(body["error"]["message"])
+        return body["choices"][0]["message"]
+"""
+TWO_TURNS = """
+    async def solve(messages, task, base_url, api_key, *, tries=2):
+        while len(messages) < 2 * tries:
+            messages = [*messages, await ask(messages, base_url, api_key), {"role": "user", "content": "Sure?"}]
+        return {"reward": 0.25 if task["info"]["level"] == "hard" else 0.5, "tries": tries}
+"""
+ONE_TURN = """
+    async def solve(messages, **others):
+        await ask(messages, others["base_url"], others["api_key"])
+        %s
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Return what loads an environment with rows and an agent of the user."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "rows.csv").write_text(QUESTIONS)
+    numbers = itertools.count()
+
+    def load(agent, grader="none", **keys):
+        path = tmp_path / f"my_agent_{next(numbers)}.py"  # a file is imported once
+        path.write_text(textwrap.dedent(AGENT) + textwrap.dedent(agent))
+        args = {"data_path": "rows.csv", "info_columns": ["level"], "grader": grader}
+        given = {"id": "dataset", "args": args, "agent": f"{path.name}:solve", "num_retries": 0} | keys
+        return worker_main.load(EnvConfig(**given), Renderer(TOKENIZER), "train")
+
+    return load
+
+
+def encode(text):
+    return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+
+
+@asynccontextmanager
+async def engine_of(environment, reply="It is 8."):
+    """Yield an engine with one reply, and the prompts that it got."""
+    prompts = []
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
+        fake.reply = lambda body: prompts.append(body["token_ids"]) or (encode(reply), "stop")
+        async with ending_server(environment):
+            yield engine, prompts
+
+
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+async def test_each_token_that_an_agent_sampled_is_trained_once_with_its_reward(load, interpreter):
+    environment = load(TWO_TURNS, interpreter=interpreter)
+    async with engine_of(environment) as (engine, prompts):
+        rollouts = await environment.run_group(1, 2, engine, {"max_tokens": 50}, 4096)
+    assert len(prompts) == 4
+    for rollout in rollouts:
+        assert (rollout.reward, rollout.metrics["agent_reward"], rollout.metrics["tries"]) == (0.25, 0.25, 2.0)
+        (sample,) = rollout.samples
+        assert sample.tokens[sample.loss_mask].tolist() == 2 * encode("It is 8.")
+        assert sample.tokens.tolist() in [prompt + encode("It is 8.") for prompt in prompts], "as the engine saw them"
+
+
+async def test_the_reward_of_an_agent_is_added_to_that_of_the_task(load):
+    for returned, reward in (("return 0.5", 1.5), ("pass", 1.0)):
+        environment = load(ONE_TURN % returned, grader="number")
+        async with engine_of(environment) as (engine, _):
+            (rollout,) = await environment.run_group(1, 1, engine, {"max_tokens": 50}, 4096)
+        assert (rollout.reward, rollout.metrics["correct_answer"], rollout.answer) == (reward, 1.0, "8")
+
+
+async def test_the_agent_of_the_page_is_trained_on_its_three_attempts(load):
+    page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
+    (agent,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def solve" in block]
+    environment = load(agent)
+    async with engine_of(environment, "It is 7.") as (engine, prompts):
+        (rollout,) = await environment.run_group(1, 1, engine, {"max_tokens": 50}, 4096)
+    assert (len(prompts), rollout.reward, len(rollout.samples)) == (3, 0.0, 1)
+
+
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        (ONE_TURN % "raise LookupError('no such tool')", "LookupError: no such tool"),
+        (ONE_TURN % "return {'reward': 'high'}", "what the agent returned as 'reward'"),
+        (ONE_TURN % "return float('nan')", "what the agent returned as 'reward'"),
+        ("async def solve(prompt): return 1.0", "it called no model"),
+    ],
+)
+async def test_an_agent_that_fails_or_calls_no_model_fails_its_rollout(load, agent, message, interpreter):
+    environment = load(agent, interpreter=interpreter)
+    async with engine_of(environment) as (engine, _):
+        with pytest.raises(EnvironmentFailed, match=message):
+            await environment.run_group(0, 1, engine, {"max_tokens": 50}, 4096)
+
+
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+async def test_a_full_context_ends_the_conversation_which_is_scored(load, interpreter):
+    environment = load(TWO_TURNS.replace("tries=2", "tries=1000"), grader="contains", interpreter=interpreter)
+    async with engine_of(environment, "8") as (engine, _):
+        (rollout,) = await environment.run_group(1, 1, engine, {"max_tokens": 50}, 300)
+    assert rollout.is_truncated
+    assert (rollout.reward, "agent_reward" in rollout.metrics) == (1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("agent", "keys", "message"),
+    [
+        ("def solve(prompt): return 1.0", {}, "is no `async def` function; wrap it with asyncio.to_thread"),
+        ("async def solve(prompt, client): return 1.0", {}, "takes 'client'; an agent gets messages, prompt, task"),
+        ("solve = 3", {}, "'solve' is int, not a function"),
+        ("async def solve(prompt): pass", {"id": "reverse_text", "args": {}}, "need a v1 taskset"),
+        ("async def solve(prompt): pass", {"command": ["mini"]}, "two agents; set one"),
+    ],
+)
+def test_what_cannot_be_an_agent_is_refused_before_the_run(load, agent, keys, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        load(agent, **keys)

@@ -1,0 +1,242 @@
+"""Agents that run elsewhere take rollouts from a `gateway`, use the model through it, and report rewards."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from prime_rl.configs.environment import EnvConfig
+from prime_rl.core.errors import ConfigError
+from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.group_attempts import EnvironmentFailed
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.workers import worker_main
+from tests.support.fake_engine import fake_engine
+from tests.unit.rollouts.conftest import ending_server
+from tests.unit.rollouts.test_agent_function import QUESTIONS, TOKENIZER, encode
+
+KEY = "a-key"
+
+
+@contextmanager
+def gateway(port=0, key=None):
+    """Run a gateway; yield its address and its process."""
+    environment = {name: value for name, value in os.environ.items() if name != "GATEWAY_API_KEY"}
+    environment |= {} if key is None else {"GATEWAY_API_KEY": key}
+    command = [sys.executable, "-m", "prime_rl.entrypoints.gateway", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            yield process.stdout.readline().split()[-1], process
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+
+
+class Elsewhere:
+    """An agent's side."""
+
+    def __init__(self, url, session, key=None):
+        self.url, self.session = url, session
+        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    async def send(self, method, url, body=None, headers=None):
+        async with self.session.request(method, url, json=body, headers=headers or self.headers) as answer:
+            text = await answer.text()
+            return answer.status, json.loads(text) if text else None
+
+    async def take(self):
+        status, rollout = await self.send("POST", f"{self.url}/rollouts")
+        assert status == 200
+        return rollout
+
+    async def ask(self, rollout, **changes):
+        body = {"model": rollout["model"], "messages": rollout["messages"]} | changes
+        headers = {"Authorization": f"Bearer {rollout['api_key']}"}
+        return await self.send("POST", f"{rollout['base_url']}/chat/completions", body, headers)
+
+    async def report(self, rollout, kind="reward", key=None, **body):
+        headers = {"Authorization": f"Bearer {key or rollout['api_key']}"}
+        return await self.send("POST", f"{self.url}/rollouts/{rollout['id']}/{kind}", body, headers)
+
+
+@asynccontextmanager
+async def running(url, tmp_path, key=None, **keys):
+    """Yield an agent, and what starts a group of rollouts of the first row."""
+    (tmp_path / "rows.csv").write_text(QUESTIONS)
+    args = {"data_path": str(tmp_path / "rows.csv"), "grader": "none"}
+    config = EnvConfig(**{"id": "dataset", "args": args, "gateway": url, "num_retries": 0} | keys)
+    environment = worker_main.load(config, Renderer(TOKENIZER), "train")
+    async with (
+        fake_engine() as fake,
+        InferenceClient(fake.url, "m", "") as engine,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
+        ending_server(environment),
+    ):
+        fake.reply = lambda body: (encode("It is 5."), "stop")
+
+        def start(count=1):
+            return asyncio.ensure_future(environment.run_group(0, count, engine, {"max_tokens": 50}, 4096))
+
+        yield Elsewhere(url, session, key), start
+
+
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+async def test_each_rollout_is_taken_once_and_gets_its_tokens_and_its_reward(tmp_path, interpreter):
+    with gateway() as (url, _):
+        async with running(url, tmp_path, interpreter=interpreter) as (agent, start):
+            group = start(3)
+            for reward in (0.0, 0.5, 1.0):
+                rollout = await agent.take()
+                assert rollout["prompt"] == "What is 2 + 3?" and rollout["task"]["answer"] == "5"
+                status, reply = await agent.ask(rollout)
+                assert (status, reply["choices"][0]["message"]["content"]) == (200, "It is 5.")
+                assert await agent.report(rollout, reward=reward, metrics={"steps": 2}) == (200, {"status": "ok"})
+                assert (await agent.report(rollout, reward=reward, metrics={"steps": 2}))[0] == 200, "again"
+                assert (await agent.report(rollout, reward=reward + 1))[0] == 409
+            rollouts = await group
+            assert await agent.send("GET", f"{url}/rollouts") == (200, {"waiting": 0, "taken": 0})
+    assert sorted(rollout.reward for rollout in rollouts) == [0.0, 0.5, 1.0]
+    for rollout in rollouts:
+        (sample,) = rollout.samples
+        assert sample.tokens[sample.loss_mask].tolist() == encode("It is 5.")
+        assert rollout.metrics["steps"] == 2.0
+
+
+async def test_a_stream_passes_through_as_events(tmp_path):
+    with gateway() as (url, _):
+        async with running(url, tmp_path) as (agent, start):
+            group = start()
+            rollout = await agent.take()
+            headers = {"x-api-key": rollout["api_key"], "anthropic-version": "2023-06-01"}
+            body = {"model": "m", "max_tokens": 50, "messages": rollout["messages"], "stream": True}
+            async with agent.session.post(f"{rollout['base_url']}/messages", json=body, headers=headers) as answer:
+                assert answer.headers["Content-Type"].startswith("text/event-stream")
+                lines = (await answer.text()).splitlines()
+            await agent.report(rollout, reward=1)
+            await group
+    events = [line.split()[1] for line in lines if line.startswith("event:")]
+    assert (events[0], events[-1]) == ("message_start", "message_stop")
+
+
+async def test_the_agent_of_the_page_works(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
+    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "run_one" in block]
+    with gateway() as (url, _):
+        async with running(url, tmp_path) as (_, start):
+            names = {}
+            exec(program.replace("http://127.0.0.1:8700", url), names)
+            group = start()
+            await asyncio.to_thread(names["run_one"])
+            assert (await group)[0].reward == 1.0
+
+
+async def test_what_ends_a_rollout_without_a_reward(tmp_path):
+    with gateway() as (url, _):
+        async with running(url, tmp_path) as (agent, start):
+            group = start()
+            rollout = await agent.take()
+            await agent.ask(rollout)
+            assert (await agent.report(rollout, "failure", message="no disk"))[0] == 200
+            with pytest.raises(EnvironmentFailed, match="no disk"):
+                await group
+            group = start()
+            rollout = await agent.take()
+            assert (await agent.report(rollout, reward=1))[0] == 200
+            with pytest.raises(EnvironmentFailed, match="called no model"):
+                await group
+            group = start()
+            rollout = await agent.take()
+            group.cancel()
+            await asyncio.wait([group])
+            while (await agent.send("GET", f"{url}/rollouts"))[1]["taken"]:
+                await asyncio.sleep(0.01)
+            assert (await agent.ask(rollout))[0] == 410
+            assert (await agent.report(rollout, reward=1))[0] == 410
+
+
+async def test_a_rollout_whose_agent_left_before_it_got_it_goes_to_the_next(tmp_path):
+    with gateway() as (url, _):
+        async with running(url, tmp_path) as (agent, start):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(agent.take(), 0.2)
+            assert (await agent.send("POST", f"{url}/rollouts?wait_seconds=0.1"))[0] == 204
+            group = start()
+            rollout = await agent.take()
+            await agent.ask(rollout)
+            await agent.report(rollout, reward=1)
+            assert (await group)[0].reward == 1.0
+
+
+async def test_a_gateway_that_starts_again_gets_new_rollouts(tmp_path):
+    with gateway() as (url, _):
+        opened = running(url, tmp_path, num_retries=1)
+        agent, start = await opened.__aenter__()
+        group = start()
+        await agent.take()
+    with gateway(url.rpartition(":")[2]):
+        rollout = await agent.take()
+        await agent.ask(rollout)
+        await agent.report(rollout, reward=1)
+        assert (await group)[0].reward == 1.0
+        await opened.__aexit__(None, None, None)
+
+
+async def test_keys_are_needed_and_others_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("GATEWAY_API_KEY", KEY)
+    with gateway(key=KEY) as (url, _):
+        async with running(url, tmp_path, KEY) as (agent, start):
+            group = start(2)
+            first, second = await agent.take(), await agent.take()
+            for method, path in (("POST", "/rollouts"), ("GET", "/rollouts"), ("POST", "/offers")):
+                assert (await agent.send(method, url + path, {}, {"Authorization": "Bearer other"}))[0] == 401
+            assert (await agent.ask({**first, "api_key": second["api_key"]}))[0] == 401
+            assert (await agent.report(first, key=second["api_key"], reward=1))[0] == 401
+            assert (await agent.send("GET", f"{url}/rollouts", None, agent.headers | {"Origin": "http://a.b"}))[
+                0
+            ] == 403
+            for rollout in (first, second):
+                assert (await agent.ask(rollout))[0] == 200
+                assert (await agent.report(rollout, key=KEY, reward=1))[0] == 200
+            await group
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"reward": "1"}, "reward is not a finite number"),
+        ({"reward": True}, "reward is not a finite number"),
+        ({"reward": float("nan")}, "reward is not a finite number"),
+        ({"metrics": {"steps": None}}, "steps is not a finite number"),
+        ({"metrics": [1]}, "metrics is not an object"),
+        ({"score": 1}, "unknown key 'score'"),
+    ],
+)
+async def test_a_report_that_is_no_reward_leaves_the_rollout_open(tmp_path, body, message):
+    with gateway() as (url, _):
+        async with running(url, tmp_path) as (agent, start):
+            group = start()
+            rollout = await agent.take()
+            await agent.ask(rollout)
+            status, answer = await agent.report(rollout, **body)
+            assert status == 400 and message in answer["error"]["message"]
+            await agent.report(rollout, reward=0.5)
+            assert (await group)[0].reward == 0.5
+
+
+def test_a_gateway_that_does_not_answer_is_named_before_the_run(tmp_path):
+    with pytest.raises(ConfigError, match="does not answer; start it with `gateway`"):
+        worker_main.load(EnvConfig(id="dataset", gateway="http://127.0.0.1:1"), Renderer(TOKENIZER), "train")
+
+
+def test_an_open_address_needs_a_key():
+    done = subprocess.run(
+        [sys.executable, "-m", "prime_rl.entrypoints.gateway", "--host", "0.0.0.0"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "needs a key in GATEWAY_API_KEY" in done.stderr
