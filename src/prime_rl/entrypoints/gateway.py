@@ -42,7 +42,7 @@ _MAX_REMEMBERED = 100_000
 """Ended rollouts whose repeated rewards are recognised."""
 _NOT_PASSED_ON = {
     *("host", "content-length", "transfer-encoding", "connection", "authorization", "x-api-key", "accept-encoding"),
-    *("cookie", "keep-alive", "te", "upgrade", "proxy-authorization", "expect"),
+    *("cookie", "keep-alive", "upgrade", "proxy-authorization", "expect"),
 }
 _PASSED_BACK = {"Content-Type", "Retry-After"}
 

@@ -1,8 +1,18 @@
+import asyncio
+import contextlib
+import copy
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from prime_rl.rollouts.recorder import SampleBuilder
+from prime_rl.rollouts.recorder import Recorder, SampleBuilder
 from prime_rl.rollouts.rendering.messages import Generation
+from tests.support.chat_templates import SHAPES
+from tests.unit.rollouts.test_renderer import ADD, answer, completions, make_renderer, spelled, texts
 
 
 def generation(ids, version=3):
@@ -76,3 +86,71 @@ def test_builder_masks_single_tokens_of_a_turn():
     assert sample.tokens.tolist() == [1, 2, 3]
     assert sample.loss_mask.tolist() == [False, False, True]
     assert sample.versions.tolist() == [-1, -1, 3]
+
+
+class CountingEngine:
+    """Samples what hypothesis draws; the log-probability of the n-th token of all completions is -n.
+
+    Attributes:
+        tokens: prompt, completion, and the place of the token in it, by its number.
+    """
+
+    def __init__(self, data, shape):
+        self.tokens = {}
+        self._data, self._shape = data, shape
+
+    async def generate(self, ids, sampling):
+        text = self._data.draw(completions(self._shape))
+        sampled = (spelled if self._data.draw(st.booleans()) else answer)(self._shape, text)
+        numbers = range(len(self.tokens) + 1, len(self.tokens) + len(sampled) + 1)
+        self.tokens |= {number: (ids, sampled, place) for place, number in enumerate(numbers)}
+        await asyncio.sleep(0)
+        return replace(generation(sampled), logprobs=-np.array(numbers, np.float32))
+
+
+def change_history(data, messages):
+    """Change a conversation as agents do: edits, summaries, steps back, another system prompt, no reasoning."""
+    kind = data.draw(st.sampled_from(["none", "none", "none", "edit", "summary", "back", "system", "reasoning"]))
+    if kind == "edit":
+        index = data.draw(st.integers(0, len(messages) - 1))
+        messages[index] = messages[index] | {"content": data.draw(texts)}
+    elif kind == "summary":
+        messages[:] = [{"role": "user", "content": data.draw(texts)}]
+    elif kind == "back":
+        del messages[data.draw(st.integers(1, len(messages))) :]
+    elif kind == "system":
+        messages[:] = [{"role": "system", "content": data.draw(texts)}, *messages]
+    elif kind == "reasoning":
+        for message in messages:
+            message.pop("reasoning_content", None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(sorted(SHAPES)), st.sampled_from(["sampled", "template"]))
+def test_each_sampled_token_is_trained_once_in_the_context_in_which_it_was_sampled(data, shape, history):
+    engine = CountingEngine(data, shape)
+    renderer = make_renderer(shape, reasoning_parser=data.draw(st.sampled_from(["none", "think"])), history=history)
+    recorder = Recorder(engine, renderer, seq_len=100_000)
+    tools = [ADD] if data.draw(st.booleans()) else None
+    messages = [{"role": "user", "content": data.draw(texts)}]
+
+    async def converse():
+        for _ in range(data.draw(st.integers(1, 5))):
+            count = data.draw(st.sampled_from([1, 1, 2]))  # parallel, or sent again
+            replies = await asyncio.gather(*(recorder.ask(copy.deepcopy(messages), tools, {}) for _ in range(count)))
+            message = json.loads(json.dumps(data.draw(st.sampled_from(replies)).message()))
+            calls = [call["id"] for call in message.get("tool_calls", ())]
+            results = [{"role": "tool", "tool_call_id": call, "content": data.draw(texts)} for call in calls]
+            messages.extend([message, *(results or [{"role": "user", "content": data.draw(texts)}])])
+            change_history(data, messages)
+
+    with contextlib.suppress(ValueError):  # the template rejects the changed messages
+        asyncio.run(converse())
+    rollout = recorder.rollout(dict.fromkeys(recorder.replies, True), [], 0.0, {}, False)
+    trained = []
+    for sample in rollout.samples:
+        for place in np.flatnonzero(sample.loss_mask):
+            trained.append(int(-sample.logprobs[place]))
+            prompt, sampled, index = engine.tokens[trained[-1]]
+            assert sample.tokens[: place + 1].tolist() == [*prompt, *sampled[: index + 1]]
+    assert sorted(trained) == sorted(engine.tokens)
