@@ -90,7 +90,7 @@ class Gateway:
                 web.get("/rollouts", self._count),
                 web.post("/rollouts", self._hand_out),
                 web.post("/rollouts/{id}/{kind:reward|failure}", self._end),
-                web.route("*", "/rollouts/{id}/v1/{path:.*}", self._call_model),
+                web.route("*", "/rollouts/{id}/v1/{path:[a-z0-9_/-]+}", self._call_model),
             ]
         )
         return app
