@@ -115,5 +115,5 @@ async def test_only_known_names_in_braces_are_replaced():
 
 
 async def test_a_classic_environment_refuses_a_command():
-    with pytest.raises(ConfigError, match="needs a v1 taskset"):
+    with pytest.raises(ConfigError, match="need a v1 taskset"):
         worker_main.load(EnvConfig(id="reverse_text", command=AGENT), Renderer(TOKENIZER), "train")

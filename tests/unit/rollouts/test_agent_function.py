@@ -57,7 +57,7 @@ def load(tmp_path, monkeypatch):
     def load(agent, grader="none", **keys):
         path = tmp_path / f"my_agent_{next(numbers)}.py"  # a file is imported once
         path.write_text(textwrap.dedent(AGENT) + textwrap.dedent(agent))
-        args = {"data_path": "rows.csv", "info_columns": ["level"], "grader": grader}
+        args = {"data_path": str(tmp_path / "rows.csv"), "info_columns": ["level"], "grader": grader}
         given = {"id": "dataset", "args": args, "agent": f"{path.name}:solve", "num_retries": 0} | keys
         return worker_main.load(EnvConfig(**given), Renderer(TOKENIZER), "train")
 
