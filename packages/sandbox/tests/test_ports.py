@@ -1,7 +1,7 @@
 """Servers of the host that programs of a session may reach."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -123,14 +123,15 @@ async def test_a_server_that_ends_a_connection_or_is_gone_is_an_error_of_the_pro
 
 
 async def test_a_program_that_floods_a_server_which_does_not_read_ends_with_its_cell(sandbox):
-    closed = asyncio.Event()
+    ended, closed = asyncio.Event(), asyncio.Event()
 
     async def wait(reader, writer):
-        try:
-            await reader.read(10)
-            await asyncio.sleep(30)
-        finally:
-            closed.set()
+        await reader.read(10)
+        await ended.wait()
+        with suppress(ConnectionError):
+            while await reader.read(2**20):
+                continue
+        closed.set()
 
     flood = """
 with socket.create_connection(("127.0.0.1", PORT), 10) as connection:
@@ -141,13 +142,14 @@ with socket.create_connection(("127.0.0.1", PORT), 10) as connection:
             count += connection.send(bytes(100_000))
     except TimeoutError:
         pass
-count < 100_000_000
+count < 20_000_000
 """
     async with server(wait) as port:
         async with sandbox.session() as session:
             await session.forward([port])
             result = await session.run(_FETCH + flood.replace("PORT", str(port)), timeout=20)
             assert result.value == "True", result.stderr
+        ended.set()
         await asyncio.wait_for(closed.wait(), 10)
 
 

@@ -130,7 +130,7 @@ class PrimeJail:
         self._errors = bytearray()
         self._failure = ""
         self._numbers = itertools.count()
-        self._sockets: dict[int, socket.socket] = {}
+        self._sockets: dict[int, tuple[socket.socket, asyncio.Queue[bytes]]] = {}
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._error_reader: asyncio.Task[None] | None = None
@@ -199,7 +199,7 @@ class PrimeJail:
         for end in (ours, theirs):
             end.setblocking(False)
         number = next(self._numbers) % 2**32
-        self._sockets[number] = theirs
+        self._sockets[number] = theirs, asyncio.Queue()
         self._start_task(self._relay(number, theirs))
         return JailConnection(ours)
 
@@ -211,7 +211,7 @@ class PrimeJail:
     def kill(self) -> None:
         """Stop using the jail; `close` deletes its machine."""
         self._ended = True
-        for end in self._sockets.values():
+        for end, _ in self._sockets.values():
             with suppress(OSError):  # its relay has closed it
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -245,8 +245,9 @@ class PrimeJail:
         return task
 
     async def _relay(self, number: int, end: socket.socket) -> None:
-        """Send what one connection writes, until it is closed."""
+        """Send what one connection writes, until it is closed, and hand to it what arrives for it."""
         loop = asyncio.get_running_loop()
+        delivery = asyncio.create_task(_deliver(end, self._sockets[number][1]))
         try:
             while data := await loop.sock_recv(end, _MAX_FRAME_BYTES):
                 self._outgoing.put_nowait(_HEADER.pack(number, len(data)) + data)
@@ -254,7 +255,9 @@ class PrimeJail:
             pass
         finally:
             self._outgoing.put_nowait(_HEADER.pack(number, 0))
-            self._sockets.pop(number, None)
+            del self._sockets[number]
+            delivery.cancel()
+            await asyncio.wait([delivery])
             end.close()
 
     async def _write(self) -> None:
@@ -273,9 +276,8 @@ class PrimeJail:
                 return
 
     async def _read(self) -> None:
-        """Hand what arrives to the connections, until the process ends."""
+        """Queue what arrives for the connections, until the process ends."""
         buffer = bytearray()
-        loop = asyncio.get_running_loop()
         try:
             async for data in self._process.stdout:
                 buffer += data
@@ -287,13 +289,8 @@ class PrimeJail:
                         break
                     content = bytes(buffer[_HEADER.size : _HEADER.size + size])
                     del buffer[: _HEADER.size + size]
-                    if (end := self._sockets.get(number)) is None:
-                        continue
-                    with suppress(OSError):  # the host has closed the connection
-                        if content:
-                            await loop.sock_sendall(end, content)
-                        else:
-                            end.shutdown(socket.SHUT_WR)
+                    if number in self._sockets:
+                        self._sockets[number][1].put_nowait(content)
         except Exception as error:  # noqa: BLE001  # any failure of the service ends the jail
             self._failure = repr(error)
         finally:
@@ -303,3 +300,11 @@ class PrimeJail:
         async for data in self._process.stderr:
             self._errors += data
             del self._errors[:-65536]
+
+
+async def _deliver(end: socket.socket, queue: "asyncio.Queue[bytes]") -> None:
+    """Write to a connection what arrives for it, until an empty part ends it: one that waits does not stop others."""
+    with suppress(OSError):  # the host has closed the connection
+        while content := await queue.get():
+            await asyncio.get_running_loop().sock_sendall(end, content)
+        end.shutdown(socket.SHUT_WR)

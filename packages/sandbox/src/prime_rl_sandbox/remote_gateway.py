@@ -40,6 +40,7 @@ class _Relay:
         self._control = control
         self._connections: dict[int, socket.socket] = {}
         self._numbers: dict[int, int] = {}
+        self._waiting: dict[int, bytearray] = {}  # for executions that do not read at the moment
         self._input = bytearray()
         self._poller = select.poll()
         self._poller.register(0, select.POLLIN)
@@ -47,7 +48,7 @@ class _Relay:
 
     def run(self) -> None:
         while True:
-            for fd, _ in self._poller.poll():
+            for fd, events in self._poller.poll():
                 if fd == self._control.fileno():
                     return
                 if fd == 0:
@@ -57,7 +58,10 @@ class _Relay:
                     self._input += data
                     self._read_frames()
                 elif fd in self._numbers:
-                    self._relay_answer(self._numbers[fd])
+                    if events & select.POLLOUT:
+                        self._feed(self._numbers[fd])
+                    if events & ~select.POLLOUT:
+                        self._relay_answer(self._numbers[fd])
 
     def _read_frames(self) -> None:
         while len(self._input) >= _HEADER.size:
@@ -72,29 +76,43 @@ class _Relay:
                 continue
             if number not in self._connections:
                 self._open(number)
-            try:
-                self._connections[number].sendall(content)
-            except OSError:  # the execution has ended; its answer is still to be read
-                continue
+            self._waiting[number] += content
+            self._feed(number)
+
+    def _feed(self, number: int) -> None:
+        """Write to an execution what it takes: this process must read its answers meanwhile."""
+        waiting, connection = self._waiting[number], self._connections[number]
+        try:
+            while waiting:
+                del waiting[: connection.send(waiting)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the execution has ended; its answer is still to be read
+            waiting.clear()
+        self._poller.modify(connection, select.POLLIN | (select.POLLOUT if waiting else 0))
 
     def _open(self, number: int) -> None:
         ours, theirs = socket.socketpair()
         socket.send_fds(self._control, [b"r"], [theirs.fileno()])
         theirs.close()
+        ours.setblocking(False)
         self._connections[number] = ours
+        self._waiting[number] = bytearray()
         self._numbers[ours.fileno()] = number
         self._poller.register(ours, select.POLLIN)
 
     def _close(self, number: int) -> None:
         connection = self._connections.pop(number, None)
         if connection is not None:
-            del self._numbers[connection.fileno()]
+            del self._numbers[connection.fileno()], self._waiting[number]
             self._poller.unregister(connection)
             connection.close()
 
     def _relay_answer(self, number: int) -> None:
         try:
             data = self._connections[number].recv(2**18)
+        except BlockingIOError:
+            return
         except OSError:
             data = b""
         frame = memoryview(_HEADER.pack(number, len(data)) + data)

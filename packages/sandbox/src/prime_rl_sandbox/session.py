@@ -32,12 +32,11 @@ from prime_rl_sandbox.execution import (
 )
 from prime_rl_sandbox.jail.jail import JailConnection, JailLostError, JailStartError, encode_files
 from prime_rl_sandbox.jail.jail_pool import JailPool, decode_result
+from prime_rl_sandbox.jail.jail_ports import WINDOW_BYTES
 
 Answer = Callable[[str], Awaitable[str]]
 """Answers `host_call(text)` in the session. The text is untrusted."""
 _PART_BYTES = 65536
-_MAX_WAITING_PARTS = 16
-"""Of what a connection sends, up to 64 KiB each, that its server has not read."""
 _PLAIN_VALUES = inspect.getsource(plain_values)
 _SOLUTION_SIDE = """
 import json as _json, sys as _sys
@@ -212,13 +211,22 @@ class Session:
         """Return the next message that is not of a connection."""
         assert self._connection is not None, "use the session inside `async with`"
         while "stream" in (message := await self._connection.receive()):
-            await self._streams.receive(message)
+            self._streams.receive(message)
         return message
 
     async def _send(self, message: Mapping[str, Any]) -> None:
         assert self._connection is not None, "use the session inside `async with`"
         async with self._send_lock:
             await self._connection.send(message)
+
+
+class _Connection:
+    """One connection: what has been received of it, and how many bytes sent to it were not taken; see `jail_ports`."""
+
+    def __init__(self) -> None:
+        self.received: asyncio.Queue[str | None] = asyncio.Queue()
+        self.untaken = 0
+        self.was_taken = asyncio.Event()
 
 
 class _Streams:
@@ -231,19 +239,23 @@ class _Streams:
     def __init__(self, send: Callable[[Mapping[str, Any]], Awaitable[None]]) -> None:
         self.ports = set[int]()
         self._send = send
-        self._queues: dict[int, asyncio.Queue[str | None]] = {}
+        self._connections: dict[int, _Connection] = {}
         self._tasks = set[asyncio.Task[None]]()
 
-    async def receive(self, message: Mapping[str, Any]) -> None:
-        """Take a message of a connection. A program that sends faster than the server reads waits."""
+    def receive(self, message: Mapping[str, Any]) -> None:
+        """Take a message of a connection."""
         number = message["stream"]
         if "port" in message:
-            self._queues[number] = asyncio.Queue(_MAX_WAITING_PARTS)
+            self._connections[number] = _Connection()
             task = asyncio.create_task(self._relay(number, message["port"]))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        elif (queue := self._queues.get(number)) is not None:
-            await queue.put(message["data"])
+        elif (connection := self._connections.get(number)) is not None:
+            if "taken" in message:
+                connection.untaken -= message["taken"]
+                connection.was_taken.set()
+            else:
+                connection.received.put_nowait(message["data"])
 
     async def close(self) -> None:
         """End all connections."""
@@ -253,35 +265,36 @@ class _Streams:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _relay(self, number: int, port: int) -> None:
-        writer = None
+        writer, connection = None, self._connections[number]
         try:
             if port not in self.ports:
                 raise ConnectionRefusedError(port)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             async with asyncio.TaskGroup() as directions:
-                directions.create_task(self._write(number, writer))
+                directions.create_task(self._write(number, connection, writer))
                 while data := await reader.read(_PART_BYTES):
+                    connection.untaken += len(data)
                     await self._send({"stream": number, "data": base64.b64encode(data).decode()})
+                    while connection.untaken > WINDOW_BYTES - _PART_BYTES:
+                        connection.was_taken.clear()
+                        await connection.was_taken.wait()
                 await self._send({"stream": number, "data": ""})
+            writer.close()
+            writer = None
         except* (OSError, JailLostError):
             with suppress(JailLostError):
                 await self._send({"stream": number, "data": None})
         finally:
-            self._drop(number)
+            del self._connections[number]
             if writer is not None:
-                writer.close()
+                writer.transport.abort()  # a server that reads nothing would keep what `close` has to write
 
-    def _drop(self, number: int) -> None:
-        """Forget a connection, for whose queue `receive` may wait."""
-        queue = self._queues.pop(number)
-        while not queue.empty():
-            queue.get_nowait()
-
-    async def _write(self, number: int, writer: asyncio.StreamWriter) -> None:
-        queue = self._queues[number]
-        while data := await queue.get():
-            writer.write(base64.b64decode(data))
+    async def _write(self, number: int, connection: "_Connection", writer: asyncio.StreamWriter) -> None:
+        while data := await connection.received.get():
+            content = base64.b64decode(data)
+            writer.write(content)
             await writer.drain()
+            await self._send({"stream": number, "taken": len(content)})
         if data is None:
             raise ConnectionResetError(number)
         if writer.can_write_eof():

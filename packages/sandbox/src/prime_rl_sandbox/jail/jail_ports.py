@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 _MAX_STREAMS = 256
-_MAX_WAITING_BYTES = 64 * 2**20
+WINDOW_BYTES = 2**18
+"""What a connection may send, in each direction, before the other side has taken it: nothing between them can block."""
 _PART_BYTES = 65536
 _Send = Callable[[dict[str, Any]], None]
 
@@ -21,6 +22,7 @@ class _Stream:
 
     Attributes:
         waiting: bytes from the host that the program has not taken yet.
+        untaken: number of bytes of the program that the host has not taken yet.
         sent_all: the program sends nothing more.
         got_all: the host sends nothing more.
         events: for which the socket is polled.
@@ -29,6 +31,7 @@ class _Stream:
     def __init__(self, connection: socket.socket, number: int) -> None:
         self.socket, self.number = connection, number
         self.waiting = bytearray()
+        self.untaken = 0
         self.sent_all = self.got_all = False
         self.events = 0
 
@@ -37,7 +40,8 @@ class Ports:
     """The ports of one execution, and their connections.
 
     The host gets a `stream` number with its `port`, then `data` in base64; empty data ends a direction, and null both.
-    Programs wait while no cell runs, because the host reads nothing then.
+    Both sides report how many bytes they have `taken`. Programs wait while no cell runs, because the host reads nothing
+    then.
     """
 
     def __init__(self, poller: "select.poll", send: _Send) -> None:
@@ -81,23 +85,23 @@ class Ports:
         elif fd in self._streams:
             stream = self._streams[fd]
             self._flush(stream)
-            if self._reads and fd in self._streams and not stream.sent_all:
+            if fd in self._streams and self._may_read(stream):
                 self._read(stream)
 
-    def receive(self, number: int, data: Optional[str]) -> None:
-        """Pass on what the host sends to a connection, which may have ended."""
-        stream = self._by_number.get(number)
+    def receive(self, message: dict[str, Any]) -> None:
+        """Take what the host sends to a connection, which may have ended."""
+        stream = self._by_number.get(message["stream"])
         if stream is None:
             return
-        if data is None:
+        if "taken" in message:
+            stream.untaken -= message["taken"]
+            self._poll(stream)
+        elif message["data"] is None:
             self._close(stream)
-            return
-        stream.waiting += base64.b64decode(data)
-        stream.got_all = stream.got_all or not data
-        self._flush(stream)
-        if len(stream.waiting) > _MAX_WAITING_BYTES:
-            self._send({"stream": number, "data": None})
-            self._close(stream)
+        else:
+            stream.waiting += base64.b64decode(message["data"])
+            stream.got_all = stream.got_all or not message["data"]
+            self._flush(stream)
 
     def _accept(self, listener: socket.socket, port: int) -> None:
         try:
@@ -116,7 +120,7 @@ class Ports:
 
     def _read(self, stream: _Stream) -> None:
         try:
-            data = stream.socket.recv(_PART_BYTES)
+            data = stream.socket.recv(min(_PART_BYTES, WINDOW_BYTES - stream.untaken))
         except BlockingIOError:
             return
         except OSError:
@@ -124,10 +128,12 @@ class Ports:
             self._close(stream)
             return
         stream.sent_all = not data
+        stream.untaken += len(data)
         self._send({"stream": stream.number, "data": base64.b64encode(data).decode()})
         self._finish(stream)
 
     def _flush(self, stream: _Stream) -> None:
+        before = len(stream.waiting)
         try:
             while stream.waiting:
                 del stream.waiting[: stream.socket.send(memoryview(stream.waiting)[:_PART_BYTES].tobytes())]
@@ -139,6 +145,8 @@ class Ports:
             self._send({"stream": stream.number, "data": None})
             self._close(stream)
             return
+        if before > len(stream.waiting):
+            self._send({"stream": stream.number, "taken": before - len(stream.waiting)})
         self._finish(stream)
 
     def _finish(self, stream: _Stream) -> None:
@@ -147,9 +155,12 @@ class Ports:
         else:
             self._poll(stream)
 
+    def _may_read(self, stream: _Stream) -> bool:
+        return self._reads and not stream.sent_all and stream.untaken < WINDOW_BYTES
+
     def _poll(self, stream: _Stream) -> None:
         """Poll for what the connection waits for; a descriptor without events would still report its end, each time."""
-        events = select.POLLIN if self._reads and not stream.sent_all else 0
+        events = select.POLLIN if self._may_read(stream) else 0
         events |= select.POLLOUT if stream.waiting else 0
         if events != stream.events:
             if events:

@@ -363,7 +363,7 @@ class Child:
             write_frame(host, {"listening": self._ports.listen(request["listen"])})
         elif "stream" in request:
             if self._ports is not None:
-                self._ports.receive(request["stream"], request["data"])
+                self._ports.receive(request)
         else:
             self._set_cell(request)
             self._write_files(request["files"])
