@@ -1,6 +1,6 @@
 """`gateway`: hands the rollouts of running environments to agents that run elsewhere, and their rewards back.
 
-    POST /rollouts               {id, base_url, api_key, model, messages, prompt, task}; 204 if none waits
+    POST /rollouts               {id, base_url, api_key, environment, model, messages, prompt, task, role}; 204: none
     POST /rollouts/ID/reward     {"reward": 1.0, "metrics": {...}}, both optional, ends the rollout
     POST /rollouts/ID/failure    {"message": "..."}: it is not trained on
     *    /rollouts/ID/v1/...     the model, in each API that environments serve
@@ -31,6 +31,7 @@ from prime_rl.core.entry_point import command
 from prime_rl.core.errors import ConfigError
 from prime_rl.core.loopback import bypass_proxies, is_loopback
 from prime_rl.core.ports import join_host_port, listen
+from prime_rl.rollouts.separate.values import OWN_METRICS
 
 _PORT = 8700
 _BEAT_SECONDS = 10.0
@@ -38,10 +39,12 @@ _BEAT_SECONDS = 10.0
 _WAIT_SECONDS = 30.0
 _MAX_WAIT_SECONDS = 300.0
 _MAX_BODY_BYTES = 256 * 2**20
+_MAX_NUMBER = 1e300
 _MAX_REMEMBERED = 100_000
 """Ended rollouts whose repeated rewards are recognised."""
 _NOT_PASSED_ON = {
     *("host", "content-length", "transfer-encoding", "connection", "authorization", "x-api-key", "accept-encoding"),
+    "content-encoding",  # the body is decompressed here
     *("cookie", "keep-alive", "upgrade", "proxy-authorization", "expect"),
 }
 _PASSED_BACK = {"Content-Type", "Retry-After"}
@@ -139,9 +142,11 @@ class Gateway:
         """Give the oldest waiting rollout to an agent."""
         self._check_key(request)
         try:
-            seconds = min(float(request.query.get("wait_seconds", _WAIT_SECONDS)), _MAX_WAIT_SECONDS)
+            seconds = min(_MAX_WAIT_SECONDS, float(request.query.get("wait_seconds", _WAIT_SECONDS)))
         except ValueError:
-            raise _error(web.HTTPBadRequest, "wait_seconds is not a number") from None
+            seconds = math.nan
+        if not seconds >= 0:  # a timer of nan would put those of all others out of order
+            raise _error(web.HTTPBadRequest, "wait_seconds is not a number of at least 0")
         try:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: self._waiting)
@@ -155,6 +160,9 @@ class Gateway:
         try:
             await response.prepare(request)
             await response.write_eof()
+            await asyncio.sleep(0)
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError
         except (ConnectionError, asyncio.CancelledError):  # the agent has gone
             if rollout.id in self._open:
                 await asyncio.shield(self._offer(rollout, first=True))
@@ -189,7 +197,11 @@ class Gateway:
         rollout = self._find(request)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _NOT_PASSED_ON}
         headers["Authorization"] = f"Bearer {rollout.secret}"
-        url, body = f"{rollout.endpoint}/{request.match_info['path']}", await request.read()
+        url = f"{rollout.endpoint}/{request.match_info['path']}"
+        try:
+            body = await request.read()
+        except web.RequestPayloadError as error:
+            raise _error(web.HTTPBadRequest, f"the body is malformed: {error}") from error
         assert self._session is not None
         response = web.StreamResponse()
         try:
@@ -240,7 +252,7 @@ async def _refuse_browsers(
 async def _read_json(request: web.Request) -> dict[str, Any]:
     try:
         body = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError, web.RequestPayloadError) as error:
         raise _error(web.HTTPBadRequest, f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise _error(web.HTTPBadRequest, "the body is not a JSON object")
@@ -254,11 +266,12 @@ def _check_report(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     metrics = body.get("metrics") or {}
     if unknown := body.keys() - {"reward", "metrics"}:
         raise _error(web.HTTPBadRequest, f"unknown key {min(unknown)!r}; the keys are reward and metrics")
-    if not isinstance(metrics, dict) or "reward" in metrics:
-        raise _error(web.HTTPBadRequest, "metrics is not an object of numbers, without `reward`")
+    if not isinstance(metrics, dict) or metrics.keys() & {"reward", *OWN_METRICS}:
+        names = ", ".join(("reward", *OWN_METRICS))
+        raise _error(web.HTTPBadRequest, f"metrics is not an object of numbers, without {names}")
     numbers = {**metrics, "reward": body.get("reward")}
     for name, value in numbers.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_NUMBER
         if not is_number and not (name == "reward" and value is None):
             raise _error(web.HTTPBadRequest, f"{name} is not a finite number")
     return {"numbers": {name: value for name, value in numbers.items() if value is not None}}

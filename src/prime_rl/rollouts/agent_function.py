@@ -18,9 +18,11 @@ from prime_rl.core.http_requests import answers
 from prime_rl.core.import_utils import load_function
 from prime_rl.rollouts.environment_backend import CallParameters, call_parameters
 from prime_rl.rollouts.group_attempts import EnvironmentFailed, as_number
-from prime_rl.rollouts.separate.values import AGENT_VALUES, CallAgent
+from prime_rl.rollouts.separate.values import AGENT_VALUES, OWN_METRICS, CallAgent
 
 _RETRY_SECONDS = 1.0
+_SILENCE_SECONDS = 60.0
+"""A gateway writes every 10 s."""
 
 
 def load_agent(config: EnvConfig) -> CallAgent | None:
@@ -60,11 +62,12 @@ def _numbers(returned: Any) -> dict[str, float]:
     """Return `reward` and metrics from what an agent returned: a number, a dict of numbers, or None."""
     if returned is None:
         return {}
-    given = returned if isinstance(returned, Mapping) else {"reward": returned}
-    numbers = {str(name): as_number(f"what the agent returned as {name!r}", value) for name, value in given.items()}
-    if "num_turns" in numbers:
-        raise EnvironmentFailed("the agent returned 'num_turns', which is a metric of prime-rl")
-    return numbers
+    given = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+    if given.get("reward", 0) is None:
+        del given["reward"]
+    if own := [name for name in OWN_METRICS if name in given]:
+        raise EnvironmentFailed(f"the agent returned {own[0]!r}, which is a metric of prime-rl")
+    return {str(name): as_number(f"what the agent returned as {name!r}", value) for name, value in given.items()}
 
 
 def _gateway_agent(config: EnvConfig) -> CallAgent:
@@ -78,8 +81,12 @@ def _gateway_agent(config: EnvConfig) -> CallAgent:
         if values["mcp_urls"]:
             raise EnvironmentFailed("the task has tools, which agents behind a gateway cannot reach")
         shown = {name: values[name] for name in ("messages", "prompt", "task", "model", "role")}
-        offer = {"values": shown, "endpoint": values["base_url"], "secret": values["api_key"]}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
+        offer = {
+            "values": {"environment": config.label, **shown},
+            "endpoint": values["base_url"],
+            "secret": values["api_key"],
+        }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=_SILENCE_SECONDS)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
             while True:
                 try:

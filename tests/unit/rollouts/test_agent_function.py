@@ -99,6 +99,13 @@ async def test_the_reward_of_an_agent_is_added_to_that_of_the_task(load):
         assert (rollout.reward, rollout.metrics["correct_answer"], rollout.answer) == (reward, 1.0, "8")
 
 
+async def test_a_metric_of_the_agent_does_not_replace_what_is_shown_of_a_reward(load):
+    environment = load(ONE_TURN % "return {'correct_answer': 7.0, 'steps': 3}", grader="number")
+    async with engine_of(environment) as (engine, _):
+        (rollout,) = await environment.run_group(1, 1, engine, {"max_tokens": 50}, 4096)
+    assert (rollout.reward, rollout.metrics["correct_answer"], rollout.metrics["steps"]) == (1.0, 1.0, 3.0)
+
+
 async def test_the_agent_of_the_page_is_trained_on_its_three_attempts(load):
     page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
     (agent,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def solve" in block]
@@ -115,6 +122,9 @@ async def test_the_agent_of_the_page_is_trained_on_its_three_attempts(load):
         (ONE_TURN % "raise LookupError('no such tool')", "LookupError: no such tool"),
         (ONE_TURN % "return {'reward': 'high'}", "what the agent returned as 'reward'"),
         (ONE_TURN % "return float('nan')", "what the agent returned as 'reward'"),
+        (ONE_TURN % "return 10**400", "what the agent returned as 'reward'"),
+        (ONE_TURN % "return {'agent_reward': 1}", "which is a metric of prime-rl"),
+        (ONE_TURN % "raise ValueError('judge: maximum context length is 8192')", "judge: maximum context length"),
         ("async def solve(prompt): return 1.0", "it called no model"),
     ],
 )

@@ -1,6 +1,7 @@
 """Agents that run elsewhere take rollouts from a `gateway`, use the model through it, and report rewards."""
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -174,6 +175,25 @@ async def test_a_rollout_whose_agent_left_before_it_got_it_goes_to_the_next(tmp_
             assert (await group)[0].reward == 1.0
 
 
+async def test_waits_and_bodies_that_are_malformed_are_refused_and_compressed_ones_are_read(tmp_path):
+    with gateway() as (url, _):
+        async with running(url, tmp_path) as (agent, start):
+            for seconds in ("nan", "-1", "abc"):
+                status, answer = await agent.send("POST", f"{url}/rollouts?wait_seconds={seconds}")
+                assert status == 400 and "wait_seconds" in answer["error"]["message"]
+            group = start()
+            rollout = await agent.take()
+            assert rollout["environment"] == "dataset"
+            headers = {"Authorization": f"Bearer {rollout['api_key']}", "Content-Encoding": "gzip"}
+            body = json.dumps({"model": "m", "messages": rollout["messages"]}).encode()
+            for content, expected in ((gzip.compress(body), 200), (b"no gzip", 400)):
+                address = f"{rollout['base_url']}/chat/completions"
+                async with agent.session.post(address, data=content, headers=headers) as reply:
+                    assert reply.status == expected
+            await agent.report(rollout, reward=1)
+            assert (await group)[0].reward == 1.0
+
+
 async def test_a_gateway_that_starts_again_gets_new_rollouts(tmp_path):
     with gateway() as (url, _):
         opened = running(url, tmp_path, num_retries=1)
@@ -215,6 +235,8 @@ async def test_keys_are_needed_and_others_are_refused(tmp_path, monkeypatch):
         ({"reward": float("nan")}, "reward is not a finite number"),
         ({"metrics": {"steps": None}}, "steps is not a finite number"),
         ({"metrics": [1]}, "metrics is not an object"),
+        ({"metrics": {"agent_reward": 1}}, "without reward, num_turns, agent_reward"),
+        ({"reward": 10**400}, "reward is not a finite number"),
         ({"score": 1}, "unknown key 'score'"),
     ],
 )

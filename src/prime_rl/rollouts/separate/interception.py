@@ -17,6 +17,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import AssistantMessage, Response, SamplingConfig, ToolCall, Usage
 
 from .agent_apis import AGENT_APIS, AgentApi
+from .values import CONTEXT_OVERFLOW
 
 _HEADERS_SECONDS = 2.0
 """Time in which a failed request for a stream is answered with its status; later ones fail within the stream."""
@@ -28,7 +29,7 @@ CountTokens = Callable[[list[Any], list[Any] | None], Awaitable[int]]
 """Returns the number of tokens of messages with tools, in OpenAI's form. Raises ValueError."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenTrace:
     """A trace of a running episode.
 
@@ -37,12 +38,14 @@ class OpenTrace:
         ask: samples its replies.
         answers: verifiers' messages, and the ids of the replies.
         streamed: the same of streams, whose messages verifiers makes again: equal ones are in the order of the replies.
+        is_full: a prompt did not fit.
     """
 
     agent: int
     ask: Ask
     answers: list[tuple[AssistantMessage, str]] = field(default_factory=list)
     streamed: list[tuple[AssistantMessage, str]] = field(default_factory=list)
+    is_full: bool = False
 
     def replies_in(self, trace: Any) -> list[str]:
         """Return the ids of the replies in the trace, without those that verifiers rejected or a hook rewrote."""
@@ -150,6 +153,7 @@ class InterceptionClient(Client):
         try:
             completion = await trace.ask(trace.agent, chat)
         except ValueError as error:
+            trace.is_full = trace.is_full or CONTEXT_OVERFLOW in str(error)
             raise ProviderError(str(error), status_code=400) from error  # 400: no retry, the group has failed
         return completion, api.reply(completion, body)
 

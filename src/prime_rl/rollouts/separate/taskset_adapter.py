@@ -200,6 +200,9 @@ class TasksetAdapter:
             if not ready.done():
                 ready.set_exception(Failed("its servers ended"))
 
+    def _is_full(self, trace: str) -> bool:
+        return self.client.traces[trace].is_full
+
     def _check_shells(self, env: Any) -> None:
         """Check that agents that run the model's code do so in a sandbox, in a container, or with permission."""
         taskset, default = self._taskset, default_harness_id(self._taskset)
@@ -281,7 +284,9 @@ class TasksetAdapter:
                 if self._command and "harness" not in env.get(role, {}):
                     changes["harness"] = CommandHarnessConfig(id=COMMAND_HARNESS_ID, command=list(self._command))
                 elif self._call_agent is not None and "harness" not in env.get(role, {}):
-                    changes["harness"] = FunctionHarnessConfig(id=FUNCTION_HARNESS_ID, call=self._call_agent)
+                    changes["harness"] = FunctionHarnessConfig(
+                        id=FUNCTION_HARNESS_ID, call=self._call_agent, is_full=self._is_full
+                    )
                 elif is_chat and "harness" not in env.get(role, {}):
                     changes["harness"] = ChatHarnessConfig(id=HARNESS_ID)
                 elif is_bash and isinstance(changes.get("runtime"), SandboxRuntimeConfig):
@@ -311,7 +316,7 @@ def _agent(trace: Any, opened: OpenTrace) -> dict[str, Any]:
         "replies": opened.replies_in(trace),
         "messages": trace.messages,
         "reward": trace.reward,
-        "metrics": {**{name: reward.score for name, reward in rewards.items()}, **trace.metrics},
+        "metrics": {**trace.metrics, **{name: reward.score for name, reward in rewards.items()}},
         "weights": {name: reward.weight for name, reward in rewards.items()},
         "trace": trace,
     }

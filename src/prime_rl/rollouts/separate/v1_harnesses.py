@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import ModuleType
 from typing import Any
@@ -277,9 +278,10 @@ class CommandHarness(Harness[CommandHarnessConfig]):
 
 
 class FunctionHarnessConfig(HarnessConfig):
-    """What calls the user's function. It is not part of the configuration that traces contain."""
+    """What calls the user's function, and whether a prompt of a trace did not fit. Traces contain neither."""
 
     call: CallAgent = Field(exclude=True)
+    is_full: Callable[[str], bool] = Field(exclude=True)
 
 
 class FunctionHarness(Harness[FunctionHarnessConfig]):
@@ -317,7 +319,8 @@ class FunctionHarness(Harness[FunctionHarnessConfig]):
         try:
             returned = dict(await self.config.call(values))
         except Exception as error:
-            if CONTEXT_OVERFLOW not in str(error) or not any(node.sampled for node in trace.nodes):
+            is_full = CONTEXT_OVERFLOW in str(error) and self.config.is_full(trace.id)
+            if not is_full or not any(node.sampled for node in trace.nodes):
                 raise
             returned = {}
         if not any(node.sampled for node in trace.nodes):

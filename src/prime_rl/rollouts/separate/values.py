@@ -56,6 +56,9 @@ AGENT_VALUES = ("messages", "prompt", "task", "model", "base_url", "api_key", "m
 """What an agent function can take: the first messages, and as one text; the columns of the task; name, address and key
 of the model; the addresses of the task's tools; and the agent's name in an environment of several."""
 
+OWN_METRICS = ("num_turns", "agent_reward")
+"""Metrics of a rollout that no agent can report."""
+
 CallAgent = Callable[[Mapping[str, Any]], Awaitable[dict[str, float]]]
 """Calls an agent function with `AGENT_VALUES`; the answer is its metrics, and its `reward` if it has one."""
 
@@ -158,7 +161,10 @@ def finite_number(what: str, value: Any) -> float:
     """Return a value as a number; `what` names it. Raises NotANumber."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise NotANumber(f"{what} is {value!r:.80}, not a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except (ArithmeticError, TypeError, ValueError) as error:  # arrays, numbers that are too large
+        raise NotANumber(f"{what} is {value!r:.80}, not a number: {error}") from None
     if not math.isfinite(number):
         raise NotANumber(f"{what} is {number}, not a finite number")
     return number
