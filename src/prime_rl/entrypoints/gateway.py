@@ -142,13 +142,13 @@ class Gateway:
         """Give the oldest waiting rollout to an agent."""
         self._check_key(request)
         try:
-            seconds = min(_MAX_WAIT_SECONDS, float(request.query.get("wait_seconds", _WAIT_SECONDS)))
+            seconds = float(request.query.get("wait_seconds", _WAIT_SECONDS))
         except ValueError:
             seconds = math.nan
         if not seconds >= 0:  # a timer of nan would put those of all others out of order
             raise _error(web.HTTPBadRequest, "wait_seconds is not a number of at least 0")
         try:
-            async with asyncio.timeout(seconds), self._changed:
+            async with asyncio.timeout(min(seconds, _MAX_WAIT_SECONDS)), self._changed:
                 await self._changed.wait_for(lambda: self._waiting)
                 rollout = self._waiting.popleft()
         except TimeoutError:
