@@ -73,7 +73,7 @@ def test_overview_is_drawn_and_new_steps_appear_without_reload(paths, served, ta
     wait_until(page, "() => document.querySelector('#figures .value').textContent.startsWith('41')")
     wait_until(page, "() => document.querySelector('.chart .plot').chart.plot.data[0].at(-1) === 40")
     assert page.evaluate("window.marked") is True
-    assert page.evaluate("document.activeElement === document.querySelector('nav a')"), "the links are drawn once"
+    assert page.evaluate("document.activeElement === document.querySelector('nav a')"), "the keyboard stays there"
 
 
 def test_every_view_has_findings_and_the_bottleneck(paths, served, tab):

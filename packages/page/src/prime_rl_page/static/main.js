@@ -50,7 +50,7 @@ class Page {
       headline: (headline) => {
         const { state, healthy } = this.headline;
         this.showFigures(headline);
-        // Links that are drawn again lose the focus.
+        // A list of runs that is drawn again closes.
         if (state !== headline.state || healthy !== headline.healthy) this.showTop(readState());
         this.view?.onHeadline?.(headline);
       },
@@ -113,11 +113,15 @@ class Page {
     const kind = healthy === false ? "bad" : condition === "running" || condition === "finished" ? "good" : "";
     const label = isReport() ? `report${condition ? `, ${condition}` : ""}` : condition ?? "";
     const title = views.find(([key]) => key === current)?.[1] ?? "";
-    replaceChildren(document.getElementById("top"),
+    const top = document.getElementById("top");
+    const focusable = () => [...top.querySelectorAll("a, select")];
+    const focused = focusable().indexOf(document.activeElement);
+    replaceChildren(top,
       element("h1", { class: "unseen" }, current === "compare" ? "Comparison of runs" : `${title} of the run ${visibleString(runLabel)}`),
       element("div", { class: "brand" }, picker, current === "compare" || root === this.run ? null : element("span", { class: "path", title: root }, visibleString(root))),
       current === "compare" || !label ? null : element("span", { class: `state ${kind}` }, label),
       element("nav", { "aria-label": "views" }, links));
+    focusable()[focused]?.focus();  // of the keyboard
     document.title = `${current === "compare" ? "Comparison" : visibleString(this.run)} · prime-rl`;
   }
 
