@@ -21,7 +21,8 @@ def main() -> int:
     """Run the tests and print the unstable ones."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code = _run_pytest(folder, *sys.argv[1:])
+        # Each worker would rewrite the assertions of all files; the second time shows the values.
+        code = _run_pytest(folder, "--assert=plain", *sys.argv[1:])
         reasons = _read_reasons(folder)
         failed = sorted({*_read_failed(folder), *_find_crashed(reasons)})
         if code != 1:

@@ -40,6 +40,12 @@ def gateway(port=0, key=None):
     assert process.returncode == 0
 
 
+@pytest.fixture(scope="module")
+def url():
+    with gateway() as (address, _):
+        yield address
+
+
 class Elsewhere:
     """An agent's side."""
 
@@ -89,20 +95,19 @@ async def running(url, tmp_path, key=None, **keys):
 
 
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
-async def test_each_rollout_is_taken_once_and_gets_its_tokens_and_its_reward(tmp_path, interpreter):
-    with gateway() as (url, _):
-        async with running(url, tmp_path, interpreter=interpreter) as (agent, start):
-            group = start(3)
-            for reward in (0.0, 0.5, 1.0):
-                rollout = await agent.take()
-                assert rollout["prompt"] == "What is 2 + 3?" and rollout["task"]["answer"] == "5"
-                status, reply = await agent.ask(rollout)
-                assert (status, reply["choices"][0]["message"]["content"]) == (200, "It is 5.")
-                assert await agent.report(rollout, reward=reward, metrics={"steps": 2}) == (200, {"status": "ok"})
-                assert (await agent.report(rollout, reward=reward, metrics={"steps": 2}))[0] == 200, "again"
-                assert (await agent.report(rollout, reward=reward + 1))[0] == 409
-            rollouts = await group
-            assert await agent.send("GET", f"{url}/rollouts") == (200, {"waiting": 0, "taken": 0})
+async def test_each_rollout_is_taken_once_and_gets_its_tokens_and_its_reward(url, tmp_path, interpreter):
+    async with running(url, tmp_path, interpreter=interpreter) as (agent, start):
+        group = start(3)
+        for reward in (0.0, 0.5, 1.0):
+            rollout = await agent.take()
+            assert rollout["prompt"] == "What is 2 + 3?" and rollout["task"]["answer"] == "5"
+            status, reply = await agent.ask(rollout)
+            assert (status, reply["choices"][0]["message"]["content"]) == (200, "It is 5.")
+            assert await agent.report(rollout, reward=reward, metrics={"steps": 2}) == (200, {"status": "ok"})
+            assert (await agent.report(rollout, reward=reward, metrics={"steps": 2}))[0] == 200, "again"
+            assert (await agent.report(rollout, reward=reward + 1))[0] == 409
+        rollouts = await group
+        assert await agent.send("GET", f"{url}/rollouts") == (200, {"waiting": 0, "taken": 0})
     assert sorted(rollout.reward for rollout in rollouts) == [0.0, 0.5, 1.0]
     for rollout in rollouts:
         (sample,) = rollout.samples
@@ -110,88 +115,83 @@ async def test_each_rollout_is_taken_once_and_gets_its_tokens_and_its_reward(tmp
         assert rollout.metrics["steps"] == 2.0
 
 
-async def test_a_stream_passes_through_as_events(tmp_path):
-    with gateway() as (url, _):
-        async with running(url, tmp_path) as (agent, start):
-            group = start()
-            rollout = await agent.take()
-            headers = {"x-api-key": rollout["api_key"], "anthropic-version": "2023-06-01"}
-            body = {"model": "m", "max_tokens": 50, "messages": rollout["messages"], "stream": True}
-            async with agent.session.post(f"{rollout['base_url']}/messages", json=body, headers=headers) as answer:
-                assert answer.headers["Content-Type"].startswith("text/event-stream")
-                lines = (await answer.text()).splitlines()
-            await agent.report(rollout, reward=1)
-            await group
+async def test_a_stream_passes_through_as_events(url, tmp_path):
+    async with running(url, tmp_path) as (agent, start):
+        group = start()
+        rollout = await agent.take()
+        headers = {"x-api-key": rollout["api_key"], "anthropic-version": "2023-06-01"}
+        body = {"model": "m", "max_tokens": 50, "messages": rollout["messages"], "stream": True}
+        async with agent.session.post(f"{rollout['base_url']}/messages", json=body, headers=headers) as answer:
+            assert answer.headers["Content-Type"].startswith("text/event-stream")
+            lines = (await answer.text()).splitlines()
+        await agent.report(rollout, reward=1)
+        await group
     events = [line.split()[1] for line in lines if line.startswith("event:")]
     assert (events[0], events[-1]) == ("message_start", "message_stop")
 
 
-async def test_the_agent_of_the_page_works(tmp_path):
+async def test_the_agent_of_the_page_works(url, tmp_path):
     page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
     (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "run_one" in block]
-    with gateway() as (url, _):
-        async with running(url, tmp_path) as (_, start):
-            names = {}
-            exec(program.replace("http://127.0.0.1:8700", url), names)
-            group = start()
-            await asyncio.to_thread(names["run_one"])
-            assert (await group)[0].reward == 1.0
+    async with running(url, tmp_path) as (_, start):
+        names = {}
+        exec(program.replace("http://127.0.0.1:8700", url), names)
+        group = start()
+        await asyncio.to_thread(names["run_one"])
+        assert (await group)[0].reward == 1.0
 
 
-async def test_what_ends_a_rollout_without_a_reward(tmp_path):
-    with gateway() as (url, _):
-        async with running(url, tmp_path) as (agent, start):
-            group = start()
-            rollout = await agent.take()
-            await agent.ask(rollout)
-            assert (await agent.report(rollout, "failure", message="no disk"))[0] == 200
-            with pytest.raises(EnvironmentFailed, match="no disk"):
-                await group
-            group = start()
-            rollout = await agent.take()
-            assert (await agent.report(rollout, reward=1))[0] == 200
-            with pytest.raises(EnvironmentFailed, match="called no model"):
-                await group
-            group = start()
-            rollout = await agent.take()
-            group.cancel()
-            await asyncio.wait([group])
-            while (await agent.send("GET", f"{url}/rollouts"))[1]["taken"]:
-                await asyncio.sleep(0.01)
-            assert (await agent.ask(rollout))[0] == 410
-            assert (await agent.report(rollout, reward=1))[0] == 410
+async def test_what_ends_a_rollout_without_a_reward(url, tmp_path):
+    async with running(url, tmp_path) as (agent, start):
+        group = start()
+        rollout = await agent.take()
+        await agent.ask(rollout)
+        assert (await agent.report(rollout, "failure", message="no disk"))[0] == 200
+        with pytest.raises(EnvironmentFailed, match="no disk"):
+            await group
+        group = start()
+        rollout = await agent.take()
+        assert (await agent.report(rollout, reward=1))[0] == 200
+        with pytest.raises(EnvironmentFailed, match="called no model"):
+            await group
+        group = start()
+        rollout = await agent.take()
+        group.cancel()
+        await asyncio.wait([group])
+        while (await agent.send("GET", f"{url}/rollouts"))[1]["taken"]:
+            await asyncio.sleep(0.01)
+        assert (await agent.ask(rollout))[0] == 410
+        assert (await agent.report(rollout, reward=1))[0] == 410
 
 
-async def test_a_rollout_whose_agent_left_before_it_got_it_goes_to_the_next(tmp_path):
-    with gateway() as (url, _):
-        async with running(url, tmp_path) as (agent, start):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(agent.take(), 0.2)
-            assert (await agent.send("POST", f"{url}/rollouts?wait_seconds=0.1"))[0] == 204
-            group = start()
-            rollout = await agent.take()
-            await agent.ask(rollout)
-            await agent.report(rollout, reward=1)
-            assert (await group)[0].reward == 1.0
+async def test_a_rollout_whose_agent_left_before_it_got_it_goes_to_the_next(url, tmp_path):
+    async with running(url, tmp_path) as (agent, start):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(agent.take(), 0.2)
+        assert (await agent.send("POST", f"{url}/rollouts?wait_seconds=0.1"))[0] == 204
+        group = start()
+        rollout = await agent.take()
+        await agent.ask(rollout)
+        await agent.report(rollout, reward=1)
+        assert (await group)[0].reward == 1.0
 
 
-async def test_waits_and_bodies_that_are_malformed_are_refused_and_compressed_ones_are_read(tmp_path):
-    with gateway() as (url, _):
-        async with running(url, tmp_path) as (agent, start):
-            for seconds in ("nan", "-1", "abc"):
-                status, answer = await agent.send("POST", f"{url}/rollouts?wait_seconds={seconds}")
-                assert status == 400 and "wait_seconds" in answer["error"]["message"]
-            group = start()
-            rollout = await agent.take()
-            assert rollout["environment"] == "dataset"
-            headers = {"Authorization": f"Bearer {rollout['api_key']}", "Content-Encoding": "gzip"}
-            body = json.dumps({"model": "m", "messages": rollout["messages"]}).encode()
-            for content, expected in ((gzip.compress(body), 200), (b"no gzip", 400)):
-                address = f"{rollout['base_url']}/chat/completions"
-                async with agent.session.post(address, data=content, headers=headers) as reply:
-                    assert reply.status == expected
-            await agent.report(rollout, reward=1)
-            assert (await group)[0].reward == 1.0
+async def test_waits_and_bodies_that_are_malformed_are_refused_and_compressed_ones_are_read(url, tmp_path):
+    async with running(url, tmp_path) as (agent, start):
+        for seconds in ("nan", "-1", "abc"):
+            status, answer = await agent.send("POST", f"{url}/rollouts?wait_seconds={seconds}")
+            assert status == 400 and "wait_seconds" in answer["error"]["message"]
+        group = start()
+        rollout = await agent.take()
+        assert rollout["environment"] == "dataset"
+        headers = {"Authorization": f"Bearer {rollout['api_key']}", "Content-Encoding": "gzip"}
+        body = json.dumps({"model": "m", "messages": rollout["messages"]}).encode()
+        for content, expected in ((gzip.compress(body), 200), (b"no gzip", 400)):
+            address = f"{rollout['base_url']}/chat/completions"
+            async with agent.session.post(address, data=content, headers=headers) as reply:
+                assert reply.status == expected
+        await agent.report(rollout, reward=1)
+        assert (await group)[0].reward == 1.0
 
 
 async def test_a_gateway_that_starts_again_gets_new_rollouts(tmp_path):
@@ -240,16 +240,15 @@ async def test_keys_are_needed_and_others_are_refused(tmp_path, monkeypatch):
         ({"score": 1}, "unknown key 'score'"),
     ],
 )
-async def test_a_report_that_is_no_reward_leaves_the_rollout_open(tmp_path, body, message):
-    with gateway() as (url, _):
-        async with running(url, tmp_path) as (agent, start):
-            group = start()
-            rollout = await agent.take()
-            await agent.ask(rollout)
-            status, answer = await agent.report(rollout, **body)
-            assert status == 400 and message in answer["error"]["message"]
-            await agent.report(rollout, reward=0.5)
-            assert (await group)[0].reward == 0.5
+async def test_a_report_that_is_no_reward_leaves_the_rollout_open(url, tmp_path, body, message):
+    async with running(url, tmp_path) as (agent, start):
+        group = start()
+        rollout = await agent.take()
+        await agent.ask(rollout)
+        status, answer = await agent.report(rollout, **body)
+        assert status == 400 and message in answer["error"]["message"]
+        await agent.report(rollout, reward=0.5)
+        assert (await group)[0].reward == 0.5
 
 
 def test_a_gateway_that_does_not_answer_is_named_before_the_run(tmp_path):
