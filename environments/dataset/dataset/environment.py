@@ -1,6 +1,6 @@
 """The environment: rows of a file or of the Hugging Face hub, with a reward for the right answer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .environment_tools.letters import LETTERS
@@ -117,6 +117,8 @@ def example_of(
         question, answer = _with_choices(question, answer, row.get(columns["choices"]), columns["choices"])
     if missing := [column for column in info_columns if column not in row]:
         raise ValueError(f"no {missing[0]!r}; it has {', '.join(map(repr, row))}")
+    if binary := [column for column in info_columns if _has_bytes(row[column])]:
+        raise ValueError(f"{binary[0]!r} contains bytes, such as an image; leave it out of info_columns")
     prompt = make_prompt(question, system_prompt)
     if isinstance(given, list):
         prompt[-1:] = _messages(given, columns["question"])
@@ -125,10 +127,22 @@ def example_of(
     return {**example, **info}
 
 
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+def _has_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_bytes, value.values()))
+    return isinstance(value, bytes) or (isinstance(value, list) and any(map(_has_bytes, value)))
+
+
 def _messages(value: list[Any], column: str) -> list[dict[str, str]]:
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(f"{column!r} is a list, but not of messages with `role` and `content`")
+        if message["role"] not in _ROLES:
+            raise ValueError(f"{column!r} has the role {message['role']!r}; the roles are {', '.join(_ROLES)}")
+        message["content"].encode()  # raises ValueError for half characters
     if not value:
         raise ValueError(f"{column!r} is empty")
     return [{"role": message["role"], "content": message["content"]} for message in value]

@@ -187,7 +187,7 @@ class Gateway:
                 rollout.result.set_result(report)
             known = rollout.result.result()
         if known is None:
-            raise _gone()
+            raise self._gone(name)
         if known != report:
             raise _error(web.HTTPConflict, "the rollout has ended with another report")
         return web.json_response({"status": "ok"})
@@ -214,9 +214,11 @@ class Gateway:
                     await response.write(chunk)
         except ClientError as error:
             if response.prepared:
-                raise ConnectionResetError("the environment has ended a stream") from error
+                if request.transport is not None:
+                    request.transport.abort()  # a stream without its end
+                return response
             if rollout.id not in self._open:
-                raise _gone() from error
+                raise self._gone(rollout.id) from error
             raise _error(web.HTTPBadGateway, f"the environment does not answer: {error}") from error
         await response.write_eof()
         return response
@@ -228,8 +230,13 @@ class Gateway:
             self._check_key(request, rollout.api_key)
             return rollout
         if name in self._ended:
-            raise _gone()
+            raise self._gone(name)
         raise _error(web.HTTPNotFound, f"there is no rollout {name!r}")
+
+    def _gone(self, name: str) -> web.HTTPException:
+        is_reported = self._ended[name][1] is not None
+        reason = "with its report" if is_reported else "by its time limit, or with its run"
+        return _error(web.HTTPGone, f"the rollout has ended: {reason}")
 
     def _check_key(self, request: web.Request, *others: str) -> None:
         """Raise 401 unless a request has the key of the gateway or one of the `others`."""
@@ -279,10 +286,6 @@ def _check_report(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _error(kind: type[web.HTTPException], message: str) -> web.HTTPException:
     return kind(text=json.dumps({"error": {"message": message}}), content_type="application/json")
-
-
-def _gone() -> web.HTTPException:
-    return _error(web.HTTPGone, "the rollout has ended: by its time limit, or with its run")
 
 
 @command

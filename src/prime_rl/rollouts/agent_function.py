@@ -5,6 +5,7 @@ at `base_url` like any program.
 """
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -38,15 +39,29 @@ def load_agent(config: EnvConfig) -> CallAgent | None:
         return None
     key = f"env.agent of environment {config.id!r}"
     function = load_function(config.agent, key)
+    what = f"{key} = {config.agent!r}"
     if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
-        raise ConfigError(f"{key} = {config.agent!r} is no `async def` function; wrap it with asyncio.to_thread")
+        raise ConfigError(f"{what} is {_describe(function)}")
     parameters = call_parameters(function)
-    _check_parameters(parameters, f"{key} = {config.agent!r}")
+    _check_parameters(parameters, what)
+    own = function.keywords if isinstance(function, functools.partial) else {}
 
     async def call(values: Mapping[str, Any]) -> dict[str, float]:
-        return _numbers(await function(**parameters.select(values)))
+        returned = await function(**{**parameters.select(values), **own})
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError  # it has caught that of its time limit
+        return _numbers(returned)
 
     return call
+
+
+def _describe(function: Any) -> str:
+    """Return what is not a coroutine function, and what to do."""
+    if inspect.isclass(function):
+        return "a class; name an `async def` function, or an object with an `async def __call__`"
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        return "a generator; return the reward instead of yielding"
+    return "no `async def` function; wrap it with asyncio.to_thread"
 
 
 def _check_parameters(parameters: CallParameters, what: str) -> None:

@@ -131,6 +131,8 @@ def test_choices_are_added_to_the_question_and_an_index_becomes_a_letter(write):
         ("a.csv", "question,answer\nWhat?,F\n", {"info_columns": ["level"]}, "row 1: no 'level'"),
         ("a.csv", "question,answer,c\nWhat?,0,x\n", {"choices_column": "c"}, "row 1: 'c' is not a list of at most 5"),
         ("a.json", '[{"question": "?", "answer": 3, "c": ["x"]}]', {"choices_column": "c"}, "choice 3, counted from 0"),
+        ("a.json", '[{"question": [{"role": "bot", "content": "?"}], "answer": 3}]', {}, "has the role 'bot'; the"),
+        ("a.json", '[{"question": [{"role": "user", "content": "\\ud800"}], "answer": 3}]', {}, "row 1: 'utf-8' codec"),
         ("a.parquet", "nothing", {}, "a.parquet is not a Parquet file"),
         ("a.csv", "question,answer\n?,1\n", {"grader": "best"}, "grader = 'best' is none of exact, contains, number"),
         ("a.csv", "question,answer\n?,1\n", {"grader": "no:f"}, "grader = 'no:f' cannot be imported"),
@@ -141,6 +143,14 @@ def test_malformed_data_or_arguments_are_one_line(name, text, arguments, message
     with pytest.raises(ValueError) as caught:
         load_environment(data_path=write(name, text), **arguments)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_bytes_are_refused_as_info(tmp_path):
+    rows = [{"question": "What?", "answer": "5", "image": {"bytes": b"\xff", "path": None}}]
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    load_environment(data_path=str(tmp_path / "a.parquet"))
+    with pytest.raises(ValueError, match="row 1: 'image' contains bytes, such as an image; leave it out"):
+        load_environment(data_path=str(tmp_path / "a.parquet"), info_columns=["image"])
 
 
 @pytest.mark.parametrize("grader", ["exact", "contains", "number", "letter"])

@@ -135,6 +135,39 @@ async def test_an_agent_that_fails_or_calls_no_model_fails_its_rollout(load, age
             await environment.run_group(0, 1, engine, {"max_tokens": 50}, 4096)
 
 
+async def test_an_agent_that_catches_its_cancellation_is_not_scored(load):
+    agent = """
+        import asyncio
+
+        async def solve(messages, base_url, api_key):
+            await ask(messages, base_url, api_key)
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                return 1.0
+    """
+    environment = load(agent, timeout_seconds=2.0)
+    async with engine_of(environment) as (engine, _):
+        with pytest.raises(EnvironmentFailed):
+            await environment.run_group(0, 1, engine, {"max_tokens": 50}, 4096)
+
+
+async def test_values_of_a_partial_function_are_kept(load):
+    agent = """
+        import functools
+
+        async def run(messages, base_url, api_key, role, prompt):
+            await ask(messages, base_url, api_key)
+            return {"mine": role == "judge" and prompt.startswith("What")}
+
+        solve = functools.partial(run, role="judge")
+    """
+    environment = load(agent)
+    async with engine_of(environment) as (engine, _):
+        (rollout,) = await environment.run_group(0, 1, engine, {"max_tokens": 50}, 4096)
+    assert rollout.metrics["mine"] == 1.0
+
+
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 async def test_a_full_context_ends_the_conversation_which_is_scored(load, interpreter):
     environment = load(TWO_TURNS.replace("tries=2", "tries=1000"), grader="contains", interpreter=interpreter)
@@ -149,6 +182,12 @@ async def test_a_full_context_ends_the_conversation_which_is_scored(load, interp
     [
         ("def solve(prompt): return 1.0", {}, "is no `async def` function; wrap it with asyncio.to_thread"),
         ("async def solve(prompt, client): return 1.0", {}, "takes 'client'; an agent gets messages, prompt, task"),
+        (
+            "class solve:\n    async def __call__(self): pass",
+            {},
+            "is a class; name an `async def` function, or an object",
+        ),
+        ("async def solve(prompt): yield 1.0", {}, "is a generator; return the reward instead of yielding"),
         ("solve = 3", {}, "'solve' is int, not a function"),
         ("async def solve(prompt): pass", {"id": "reverse_text", "args": {}}, "need a v1 taskset"),
         ("async def solve(prompt): pass", {"command": ["mini"]}, "two agents; set one"),
