@@ -38,6 +38,7 @@ def test_id_of_an_installed_environment_is_its_module(env_id):
     assert find_environment("harleycooper/nanochatAquaRat").module == "nanochatAquaRat", "a package with capitals"
 
 
+@pytest.mark.extended(after=2)
 @pytest.mark.parametrize("env_id", ["someone/no-such-env@1.0", "", "a b", "@1.0", "no_package"])
 def test_id_of_nothing_installed_names_the_commands(env_id, folder):
     with pytest.raises(ConfigError) as caught:
@@ -203,6 +204,7 @@ def test_id_in_a_package_that_cannot_be_imported_is_refused_with_the_reason(pack
         find_environment("package_of_a_test.envs.broken.gym", "e")
 
 
+@pytest.mark.extended(after=2)
 @pytest.mark.parametrize("given", ["good", "package_of_a_test.envs.missing", "no_such_env", "path/missing.py"])
 @pytest.mark.parametrize("command", ["rl", "orchestrator", "eval"])
 def test_dry_run_refuses_the_ids_that_a_run_refuses(command, given, package, folder, monkeypatch, capsys):

@@ -293,6 +293,7 @@ async def test_only_programs_that_pass_all_tests_of_their_row_are_rewarded(tmp_p
         await env.sandbox.close()
 
 
+@pytest.mark.extended
 @needs_isolation
 async def test_generated_problems_can_be_solved():
     env = vf.load_environment("code_tests", num_generated=8)

@@ -107,6 +107,7 @@ def test_an_agent_that_forges_tests_and_rewards_gets_what_the_real_tests_say(tas
     assert rollout.metrics["tests_exit_code"] == 3.0
 
 
+@pytest.mark.extended(after=4)
 @pytest.mark.parametrize(
     ("tests", "reward", "metrics"),
     [

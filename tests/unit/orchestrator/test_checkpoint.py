@@ -77,6 +77,7 @@ def group_ids(paths, steps=STEPS):
     return [group for manifest in manifests for group in manifest["group_ids"]]
 
 
+@pytest.mark.extended(after=1)
 @in_loop
 @pytest.mark.parametrize("async_level", [0, 2])
 async def test_resume_continues_at_the_checkpoint(tmp_path, tokenizer_dir, run_orchestrator, async_level):
@@ -184,7 +185,7 @@ def test_checkpoint_part_written_is_read_back(part):
     assert [draw.group_id for draw in positions.waiting] == [8]
 
 
-@pytest.mark.extended(after=2)
+@pytest.mark.extended(after=1)
 @in_loop
 @pytest.mark.parametrize(
     "changes",

@@ -102,6 +102,7 @@ async def test_environment_outage_costs_a_few_groups(tmp_path, tokenizer_dir, ru
     assert metrics(paths)[-1]["failing_seconds/toy_environment"] == 0
 
 
+@pytest.mark.extended
 async def test_environment_outage_ends_the_run_after_the_timeout(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir, {"fail": "setup"}, failing_env_seconds=1.5)
     began = asyncio.get_running_loop().time()
@@ -194,6 +195,7 @@ async def test_restart_with_failing_environment_repeats_the_stream(tmp_path, tok
     assert len(drawn) > before
 
 
+@pytest.mark.extended
 async def test_stuck_group_is_dropped_by_name_and_the_run_continues(
     tmp_path, tokenizer_dir, run_orchestrator, monkeypatch
 ):

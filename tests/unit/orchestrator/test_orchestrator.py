@@ -189,6 +189,7 @@ async def test_run_whose_last_version_arrives_long_after_the_end_of_the_trainer_
     assert not [line for line in said() if "has ended" in line]
 
 
+@pytest.mark.extended
 async def test_run_lost_server_returns(tmp_path, tokenizer_dir, monkeypatch, run_orchestrator):
     """Its rollouts are sampled again on another server within the bound; none is lost or shipped twice."""
     config = make_config(tmp_path, tokenizer_dir, async_level=1)
@@ -300,6 +301,7 @@ async def test_run_server_that_only_fails_ends_it(tmp_path, tokenizer_dir, run_o
             await run_orchestrator(config, [engine])
 
 
+@pytest.mark.extended
 async def test_run_failing_server_backs_off_and_another_takes_its_groups(
     tmp_path, tokenizer_dir, run_orchestrator, monkeypatch
 ):
@@ -333,6 +335,7 @@ async def test_run_lease_of_another_run_is_named(tmp_path, tokenizer_dir, run_or
         assert engine.requests == [], "a run that lives is not waited for"
 
 
+@pytest.mark.extended
 async def test_run_lease_of_a_killed_run_is_waited_for(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(tmp_path, tokenizer_dir)
     async with fake_engine() as engine:
@@ -455,7 +458,7 @@ def stopped(tmp_path, tokenizer_dir, run_orchestrator):
     return run
 
 
-@pytest.mark.extended(after=3)
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize(
     ("changes", "kept"),
     [
@@ -572,6 +575,7 @@ async def test_groups_start_while_a_batch_is_written(tmp_path, tokenizer_dir, ru
     assert sorted(groups) == list(range(STEPS * 3))
 
 
+@pytest.mark.extended
 async def test_sample_files_limits_rollouts_and_files(tmp_path, tokenizer_dir, run_orchestrator):
     config = make_config(
         tmp_path, tokenizer_dir, num_samples_per_batch=5, num_kept_sample_files=2, kept_sample_interval=3
@@ -691,6 +695,7 @@ def metrics(paths):
     return [json.loads(line) for line in complete_lines(paths.metrics("orchestrator"))]
 
 
+@pytest.mark.extended
 async def test_same_seed_samples_the_same_examples_in_order(tmp_path, tokenizer_dir, run_orchestrator):
     """The seeds of the requests differ by rollout and repeat in the other run, too."""
     seen = []

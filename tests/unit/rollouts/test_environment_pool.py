@@ -235,6 +235,7 @@ async def test_group_that_ends_its_own_interpreter_is_named(open_pool, packages,
         assert [rollouts[0].reward for rollouts in await asyncio.gather(*others)] == [3 / 8, 4 / 8]
 
 
+@pytest.mark.extended
 async def test_event_loop_continues_while_a_worker_is_blocked(open_pool):
     async with fake_engine() as engine, open_pool(workers=2, trouble="block", timeout=60) as pool:
         blocked = asyncio.create_task(play(pool, engine, example=0))
@@ -259,6 +260,7 @@ async def test_error_names_the_example_that_killed_its_worker(open_pool, trouble
         assert (await play(pool, engine, example=1))[0].reward == 1 / 8
 
 
+@pytest.mark.extended
 async def test_group_that_crashes_once_succeeds_on_retry(open_pool, tmp_path):
     async with fake_engine() as engine, open_pool(trouble="exit once", marker=str(tmp_path / "marker")) as pool:
         rollouts = await play(pool, engine, example=0)
@@ -289,6 +291,7 @@ async def test_externally_killed_worker_is_replaced_and_its_groups_run_again(ope
     assert "10 workers have died and 4 rollouts were repeated" in tenth
 
 
+@pytest.mark.extended
 async def test_repeated_worker_deaths_without_a_known_cause_raise(open_pool):
     async with fake_engine() as engine, open_pool(retries=1) as pool:
         gate = Gate(engine)
@@ -368,6 +371,7 @@ async def test_environment_that_fails_to_reload_raises(open_pool, tmp_path):
             await play(pool, engine)
 
 
+@pytest.mark.extended
 async def test_workers_with_the_same_examples_are_not_reported(open_pool, said):
     async with open_pool(workers=2) as one, open_pool(workers=1) as other:
         assert one.content_hash == other.content_hash != ""
@@ -566,6 +570,7 @@ async def test_reward_errors_zero_counts_a_failed_reward_as_0(open_pool):
                 assert (rollout.reward, rollout.metrics["reward_errors"]) == (reward, errors)
 
 
+@pytest.mark.extended
 async def test_timeline_has_the_share_of_busy_workers(open_pool, tmp_path, monkeypatch):
     monkeypatch.setattr(environment_pool, "_TIMELINE_SECONDS", 0.02)
     timeline = TimelineWriter(RunPaths(tmp_path), "env_troubled", interval_seconds=0.01)

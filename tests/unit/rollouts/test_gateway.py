@@ -94,6 +94,7 @@ async def running(url, tmp_path, key=None, **keys):
         yield Elsewhere(url, session, key), start
 
 
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 async def test_each_rollout_is_taken_once_and_gets_its_tokens_and_its_reward(url, tmp_path, interpreter):
     async with running(url, tmp_path, interpreter=interpreter) as (agent, start):

@@ -61,6 +61,7 @@ def start_all(start, **roles):
     return run, pids
 
 
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize("victim", ["inference", "orchestrator", "trainer"])
 def test_rl_killed_process_stops_the_others_and_is_named(start, victim):
     run, pids = start_all(start)
@@ -82,6 +83,7 @@ def test_rl_failed_process_prints_the_end_of_its_log(start):
     assert "error: orchestrator exited with code 3; log " in output
 
 
+@pytest.mark.extended
 def test_rl_exception_behind_a_launcher_is_reported(start):
     inner = "from prime_rl.core.entry_point import run_main\ndef main(): raise ValueError('no\\nluck')\nrun_main(main)"
     script = f"import subprocess, sys; sys.exit(bool(subprocess.run([sys.executable, '-c', {inner!r}]).returncode))"
@@ -98,12 +100,14 @@ def test_rl_bad_input_of_a_process_exits_with_2(start):
     assert "Traceback" not in output
 
 
+@pytest.mark.extended
 def test_rl_server_that_exits_fails_the_run(start):
     code, output = start({"inference": DONE, "orchestrator": FOREVER, "trainer": FOREVER}).end()
     assert code == 1
     assert "error: inference exited with code 0 before the run was over" in output
 
 
+@pytest.mark.extended
 def test_rl_effect_before_its_cause_names_the_cause(start):
     """The orchestrator fails first, because the server it talked to is dying."""
     dying = "import os, pathlib, time; events = pathlib.Path(os.environ['RUN']) / 'events.jsonl'\n"
@@ -123,6 +127,7 @@ def test_rl_process_that_does_not_exit_after_the_last_step_is_named(start):
     assert "error: orchestrator did not exit after the last step" in output
 
 
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_rl_signal_stops_all_processes(start, number, expected):
     run, pids = start_all(start)
@@ -150,6 +155,7 @@ def test_rl_orphans_and_processes_that_ignore_sigterm_are_killed(start):
     assert_gone([*pids, orphan])
 
 
+@pytest.mark.extended
 def test_rl_second_ctrl_c_skips_the_stop_timeout(start):
     run = start({"orchestrator": STUBBORN, "trainer": FOREVER}, stop_seconds=600.0)
     run.wait_for_log("orchestrator", "up")
@@ -168,6 +174,7 @@ def test_rl_killed_takes_its_children_with_it(start):
     assert_gone(pids)
 
 
+@pytest.mark.extended
 def test_rl_full_disk_ends_the_run(start, tmp_path):
     """The orchestrator's log is on a device that is always full."""
     (tmp_path / "out/logs").mkdir(parents=True)
@@ -221,6 +228,7 @@ def runs(start, *keys, exit_seconds=600.0, **roles):
 BAD = IMPORTS + "def main(): raise ConfigError('rank is too large')\nrun_main(main)"
 
 
+@pytest.mark.extended
 def test_rl_failed_run_does_not_end_the_others_and_decides_the_exit_code(start):
     wait = "import os, pathlib, time\nend = pathlib.Path(os.environ['RUN']) / 'end'\n"
     run = runs(start, run_a=BAD, run_b=f"{wait}while not end.exists(): time.sleep(0.02)")
@@ -235,6 +243,7 @@ def test_rl_failed_run_does_not_end_the_others_and_decides_the_exit_code(start):
     assert output.splitlines()[-1].startswith("error: run_a: rank is too large (log ")
 
 
+@pytest.mark.extended
 def test_rl_all_runs_failed_ends_an_unused_trainer(start):
     run = runs(start, run_a="raise SystemExit(1)", run_b=BAD)
     code, _ = run.end()
@@ -271,6 +280,7 @@ def test_rl_lost_trainer_of_several_runs_ends_all(start):
     assert "error: trainer exited with code 3" in output
 
 
+@pytest.mark.extended
 def test_rl_run_of_several_is_restarted_alone(start):
     again = "import sys\nif 'again' not in sys.argv: raise SystemExit(1)\n" + DONE
     run = runs(start, "--max-restarts", "1", run_a=again, run_b=DONE)
@@ -280,6 +290,7 @@ def test_rl_run_of_several_is_restarted_alone(start):
     assert code == 0 and "run_a exited with code 1; restart 1 of 1" in output
 
 
+@pytest.mark.extended
 def test_rl_run_of_several_that_is_over_is_not_restarted(start):
     fail = "import os, pathlib\n(pathlib.Path(os.environ['RUN']) / 'run_a.over').touch()\nraise SystemExit(1)"
     run = runs(start, "--max-restarts", "1", run_a=fail, run_b=DONE)

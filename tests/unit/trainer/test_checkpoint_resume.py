@@ -174,6 +174,7 @@ def test_kept_batches_reproduce_the_run(model, tmp_path):
     assert weights_hash(again, 3) == weights_hash(run, 3)
 
 
+@pytest.mark.extended
 def test_resume_of_earlier_step_archives_later_ones(whole, model, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(whole, root)
@@ -228,6 +229,7 @@ def test_invalid_checkpoint_folder_exits_before_first_step(model, tmp_path):
     assert not RunPaths(tmp_path / "run").metrics("trainer").exists()
 
 
+@pytest.mark.extended
 def test_resume_with_changed_settings_logs_them(halves, model, tmp_path):
     root = tmp_path / "run"
     shutil.copytree(halves, root)

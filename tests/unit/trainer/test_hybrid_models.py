@@ -100,6 +100,7 @@ def test_values_and_gradients_of_packed_segments_equal_those_alone(name, tmp_pat
     check_against_transformers(policy, reference, np.random.default_rng(len(name)).permutation(LENGTHS).tolist())
 
 
+@pytest.mark.extended(after=2)
 @pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2"])
 @pytest.mark.parametrize("options", [{"ac": ActivationCheckpointConfig()}, {"compile": CompileConfig()}], ids=str)
 def test_recomputed_and_compiled_blocks_compute_the_same(name, options, tmp_path, monkeypatch):

@@ -188,6 +188,7 @@ def test_adapted_policy_starts_as_the_base_model_and_trains_adapters_only(world,
     assert all((p.grad is None) == (name not in trained_names) for name, p in policy.named_parameters())
 
 
+@pytest.mark.extended
 def test_base_dtype_bfloat16_stores_frozen_weights_in_bfloat16(world, root, tmp_path):
     lora = LORA.model_copy(update={"base_dtype": "bfloat16"})
     policy, steps = train(world, root / "dense", lora)
@@ -197,6 +198,7 @@ def test_base_dtype_bfloat16_stores_frozen_weights_in_bfloat16(world, root, tmp_
     assert [step.loss for step in steps] == pytest.approx([step.loss for step in exact], abs=0.05)
 
 
+@pytest.mark.extended
 def test_base_dtype_does_not_change_a_bfloat16_forward(world, root):
     """Stored or cast, the base has the same bfloat16 values where forward runs in bfloat16."""
     results = [
