@@ -26,6 +26,7 @@ from prime_rl.rollouts.rendering.messages import (
     Message,
     Reply,
     Sampler,
+    ToolCall,
     Turn,
     normalise,
     readable,
@@ -84,7 +85,7 @@ class Recorder:
         self._seed = seed
         self._keep_messages = keep_messages
         self._num_calls = 0
-        self._num_tool_calls = 0
+        self._call_ids = set[str]()
         self._builder = SampleBuilder(branching=renderer is not None and renderer.strategy == "branching")
         self._conversations: list[list[Exchange]] = []
 
@@ -188,12 +189,20 @@ class Recorder:
             text_length, ids = self._renderer.text_length, generation.token_ids.tolist()
             searched = text_length(ids) - text_length(ids[: limits.get("min_tokens", 0)])
             parsed = replace(parsed, content=_before_stop(parsed.content, stops, searched))
-        first, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + len(parsed.calls)
-        # Nine letters and digits, the format that the strictest templates require.
-        call_ids = tuple(f"call{number:05d}" for number in range(first, self._num_tool_calls))
+        call_ids = tuple(map(self._name_call, parsed.calls))
         turn = self._builder.add(prompt.ids, generation)
         sampled = len(generation.token_ids)
         return Reply(parsed, call_ids, generation.is_truncated, len(prompt.ids), sampled, tools, turn)
+
+    def _name_call(self, call: ToolCall) -> str:
+        """Return the id of a call: the model's if no other call has it, because its template writes it into results.
+
+        Otherwise nine letters and digits, the format that the strictest templates require.
+        """
+        own = f"call{len(self._call_ids):05d}"
+        call_id = own if call.id in self._call_ids else call.id or own
+        self._call_ids.add(call_id)
+        return call_id
 
     def _prompt(
         self, renderer: Renderer, messages: list[Message], tools: list[dict[str, Any]]

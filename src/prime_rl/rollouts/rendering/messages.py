@@ -76,10 +76,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call: the function's name, and its arguments as the text of a JSON object."""
+    """One call: the function's name, its arguments as the text of a JSON object, and the id that the model wrote."""
 
     name: str
     arguments: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.rollouts.rendering.completion_parsers import PARSERS, split_reasoning
+from prime_rl.rollouts.rendering.completion_parsers import PARSERS, gpt_oss, parser_of_template, split_reasoning
 from prime_rl.rollouts.rendering.messages import (
     Generation,
     Message,
@@ -87,7 +87,10 @@ class Renderer:
                 f"tokenizer {tokenizer.name_or_path} has no chat template; set tokenizer.name to one that has a "
                 "template, or rendering.chat_template to a file"
             )
-        self._parse = PARSERS[self._config.tool_call_parser]
+        kind = self._config.tool_call_parser
+        self._parse = (
+            PARSERS[kind] if kind != "auto" else parser_of_template(str(self._template or tokenizer.chat_template))
+        )
         self._special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     @classmethod
@@ -237,16 +240,23 @@ class Renderer:
         ids = generation.token_ids.tolist()
         if ids and not generation.is_truncated and ids[-1] in self._special:
             ids = ids[:-1]
-        text, split = self._decode(ids), self._config.reasoning_parser == "think"
-        reasoning, rest = split_reasoning(text, _opens_reasoning(prompt.text))
-        parsed = self._parse(rest, tools) if tools else Parsed(rest)
-        content = parsed.content
-        if not split:
-            content, reasoning = text[: len(text) - len(rest)] + content, None
+        text = self._decode(ids)
+        parsed, before = self._read(text, _opens_reasoning(prompt.text), tools)
+        content, reasoning = parsed.content, parsed.reasoning
+        if self._config.reasoning_parser == "none" and self._parse is not gpt_oss:
+            content, reasoning = before + content, None
         for token in {self._special[i] for i in ids if i in self._special}:
             content = content.replace(token, "")
             reasoning = reasoning and reasoning.replace(token, "")
         return Parsed(content, parsed.calls, reasoning)
+
+    def _read(self, text: str, opened: bool, tools: list[Any] | None) -> tuple[Parsed, str]:
+        """Return the message of a completion, and the text of its reasoning with the tags."""
+        if self._parse is gpt_oss:  # its messages have channels, with and without tools
+            return self._parse(text, tools or ()), ""
+        reasoning, rest = split_reasoning(text, opened)
+        parsed = self._parse(rest, tools) if tools else Parsed(rest)
+        return replace(parsed, reasoning=reasoning), text[: len(text) - len(rest)]
 
     @cached_property
     def longest_token(self) -> int:
@@ -259,10 +269,9 @@ class Renderer:
 
     def _comparable(self, text: str, opened: bool, tools: list[Any] | None) -> tuple[Any, ...]:
         """Return the message of a completion in a form that is equal for equal messages."""
-        reasoning, rest = split_reasoning(text, opened)
-        parsed = self._parse(rest, tools) if tools else Parsed(rest)
+        parsed, _ = self._read(text, opened, tools)
         calls = [(call.name, json.dumps(json.loads(call.arguments), sort_keys=True)) for call in parsed.calls]
-        return reasoning and reasoning.strip(), parsed.content.strip(), calls
+        return parsed.reasoning and parsed.reasoning.strip(), parsed.content.strip(), calls
 
     def _text_after_message(self, messages: list[Message], index: int, tools: list[Any] | None, end: str) -> str | None:
         """Return the text from the end token of message `index`; None if the template writes no such token."""
