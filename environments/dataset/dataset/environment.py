@@ -133,7 +133,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 def _has_bytes(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_bytes, value.values()))
-    return isinstance(value, bytes) or (isinstance(value, list) and any(map(_has_bytes, value)))
+    return isinstance(value, bytes) or (isinstance(value, list | tuple) and any(map(_has_bytes, value)))
 
 
 def _messages(value: list[Any], column: str) -> list[dict[str, str]]:
@@ -142,7 +142,10 @@ def _messages(value: list[Any], column: str) -> list[dict[str, str]]:
             raise ValueError(f"{column!r} is a list, but not of messages with `role` and `content`")
         if message["role"] not in _ROLES:
             raise ValueError(f"{column!r} has the role {message['role']!r}; the roles are {', '.join(_ROLES)}")
-        message["content"].encode()  # raises ValueError for half characters
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{column!r} has half of a character (a surrogate) at position {error.start}") from error
     if not value:
         raise ValueError(f"{column!r} is empty")
     return [{"role": message["role"], "content": message["content"]} for message in value]

@@ -50,7 +50,7 @@ class Page {
       headline: (headline) => {
         const { state, healthy } = this.headline;
         this.showFigures(headline);
-        // A list of runs that is drawn again closes.
+        // Only for a change: an open list of runs closes when it is drawn again.
         if (state !== headline.state || healthy !== headline.healthy) this.showTop(readState());
         this.view?.onHeadline?.(headline);
       },
@@ -121,7 +121,7 @@ class Page {
       element("div", { class: "brand" }, picker, current === "compare" || root === this.run ? null : element("span", { class: "path", title: root }, visibleString(root))),
       current === "compare" || !label ? null : element("span", { class: `state ${kind}` }, label),
       element("nav", { "aria-label": "views" }, links));
-    focusable()[focused]?.focus();  // of the keyboard
+    focusable()[focused]?.focus();  // new elements: the keyboard's focus was lost with the old ones
     document.title = `${current === "compare" ? "Comparison" : visibleString(this.run)} · prime-rl`;
   }
 
