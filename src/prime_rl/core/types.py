@@ -93,6 +93,8 @@ class Rollout:
         messages: in the normal form of `rendering.messages`, with tool calls and reasoning; empty: `text` is complete.
         tools: definitions of the tools that the model was offered, in OpenAI's form.
         weights: of the metrics that are reward functions, for display.
+        sample_counts: of the metrics `samples/<name>`: `false_forks/<cause>` are samples that began although a
+            conversation continued, `tokens_trained_twice` are 0.
     """
 
     samples: tuple[Sample, ...]
@@ -105,6 +107,7 @@ class Rollout:
     messages: tuple[dict[str, Any], ...] = field(default=(), kw_only=True)
     tools: tuple[dict[str, Any], ...] = field(default=(), kw_only=True)
     weights: dict[str, float] = field(default_factory=dict, kw_only=True)
+    sample_counts: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     @property
     def conversation(self) -> list[dict[str, Any]]:

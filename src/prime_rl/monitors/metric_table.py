@@ -254,6 +254,19 @@ _ORCHESTRATOR_METRICS = (
     Metric("batch/rollouts_per_group", "rollouts", "mean group size; `env.min_rollouts` permits smaller groups"),
     Metric("staleness/max", "versions", "largest n - version of a sampled token; at most k"),
     Metric("staleness/mean", "versions", "mean of n - version over the sampled tokens"),
+    Metric("samples/per_rollout", "samples", "mean number of samples of a rollout"),
+    Metric(
+        "samples/per_branch",
+        "samples",
+        "samples / branches of the conversations; above 1: turns began a sample though the agent only continued",
+    ),
+    Metric(
+        "samples/false_forks/<cause>",
+        "samples",
+        "such turns by cause: `repeated` request, `cut` reply, another `system` prompt, other `tools`, `form` (white "
+        "space, reasoning), `rendering` of the template",
+    ),
+    Metric("samples/tokens_trained_twice", "tokens", "sampled tokens that are trained in two samples; 0"),
     Metric("seq_len/mean", "tokens", "mean length of a sample, prompt and completion"),
     Metric("seq_len/min", "tokens", "smallest length of a sample, prompt and completion"),
     Metric("seq_len/max", "tokens", "largest length of a sample, prompt and completion"),

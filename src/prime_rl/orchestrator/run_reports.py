@@ -198,8 +198,23 @@ def batch_metrics(
         "packing/rows": batch.rows,
         "packing/fill": len(batch.tokens) / (batch.rows * seq_len),
     }
-    metrics |= _metric_means(rollouts)
+    metrics |= sample_metrics(rollouts) | _metric_means(rollouts)
     return {name: float(value) for name, value in metrics.items()} | environment_metrics(groups, advantages)
+
+
+def sample_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return how many samples the rollouts have, and `Rollout.sample_counts`."""
+    counts, branches = Counter[str](), 0
+    for rollout in rollouts:
+        counts.update(rollout.sample_counts)
+        forks = sum(count for name, count in rollout.sample_counts.items() if name.startswith("false_forks/"))
+        branches += max(1, len(rollout.samples) - forks)
+    samples = sum(len(rollout.samples) for rollout in rollouts)
+    return {
+        "samples/per_rollout": samples / len(rollouts),
+        "samples/per_branch": samples / branches,
+        **{f"samples/{name}": count for name, count in counts.items()},
+    }
 
 
 class SampleFiles:

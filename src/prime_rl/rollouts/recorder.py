@@ -9,6 +9,7 @@ ends a completion or selects tools, ignored with a warning if it only changes ho
 otherwise.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -86,6 +87,7 @@ class Recorder:
         self._keep_messages = keep_messages
         self._num_calls = 0
         self._call_ids = set[str]()
+        self._false_forks = Counter[str]()
         self._builder = SampleBuilder(branching=renderer is not None and renderer.strategy == "branching")
         self._conversations: list[list[Exchange]] = []
 
@@ -147,6 +149,10 @@ class Recorder:
             reply.turn: parts.index(credit) for reply, credit in (credits or {}).items() if reply.turn is not None
         }
         samples = self._builder.samples(lambda turn: masks.get(turn, False), owners if len(parts) > 1 else None)
+        given = sum(int(np.sum(np.broadcast_to(mask, reply.completion_tokens))) for reply, mask in trained.items())
+        counts = {f"false_forks/{cause}": count for cause, count in self._false_forks.items()}
+        if samples:
+            counts["tokens_trained_twice"] = sum(int(sample.loss_mask.sum()) for sample in samples) - given
         is_truncated = is_truncated or any(reply.is_truncated for reply in trained)
         tools = tuple([*trained][-1].tools) if trained else ()
         if not self._keep_messages and self._renderer is not None:
@@ -154,7 +160,7 @@ class Recorder:
             kept = () if is_plain else tuple(messages)
             return Rollout(
                 samples, reward, metrics, is_truncated, text,
-                credits=parts, messages=kept, tools=tools, weights=weights or {},
+                credits=parts, messages=kept, tools=tools, weights=weights or {}, sample_counts=counts,
             )  # fmt: skip
         spans = [reply.versions for reply in trained]
         known = [span for span in spans if span is not None]
@@ -164,6 +170,7 @@ class Recorder:
             messages=tuple(messages),
             tools=tools,
             weights=weights or {},
+            sample_counts=counts,
             completion_tokens=sum(reply.completion_tokens for reply in trained),
             versions=(min(old for old, _ in known), max(new for _, new in known)) if has_versions else None,
         )  # fmt: skip
@@ -175,7 +182,7 @@ class Recorder:
         # Rendering tens of megabytes, which an agent may send, would keep the event loop of all rollouts for minutes.
         if (size := sum(len(message["content"]) for message in messages)) > self._max_characters:
             raise PromptTooLong(f"the messages have {size} characters, seq_len is {self._seq_len}")
-        prompt, base = self._prompt(self._renderer, messages, tools)
+        prompt, base, cause = self._prompt(self._renderer, messages, tools)
         available = self._seq_len - len(prompt.ids)
         if available <= 0:
             raise PromptTooLong(f"the prompt has {len(prompt.ids)} tokens, seq_len is {self._seq_len}")
@@ -191,6 +198,8 @@ class Recorder:
             parsed = replace(parsed, content=_before_stop(parsed.content, stops, searched))
         call_ids = tuple(map(self._name_call, parsed.calls))
         turn = self._builder.add(prompt.ids, generation)
+        if cause is not None and (turn.parent is None or turn.parent.sequence is not turn.sequence):
+            self._false_forks[cause] += 1
         sampled = len(generation.token_ids)
         return Reply(parsed, call_ids, generation.is_truncated, len(prompt.ids), sampled, tools, turn)
 
@@ -206,24 +215,76 @@ class Recorder:
 
     def _prompt(
         self, renderer: Renderer, messages: list[Message], tools: list[dict[str, Any]]
-    ) -> tuple[Prompt, Exchange | None]:
-        """Render a prompt; return it with the exchange that it extends, if there is one."""
+    ) -> tuple[Prompt, Exchange | None, str | None]:
+        """Render a prompt; return it with the exchange that it extends, and why it extends none although it could."""
+        cause = None
         if renderer.strategy == "interleaved":
             # Usually the last exchange; an earlier one if a harness goes back or the template renders it differently.
             known = [exchange for conversation in reversed(self._conversations) for exchange in reversed(conversation)]
             known.sort(key=lambda exchange: -len(exchange.messages))  # the longest first, of these the latest
+            cause = "repeated" if any(exchange.messages == messages for exchange in known) else None
             bases = (exchange for exchange in known if messages[: len(exchange.messages)] == exchange.messages)
             for exchange in islice(bases, _MAX_EXTENSION_TRIES):
                 if (prompt := renderer.extend_prompt(exchange, messages, tools or None)) is not None:
                     messages[: len(exchange.messages)] = exchange.messages  # store equal messages once
-                    return prompt, exchange
-        return renderer.render_prompt(messages, tools or None), None
+                    return prompt, exchange, cause
+            cause = cause or _false_fork(renderer, known, messages, tools)
+        return renderer.render_prompt(messages, tools or None), None, cause
 
     def _remember(self, exchange: Exchange, base: Exchange | None) -> None:
         """Store an exchange as the end of its conversation, which keeps only the exchange before it."""
         self._conversations = [conversation for conversation in self._conversations if conversation[-1] is not base]
         self._conversations.append([exchange] if base is None else [base, exchange])
         del self._conversations[:-_MAX_CONVERSATIONS]
+
+
+def _false_fork(
+    renderer: Renderer,
+    known: Sequence[Exchange],
+    messages: list[Message],
+    tools: list[dict[str, Any]],
+) -> str | None:
+    """Return why a prompt that continues a conversation does not extend its tokens; None if the agent edited it.
+
+    `cut`: the last reply was cut. `tools`: other tools are offered. `rendering`: the template writes the past
+    differently. `system`: only the system prompt differs. `form`: only white space or reasoning differ.
+
+    Args:
+        renderer: parses replies.
+        known: recent turns, none with the messages of the prompt.
+        messages: of the prompt.
+        tools: that it offers.
+    """
+    base = next((one for one in known if messages[: len(one.messages)] == one.messages), None)
+    if base is not None:
+        reply = messages[len(base.messages)]
+        parsed = renderer.parse(base.prompt, base.generation, base.tools)
+        calls = [call["function"]["name"] for call in reply.get("tool_calls", ())]
+        if reply["role"] != "assistant" or calls != [call.name for call in parsed.calls]:
+            return None
+        if _words(reply["content"]) != _words(parsed.content):
+            return None
+        changed = "tools" if (tools or None) != (base.tools or None) else "rendering"
+        return "cut" if base.generation.is_truncated else changed
+    for exchange in known:
+        if len(messages) <= len(exchange.messages) or messages[len(exchange.messages)]["role"] != "assistant":
+            continue
+        pairs = [(one, other) for one, other in zip(exchange.messages, messages, strict=False) if one != other]
+        if all(one["role"] == other["role"] and one["role"] in ("system", "developer") for one, other in pairs):
+            return "system"
+        if all(
+            one["role"] == other["role"]
+            and one.get("tool_calls") == other.get("tool_calls")
+            and _words(one["content"]) == _words(other["content"])
+            for one, other in pairs
+        ):
+            return "form"
+    return None
+
+
+def _words(content: str) -> list[str]:
+    """Return the words of a content without its reasoning."""
+    return content.rpartition("</think>")[2].split()
 
 
 def _before_stop(text: str, stops: Sequence[str], searched: int) -> str:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 
 from prime_rl.core.types import Group, Rollout, Sample
 from prime_rl.orchestrator.packing import TOKENS, pack
-from prime_rl.orchestrator.run_reports import RunCounters, RunWarnings, batch_metrics, rollout_times, solve_rates
+from prime_rl.orchestrator.run_reports import (
+    RunCounters,
+    RunWarnings,
+    batch_metrics,
+    rollout_times,
+    sample_metrics,
+    solve_rates,
+)
 from prime_rl.rollouts.workers.protocol import DiscardedWork, RolloutSeconds
 
 
@@ -59,6 +67,19 @@ def test_batch_metrics_lengths_include_masked_rollouts():
     assert batch.loss_tokens == 9  # the truncated rollout has 9 of the 18 sampled tokens
     assert metrics["completion_len/mean"] == 4.5
     assert metrics["env/o/b/completion_len/mean"] == 5
+
+
+def test_sample_metrics_count_samples_branches_and_false_forks():
+    (one,) = make_rollout(1.0, 3).samples
+    forks = {"false_forks/system": 1, "tokens_trained_twice": 0}
+    rollouts = [
+        replace(make_rollout(1.0, 3), samples=(one, one, one), sample_counts=forks),  # a true branch and a false fork
+        replace(make_rollout(1.0, 3), sample_counts={"false_forks/system": 2, "tokens_trained_twice": 0}),  # untrained
+    ]
+    assert sample_metrics(rollouts) == {
+        "samples/per_rollout": 2, "samples/per_branch": pytest.approx(4 / 3), "samples/false_forks/system": 3,
+        "samples/tokens_trained_twice": 0,
+    }  # fmt: skip
 
 
 def test_solve_rates_of_known_groups():

@@ -5,6 +5,7 @@ the traces. A failed trace fails its group. The rollouts of several trainable ag
 agent is credited with its own reward.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -178,6 +179,9 @@ def join_agents(agents: Sequence[AgentRollout]) -> Rollout:
     reward = float(np.mean([rollout.reward for rollout in rollouts]))
     weights = {f"{agent.name}/{name}": value for agent in agents for name, value in agent.rollout.weights.items()}
     is_truncated = any(rollout.is_truncated for rollout in rollouts)
+    counts = Counter[str]()
+    for rollout in rollouts:
+        counts.update(rollout.sample_counts)
     text = tuple((f"{role} ({agent.name})", content) for agent in agents for role, content in agent.rollout.text)
     credits = tuple(
         Credit(agent.name, agent.rollout.reward, context=agent.task, is_truncated=agent.rollout.is_truncated)
@@ -185,7 +189,10 @@ def join_agents(agents: Sequence[AgentRollout]) -> Rollout:
     )
     conversations = [rollout for rollout in rollouts if isinstance(rollout, Conversation)]
     if not conversations:
-        return Rollout(samples, reward, _metrics(agents), is_truncated, text, credits=credits, weights=weights)
+        return Rollout(
+            samples, reward, _metrics(agents), is_truncated, text,
+            credits=credits, weights=weights, sample_counts=dict(counts),
+        )  # fmt: skip
     tools = {repr(tool): tool for conversation in conversations for tool in conversation.tools}
     spans = [conversation.versions for conversation in conversations if conversation.versions is not None]
     return Conversation(
@@ -198,7 +205,7 @@ def join_agents(agents: Sequence[AgentRollout]) -> Rollout:
         tools=tuple(tools.values()),
         completion_tokens=sum(conversation.completion_tokens for conversation in conversations),
         versions=(min(old for old, _ in spans), max(new for _, new in spans)) if spans else None,
-        credits=credits, weights=weights,
+        credits=credits, weights=weights, sample_counts=dict(counts),
     )  # fmt: skip
 
 
