@@ -8,6 +8,9 @@ this checkout and of the given directory run at the same time, because the load 
 of the same work. The pairs run three times; the table shows the median CPU milliseconds per rollout. About one minute
 per pair on two cores. `--json FILE` writes {worker_cpu_ms, other_worker_cpu_ms, ratio}; the latter two only with
 `--against`.
+
+`--agent` measures the CPU milliseconds of a turn of an agent instead, its own included, and the memory of an open
+session: 1,000 agents at once, each with five model calls over HTTP.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -33,6 +37,7 @@ GROUP = 8
 CONCURRENT_GROUPS = 64
 WARM_UP_GROUPS = 128
 PROMPT_TOKENS, COMPLETION_TOKENS = 5, 4
+SESSIONS, TURNS = 1000, 5
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -71,6 +76,40 @@ async def run_groups(url: str, groups: int, own_interpreter: bool) -> float:
         return 1000 * (sum(map(cpu_seconds, children)) - before) / (groups * GROUP)
 
 
+async def run_agents(url: str, rounds: int) -> tuple[float, float]:
+    """Return the CPU milliseconds per turn of the worker with its agents, and the KiB per open session."""
+    from prime_rl.configs.environment import EnvConfig
+    from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
+    from prime_rl.rollouts.workers.protocol import ModelAccess
+    from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+
+    with tempfile.TemporaryDirectory() as name:
+        rows, memory = Path(name) / "rows.csv", Path(name) / "memory"
+        rows.write_text("question,answer\n" + "".join(f"What is {number}?,\n" for number in range(2000)))
+        agent = f"{HERE}/overhead/agent.py:solve"
+        environment = EnvConfig(id="dataset", args={"data_path": str(rows), "grader": "none"}, agent=agent)
+        os.environ |= {"AGENT_SESSIONS": str(SESSIONS), "AGENT_TURNS": str(TURNS), "AGENT_MEMORY": str(memory)}
+        async with (
+            WorkerLauncher() as launcher,
+            EnvironmentPool(environment, launcher, ModelAccess("m", str(MODEL))) as pool,
+        ):
+
+            async def run_round(first: int) -> None:
+                sampling = {"temperature": 1.0, "max_tokens": 8}
+                groups = range(first, first + SESSIONS // GROUP)
+                runs = [pool.run_group(group % 1000, GROUP, url, sampling, 4096, [0, group]) for group in groups]
+                assert all(rollout.reward == 1.0 for rollouts in await asyncio.gather(*runs) for rollout in rollouts)
+
+            children = psutil.Process().children(recursive=True)
+            idle = max(child.memory_full_info().uss for child in children)  # the worker's
+            await run_round(0)
+            before = sum(map(cpu_seconds, children))
+            for number in range(rounds):
+                await run_round(1000 * (number + 1))
+            seconds = sum(map(cpu_seconds, children)) - before
+            return 1000 * seconds / (rounds * SESSIONS * TURNS), (int(memory.read_text()) - idle) / SESSIONS / 1024
+
+
 def measure(sides: Mapping[str, Path], groups: int, *options: str) -> dict[str, float]:
     """Measure all sides at the same time, each in new processes; the last line of their output is the result."""
     with ExitStack() as stack:
@@ -103,11 +142,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="also measure the package in this directory")
     parser.add_argument("--own-interpreter", action="store_true", help="the environment has an interpreter of its own")
+    parser.add_argument("--agent", action="store_true", help="measure turns of 1,000 agents")
     parser.add_argument("--groups", type=int, default=1000, help="measured groups of each run")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each side")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.agent:
+        with engine() as url:
+            milliseconds, kibibytes = uvloop.run(run_agents(url, args.pairs))
+        print(f"{milliseconds:.2f} CPU ms per turn, {kibibytes:.0f} KiB per open session")
+        return
     if args.url is not None:
         print(uvloop.run(run_groups(args.url, args.groups, args.own_interpreter)))
         return

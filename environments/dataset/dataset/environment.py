@@ -111,7 +111,8 @@ def example_of(
 ) -> dict[str, Any]:
     """Return the prompt, the answer and the info of a row. Raises ValueError if it is malformed."""
     given = row.get(columns["question"])
-    answer = "" if grader is None and row.get(columns["answer"]) is None else text_of(row, columns["answer"])
+    has_answer = grader is not None or row.get(columns["answer"]) not in (None, "")
+    answer = text_of(row, columns["answer"]) if has_answer else ""
     question = "" if isinstance(given, list) else text_of(row, columns["question"])
     if columns["choices"]:
         question, answer = _with_choices(question, answer, row.get(columns["choices"]), columns["choices"])

@@ -80,8 +80,9 @@ def test_grader_rewards_only_right_replies(grader, answer, right, wrong, write):
     assert scores(env, row, wrong) == [0] * len(wrong)
 
 
-def test_rows_without_a_grader_need_no_answer_and_have_no_reward(write):
-    env = load_environment(data_path=write("rows.json", json.dumps([{"question": "What?"}])), grader="none")
+@pytest.mark.parametrize("answer", [{}, {"answer": None}, {"answer": ""}])
+def test_rows_without_a_grader_need_no_answer_and_have_no_reward(answer, write):
+    env = load_environment(data_path=write("rows.json", json.dumps([{"question": "What?", **answer}])), grader="none")
     row = env.get_dataset()[0]
     assert (row["answer"], scores(env, row, ["This."])) == ("", [0])
     assert "correct_answer" not in play(env, row, ["This."])["metrics"]
@@ -132,7 +133,7 @@ def test_choices_are_added_to_the_question_and_an_index_becomes_a_letter(write):
         ("a.csv", "question,answer,c\nWhat?,0,x\n", {"choices_column": "c"}, "row 1: 'c' is not a list of at most 5"),
         ("a.json", '[{"question": "?", "answer": 3, "c": ["x"]}]', {"choices_column": "c"}, "choice 3, counted from 0"),
         ("a.json", '[{"question": [{"role": "bot", "content": "?"}], "answer": 3}]', {}, "has the role 'bot'; the"),
-        ("a.json", '[{"question": [{"role": "user", "content": "\\ud800"}], "answer": 3}]', {}, "row 1: 'utf-8' codec"),
+        ("a.json", '[{"question": [{"role": "user", "content": "\\ud800"}], "answer": 3}]', {}, "has half of a character"),
         ("a.parquet", "nothing", {}, "a.parquet is not a Parquet file"),
         ("a.csv", "question,answer\n?,1\n", {"grader": "best"}, "grader = 'best' is none of exact, contains, number"),
         ("a.csv", "question,answer\n?,1\n", {"grader": "no:f"}, "grader = 'no:f' cannot be imported"),
