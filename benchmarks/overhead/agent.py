@@ -18,7 +18,8 @@ _state: dict[str, Any] = {"open": 0, "event": None, "client": None}
 async def solve(messages: list[dict[str, str]], model: str, base_url: str, api_key: str) -> float:
     """Call the model TURNS times."""
     if _state["client"] is None:
-        _state["client"] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        # The server closes connections that are unused for 75 s.
+        _state["client"] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30))
         _state["event"] = asyncio.Event()
     for turn in range(TURNS):
         request = {"model": model, "messages": messages}

@@ -39,6 +39,8 @@ _BEAT_SECONDS = 10.0
 _WAIT_SECONDS = 30.0
 _MAX_WAIT_SECONDS = 300.0
 _MAX_BODY_BYTES = 256 * 2**20
+_BACKLOG = 4096
+"""Connections of environments and agents that wait to be accepted; beyond it, the kernel resets them."""
 _MAX_NUMBER = 1e300
 _MAX_REMEMBERED = 100_000
 """Ended rollouts whose repeated rewards are recognised."""
@@ -313,7 +315,7 @@ async def _serve(host: str, port: int, key: str | None) -> None:
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     with listen(host, port, f"--port {port}") as listener:
         await runner.setup()
-        await web.SockSite(runner, listener).start()
+        await web.SockSite(runner, listener, backlog=_BACKLOG).start()
         print(f"gateway: http://{join_host_port(host, listener.getsockname()[1])}", flush=True)
         await end.wait()
         await runner.cleanup()

@@ -6,7 +6,9 @@ Our `InterceptionClient` answers the calls of verifiers' interception server.
 import asyncio
 import builtins
 import itertools
+import os
 import re
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
 from types import ModuleType
@@ -39,6 +41,9 @@ from .values import INFRASTRUCTURE, CallAgent, Failed, Refused, Request, Request
 
 _MAX_TASKS = 500_000
 """Of a taskset that does not say that it is infinite."""
+
+_BACKLOG = 4096
+"""Connections that wait until the event loop accepts them; the kernel may limit them (net.core.somaxconn)."""
 
 _MODEL = vf.ModelContext(
     model="policy", client=vf.EvalClientConfig(base_url="http://policy.invalid", api_key_var="PRIME_RL_NO_KEY")
@@ -189,6 +194,7 @@ class TasksetAdapter:
             async with self.env.serving():
                 # The server looks up clients here before it creates one, so it uses ours.
                 self.env._interception.clients[_MODEL.client.model_dump_json()] = self.client
+                _lengthen_backlog(self.env._interception)
                 ready.set_result(None)
                 await asyncio.Event().wait()
         except Exception as error:  # foreign code may raise anything
@@ -293,6 +299,14 @@ class TasksetAdapter:
                     changes["harness"] = shell_config(agent.harness)
                 agents[role] = agent.model_copy(update=changes)
         return config.model_copy(update=agents)
+
+
+def _lengthen_backlog(server: Any) -> None:
+    """Let hundreds of agents connect to verifiers' server at once; beyond aiohttp's 128, connections are reset."""
+    for site in server.runner.sites:
+        for listener in site._server.sockets:
+            with socket.socket(fileno=os.dup(listener.fileno())) as same:
+                same.listen(_BACKLOG)
 
 
 def _is_infrastructure(error: Any) -> bool:
