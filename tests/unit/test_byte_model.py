@@ -4,6 +4,8 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TEXTS = (
@@ -25,9 +27,6 @@ def run_script(monkeypatch, *arguments):
 
 
 def test_byte_model_reads_and_writes_any_text(tmp_path, monkeypatch):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     run_script(monkeypatch, tmp_path / "new/model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new/model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new/model")
@@ -38,10 +37,8 @@ def test_byte_model_reads_and_writes_any_text(tmp_path, monkeypatch):
         assert len(ids) == len(text.replace("<|im_end|>", "_").encode())
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXTS[3]}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    rendered = (
-        f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{TEXTS[3]}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert tokenizer.decode(ids) == rendered
+    turns = f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{TEXTS[3]}<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == turns
     assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     logits = model(torch.tensor([ids])).logits
     assert logits.shape == (1, len(ids), 264) and bool(logits.isfinite().all())

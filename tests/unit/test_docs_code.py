@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import pytest
@@ -126,12 +125,7 @@ async def test_fragment_runs(fragment, tmp_path, monkeypatch):
     (block,) = [block for block in blocks_of(ROOT / fragment.page) if fragment.mark in block]
     names = {"__name__": "fragment", **fragment.names(tmp_path)}
     code = compile(block, fragment.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    await run(code, names)
-    assert fragment.check(names)
-
-
-async def run(code: CodeType, names: dict[str, Any]) -> None:
-    """Run a block that may await."""
     result = eval(code, names)
     if inspect.isawaitable(result):
         await result
+    assert fragment.check(names)

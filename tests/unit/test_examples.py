@@ -67,7 +67,7 @@ def test_command_of_an_example_resolves(example, monkeypatch):
     assert chosen.import_path.startswith(f"examples.extend.{example}:")
 
 
-def test_custom_loss_of_the_example_is_bounded_and_masked(monkeypatch):
+def test_custom_loss_and_advantage_of_the_examples_are_bounded_masked_and_ranks(monkeypatch):
     monkeypatch.chdir(ROOT)
     loss = build_loss(CustomLossConfig(import_path="examples.extend.loss:bounded_reinforce", kwargs={"bound": 2.0}))
     logprobs = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
@@ -75,12 +75,7 @@ def test_custom_loss_of_the_example_is_bounded_and_masked(monkeypatch):
     mask = torch.tensor([True, True, True, False])
     inputs = LossInputs(logprobs, sampler, torch.ones(4), mask, torch.zeros(4, dtype=torch.int64))
     loss(inputs).loss.sum().backward()
-    assert logprobs.grad is not None
     np.testing.assert_allclose(logprobs.grad.numpy(), [-1.0, -2.0, -1 / 1.5, 0.0], rtol=1e-6)
-
-
-def test_custom_advantage_of_the_example_is_the_rank(monkeypatch):
-    monkeypatch.chdir(ROOT)
     advantage = advantage_function(CustomAdvantageConfig(import_path="examples.extend.advantage:centred_ranks"))
     (ranks,) = advantage([Scores(np.array([0.0, 100.0, 1.0, 1.0]), np.ones(4, np.int64))])
     np.testing.assert_allclose(ranks, [-1.0, 1.0, 0.0, 0.0])
@@ -99,7 +94,8 @@ async def test_environment_of_the_example_rewards_and_measures(monkeypatch):
             "stop",
         )
         rollouts = await environment.run_group(0, 3, engine, {"temperature": 1.0}, 512)
-    answer = int(environment_answer(rollouts[0].text))
+    question = next(content for role, content in rollouts[0].text if role == "user")
+    answer = question.split(" occur in ")[1].split("?")[0].count("a")
     by_reply = {rollout.text[-1][1].strip(): rollout for rollout in rollouts}
     assert by_reply["0"].reward == pytest.approx(1 / (1 + answer))
     assert by_reply["10"].reward == pytest.approx(1 / (1 + 10 - answer))
@@ -107,16 +103,6 @@ async def test_environment_of_the_example_rewards_and_measures(monkeypatch):
     assert [by_reply[reply].metrics["is_number"] for reply in ("0", "10", "no idea")] == [1.0, 1.0, 0.0]
 
 
-def environment_answer(text: tuple[tuple[str, str], ...]) -> str:
-    """Count the letters in the question of a rollout, independently of the environment."""
-    question = next(content for role, content in text if role == "user")
-    return str(question.split(" occur in ")[1].split("?")[0].count("a"))
-
-
-@pytest.mark.parametrize("path", sorted((EXAMPLES / "extend").glob("*.py")), ids=lambda path: path.name)
-def test_extension_is_short(path):
-    assert len(path.read_text().splitlines()) <= 60
-
-
-def test_minimal_loop_is_short():
-    assert len((EXAMPLES / "minimal_rl_loop.py").read_text().splitlines()) <= 250
+@pytest.mark.parametrize(("pattern", "most"), [("extend/*.py", 60), ("minimal_rl_loop.py", 250)])
+def test_examples_are_short(pattern, most):
+    assert max(len(path.read_text().splitlines()) for path in EXAMPLES.glob(pattern)) <= most

@@ -7,13 +7,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from prime_rl.entrypoints import doctor
 from prime_rl.inference.vllm import libnuma
 from prime_rl.supervisor.doctor import installation_check
-from prime_rl.supervisor.doctor.installation_check import CheckLevel, InstallationCheck, check_installation
+from prime_rl.supervisor.doctor.installation_check import (
+    CheckLevel,
+    InstallationCheck,
+    SandboxReport,
+    check_installation,
+)
 from tests.support.command import executable
 from tests.support.isolation import make_readable, needs_isolation
 
@@ -62,9 +68,7 @@ def test_install_finds_its_checkout_with_cdpath_and_a_driver(tmp_path):
     tools = fake_uv(tmp_path)
     (tools / "nvidia-smi").write_text("#!/bin/bash\necho 'GPU 0: H100'\n")
     (tools / "nvidia-smi").chmod(0o755)
-    command = ["bash", "scripts/install.sh"]
-    environment = {"HOME": str(tmp_path), "PATH": f"{tools}:/usr/bin:/bin", "CDPATH": ".:/tmp"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    done = install(cwd=ROOT, home=tmp_path, PATH=f"{tools}:/usr/bin:/bin", CDPATH=".:/tmp")
     assert done.returncode == 0, done.stderr
     assert f"  cd {ROOT}\n  uv run --extra gpu rl @ configs/reverse_text/gpu.toml --trainer-gpu-ids 0" in done.stdout
 
@@ -108,9 +112,9 @@ def test_install_in_an_empty_home_leads_to_a_running_main_job(tmp_path):
     assert (checkout / "outputs" / "weights" / "step_2").is_dir()
 
 
-@pytest.mark.slow
 def test_doctor_install_prints_one_line_per_check_and_its_exit_code(capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(installation_check, "check_sandbox", lambda: SandboxReport(False, "no namespaces"))
     monkeypatch.setattr(installation_check, "_import", lambda program: CPU_TORCH | {"device": "cpu", "kernels": True})
     assert doctor._main(["--install"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -119,7 +123,8 @@ def test_doctor_install_prints_one_line_per_check_and_its_exit_code(capsys, monk
     monkeypatch.setattr(installation_check, "_import", lambda program: 1 / 0)
     assert doctor._main(["--install", "--json"]) == 1
     by_name = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
-    assert (by_name["torch"]["level"], by_name["cuda"]["level"]) == ("fail", "warn")
+    levels = {name: by_name[name]["level"] for name in ("torch", "cuda", "sandbox")}
+    assert levels == {"torch": "fail", "cuda": "warn", "sandbox": "warn"}
     assert "ZeroDivisionError" in by_name["torch"]["message"]
 
 
@@ -128,11 +133,6 @@ def test_check_installation_imports_the_real_packages(tmp_path):
     checks = {check.name: check for check in check_installation(tmp_path)}
     assert list(checks) == NAMES
     assert {checks["torch"].level, checks["vllm"].level, checks["python"].level} == {CheckLevel.OK}
-
-
-def test_import_probe_of_a_missing_package_names_the_fix():
-    with pytest.raises(RuntimeError, match=r"No module named 'no_such_package'; run `uv sync"):
-        installation_check._import("import no_such_package")
 
 
 PROBE_LIBNUMA = """
@@ -153,6 +153,7 @@ def test_provide_libnuma_without_the_library_serves_this_process_and_its_childre
     assert done.stdout.split() == ["True", "True", "-1", "-1"], done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_stand_in_for_libnuma_is_what_its_source_builds(tmp_path):
     """Compared by the symbols with their versions: compilers differ in the bytes."""
@@ -169,13 +170,6 @@ def exported(library):
     """Return the functions of a library with their versions."""
     done = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
     return {line.split()[-1] for line in done.stdout.splitlines() if line.split()[1] == "T"}
-
-
-def test_check_vllm_whose_kernels_lack_another_library_fails(monkeypatch):
-    found = CPU_TORCH | {"device": "cpu", "kernels": False, "folder": "/place"}
-    monkeypatch.setattr(installation_check, "_import", lambda program: found)
-    level, message = installation_check._check_vllm(CPU_TORCH)
-    assert level is CheckLevel.FAIL and "ldd /place/_C*.so" in message
 
 
 @pytest.mark.parametrize(
@@ -197,85 +191,72 @@ def test_check_cuda_compares_driver_and_build(tmp_path, monkeypatch, torch, has_
     assert installation_check._check_cuda(torch)[0] is level
 
 
-def test_check_hub_reports_an_unreachable_endpoint(monkeypatch):
+def test_checks_name_the_cause_and_escape_control_characters(tmp_path, monkeypatch):
+    with pytest.raises(RuntimeError, match=r"No module named 'no_such_package'; run `uv sync"):
+        installation_check._import("import no_such_package")
+    found = CPU_TORCH | {"device": "cpu", "kernels": False, "folder": "/place"}
+    monkeypatch.setattr(installation_check, "_import", lambda program: found)
+    level, message = installation_check._check_vllm(CPU_TORCH)
+    assert level is CheckLevel.FAIL and "ldd /place/_C*.so" in message
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     level, message = installation_check._check_hub(5)
     assert level is CheckLevel.WARN and "http://127.0.0.1:9 is not reachable" in message
-
-
-def test_check_write_access_names_a_place_that_is_not_writable(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    file = tmp_path / "file"
-    file.touch()
-    assert installation_check._check_write_access(tmp_path / "new" / "run")[0] is CheckLevel.OK
-    level, message = installation_check._check_write_access(file / "run")
-    assert level is CheckLevel.FAIL and str(file / "run") in message
-
-    def exists(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "exists", exists)  # the home of another user
-    level, message = installation_check._check_write_access(Path("/root/runs"))
-    assert level is CheckLevel.FAIL
-    assert message == "/root/runs: Permission denied; choose others with OUTPUT_DIR and HF_HOME"
-
-
-def test_python_check_names_the_command_of_another_owner(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     assert installation_check._check_python()[0] is CheckLevel.OK
     (tmp_path / "eval").write_text("from verifiers.scripts.eval import main")
     level, message = installation_check._check_python()
     assert level is CheckLevel.WARN
     assert message == f"{tmp_path}/eval is verifiers' command; run `uv sync --reinstall-package prime-rl`"
-
-
-def test_installation_check_escapes_control_characters():
     assert "\x1b" not in str(InstallationCheck("torch", CheckLevel.OK, "\x1b[2J"))
 
 
-def run_doctor(*arguments, **environment):
-    command = [sys.executable, "-m", "prime_rl.entrypoints.doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment or None)
+def test_check_write_access_names_a_place_that_is_not_writable(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    assert installation_check._check_write_access(tmp_path / "new" / "run")[0] is CheckLevel.OK
+    level, message = installation_check._check_write_access(tmp_path / "file" / "run")
+    assert level is CheckLevel.FAIL and f"{tmp_path}/file/run" in message
+    refusal = PermissionError(13, "Permission denied", "/root/runs")
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=refusal))  # the home of another user
+    level, message = installation_check._check_write_access(Path("/root/runs"))
+    assert level is CheckLevel.FAIL
+    assert message == "/root/runs: Permission denied; choose others with OUTPUT_DIR and HF_HOME"
 
 
 @needs_isolation
-def test_doctor_sandbox_reports_isolation():
-    result = run_doctor("--sandbox", "--json")
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+def test_doctor_sandbox_reports_isolation(capsys):
+    assert doctor._main(["--sandbox", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["isolated"]
     assert "self-test passed" in report["message"]
     assert "control group" in report["message"]
 
 
-def test_doctor_sandbox_that_cannot_isolate_exits_with_2(tmp_path):
+def test_doctor_sandbox_that_cannot_isolate_exits_with_2(tmp_path, monkeypatch, capsys):
     fake = make_readable(tmp_path) / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: no namespaces' >&2\nexit 1\n")
     fake.chmod(0o755)
-    result = run_doctor("--sandbox", PATH=str(tmp_path))
-    assert result.returncode == 2
-    assert result.stdout.splitlines()[0].startswith("sandbox: not available: the sandbox cannot isolate code")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._main(["--sandbox"]) == 2
+    error = "sandbox: not available: the sandbox cannot isolate code"
+    assert capsys.readouterr().out.splitlines()[0].startswith(error)
 
 
-def test_doctor_without_arguments_asks_for_one():
-    result = run_doctor()
-    assert result.returncode == 2
-    assert "pass the output_dir of a run" in result.stderr
+def test_doctor_without_arguments_asks_for_one(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["doctor"])
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main()
+    assert "pass the output_dir of a run" in capsys.readouterr().err
 
 
-FOLDER = Path(__file__).parents[2] / "docker"
-FILES = sorted(FOLDER.glob("Dockerfile.*"))
+FILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.suffix[1:])
-def test_dockerfile_passes_hadolint(file):
+def test_dockerfile_passes_hadolint_runs_without_root_and_forwards_signals(file):
     done = subprocess.run([executable("hadolint"), str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda path: path.suffix[1:])
-def test_dockerfile_runs_without_root_and_forwards_signals(file):
     text = file.read_text()
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE)[-1] == "1001"
     assert 'ENTRYPOINT ["tini", "-g", "--"]' in text

@@ -23,29 +23,34 @@ MODULES = [
 ]
 
 
-def test_import_loads_neither_torch_nor_vllm():
-    code = f"""
-import importlib, sys
-for module in {MODULES}:
-    importlib.import_module(module)
-    assert not {{"torch", "vllm"}} & sys.modules.keys(), module
-"""
+def run(code):
+    """Run a program in a new process; return the lines that it prints."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("command", ["rl", "trainer", "orchestrator", "inference", "sft", "eval", "synthesize"])
-def test_help_loads_no_torch_and_compiles_no_validator(command):
+def test_import_loads_neither_torch_nor_vllm():
     code = f"""
-import sys
-from prime_rl.entrypoints import {command}
+import importlib, sys, prime_rl
+print([name for name in ("pydantic", "torch", "transformers") if name in sys.modules])
+for module in {MODULES}:
+    importlib.import_module(module)
+    assert not {{"torch", "vllm", "wandb"}} & sys.modules.keys(), module
+print([name for name in prime_rl.__all__ if getattr(prime_rl, name).__name__ != name])
+print([name for name in ("torch", "vllm") if name in sys.modules])
+"""
+    assert run(code) == ["[]", "[]", "[]"]
+
+
+HELP = """
+import contextlib, sys
 from prime_rl.configs.loading.base_config import BaseConfig
+from prime_rl.entrypoints import COMMAND
 for option in ("-h", "--help-all"):
-    sys.argv = ["{command}", option]
-    try:
-        {command}.main()
-    except SystemExit:
-        pass
+    sys.argv = ["COMMAND", option]
+    with contextlib.suppress(SystemExit):
+        COMMAND.main()
 models = [BaseConfig]
 for model in models:
     models += model.__subclasses__()
@@ -53,18 +58,12 @@ assert len(models) > 15
 compiled = [model.__name__ for model in models if vars(model).get("__pydantic_complete__")]
 print([name for name in ("torch", "vllm", "psutil") if name in sys.modules] + compiled)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.extended(after=2)
+@pytest.mark.parametrize("command", ["rl", "sft", "trainer", "orchestrator", "inference", "eval", "synthesize"])
+def test_help_loads_no_torch_and_compiles_no_validator(command):
+    lines = run(HELP.replace("COMMAND", command))
     default_instances = ["AdamWConfig"] if command == "sft" else []  # its default has another learning rate
-    assert result.stdout.splitlines()[-1:] == [str(default_instances)], result.stderr or result.stdout.splitlines()[-1]
-    assert result.stdout.count(f"Usage: uv run {command}") == 2
-
-
-def test_package_alone_imports_nothing_and_its_names_exist():
-    code = """
-import sys, prime_rl
-print([name for name in ("pydantic", "torch", "transformers") if name in sys.modules])
-print([name for name in prime_rl.__all__ if getattr(prime_rl, name).__name__ != name])
-print([name for name in ("torch", "vllm") if name in sys.modules])
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.stdout.splitlines() == ["[]", "[]", "[]"], result.stderr
+    assert lines[-1:] == [str(default_instances)]
+    assert sum(line.startswith(f"Usage: uv run {command}") for line in lines) == 2

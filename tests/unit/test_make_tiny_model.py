@@ -5,6 +5,8 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts/make_tiny_model.py"
 DENSE = "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gemma3n_text gemma4_text phi3 granite cohere2 olmo3 smollm3"
@@ -28,12 +30,9 @@ def run_script(monkeypatch, *arguments):
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-@pytest.mark.extended(after=6)
+@pytest.mark.extended(after=3)
 @pytest.mark.parametrize("family", f"{DENSE} {MIXTURES} {HYBRIDS}".split())
 def test_tiny_model_of_a_family_loads_and_tells_tokens_apart(family, tmp_path, monkeypatch):
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     path = tmp_path / "new/model"
     run_script(monkeypatch, family, path)
     assert (path / "model.safetensors").stat().st_size < 20e6
@@ -68,12 +67,10 @@ def test_tiny_model_is_the_same_at_each_call(tmp_path, monkeypatch):
     ("family", "directory", "message"),
     [
         ("qwen3moe", "new", "FAMILY: 'qwen3moe' is not a model_type of transformers; similar: qwen3_moe, "),
-        ("clip", "new", "FAMILY: 'clip' has no causal language model of transformers"),
         ("bart", "new", "FAMILY: 'bart' has an encoder; choose a family of decoders"),
         ("bert", "new", "FAMILY: tokens of BertLMHeadModel attend to later ones"),
         ("phi4_multimodal", "new", "do not fit 'phi4_multimodal'; extend LIMITS: ValueError: 870,"),
         ("llama", "full", "full exists and is not an empty directory; name a new one"),
-        ("llama", "full/mine", "full/mine exists and is not an empty directory"),
         ("llama", "full/mine/new", "full/mine/new cannot be written: Not a directory"),
     ],
 )

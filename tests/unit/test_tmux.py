@@ -60,17 +60,6 @@ def test_tmux_panes_follow_logs_created_later(shell, tmp_path, name, logs):
     assert panes(shell, session) == {}
 
 
-def test_tmux_trainer_pane_runs_commands_while_it_shows_the_log(shell, tmp_path):
-    assert shell("bash", str(SCRIPT)).returncode == 0
-    pane = panes(shell, "prime-rl")["Trainer"]
-    shell("tmux", "send-keys", "-t", pane, "echo $((6*7))", "Enter")
-    assert shows(shell, pane, "42")
-    shell("tmux", "send-keys", "-t", pane, "C-c", "")
-    (tmp_path / "outputs/logs").mkdir(parents=True)
-    (tmp_path / "outputs/logs/trainer.log").write_text("it follows\n")
-    assert shows(shell, pane, "it follows")
-
-
 def test_tmux_trainer_pane_has_the_experiment_of_the_session(shell, tmp_path):
     assert shell("bash", str(SCRIPT)).returncode == 0  # the server starts without an experiment
     assert shell("bash", str(SCRIPT), "exp-1").returncode == 0
@@ -80,17 +69,6 @@ def test_tmux_trainer_pane_has_the_experiment_of_the_session(shell, tmp_path):
     for pane, directory in ((plain, "outputs"), (named, "outputs/exp-1")):
         shell("tmux", "send-keys", "-t", pane, f'clear; {sys.executable} -c "{load}"', "Enter")
         assert shows(shell, pane, f"dir {directory}\n")
-
-
-def test_tmux_pane_becomes_a_shell_after_ctrl_c(shell, tmp_path):
-    assert shell("bash", str(SCRIPT)).returncode == 0
-    pane = panes(shell, "prime-rl")["Orchestrator"]
-    (tmp_path / "outputs/logs").mkdir(parents=True)
-    (tmp_path / "outputs/logs/orchestrator.log").write_text("it follows\n")
-    assert shows(shell, pane, "it follows")
-    shell("tmux", "send-keys", "-t", pane, "C-c", "")
-    shell("tmux", "send-keys", "-t", pane, "echo $((6*7))", "Enter")
-    assert shows(shell, pane, "42")
 
 
 def test_tmux_bad_arguments_are_one_line(shell):

@@ -2,20 +2,16 @@
 
 import json
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tests.support.browser import CHROMIUM, WatchedTab, address_of, chart_steps, colours_of, wait_for_chart, wait_until
-from tests.support.command import Command, executable, until
+from tests.support.browser import CHROMIUM, WatchedTab, chart_steps, colours_of
+from tests.support.command import Command
 from tests.support.server import free_port
 from wandb.proto.wandb_internal_pb2 import Record
-
-from prime_rl_page.run_data.run_view import RunView
-from prime_rl_page.run_data.sample_index import SampleFilter
 
 pytestmark = [
     pytest.mark.extended,
@@ -95,70 +91,9 @@ def test_running_recipe_is_drawn_step_by_step_without_a_reload(run, address, bro
     tab.check(("http", urlsplit(address).netloc))
 
 
-def test_rollout_of_the_running_recipe_is_found_opened_by_url_and_coloured(run, address, browser):
-    run.until_step("trainer", 3)  # early: the page is killed after this test, while the run trains
-    tab = WatchedTab(browser)
-    page = tab.page
-    page.goto(f"{address}/#view=rollouts&step_to=2")
-    page.locator("tbody tr").first.wait_for()
-    page.locator("input[name=reward_from]").fill("1")
-    page.locator("input[name=reward_from]").press("Enter")
-    wait_until(page, "() => location.hash.includes('reward_from=1')")
-    wait_until(
-        page,
-        "() => (rows => rows.length > 0 && rows.every(row => row.children[3].textContent === '1'))"
-        "([...document.querySelectorAll('tbody tr')])",
-    )
-    page.locator("tbody tr").first.click()
-    page.get_by_text("Conversation", exact=True).wait_for()
-    other = WatchedTab(browser)
-    other.page.goto(address_of(page))
-    other.page.locator(".tokens span").first.wait_for()
-    step, group, rollout = map(int, re.search(r"rollout=(\d+)\.(\d+)\.(\d+)", address_of(page)).groups())
-    detail = RunView("run", run.paths.root).rollout(step, group, rollout)
-    [sample] = detail["samples"]
-    values = other.page.evaluate("[...document.querySelectorAll('.tokens span')].map(one => one.dataset.value ?? null)")
-    differences = [a - b for a, b in zip(sample["trainer_logprob"], sample["sampler_logprob"], strict=True)]
-    assert detail["reward"] == 1 and any(sample["mask"])
-    for value, difference, is_sampled in zip(values, differences, sample["mask"], strict=True):
-        assert (value is not None) == bool(is_sampled)
-        assert value is None or float(value) == pytest.approx(difference, abs=2e-4)
-    for one in (tab, other):
-        one.check(("http", urlsplit(address).netloc))
-
-
 def test_run_whose_page_is_killed_ends_regularly_and_says_so(run, address, finished):
     assert "warning: the page was killed by SIGKILL; the run continues" in run.output
     assert len(finished.metrics("trainer").read_text().splitlines()) == STEPS
-
-
-def test_report_of_the_run_opens_from_disk_with_plots_and_rollouts(finished, browser, tmp_path):
-    file = tmp_path / "run.html"
-    subprocess.run([executable("page"), str(finished.root), "--report", str(file)], check=True)
-    assert file.stat().st_size < 5_000_000
-    tab = WatchedTab(browser)
-    page = tab.page
-    page.goto(file.as_uri())
-    page.get_by_text("report, finished").wait_for()
-    assert wait_for_chart(page, "Reward") == list(range(STEPS))
-    assert len(wait_for_chart(page, "Evaluation")) >= 2
-    page.get_by_role("link", name="Plots").click()
-    page.locator("canvas[data-figure=gradient_flow]").wait_for()
-    assert colours_of(page, "reward_landscape") > 10
-    page.get_by_role("link", name="Rollouts").click()
-    page.locator("tbody tr").first.click()
-    page.get_by_text("Conversation", exact=True).wait_for()
-    tab.check(("file", ""))
-
-
-def test_search_of_the_finished_run_finds_all_rollouts(finished):
-    view = RunView("run", finished.root)
-
-    def search():
-        return view.search(SampleFilter(), 0, 1)
-
-    until(lambda: search()["num_indexed"] == STEPS, "the index, which each search reads for a part of a second")
-    assert search()["num_matching"] == STEPS * 1024
 
 
 def documented_names():

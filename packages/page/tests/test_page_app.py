@@ -49,19 +49,27 @@ def client(root):
     return TestClient(make_app(RunList([root]), LOCAL), base_url="http://127.0.0.1")
 
 
+def write_rows(file, rows):
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def get(client, path, **parameters):
     response = client.get(f"/api/runs/synthetic/{path}", params=parameters)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def test_overview_has_headline_and_described_metrics(client):
+def test_overview_has_headline_described_metrics_and_the_health_of_doctor(client):
     overview = get(client, "overview")
     headline = overview["headline"]
     assert (headline["steps"], headline["max_steps"], headline["staleness_bound"]) == (120, 150, 2)
     assert headline["eta_seconds"] == pytest.approx(30 * synthetic_run.STEP_SECONDS)
     reward = next(metric for metric in overview["metrics"] if metric["name"] == "orchestrator:reward/mean")
     assert reward["count"] == 120 and "batch" in reward["meaning"]
+    health = get(client, "health")
+    server = {"name": "inference", "version": 120, "since": pytest.approx(synthetic_run.START + 720)}
+    assert health["state"] == "finished" and health["servers"] == [server]
 
 
 def test_series_are_decimated_and_unknown_names_omitted(client):
@@ -75,12 +83,10 @@ def test_series_are_decimated_and_unknown_names_omitted(client):
 def test_headline_rates_are_those_of_the_recent_steps_together(tmp_path):
     """1,000 tokens in one second and 900 in nine are 190 per second, and not the mean of 1,000 and 100."""
     paths = RunPaths(tmp_path)
-    paths.metrics_dir.mkdir()
     for process, seconds in (("trainer", "time/train"), ("orchestrator", "time/step")):
-        rows = [
-            {"step": n, "perf/tokens_per_second": rate, seconds: time} for n, rate, time in ((0, 1000, 1), (1, 100, 9))
-        ]
-        paths.metrics(process).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rates = [(0, 1000, 1), (1, 100, 9)]
+        rows = [{"step": step, "perf/tokens_per_second": rate, seconds: time} for step, rate, time in rates]
+        write_rows(paths.metrics(process), rows)
     headline = RunView("x", tmp_path).overview()["headline"]
     assert headline["tokens_per_second"] == headline["trained_tokens_per_second"] == pytest.approx(190)
     (tmp_path / "empty").mkdir()
@@ -128,7 +134,7 @@ def test_history_has_the_replies_to_one_prompt_and_their_changes(tmp_path):
         rows = [json.loads(line) for line in paths.samples(step).read_text().splitlines()]
         rows[0] |= {"example": 7, "reward": step / 2}
         rows[0]["messages"][1]["content"] = text
-        paths.samples(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(paths.samples(step), rows)
     view = RunView("run", tmp_path / "run")
     group = json.loads(paths.samples(2).read_text().splitlines()[0])["group_id"]
     own = [row for row in view.history(2, group, 0) if row["group"] % 2 == group % 2]
@@ -184,11 +190,6 @@ def test_note_that_is_refused_writes_nothing(client, root, options, status):
     assert not (root / "samples/notes.jsonl").exists()
 
 
-def test_note_needs_the_key(root):
-    client = TestClient(make_app(RunList([root]), PageAccess("secret", is_remote=True)), base_url="http://host")
-    assert client.post("/api/runs/synthetic/notes", json={**NOTE, "text": "x"}).status_code == 401
-
-
 def test_timeline_has_lanes_waits_and_events(client):
     window = get(client, "timeline", begin=synthetic_run.START, end=synthetic_run.START + 60)
     assert [lane["name"] for lane in window["lanes"]] == ["orchestrator", "inference", "inference_updates", "trainer_0"]
@@ -241,14 +242,8 @@ def test_grafana_dashboard_asks_for_exported_metrics(client):
     assert asked - {"prime_rl_heartbeat_age_seconds"} <= exported, "a run without processes has no heartbeats"
 
 
-def test_health_is_that_of_doctor(client):
-    health = get(client, "health")
-    assert health["state"] == "finished" and health["servers"] == [
-        {"name": "inference", "version": 120, "since": pytest.approx(synthetic_run.START + 720)}
-    ]
-
-
-def test_headline_has_what_each_process_does_until_the_first_step_and_the_findings_of_doctor(tmp_path):
+def test_headline_has_what_each_process_does_until_the_first_step_and_the_findings_of_doctor(tmp_path, monkeypatch):
+    monkeypatch.setattr("prime_rl.supervisor.doctor.diagnosis._OBSERVE_INTERVAL_SECONDS", 0.1)
     paths, view = RunPaths(tmp_path), RunView("x", tmp_path)
     heartbeat = HeartbeatWriter(paths, "trainer_0", "trainer")
     heartbeat.enter_imports("torch")
@@ -256,10 +251,9 @@ def test_headline_has_what_each_process_does_until_the_first_step_and_the_findin
         [activity] = view.headline()["activities"]
         assert (activity["who"], activity["phase"]) == ("trainer_0", "import torch") and activity["seconds"] >= 0
         for role, wait in (("trainer", {"time/wait_for_batch": 4.0}), ("orchestrator", {"time/wait_for_policy": 0.0})):
-            paths.metrics(role).parent.mkdir(exist_ok=True)
             rows = [{"step": n, "time": 5.0 * n, "time/step": 5.0, "reward/mean": 0.0, "batch/zero_advantage_groups": 1,
                      "reward/std": 0, **wait} for n in range(9)]  # fmt: skip
-            paths.metrics(role).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(paths.metrics(role), rows)
         view.refresh()
         view.read_health()
         headline = view.headline()
@@ -386,14 +380,12 @@ async def test_stream_tells_which_runs_there_are(shared):
     root, start = shared
     runs, found = RunList([root]), []
     view = runs.find("shared")
-    stream = run_events(view, view.overview()["cursor"], 0.01, describe_runs=runs.describe)
-    while len(found) < 2:
-        event = await anext(stream)
+    async for event in run_events(view, view.overview()["cursor"], 0.01, describe_runs=runs.describe):
         if event.startswith("event: runs\n"):
             found.append([run["name"] for run in json.loads(event.partition("data: ")[2])])
-            if len(found) == 1:
-                start("run_alpha")
-    await stream.aclose()
+            if len(found) == 2:
+                break
+            start("run_alpha")
     assert found == [["shared", "run_beta"], ["shared", "run_beta", "run_alpha"]]
 
 
@@ -423,21 +415,16 @@ def test_prometheus_series_of_a_run_end_when_it_leaves_its_trainer(shared):
     assert 'prime_rl_learning_rate{run="run_alpha"}' in alone, "opened as a single run, it keeps its last values"
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/static/style.css", "/static/main.js", "/static/vendor/uPlot.iife.min.js", "/metrics"]
-)
-def test_every_answer_has_a_strict_policy(client, path):
-    response = client.get(path)
-    policy = response.headers["content-security-policy"]
-    assert response.status_code == 200 and policy.startswith("default-src 'none'; script-src 'self'")
-    assert "unsafe" not in policy and response.headers["x-content-type-options"] == "nosniff"
-
-
-@pytest.mark.parametrize(
-    "path", ["/static/../page_app.py", "/static/%2e%2e/page_app.py", "/static/vendor", "/docs", "/openapi.json"]
-)
-def test_other_files_are_not_served(client, path):
-    assert client.get(path).status_code == 404
+def test_every_answer_has_a_strict_policy_and_other_files_or_methods_are_refused(client):
+    for path in ("/", "/static/style.css", "/static/main.js", "/static/vendor/uPlot.iife.min.js", "/metrics"):
+        response = client.get(path)
+        policy = response.headers["content-security-policy"]
+        assert response.status_code == 200 and policy.startswith("default-src 'none'; script-src 'self'")
+        assert "unsafe" not in policy and response.headers["x-content-type-options"] == "nosniff"
+    for path in ("/static/../page_app.py", "/static/%2e%2e/page_app.py", "/static/vendor", "/docs", "/openapi.json"):
+        assert client.get(path).status_code == 404
+    assert client.post("/api/runs").status_code == 405
+    assert client.post("/login", data={"key": "x"}).status_code == 405
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[::2]:80", "10.0.0.1"])
@@ -457,6 +444,7 @@ def test_other_machines_need_the_key(root, monkeypatch):
     access = PageAccess.for_address("0.0.0.0", "PAGE_TEST_KEY")
     client = TestClient(make_app(RunList([root]), access), base_url="http://node1", follow_redirects=False)
     assert client.get("/api/runs").status_code == client.get("/metrics").status_code == 401
+    assert client.post("/api/runs/synthetic/notes", json={**NOTE, "text": "x"}).status_code == 401
     assert "password" in client.get("/").text and client.get("/").status_code == 401
     assert client.get("/metrics", headers={"authorization": "Bearer secret"}).status_code == 200
     assert client.get("/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401
@@ -466,11 +454,6 @@ def test_other_machines_need_the_key(root, monkeypatch):
     assert answer.status_code == 303 and "secret" not in answer.headers["set-cookie"]
     assert {"HttpOnly", "SameSite=strict"} <= set(answer.headers["set-cookie"].split("; "))
     assert client.get("/api/runs").status_code == 200
-
-
-def test_only_get_is_served(client):
-    assert client.post("/api/runs").status_code == 405
-    assert client.post("/login", data={"key": "x"}).status_code == 405
 
 
 def test_vendored_files_are_those_of_the_package():
@@ -491,36 +474,21 @@ def test_scripts_write_text_only_as_text():
             assert "http://" not in source and "https://" not in source, f"{file.name} names another origin"
 
 
-def test_figures_are_those_of_the_run_with_its_threshold(root, client):
-    figures = get(client, "figures")["figures"]
-    assert list(figures) == ["reward_landscape", "advantage_distribution", "pass_at_k"]
-    assert figures["reward_landscape"]["data"][0]["x"] == list(range(120))
-    history = FigureHistory()
-    for step in range(120):
-        history.add_samples(step, list(map(json.loads, RunPaths(root).samples(step).read_text().splitlines())))
-    whole = history.figures()
-    assert figures["advantage_distribution"] == whole["advantage_distribution"]
-    line = next(trace for trace in figures["pass_at_k"]["data"] if trace.get("name") == "steps 80 to 119")
-    assert line["x"] == [1, 2, 4, 8] and line["y"] == pytest.approx(
-        next(trace["y"] for trace in whole["pass_at_k"]["data"] if trace.get("name") == "steps 80 to 119")
-    )
-
-
-def test_figures_have_gradient_norms_the_threshold_and_the_loss_surface(tmp_path):
+def test_figures_are_those_of_the_run_with_its_threshold_and_loss_surface(tmp_path):
     paths = write_run(tmp_path / "run", steps=4)
     paths.run_toml.write_text("[orchestrator]\npass_threshold = 2.0\n")
     rows = [{"step": step, "grad_norm/layer_0": 1.0, "grad_norm/layer_1": 10.0 + step} for step in range(4)]
-    paths.metrics("trainer").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(paths.metrics("trainer"), rows)
     write_loss_surface(paths, LossSurface([0, 1], [0, 1], [[1, 2], [3, 4]], [(1, 0, 0)]))
     figures = RunView("run", paths.root).figures()
-    assert figures["gradient_flow"]["data"][0]["y"] == [0, 1] and figures["gradient_flow"]["data"][0]["x"] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    assert figures["gradient_flow"]["data"][0]["y"] == [0, 1]
+    assert figures["gradient_flow"]["data"][0]["x"] == figures["reward_landscape"]["data"][0]["x"] == [0, 1, 2, 3]
     assert figures["loss_surface"]["data"][0]["z"] == [[1, 2], [3, 4]]
     assert {tuple(trace["y"]) for trace in figures["pass_at_k"]["data"]} == {(0.0,) * 4}, "no reward reaches 2"
+    history = FigureHistory()
+    for step in range(4):
+        history.add_samples(step, list(map(json.loads, paths.samples(step).read_text().splitlines())))
+    assert figures["advantage_distribution"] == history.figures()["advantage_distribution"]
 
 
 async def test_stream_ends_when_the_server_stops(root):

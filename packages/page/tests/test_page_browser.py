@@ -3,8 +3,6 @@
 import json
 import random
 import signal
-import subprocess
-import sys
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
@@ -37,20 +35,11 @@ def paths(tmp_path):
 
 
 @pytest.fixture
-def served(paths):
+def served(paths, page_process):
     """The address of a page process for the run."""
-    command = [sys.executable, "-m", "prime_rl_page", str(paths.root), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    yield process.stdout.readline().split()[1]
-    process.terminate()
-    assert process.wait(PROGRESS_TIMEOUT_SECONDS) in (0, -signal.SIGTERM)
-
-
-@pytest.fixture
-def tab(browser, served):
-    watched = WatchedTab(browser)
-    yield watched
-    watched.check(("http", urlsplit(served).netloc))
+    with page_process(paths.root) as (process, address):
+        yield address
+    assert process.returncode in (0, -signal.SIGTERM)
 
 
 def add_step(paths, step):
@@ -60,11 +49,22 @@ def add_step(paths, step):
             file.write(json.dumps(row) + "\n")
 
 
+def add_failure(paths, detail):
+    event = {"time": synthetic_run.START + 999, "event": "failed", "name": "rl", "role": "rl", "detail": detail}
+    with paths.events.open("a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
 def test_overview_is_drawn_and_new_steps_appear_without_reload(paths, served, tab):
     page = tab.page
     page.goto(served)
     page.get_by_text("Gradient norm", exact=True).wait_for()
     assert wait_for_chart(page, "Reward") == list(range(40))
+    ticks = page.evaluate(
+        "(plot => { plot.setScale('x', { min: 0, max: 14 }); return new Promise(done => requestAnimationFrame(() =>"
+        " done(plot.axes[0]._splits))); })(document.querySelector('.chart .plot').chart.plot)"
+    )
+    assert len(ticks) >= 3 and all(tick == int(tick) for tick in ticks), "a step is a whole number"
     page.evaluate("window.marked = true")
     page.evaluate("document.querySelector('nav a').focus()")
     add_step(paths, 40)
@@ -101,17 +101,6 @@ def test_damaged_lines_are_stated_also_those_that_are_written_later(paths, serve
     with paths.metrics("orchestrator").open("a") as file:
         file.write('{"step": 40, "rew\n{"step": 41, "reward/mean": 1.0')
     page.get_by_text("2 damaged lines of the metric files are left out.").wait_for()
-
-
-def test_step_axis_has_whole_numbers(served, tab):
-    page = tab.page
-    page.goto(served)
-    wait_for_chart(page, "Reward")  # the first one
-    ticks = page.evaluate(
-        "(plot => { plot.setScale('x', { min: 0, max: 14 }); return new Promise(done => requestAnimationFrame(() =>"
-        " done(plot.axes[0]._splits))); })(document.querySelector('.chart .plot').chart.plot)"
-    )
-    assert len(ticks) >= 3 and all(tick == int(tick) for tick in ticks)
 
 
 def test_overview_metric_search_is_in_the_url(served, tab):
@@ -314,22 +303,13 @@ def test_arrow_keys_choose_the_next_rollout(served, tab):
         assert f"rollout={chosen}" in address_of(page) and rows.nth(number).get_attribute("aria-selected") == "true"
 
 
-def test_health_and_comparison_are_shown(paths, served, tab):
-    page = tab.page
-    page.goto(f"{served}/#view=health")
-    page.get_by_text("State:").wait_for()
-    assert page.get_by_text("newest published version").count() + page.get_by_text("trained steps").count() >= 1
-
-
-def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser):
+def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser, page_process):
     other = write_run(paths.root.parent / "other" / paths.root.name, steps=20, seed=1)
     other.run_toml.write_text(other.run_toml.read_text().replace("1e-5", "3e-5"))
     for run, steps in ((paths, 50), (other, 25)):
         with run.run_toml.open("a") as file:
             file.write(f"max_steps = {steps}\n[orchestrator]\nmax_steps = {steps}\n")  # trainer.optim.max_steps
-    command = [sys.executable, "-m", "prime_rl_page", str(paths.root), str(other.root), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        address = process.stdout.readline().split()[1]
+    with page_process(paths.root, other.root) as (_, address):
         watched = WatchedTab(browser)
         watched.page.goto(f"{address}/#view=compare")
         watched.page.get_by_text("Different settings").wait_for()
@@ -340,13 +320,11 @@ def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser):
         assert len([key for key in keys if "max_steps" in key]) == 1, keys
         assert wait_for_chart(watched.page, "Reward")[-1] == 39
         watched.check(("http", urlsplit(address).netloc))
-        process.terminate()
 
 
-def test_runs_of_a_shared_trainer_appear_when_they_join(tmp_path, browser):
+def test_runs_of_a_shared_trainer_appear_when_they_join(tmp_path, browser, page_process):
     root = RunPaths(tmp_path / "shared")
     options = {"settings": {"max_concurrent_runs": 2}}
-    command = [sys.executable, "-m", "prime_rl_page", str(root.root), "--port", "0"]
     with HeartbeatWriter(root, "trainer_0", "trainer", **options), ExitStack() as stack:
 
         def start(name):
@@ -356,8 +334,7 @@ def test_runs_of_a_shared_trainer_appear_when_they_join(tmp_path, browser):
             heart.enter("step 4")
 
         start("run_alpha")
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            address = process.stdout.readline().split()[1]
+        with page_process(root.root) as (_, address):
             watched = WatchedTab(browser)
             page = watched.page
             page.goto(f"{address}/#view=compare")
@@ -372,23 +349,10 @@ def test_runs_of_a_shared_trainer_appear_when_they_join(tmp_path, browser):
             page.goto(f"{address}/#view=health&run=shared")
             page.get_by_text("training: step 4").nth(1).wait_for()
             watched.check(("http", urlsplit(address).netloc))
-            process.terminate()
-
-
-def test_page_without_its_process_says_so(paths, browser):
-    command = [sys.executable, "-m", "prime_rl_page", str(paths.root), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        watched = WatchedTab(browser)
-        watched.page.goto(process.stdout.readline().split()[1])
-        watched.page.get_by_text("Gradient norm", exact=True).wait_for()
-        process.kill()
-    watched.page.get_by_text("The connection to the page's process is lost").wait_for()
 
 
 def test_failed_run_shows_its_first_problem_on_every_view(paths, served, tab, browser, tmp_path):
-    with paths.events.open("a") as file:
-        event = {"time": synthetic_run.START + 999, "event": "failed", "name": "rl", "role": "rl"}
-        file.write(json.dumps({**event, "detail": f"no memory {HOSTILE}"}) + "\n")
+    add_failure(paths, f"no memory {HOSTILE}")
     report = tmp_path / "report.html"
     report.write_text(make_report(RunView("run", paths.root)))
     offline = WatchedTab(browser)
@@ -411,12 +375,10 @@ def test_failed_run_shows_its_first_problem_on_every_view(paths, served, tab, br
 def failed_early(paths):
     for process in ("trainer", "orchestrator"):
         paths.metrics(process).unlink()
-    with paths.events.open("a") as file:
-        event = {"time": synthetic_run.START + 999, "event": "failed", "name": "rl", "role": "rl"}
-        file.write(json.dumps({**event, "detail": "no memory"}) + "\n")
+    add_failure(paths, "no memory")
 
 
-@pytest.mark.usefixtures("failed_early")
+@pytest.mark.usefixtures("failed_early")  # before the page is served
 def test_run_that_failed_before_its_first_step_says_so(served, tab):
     tab.page.goto(served)
     tab.page.get_by_text("it ended before its first step").wait_for()
@@ -455,11 +417,10 @@ def test_report_opens_from_disk(paths, browser, tmp_path):
     watched.check(("file", ""))
 
 
-def test_interrupt_ends_the_page_while_a_tab_is_open(paths, browser):
-    command = [sys.executable, "-m", "prime_rl_page", str(paths.root), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+def test_interrupt_ends_the_page_while_a_tab_is_open_and_the_tab_says_so(paths, browser, page_process):
+    with page_process(paths.root) as (process, address):
         watched = WatchedTab(browser)
-        watched.page.goto(process.stdout.readline().split()[1])
+        watched.page.goto(address)
         watched.page.locator(".state").wait_for()  # the event stream is open
         process.send_signal(signal.SIGINT)
         assert process.wait(PROGRESS_TIMEOUT_SECONDS) == 130

@@ -1,7 +1,5 @@
 """The chat of the page: only with a server of the run, and only from the page itself."""
 
-import subprocess
-import sys
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -53,32 +51,26 @@ def test_chat_without_a_server_is_refused(run, client):
     assert answer.status_code == 409 and "does not run" in answer.json()["detail"]
 
 
-@pytest.mark.parametrize(
-    ("body", "headers", "status"),
-    [
-        (MESSAGES, {"origin": "http://evil.example"}, 403),
-        (MESSAGES, {**ORIGIN, "content-type": "text/plain"}, 415),
-        (MESSAGES, {**ORIGIN, "host": "evil.example"}, 403),
-        (MESSAGES, {"origin": "http://evil.example", "host": "evil.example"}, 403),
-        ([], ORIGIN, 422),
-        ([{"role": "system", "content": "x"}], ORIGIN, 422),
-    ],
-)
-def test_chat_from_elsewhere_or_malformed_is_refused(run, client, body, headers, status):
+def test_chat_from_elsewhere_or_malformed_is_refused(run, client):
     with policy_server(run, 4) as server:
-        assert client.post("/api/runs/run/chat", json=body, headers=headers).status_code == status
+        for body, headers, status in (
+            (MESSAGES, {"origin": "http://evil.example"}, 403),
+            (MESSAGES, {**ORIGIN, "content-type": "text/plain"}, 415),
+            (MESSAGES, {**ORIGIN, "host": "evil.example"}, 403),
+            (MESSAGES, {"origin": "http://evil.example", "host": "evil.example"}, 403),
+            ([], ORIGIN, 422),
+            ([{"role": "system", "content": "x"}], ORIGIN, 422),
+        ):
+            assert client.post("/api/runs/run/chat", json=body, headers=headers).status_code == status, (body, headers)
     assert not server.requests
 
 
 @pytest.mark.extended
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium; apt-get install --no-install-recommends chromium")
-def test_chat_view_shows_replies_as_text_and_ends_with_the_server(run, browser):
-    command = [sys.executable, "-m", "prime_rl_page", str(run), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    url = process.stdout.readline().split()[1]
+def test_chat_view_shows_replies_as_text_and_ends_with_the_server(run, browser, page_process):
     tab = WatchedTab(browser)
     page = tab.page
-    try:
+    with page_process(run) as (_, url):
         with policy_server(run, 4) as server:
             markup = ("<img src=x onerror='window.hacked = 1'>", "<script>window.hacked = 2</script>")
             server.parts = [markup[0], "\u202eb\x1b[31m", markup[1]]
@@ -92,6 +84,3 @@ def test_chat_view_shows_replies_as_text_and_ends_with_the_server(run, browser):
         page.get_by_text("The server of the run does not run").wait_for()
         assert page.get_by_role("button", name="Send").is_disabled()
         tab.check(("http", urlsplit(url).netloc))
-    finally:
-        process.terminate()
-        process.wait(60)

@@ -13,8 +13,7 @@ from tests.support.relays import publish_bytes
 from tests.support.server import free_port
 
 from prime_rl.storage.paths import RunPaths
-
-pytestmark = pytest.mark.extended
+from prime_rl_relay.__main__ import main
 
 
 def relay(*arguments, **variables):
@@ -27,6 +26,7 @@ def relay(*arguments, **variables):
     )
 
 
+@pytest.mark.extended
 def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
     port, copy = free_port(), RunPaths(tmp_path / "copy")
     publish_bytes(tmp_path / "run", 1)
@@ -51,6 +51,7 @@ def test_two_relays_copy_a_version_and_end_with_sigterm(tmp_path):
     assert (copy.logs_dir / f"relay_{os.uname().nodename}_{serving[1]}.log").read_text().count("copied weights") == 1
 
 
+@pytest.mark.extended
 def test_full_disk_ends_a_relay_with_its_directory(tmp_path):
     port, copy = free_port(), tmp_path / "copy"
     publish_bytes(tmp_path / "run", 1, bytes(1 << 20))
@@ -76,11 +77,12 @@ def test_full_disk_ends_a_relay_with_its_directory(tmp_path):
         (("nosuch",), "error: nosuch is no directory, and there is nothing to serve; pass the output_dir of a run"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KEY", "key")
+    monkeypatch.setattr("sys.argv", ["relay", *arguments])
     (tmp_path / "run").mkdir()
-    process = relay(*arguments, KEY="key")
-    _, err = process.communicate(timeout=PROGRESS_TIMEOUT_SECONDS)
-    assert process.returncode == 2
-    assert message in err.splitlines()[-1]
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "nosuch").exists()

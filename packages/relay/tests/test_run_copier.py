@@ -51,25 +51,16 @@ async def hosts(tmp_path):
         yield trainer, orchestrator
 
 
-async def test_batches_go_to_the_trainer_and_versions_to_the_orchestrator(hosts):
-    trainer, orchestrator = hosts
-    for step in range(3):
-        ship_bytes(orchestrator.root, step)
-        await until(trainer.rollouts(step).exists)
-        assert (trainer.rollouts(step) / ROWS_FILE).read_bytes() == b"rows of 0.%d" % step
-        publish_bytes(trainer.root, step + 1, b"v%d" % (step + 1))
-        await until(orchestrator.weights(step + 1).exists)
-        assert (orchestrator.weights(step + 1) / "model.safetensors").read_bytes() == b"v%d" % (step + 1)
-
-
-async def test_deletions_of_the_readers_reach_the_writers(hosts):
+async def test_batches_and_versions_are_copied_and_deletions_of_their_readers_come_back(hosts):
     trainer, orchestrator = hosts
     for step in range(3):
         ship_bytes(orchestrator.root, step)
         save_part(orchestrator.root, step + 1)
         await until(trainer.rollouts(step).exists)
-        publish_bytes(trainer.root, step + 1)
+        assert (trainer.rollouts(step) / ROWS_FILE).read_bytes() == b"rows of 0.%d" % step
+        publish_bytes(trainer.root, step + 1, b"v%d" % (step + 1))
         await until(orchestrator.weights(step + 1).exists)
+        assert (orchestrator.weights(step + 1) / "model.safetensors").read_bytes() == b"v%d" % (step + 1)
     remove_artifact(orchestrator.weights(1))
     (trainer.rollouts(0) / ROWS_FILE).unlink()
     shutil.rmtree(trainer.checkpoint(1))

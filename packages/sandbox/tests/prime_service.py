@@ -39,7 +39,7 @@ class PrimeService:
         self.search_path = "/usr/bin:/bin"
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=2**30)
+        app = web.Application(client_max_size=2**30, middlewares=[_check_key])
         app.router.add_post("/api/v1/sandbox", self._create)
         app.router.add_post("/api/v1/sandbox/status:batchGet", self._statuses)
         app.router.add_post("/api/v1/sandbox/{machine}/auth", self._auth)
@@ -50,25 +50,18 @@ class PrimeService:
         app.router.add_post(f"{session}/SendSignal", self._send_signal)
         return app
 
-    def _check_key(self, request: web.Request, key: str) -> None:
-        if request.headers.get("Authorization") != f"Bearer {key}":
-            raise web.HTTPUnauthorized
-
     async def _create(self, request: web.Request) -> web.Response:
-        self._check_key(request, KEY)
         if self.refuse_with is not None:
             return web.json_response({"detail": "no capacity"}, status=self.refuse_with)
         self.created.append(await request.json())
         return web.json_response(_describe(f"machine-{uuid.uuid4()}", self.created[-1]))
 
     async def _statuses(self, request: web.Request) -> web.Response:
-        self._check_key(request, KEY)
         machines = (await request.json())["sandbox_ids"]
         statuses = [{"sandbox_id": machine, "status": "RUNNING"} for machine in machines]
         return web.json_response({"statuses": statuses, "errors": []})
 
     async def _auth(self, request: web.Request) -> web.Response:
-        self._check_key(request, KEY)
         address = {"gateway_url": f"{request.url.origin()}/gateway", "user_ns": "user"}
         expires = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
         return web.json_response(
@@ -76,7 +69,6 @@ class PrimeService:
         )
 
     async def _delete(self, request: web.Request) -> web.Response:
-        self._check_key(request, KEY)
         self.deleted.append(request.match_info["machine"])
         self.end_processes(request.match_info["machine"])
         return web.json_response({})
@@ -90,7 +82,6 @@ class PrimeService:
                 process.kill()
 
     async def _start(self, request: web.Request) -> web.StreamResponse:
-        self._check_key(request, TOKEN)
         start = messages.StartRequest.FromString((await request.read())[_ENVELOPE.size :])
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -110,7 +101,6 @@ class PrimeService:
         return response
 
     async def _send_input(self, request: web.Request) -> web.Response:
-        self._check_key(request, TOKEN)
         message = messages.SendInputRequest.FromString(await request.read())
         process = self.processes[message.session.session_uuid]
         process.stdin.write(message.input.stdin)
@@ -119,11 +109,18 @@ class PrimeService:
         return web.Response(content_type="application/proto")
 
     async def _send_signal(self, request: web.Request) -> web.Response:
-        self._check_key(request, TOKEN)
         message = messages.SendSignalRequest.FromString(await request.read())
         with contextlib.suppress(ProcessLookupError):
             self.processes[message.session.session_uuid].send_signal(message.signal)
         return web.Response(content_type="application/proto")
+
+
+@web.middleware
+async def _check_key(request: web.Request, handler) -> web.StreamResponse:
+    key = TOKEN if request.path.startswith("/gateway/") else KEY
+    if request.headers.get("Authorization") != f"Bearer {key}":
+        raise web.HTTPUnauthorized
+    return await handler(request)
 
 
 def _describe(machine: str, body: dict) -> dict:

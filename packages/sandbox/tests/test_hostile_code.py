@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import closing
+from contextlib import AsyncExitStack, ExitStack, closing
 
 import psutil
 import pytest
@@ -200,7 +200,7 @@ async def test_remove_folder_deletes_any_depth_and_follows_no_link(tmp_path):
     (home / "link").symlink_to(kept)
     (home / "closed").mkdir(mode=0)
     fd = os.open(home, os.O_RDONLY)
-    for _ in range(3000):  # deeper than a path can be long
+    for _ in range(2100):  # deeper than a path can be long
         os.mkdir("d", dir_fd=fd)
         fd, parent = os.open("d", os.O_RDONLY, dir_fd=fd), fd
         os.close(parent)
@@ -219,23 +219,27 @@ print(sorted(found))
 """
 
 
+def open_descriptors(stack, count):
+    for _ in range(count):
+        stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+
+
 @needs_isolation
-@pytest.mark.parametrize("num_open", [0, 60, 300, pytest.param(4000, marks=pytest.mark.extended)])
+@pytest.mark.extended(after=2)
+@pytest.mark.parametrize("num_open", [300, 0, 60, 4000])
 async def test_hostile_code_has_no_descriptors_of_the_host(num_open):
     """The control socket of a jail has the number that is free in the host, in each jail another one."""
-    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(num_open)]
-    try:
-        async with Sandbox(num_jails=2, num_warm=1) as first, Sandbox(num_jails=1, num_warm=1) as second:
-            os.kill(first.jail_pids[0], signal.SIGKILL)  # the one in its place starts later
-            for sandbox in (first, first, first, second):
-                result = await sandbox.run(LIST_DESCRIPTORS, timeout=20)
-                assert result.stdout == "[(0, True), (1, True), (2, True)]\n", result
-                async with sandbox.session() as session:  # 3 and 4 are the pipes of its cells
-                    result = await session.run(LIST_DESCRIPTORS, timeout=20)
-                    assert result.stdout == f"{[(fd, True) for fd in range(5)]}\n", result
-    finally:
-        for fd in fds:
-            os.close(fd)
+    async with AsyncExitStack() as stack:
+        open_descriptors(stack, num_open)
+        first = await stack.enter_async_context(Sandbox(num_jails=2, num_warm=1))
+        second = await stack.enter_async_context(Sandbox(num_jails=1, num_warm=1))
+        os.kill(first.jail_pids[0], signal.SIGKILL)  # the one in its place starts later
+        for sandbox in (first, first, first, second):
+            result = await sandbox.run(LIST_DESCRIPTORS, timeout=20)
+            assert result.stdout == "[(0, True), (1, True), (2, True)]\n", result
+            async with sandbox.session() as session:  # 3 and 4 are the pipes of its cells
+                result = await session.run(LIST_DESCRIPTORS, timeout=20)
+                assert result.stdout == f"{[(fd, True) for fd in range(5)]}\n", result
 
 
 @needs_isolation
@@ -246,14 +250,10 @@ async def test_check_isolation_finds_a_descriptor_of_the_host(monkeypatch, tmp_p
         (tmp_path / name).write_text(leaking)
         assert (leaking != text) == (name == "jail_supervisor.py")
     monkeypatch.setattr(jail, "JAIL_FOLDER", tmp_path)
-    fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
-    try:
+    with ExitStack() as stack:
+        open_descriptors(stack, 300)
         with pytest.raises(SandboxConfigError, match="use descriptors of the host"):
-            async with Sandbox(num_jails=1, num_warm=1):
-                pass
-    finally:
-        for fd in fds:
-            os.close(fd)
+            await Sandbox(num_jails=1, num_warm=1).__aenter__()
 
 
 BUSY = (
@@ -288,21 +288,22 @@ async def test_hostile_network_reaches_no_server_of_the_host(sandbox):
             server.accept()
 
 
-async def test_hostile_code_sees_neither_files_nor_keys_of_the_host(sandbox, tmp_path, monkeypatch):
+@needs_isolation
+async def test_hostile_code_sees_neither_files_nor_keys_of_the_host(tmp_path, monkeypatch):
     secret = tmp_path / "key"
     secret.write_text("secret-1234")
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     monkeypatch.setenv("INFERENCE_SERVER_API_KEY", "secret-1234")
-    command = (
-        f"env; cat /proc/*/environ /proc/*/cmdline {secret}; ls -a / /tmp ~; find / -name 'key' 2>/dev/null; whoami"
-    )
+    find = "find / \\( -path /proc -o -path /usr \\) -prune -o -name key -print 2>/dev/null"
+    command = f"env; cat /proc/*/environ /proc/*/cmdline {secret}; ls -a / /tmp ~; whoami; {find}"
     async with Sandbox(num_jails=1, num_warm=1) as own:
         result = await own.run(argv=["/bin/sh", "-c", command], timeout=20)
     everything = result.stdout + result.stderr
     assert "secret" not in everything.replace(str(secret), "")
     assert "No such file" in result.stderr
     assert "INFERENCE" not in everything
+    assert f"\n{secret}\n" not in result.stdout
 
 
 async def test_hostile_daemon_ends_with_the_execution_and_does_not_delay_it(sandbox):
@@ -326,15 +327,18 @@ async def test_hostile_suid_program_gains_nothing(sandbox):
 
 async def test_hostile_executions_at_once_do_not_see_each_other(sandbox):
     writer = (
-        "import os, socket, time\nopen('/tmp/shared', 'w').write('x')\nserver = socket.socket(socket.AF_UNIX)\n"
-        "server.bind('\\0shared')\nserver.listen()\ntime.sleep(1.5)"
+        "import socket\nopen('/tmp/shared', 'w').write('x')\nserver = socket.socket(socket.AF_UNIX)\n"
+        "server.bind('\\0shared')\nserver.listen()"
     )
     reader = (
-        "import os, socket, time\ntime.sleep(0.5)\nprint(os.path.exists('/tmp/shared'), len(os.listdir('/proc')) > 0,"
-        " [x for x in os.listdir('/proc') if x.isdigit()])\nsocket.socket(socket.AF_UNIX).connect('\\0shared')"
+        "import os, socket\nprint(os.path.exists('/tmp/shared'), [x for x in os.listdir('/proc') if x.isdigit()])\n"
+        "socket.socket(socket.AF_UNIX).connect('\\0shared')"
     )
-    _, result = await asyncio.gather(sandbox.run(writer, timeout=20), sandbox.run(reader, timeout=20))
-    assert result.stdout == "False True ['1']\n"
+    async with sandbox.session() as session:
+        assert (await session.run(writer, timeout=20)).ok
+        result = await sandbox.run(reader, timeout=20)
+        assert (await session.run("open('/tmp/shared').read()")).value == "'x'"
+    assert result.stdout == "False ['1']\n"
     assert "ConnectionRefusedError" in result.stderr
 
 
@@ -394,13 +398,10 @@ async def test_answer_that_is_no_object_or_announces_too_much_loses_the_jail(rec
         await connection.receive()
 
 
-async def test_hostile_link_is_not_followed_when_files_are_read_back(sandbox):
-    code = "import os; os.symlink('/usr/bin/env', 'link'); os.mkfifo('fifo'); os.mkdir('dir')"
-    result = await sandbox.run(code, outputs=["link", "fifo", "dir"], timeout=10)
+async def test_hostile_links_are_not_followed_and_special_files_not_read(sandbox):
+    special = "import os; os.symlink('/usr/bin/env', 'link'); os.mkfifo('fifo'); os.mkdir('dir')"
+    result = await sandbox.run(special, outputs=["link", "fifo", "dir"], timeout=10)
     assert (dict(result.files), result.verdict) == ({}, Verdict.OK)
-
-
-async def test_hostile_links_to_folders_are_not_followed(sandbox):
     depth = "../" * 20
     links = f"import os\nfor n, t in (('a', '{depth}etc'), ('b', '/etc'), ('c', '/proc/self'), ('d', '{depth}usr')):\n"
     code = f"{links}    try: os.symlink(t, n)\n    except OSError: pass"
@@ -422,9 +423,7 @@ async def test_hostile_sparse_file_is_read_back_only_within_the_limit(sandbox):
 
 
 async def test_hostile_output_is_data(sandbox):
-    code = (
-        "import os, sys\nos.write(1, b'\\xff\\x1b]0;x\\x07\\x00 \\xed\\xa0\\x80\\n')\nprint('\\u202e', file=sys.stderr)"
-    )
+    code = r"import os, sys; os.write(1, b'\xff\x1b]0;x\x07\x00 \xed\xa0\x80\n'); print('\u202e', file=sys.stderr)"
     result = await sandbox.run(code, timeout=10)
     assert result.stdout.encode(errors="surrogateescape") == b"\xff\x1b]0;x\x07\x00 \xed\xa0\x80\n"
     assert result.printable.stdout.encode().count(b"?") == 4
@@ -481,10 +480,10 @@ FAKES = {
 @pytest.mark.parametrize("name", FAKES)
 async def test_hostile_solution_that_fakes_a_pass_fails(sandbox, name):
     tests = "assert f(20) == 441, 'square of x + 1'\nassert f(30) == 961"
-    result = await sandbox.run_asserts(FAKES[name], tests, ["f"], timeout_ms=400)
+    result = await sandbox.run_asserts(FAKES[name], tests, ["f"], timeout_ms=300)
     assert not result.passed
     cases = [TestCase(function="f", args=[20], expected=441), TestCase(input="20", expected="441")]
-    assert not any(result.passed for result in await sandbox.execute_code(FAKES[name], cases, timeout_ms=400))
+    assert not any(result.passed for result in await sandbox.execute_code(FAKES[name], cases, timeout_ms=300))
 
 
 @pytest.mark.parametrize(
@@ -504,8 +503,5 @@ async def test_run_asserts_correct_solution_passes(sandbox, code, tests):
     assert result.passed, result
     wrong = await sandbox.run_asserts(code, tests + "\nassert f([1, 2, 3]) == 'never'", ["f"], timeout_ms=20_000)
     assert not wrong.passed
-
-
-async def test_run_asserts_tests_that_end_early_do_not_pass(sandbox):
-    result = await sandbox.run_asserts("def f(x): return x", "import os; os._exit(0)", ["f"], timeout_ms=5000)
-    assert not result.passed
+    early = await sandbox.run_asserts(code, "import os; os._exit(0)", ["f"], timeout_ms=20_000)
+    assert not early.passed

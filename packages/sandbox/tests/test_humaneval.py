@@ -35,20 +35,12 @@ PROBLEMS = [
             "        assert abs(evaluate(xs, candidate(list(xs)))) < 1e-4\n"
         ),
     },
-    {
-        "prompt": 'from typing import Optional\n\n\ndef first(words: list) -> Optional[str]:\n    """The first."""\n',
-        "entry_point": "first",
-        "canonical_solution": "    return words[0] if words else None\n",
-        "test": "def check(candidate):\n    assert candidate(['a']) == 'a'\n    assert candidate([]) is None\n",
-    },
 ]
 FAKES = (
     "    import os; os._exit(0)\n",
     "    import builtins; builtins.AssertionError = BaseException; builtins.abs = lambda x: 0\n",
     "    class A(float):\n        def __eq__(self, other): return True\n        def __lt__(self, other): return True\n"
     "        def __abs__(self): return 0.0\n        __hash__ = None\n    return A(12345)\n",
-    "    print('passed', flush=True); import sys; sys.exit(0)\n",
-    "    import glob; return [open(n).read() for n in glob.glob('/tmp/*') + glob.glob('*')]\n",
 )
 
 

@@ -34,6 +34,15 @@ async def server(handle):
         yield running.sockets[0].getsockname()[1]
 
 
+@asynccontextmanager
+async def forwarding(sandbox, handle, code=_FETCH):
+    """A session that has run `code`, in which PORT is the port of a server that it reaches; and this port."""
+    async with server(handle) as port, sandbox.session() as session:
+        await session.forward([port])
+        assert (await session.run(f"PORT = {port}\n{code}")).ok
+        yield session, port
+
+
 async def reverse(reader, writer):
     writer.write((await reader.read())[::-1])
     await writer.drain()
@@ -60,10 +69,8 @@ with ThreadPoolExecutor(10) as pool:
     answers = [*pool.map(lambda text: fetch(PORT, text), texts)]
 [answer == text[::-1] for answer, text in zip(answers, texts)]
 """
-    async with server(reverse) as port, sandbox.session() as session:
-        await session.forward([port])
-        assert (await session.run(_FETCH, timeout=20)).ok
-        result = await session.run(program.replace("PORT", str(port)), timeout=60)
+    async with forwarding(sandbox, reverse) as (session, _):
+        result = await session.run(program, timeout=60)
         assert result.value == repr([True] * 10), result.stderr
 
 
@@ -82,9 +89,8 @@ with socket.create_connection(("127.0.0.1", PORT), 10) as connection:
         lines.append(file.readline())
 lines
 """
-    async with server(echo) as port, sandbox.session() as session:
-        await session.forward([port])
-        result = await session.run(_FETCH + program.replace("PORT", str(port)), timeout=20)
+    async with forwarding(sandbox, echo) as (session, _):
+        result = await session.run(program, timeout=20)
         assert result.value == repr([f"LINE {number}\n" for number in range(5)])
 
 
@@ -98,9 +104,7 @@ def work():
 thread = threading.Thread(target=work, daemon=True)
 thread.start()
 """
-    async with server(reverse) as port, sandbox.session() as session:
-        await session.forward([port])
-        assert (await session.run(program.replace("PORT", str(port)))).ok
+    async with forwarding(sandbox, reverse, program) as (session, _):
         assert (await session.run("start.set()")).ok
         assert (await session.run("thread.join(); got", timeout=20)).value == "[b'retal']"
 
@@ -110,10 +114,8 @@ async def test_a_server_that_ends_a_connection_or_is_gone_is_an_error_of_the_pro
         await reader.read(1)
         writer.transport.abort()
 
-    async with server(abort) as port, sandbox.session() as session:
-        await session.forward([port])
-        assert (await session.run(_FETCH)).ok
-        result = await session.run(f"fetch({port}, b'x' * 1_000_000)", timeout=20)
+    async with forwarding(sandbox, abort) as (session, port):
+        result = await session.run("fetch(PORT, b'x' * 1_000_000)", timeout=20)
         assert result.verdict is Verdict.ERROR or result.value == "b''"
     async with sandbox.session() as session:
         await session.forward([port])

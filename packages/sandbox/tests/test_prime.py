@@ -96,21 +96,22 @@ async def test_prime_sandbox_goes_on_with_the_machines_that_are_left(service):
 
 
 @pytest.mark.parametrize(
-    ("status", "message"), [(401, "Check PRIME_API_KEY"), (402, "Payment required"), (400, "no capacity")]
+    ("change", "message"),
+    [
+        ({"refuse_with": 401}, "Check PRIME_API_KEY"),
+        ({"refuse_with": 402}, "Payment required"),
+        ({"refuse_with": 400}, "no capacity"),
+        ({"search_path": "/nowhere"}, r"python3: (command )?not found"),
+    ],
 )
-async def test_prime_service_that_refuses_the_start_is_one_line(service, status, message):
-    service.refuse_with = status
+async def test_prime_machine_that_does_not_start_is_one_line_and_deleted(service, change, message):
+    for name, value in change.items():
+        setattr(service, name, value)
     with pytest.raises(SandboxConfigError, match=message) as caught:
         await Sandbox("prime").__aenter__()
     assert "\n" not in str(caught.value)
     assert "backend prime did not start" in str(caught.value)
-
-
-async def test_prime_machine_without_python_is_one_line_and_deleted(service):
-    service.search_path = "/nowhere"
-    with pytest.raises(SandboxConfigError, match=r"python3: (command )?not found"):
-        await Sandbox("prime").__aenter__()
-    assert len(service.deleted) == 1
+    assert len(service.deleted) == len(service.created)
 
 
 async def test_prime_machine_is_deleted_although_a_cancellation_is_lost(service):

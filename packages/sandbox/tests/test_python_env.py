@@ -39,27 +39,15 @@ async def play(env, *replies):
 
 @needs_isolation
 @in_one_loop
-async def test_python_env_keeps_variables_and_files_within_a_rollout(env):
+async def test_python_env_keeps_variables_and_files_within_a_rollout_only(env):
+    (tool,) = env.tool_defs
+    assert (tool.name, list(tool.parameters["properties"])) == ("python", ["code"])
     state, results = await play(env, runs("x = 6\nopen('f', 'w').write('z')"), runs("print(x * 7)\nopen('f').read()"))
     assert results == ["1", "42\n'z'"]
     assert state["error"] is None
     assert "python_session" not in state
-
-
-@needs_isolation
-@in_one_loop
-async def test_python_env_rollouts_do_not_share_a_session(env):
-    await play(env, runs("x = 1; open('f', 'w').write('z')"))
     _, (name, file) = await play(env, runs("x"), runs("open('f')"))
     assert "NameError" in name and "FileNotFoundError" in file
-
-
-@needs_isolation
-@in_one_loop
-async def test_python_env_offers_one_tool_with_one_argument(env):
-    (tool,) = env.tool_defs
-    assert tool.name == "python"
-    assert list(tool.parameters["properties"]) == ["code"]
 
 
 @pytest.mark.parametrize(

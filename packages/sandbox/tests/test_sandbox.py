@@ -65,6 +65,8 @@ async def test_run_argv_runs_another_program_with_files(sandbox):
     assert result.files == {"out.txt": b"TEXT"}
     missing = await sandbox.run(argv=["/bin/missing"])
     assert (missing.exit_code, missing.verdict) == (127, Verdict.ERROR)
+    large = "x" * 500_000
+    assert (await sandbox.run(argv=["/bin/cat"], stdin=large)).stdout == large
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ async def test_run_request_that_no_program_can_answer_is_refused(sandbox, reques
         await sandbox.run(**request_)
 
 
-async def test_execution_with_an_impossible_timeout_or_result_is_refused_and_a_long_name_is_an_error(sandbox):
+async def test_session_or_test_that_nothing_can_answer_is_refused_and_a_long_name_is_an_error(sandbox):
     async with sandbox.session() as session:
         with pytest.raises(ValueError, match="it must be positive"):
             await session.run("1", timeout=math.nan)
@@ -95,19 +97,12 @@ async def test_execution_with_an_impossible_timeout_or_result_is_refused_and_a_l
     assert (await sandbox.run("1", files={"x" * 300: "x"}, timeout=10)).verdict is Verdict.ERROR
 
 
-async def test_run_large_input_and_output_pass(sandbox):
-    text = "x" * 500_000
-    result = await sandbox.run("import sys; sys.stdout.write(sys.stdin.read())", stdin=text)
-    assert result.stdout == text
-
-
 async def test_run_traceback_shows_the_code_and_not_the_sandbox(sandbox):
     result = await sandbox.run("def f():\n    return 1 / 0\nf()")
     assert "jail" not in result.stderr
     assert "    return 1 / 0" in result.stderr
     assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
-    broken = await sandbox.run("def f(:")
-    assert "SyntaxError" in broken.stderr
+    assert "SyntaxError" in (await sandbox.run("def f(:")).stderr
 
 
 async def test_execute_code_compares_outside_of_the_sandbox(sandbox):
@@ -132,21 +127,21 @@ async def test_execute_code_compares_outside_of_the_sandbox(sandbox):
     assert all(result.latency_ms > 0 for result in results)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [(1, [2.5, {"a": None}]), {1: {2, 3}}, frozenset([1]), b"\x00", 1 + 2j, 10**1000, True, "ä\ud800", -math.inf],
-)
-async def test_execute_code_values_of_functions_keep_their_types(sandbox, value):
-    test = TestCase(function="f", args=[value], expected=value)
-    (result,) = await sandbox.execute_code("def f(x): return x", [test], timeout_ms=10_000)
-    assert (result.output, type(result.output)) == (value, type(value))
-    assert result.passed
+VALUES = [
+    (1, [2.5, {"a": None}]), {1: {2, 3}}, frozenset([1]), b"\x00", 1 + 2j, 10**1000, True, "ä\ud800", -math.inf,
+]  # fmt: skip
 
 
-async def test_execute_code_generator_is_compared_as_list(sandbox):
-    test = TestCase(function="f", args=[3], expected=[0, 1, 2])
-    (result,) = await sandbox.execute_code("def f(n): yield from range(n)", [test], timeout_ms=10_000)
-    assert result.passed
+async def test_execute_code_values_of_functions_keep_their_types(sandbox):
+    tests = [TestCase(function="f", args=[value], expected=value) for value in VALUES]
+    code = "def f(x): return x\ndef g(n): yield from range(n)"
+    *results, of_generator = await sandbox.execute_code(
+        code, [*tests, TestCase(function="g", args=[3], expected=[0, 1, 2])], timeout_ms=10_000
+    )
+    for value, result in zip(VALUES, results, strict=True):
+        assert result.passed
+        assert (result.output, type(result.output)) == (value, type(value))
+    assert of_generator.passed, "a generator is compared as a list"
 
 
 async def test_session_keeps_state_and_survives_errors_and_timeouts(sandbox):
@@ -154,10 +149,8 @@ async def test_session_keeps_state_and_survives_errors_and_timeouts(sandbox):
         assert (await session.run("import os\nx = 20")).value is None
         assert (await session.run("print('hi')\nx + 1")).value == "21"
         failed = await session.run("1 / 0")
-        assert (failed.verdict, failed.stderr.splitlines()[-1]) == (
-            Verdict.ERROR,
-            "ZeroDivisionError: division by zero",
-        )
+        assert failed.verdict is Verdict.ERROR
+        assert failed.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
         written = await session.run("open('b', 'w').write(open('a').read())", files={"a": "text"}, outputs=["b"])
         assert written.files == {"b": b"text"}
         assert (await session.run("raise SystemExit(1)")).verdict is Verdict.ERROR
@@ -185,10 +178,9 @@ async def test_session_call_reaches_the_host_and_returns_its_answer(sandbox):
         asked.append(text)
         return text.upper()
 
-    async with sandbox.session(answer) as session:
+    async with sandbox.session(answer) as session, sandbox.session() as other:
         assert (await session.run("host_call('abc') + '!'")).value == "'ABC!'"
-    async with sandbox.session() as session:
-        assert (await session.run("host_call('abc')")).verdict is Verdict.ERROR
+        assert (await other.run("host_call('abc')")).verdict is Verdict.ERROR
     assert asked == ["abc"]
 
 
@@ -207,11 +199,11 @@ async def test_sessions_with_large_commands_that_nobody_reads_time_out(sandbox):
 
 async def test_session_survives_an_answer_after_the_timeout(sandbox):
     async def answer(text: str) -> str:
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.8)
         return "late"
 
     async with sandbox.session(answer) as session:
-        assert (await session.run("x = 1; host_call('a')", timeout=0.5)).verdict is Verdict.TIMEOUT
+        assert (await session.run("x = 1; host_call('a')", timeout=0.3)).verdict is Verdict.TIMEOUT
         assert session.alive
         assert (await session.run("x + 1", timeout=10)).value == "2"
 
@@ -227,12 +219,6 @@ async def test_session_that_ends_while_the_host_answers_is_no_failure_of_the_san
             "time.sleep(0.1)\nos._exit(3)"
         )
         assert (await session.run(code, timeout=10)).verdict is Verdict.ERROR
-
-
-@pytest.mark.extended
-async def test_run_many_at_once_are_all_answered(sandbox):
-    results = await asyncio.gather(*(sandbox.run(f"print({number})") for number in range(60)))
-    assert [int(result.stdout) for result in results] == list(range(60))
 
 
 @pytest.mark.extended
@@ -307,28 +293,13 @@ async def test_run_many_survive_a_fork_server_that_is_killed(num_jails):
         assert [(await task).stdout for task in tasks] == [f"{number}\n" for number in range(60)]
 
 
-@pytest.mark.extended
-@needs_isolation
-async def test_run_many_survive_several_jails_that_are_killed():
-    async with Sandbox(num_jails=3) as own:
-        for _ in range(3):
-            tasks = [asyncio.create_task(own.run(f"print({number})", timeout=30)) for number in range(30)]
-            await asyncio.sleep(0.05)
-            for pid in own.jail_pids:
-                os.kill(pid, signal.SIGKILL)
-            assert [(await task).stdout for task in tasks] == [f"{number}\n" for number in range(30)]
-
-
 @needs_isolation
 async def test_close_leaves_no_process():
     async with Sandbox(num_jails=2, num_warm=2) as own:
         session = await own.session().__aenter__()
         await session.run("import subprocess; subprocess.Popen(['sleep', '100'])")
-        before = [
-            child
-            for pid in own.jail_pids
-            for child in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-        ]
+        jails = [psutil.Process(pid) for pid in own.jail_pids]
+        before = [process for jail in jails for process in (jail, *jail.children(recursive=True))]
         assert len(before) >= 10
     _, alive = await asyncio.to_thread(psutil.wait_procs, before, 30)
     assert alive == []
@@ -373,9 +344,7 @@ async def test_unsafe_subprocess_runs_the_same_programs_and_warns():
         logger.remove(handler)
         assert (await own.run("print(input())", stdin="a")).stdout == "a\n"
         assert (await own.run("while True: pass", timeout=0.2)).verdict is Verdict.TIMEOUT
-        assert (
-            await own.run("import os; print(os.environ.get('HOME', '').startswith('/tmp/unsafe'))")
-        ).stdout == "True\n"
+        assert (await own.run("import os; print(os.environ['HOME'])")).stdout.startswith("/tmp/unsafe")
         async with own.session() as session:
             assert (await session.run("1 + 1")).value == "2"
     assert any("isolates nothing" in str(message) for message in messages)

@@ -3,16 +3,20 @@
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
+from prime_rl.core.errors import ConfigError
 from prime_rl.storage.artifact import publish_artifact
 from prime_rl_tinker import app as routes
+from prime_rl_tinker.api_main import read_key
 from prime_rl_tinker.app import make_app
 from prime_rl_tinker.checkpoint_store import CheckpointPath, CheckpointStore
+from prime_rl_tinker.config import TinkerConfig
 from prime_rl_tinker.messages import Answer, ForwardBackward, SaveWeights
 from prime_rl_tinker.sequencer import Sequencer
 from prime_rl_tinker.service import ServedModel, Service
@@ -40,17 +44,12 @@ class Server:
         answers = []
         for one in operations:
             if isinstance(one, SaveWeights):
-                publish_artifact(self.path_of(one), lambda folder, one=one: {"format": "test", **one.fields})
+                publish_artifact(Path(one.directory), lambda folder, one=one: {"format": "test", **one.fields})
             logprobs = []
             if isinstance(one, ForwardBackward):
                 logprobs = [np.full(len(sample.targets) // 8, -1, np.float32).tobytes() for sample in one.samples]
             answers.append(Answer(logprobs=logprobs, metrics={"loss:sum": 1.0}))
         return answers
-
-    def path_of(self, operation):
-        from pathlib import Path
-
-        return Path(operation.directory)
 
     async def sample(self, folder, body):
         """Stand in for `Samplers`."""
@@ -104,7 +103,7 @@ def chunk(model_id, seq_id, first=1):
     return request.SerializeToString()
 
 
-async def test_keys(tmp_path):
+async def test_key_is_the_servers_or_any_of_the_sdk(tmp_path):
     server = Server(tmp_path)
     for given, status in ((KEY, 200), ("tml-other", 401), ("", 401)):
         response = await server.http.get("get_server_capabilities", headers={"X-API-Key": given})
@@ -115,6 +114,16 @@ async def test_keys(tmp_path):
             response = await http.get("get_server_capabilities", headers={"X-API-Key": given})
             assert response.status_code == status
     await server.http.aclose()
+
+
+def test_key_for_another_address_is_required_and_of_the_sdk(monkeypatch):
+    config = TinkerConfig(model={"name": "m"}, server={"host": "0.0.0.0"})
+    for key, message in (("", "server.host = 0.0.0.0 needs an API key in TINKER_SERVER_API_KEY"), ("sk-1", "tml-")):
+        monkeypatch.setenv("TINKER_SERVER_API_KEY", key)
+        with pytest.raises(ConfigError, match=message):
+            read_key(config)
+    monkeypatch.setenv("TINKER_SERVER_API_KEY", KEY)
+    assert read_key(config) == KEY
 
 
 async def test_chunks_in_any_order_and_twice_run_once_in_their_order(server):
@@ -171,18 +180,13 @@ async def test_checkpoints_are_saved_listed_expired_and_deleted(server):
     assert (await server.http.delete(other)).status_code == 400
 
 
-@pytest.mark.parametrize("name", ["../x", "..", "a/b", "", ".hidden", "a" * 200, "a\n"])
-async def test_names_of_checkpoints_stay_in_their_folder(server, name):
+async def test_names_and_paths_of_checkpoints_that_lead_elsewhere_are_refused(server):
     model = await server.model()
-    assert "name" in (await server.post("save_weights", 400, model_id=model, path=name, seq_id=1))["detail"]
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["tinker://a:train:0/weights/none", "tinker://../weights/a", "file:///etc", "tinker://a:train:0/other/a", ""],
-)
-async def test_unknown_paths_are_refused(server, path):
-    await server.post("weights_info", 400, tinker_path=path)
+    for name in ("../x", "..", "a/b", "", ".hidden", "a" * 200, "a\n"):
+        assert "name" in (await server.post("save_weights", 400, model_id=model, path=name, seq_id=1))["detail"]
+    for path in ("tinker://a:train:0/weights/none", "tinker://../weights/a", "file:///etc",
+                 "tinker://a:train:0/other/a", ""):  # fmt: skip
+        await server.post("weights_info", 400, tinker_path=path)
 
 
 async def test_model_from_a_checkpoint(server):
@@ -235,23 +239,9 @@ async def test_sessions_are_described_and_models_unloaded(server):
         gone = await server.post("unload_model", model_id=model)
         assert (await server.result(gone))["model_id"] == model
     assert type(server.executed[-1]).__name__ == "RemoveModel"
-    assert (
-        "does not exist" in (await server.post("optim_step", 400, model_id=model, seq_id=1, adam_params={}))["detail"]
-    )
+    refused = await server.post("optim_step", 400, model_id=model, seq_id=1, adam_params={})
+    assert "does not exist" in refused["detail"]
     await server.post("unload_model", 400, model_id=f"{session}:train:7")
-
-
-async def test_cancelled_sampling_ends(server):
-    model = await server.model()
-    session = model.partition(":")[0]
-    await server.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
-    body = {"sampling_session_id": f"{session}:sample:0", "seq_id": 1, "prompt": {"chunks": [{"tokens": [5]}]}}
-    future = await server.post("asample", **body, sampling_params={})
-    for request_id, status in ((future["request_id"], 410), (f"{model}:0", 200)):
-        response = await server.http.post("cancel_future", json={"request_id": request_id})
-        assert response.status_code == 204
-        response = await server.http.post("retrieve_future", json={"request_id": request_id})
-        assert response.status_code == status
 
 
 def test_replacement_of_a_checkpoint_that_was_interrupted_is_finished(tmp_path):
@@ -290,12 +280,9 @@ async def test_samplers_keep_their_weights(server):
         await server.result(await server.post("save_weights_for_sampler", **body))
     await server.post("create_sampling_session", session_id=session, sampling_session_seq_id=3, base_model=MODEL)
     for number in range(4):
-        body = {"sampling_session_id": f"{session}:sample:{number}", "seq_id": 0, "num_samples": 2}
-        body |= {
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
-            "sampling_params": {"max_tokens": 4},
-        }
-        future = await server.post("asample", **body, prompt_logprobs=True)
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+        body = {"sampling_session_id": f"{session}:sample:{number}", "seq_id": 0, "prompt": prompt, "num_samples": 2}
+        future = await server.post("asample", **body, sampling_params={"max_tokens": 4}, prompt_logprobs=True)
         assert len(future["sample_sequence_ids"]) == 2
         response = pb.SampleResponse()
         response.ParseFromString(await server.result(future))
@@ -308,30 +295,49 @@ async def test_samplers_keep_their_weights(server):
     assert base is None
 
 
-STOPS = {
-    "null": (None, {}),
-    "nothing": ([], {"ignore_eos": True, "stop": [], "include_stop_str_in_output": True}),
-    "text": ("x", {"ignore_eos": True, "stop": ["x"], "include_stop_str_in_output": True}),
-    "tokens": ([7], {"ignore_eos": True, "stop_token_ids": [7], "include_stop_str_in_output": True}),
-}
-
-
-@pytest.mark.parametrize("case", STOPS)
-async def test_stops(server, case):
-    stop, expected = STOPS[case]
+async def sampling(server):
+    """Create a sampling session of the base model; return the body of a request to it."""
     session = (await server.model()).partition(":")[0]
     await server.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
-    body = {"sampling_session_id": f"{session}:sample:0", "seq_id": 1, "prompt": {"chunks": [{"tokens": [5]}]}}
-    await server.result(await server.post("asample", **body, sampling_params={"stop": stop}))
+    prompt = {"chunks": [{"tokens": [5]}]}
+    return {"sampling_session_id": f"{session}:sample:0", "seq_id": 1, "prompt": prompt, "sampling_params": {}}
+
+
+WITHOUT_END = {"ignore_eos": True, "include_stop_str_in_output": True}
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (None, {}),
+        ([], {**WITHOUT_END, "stop": []}),
+        ("x", {**WITHOUT_END, "stop": ["x"]}),
+        ([7], {**WITHOUT_END, "stop_token_ids": [7]}),
+    ],
+)
+async def test_sampling_ends_at_the_stops_of_the_request_only(server, stop, expected):
+    body = await sampling(server)
+    await server.result(await server.post("asample", **{**body, "sampling_params": {"stop": stop}}))
     sent = server.completions[-1][1]
     assert sent["max_tokens"] == 31  # up to the context
     assert {key: sent[key] for key in expected} == expected
     assert ("ignore_eos" in sent) == bool(expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
+async def test_sampling_that_is_cancelled_ends(server):
+    body = await sampling(server)
+    future = await server.post("asample", **body)
+    model = f"{body['sampling_session_id'].partition(':')[0]}:train:0"
+    for request_id, status in ((future["request_id"], 410), (f"{model}:0", 200)):
+        response = await server.http.post("cancel_future", json={"request_id": request_id})
+        assert response.status_code == 204
+        response = await server.http.post("retrieve_future", json={"request_id": request_id})
+        assert response.status_code == status
+
+
+async def test_sampling_refuses_what_it_does_not_support_by_name(server):
+    body = await sampling(server)
+    for change, field in (
         ({"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k"),
         ({"record_stability_info": True}, "record_stability_info"),
@@ -342,14 +348,8 @@ async def test_stops(server, case):
         ({"sampling_params": {"max_tokens": 33}}, "context"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"surprise": 1}, "surprise"),
-    ],
-)
-async def test_what_sampling_does_not_support_is_refused_by_name(server, change, field):
-    session = (await server.model()).partition(":")[0]
-    await server.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
-    body = {"sampling_session_id": f"{session}:sample:0", "seq_id": 1, "prompt": {"chunks": [{"tokens": [5]}]}}
-    answer = await server.post("asample", 400, **{**body, "sampling_params": {}, **change})
-    assert field in answer["detail"]
+    ):
+        assert field in (await server.post("asample", 400, **{**body, **change}))["detail"]
     assert not server.completions
 
 

@@ -14,14 +14,23 @@ from tests.unit.trainer.world import run_world
 
 from prime_rl.configs.training.model import ALL_LINEAR, LoRAConfig, TrainerModelConfig
 from prime_rl.core.errors import ConfigError
+from prime_rl.trainer.parallel.process_group import join_world
 from prime_rl_tinker.losses import LOSSES
 from prime_rl_tinker.messages import CreateModel, ForwardBackward, LoadWeights, OptimStep, Sample, SaveWeights
 from prime_rl_tinker.model_trainer import ModelTrainer
 from prime_rl_tinker.tinker_server import export
 
 STEP = {"learning_rate": 0.1, "beta1": 0.0, "beta2": 0.9, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
-NOTHING = dict.fromkeys(STEP, 0.0) | {"beta2": 0.9, "eps": 1e-12}
 LENGTHS = (7, 3, 12)
+SIZES = pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.extended)])
+
+
+def run_ranks(size, function, argument, tmp_path):
+    """Return what `function(world, argument)` returned on each rank; one rank runs in this process."""
+    if size > 1:
+        return run_world(size, function, argument, tmp_path)
+    with join_world("cpu", 60) as world:
+        return [function(world, argument)]
 
 
 def sample_of(tokens, targets, positions=None, **arrays):
@@ -129,11 +138,10 @@ def expected_of(path, loss, before):
     return found, total.item(), {name: [factor.grad for factor in pair] for name, pair in factors.items()}
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("size", [1, 2])
+@SIZES
 def test_each_loss_has_the_gradient_of_torch_and_peft(size, tmp_path):
     path = make_tiny_model(tmp_path / "model", tie_word_embeddings=False, std=0.05)
-    ranks = run_world(size, train_by_each_loss, (path, tmp_path), tmp_path)
+    ranks = run_ranks(size, train_by_each_loss, (path, tmp_path), tmp_path)
     assert all(rank == ranks[0] for rank in ranks)
     for loss, (before, logprobs, total, stepped, after) in ranks[0].items():
         expected, value, gradients = expected_of(path, loss, before)
@@ -165,10 +173,10 @@ def accumulate_in_parts(world, path):
     return found
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.extended)])
+@SIZES
 def test_gradients_add_up_over_calls_and_ignore_other_models(size, tmp_path):
     path = make_tiny_model(tmp_path / "model")
-    once, parts, beside = run_world(size, accumulate_in_parts, path, tmp_path)[0]
+    once, parts, beside = run_ranks(size, accumulate_in_parts, path, tmp_path)[0]
     for name, pair in once.items():
         for number, factor in enumerate(pair):
             np.testing.assert_allclose(parts[name][number], factor, atol=1e-6)
@@ -198,10 +206,10 @@ def leave_out_failed_passes(world, path):
     return [found, [one.error for one in failed], alone.metrics]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@SIZES
 def test_pass_without_a_finite_loss_leaves_out_its_own_gradient_alone(size, tmp_path):
     path = make_tiny_model(tmp_path / "model")
-    found, errors, alone = run_world(size, leave_out_failed_passes, path, tmp_path)[0]
+    found, errors, alone = run_ranks(size, leave_out_failed_passes, path, tmp_path)[0]
     (with_failures, counted), (without, none) = found
     assert with_failures == without
     assert (counted, none) == ([2, 0], [0, 0])
@@ -240,9 +248,10 @@ def save_and_continue(world, argument):
     return [*(factors_of(trainer, name) for name in ("a", "b", "fresh")), [one.error for one in wrong]]
 
 
-def test_model_continues_from_its_checkpoint(tmp_path):
+@SIZES
+def test_model_continues_from_its_checkpoint(size, tmp_path):
     path = make_tiny_model(tmp_path / "model")
-    for rank in run_world(2, save_and_continue, (path, tmp_path / "saved"), tmp_path):
+    for rank in run_ranks(size, save_and_continue, (path, tmp_path / "saved"), tmp_path):
         model, continued, fresh, errors = rank
         assert continued == model
         assert fresh != model
@@ -254,65 +263,51 @@ def test_model_continues_from_its_checkpoint(tmp_path):
         assert "model 'd' does not exist" in errors[5]
 
 
-def check_layers(world, path):
-    trainer = trainer_of(world, path)
-    execute(
-        trainer, create("head", train_attn=False, train_mlp=False), create("mlp", train_attn=False, train_unembed=False)
-    )
-    names = [sorted({name.rpartition(".")[2] for name in factors_of(trainer, one)}) for one in ("head", "mlp")]
-    refused = trainer.execute(
-        [create("none", train_attn=False, train_mlp=False, train_unembed=False), create("big", rank=9)]
-    )
-    (idle,) = execute(trainer, OptimStep("head", **STEP))
-    return [names, [one.error for one in refused], idle.metrics["skipped"]]
+def layers_of(trainer, model_id):
+    return sorted({name.rpartition(".")[2] for name in factors_of(trainer, model_id)})
 
 
-def test_layers_of_a_model_and_refusals(tmp_path):
-    [[names, refused, skipped]] = run_world(1, check_layers, make_tiny_model(tmp_path / "model"), tmp_path)
-    assert names == [["lm_head"], ["down_proj", "gate_proj", "up_proj"]]
+def test_create_takes_the_layers_of_its_flags_and_refuses_others(tmp_path):
+    path = make_tiny_model(tmp_path / "model")
+    with join_world("cpu", 60) as world:
+        trainer = trainer_of(world, path)
+        execute(trainer, create("head", train_attn=False, train_mlp=False))
+        execute(trainer, create("mlp", train_attn=False, train_unembed=False))
+        none = create("none", train_attn=False, train_mlp=False, train_unembed=False)
+        refused = [answer.error for answer in trainer.execute([none, create("big", rank=9)])]
+        (idle,) = execute(trainer, OptimStep("head", **STEP))
+    assert layers_of(trainer, "head") == ["lm_head"]
+    assert layers_of(trainer, "mlp") == ["down_proj", "gate_proj", "up_proj"]
     assert "excludes every layer" in refused[0]
     assert "larger than the server's maximum, 8" in refused[1]
-    assert skipped == 1
+    assert idle.metrics["skipped"] == 1
 
 
-def create_for_experts(world, path):
-    trainer = trainer_of(world, path)
-    refused, accepted = trainer.execute([create("all"), create("attention", train_mlp=False)])
-    return [
-        refused.error,
-        accepted.error,
-        sorted({name.rpartition(".")[2] for name in factors_of(trainer, "attention")}),
-    ]
-
-
-def test_flag_that_a_model_cannot_honour_is_refused(tmp_path):
+def test_create_flag_that_a_model_of_experts_cannot_honour_is_refused(tmp_path):
     torch.manual_seed(0)
     config = ARCHITECTURES["qwen3_moe"]()
     config.vocab_size = VOCAB_SIZE
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    [[refused, accepted, names]] = run_world(1, create_for_experts, tmp_path / "model", tmp_path)
-    assert "lora_config.train_mlp: the experts of this model get no adapter" in refused
-    assert accepted is None
-    assert names == ["k_proj", "lm_head", "o_proj", "q_proj", "v_proj"]
+    with join_world("cpu", 60) as world:
+        trainer = trainer_of(world, tmp_path / "model")
+        (refused,) = trainer.execute([create("all")])
+        execute(trainer, create("attention", train_mlp=False))
+    assert "lora_config.train_mlp: the experts of this model get no adapter" in refused.error
+    assert layers_of(trainer, "attention") == ["k_proj", "lm_head", "o_proj", "q_proj", "v_proj"]
 
 
-def save_trained(world, argument):
-    path, folder = argument
-    trainer = trainer_of(world, path)
-    execute(trainer, create("a", seed=1))
-    for seed in range(2):
-        execute(trainer, request("a", "cross_entropy", seed))
-        execute(trainer, OptimStep("a", **{**STEP, "learning_rate": 0.02}))
-    execute(trainer, SaveWeights("a", str(folder), with_optimizer=True, fields={"tinker": {}}))
-    (scored,) = execute(trainer, request("a", "ppo", forward_only=True))
-    return np.frombuffer(scored.logprobs[0], np.float32).tolist()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_exported_adapter_and_merged_model_have_the_trainers_logprobs(tied, tmp_path):
     path = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    [expected] = run_world(1, save_trained, (path, tmp_path / "out/models/s:train:0/weights/a"), tmp_path)
+    with join_world("cpu", 60) as world:
+        trainer = trainer_of(world, path)
+        execute(trainer, create("a", seed=1))
+        for seed in range(2):
+            execute(trainer, request("a", "cross_entropy", seed))
+            execute(trainer, OptimStep("a", **{**STEP, "learning_rate": 0.02}))
+        saved = str(tmp_path / "out/models/s:train:0/weights/a")
+        execute(trainer, SaveWeights("a", saved, with_optimizer=True, fields={"tinker": {}}))
+        (scored,) = execute(trainer, request("a", "ppo", forward_only=True))
     command = ["tinker://s:train:0/weights/a", "--output-dir", str(tmp_path / "out")]
     export([*command, str(tmp_path / "adapter")])
     export([*command, str(tmp_path / "merged"), "--merge"])
@@ -322,7 +317,7 @@ def test_exported_adapter_and_merged_model_have_the_trainers_logprobs(tied, tmp_
     for model in (adapted, load(tmp_path / "merged", dtype=torch.float32)):
         logits = model(input_ids=torch.tensor(tokens)[None]).logits[0]
         got = logits.log_softmax(-1).gather(1, torch.tensor(targets)[:, None])[:, 0]
-        np.testing.assert_allclose(got.detach(), expected, atol=2e-5)
+        np.testing.assert_allclose(got.detach(), np.frombuffer(scored.logprobs[0], np.float32), atol=2e-5)
     with pytest.raises(ConfigError, match="merged exists already"):
         export([*command, str(tmp_path / "merged")])
     with pytest.raises(ConfigError, match="weights/b does not exist"):

@@ -112,79 +112,32 @@ def test_sparse_weights_of_token_zero_are_kept():
     assert numbers(sample.arrays["weights"], np.float32) == [1, 2]
 
 
-def test_options_are_completed_and_checked():
-    data = {
-        "target_tokens": tensor([1, 2, 3]),
-        "logprobs": tensor([0.0, -1.0, -1.0]),
-        "advantages": tensor([0.0, 1.0, 1.0]),
-    }
-    assert parse(data, loss="ppo").operation.options == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    given = parse(data, loss="ppo", config={"clip_low_threshold": 0.5}).operation.options
-    assert given == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2}
+TARGETS, ZEROS = {"target_tokens": tensor([1, 2, 3])}, tensor([0.0] * 3)
+PPO = {**TARGETS, "logprobs": ZEROS, "advantages": ZEROS}
+REFUSED = [  # inputs of each datum, other options of the request, what is said
+    ([TARGETS], {"loss": "gspo"}, "loss_fn: 'gspo' is not supported"),
+    ([TARGETS], {"config": {"beta": 1.0}}, "loss_fn_config: 'beta' is not an option of cross_entropy"),
+    ([PPO], {"loss": "ppo", "config": {"clip_low_threshold": "x"}}, "clip_low_threshold = 'x' is not a finite number"),
+    ([], {}, "data: there is no datum"),
+    ([{}], {}, r"data\[0\]: loss_fn_inputs: 'target_tokens' is missing"),
+    ([{**TARGETS, "logprobs": ZEROS}], {"loss": "ppo"}, "'advantages' is missing"),
+    ([{**TARGETS, "clip_low_threshold": ZEROS}], {}, "'clip_low_threshold' is not an input"),
+    ([{"target_tokens": tensor([1, 2])}], {}, "model_input has 3 tokens"),
+    ([TARGETS], {"tokens": [1] * 9}, "model_input has 9 tokens; the model takes 1 to 8"),
+    ([TARGETS], {"tokens": []}, "model_input has 0 tokens"),
+    ([{"target_tokens": tensor([1, 2, 10])}], {}, "target_tokens contains a token outside the vocabulary"),
+    ([TARGETS], {"tokens": [1, -2, 3]}, "model_input contains a token outside the vocabulary"),
+    ([{**TARGETS, "weights": tensor([1.0, 1.0])}], {}, r"weights has shape \(2,\), target_tokens \(3,\)"),
+    ([{**TARGETS, "weights": tensor([1.0, np.nan, 1.0])}], {}, "weights contains a value that is not finite"),
+    ([{"target_tokens": tensor([1.0, 2.0, 3.0])}], {}, "target_tokens: the dtype must be an integer"),
+    ([{**TARGETS, "weights": tensor([1.0], pb.DTYPE_BFLOAT16)}], {}, "the dtype DTYPE_BFLOAT16 is not supported"),
+    ([{"target_tokens": sparse([0, 2, 1, 3], [0, 1, 2], [1, 2, 3], (3, 3))}], {}, "not a valid sparse matrix"),
+    ([{"target_tokens": tensor([[1], [2], [3]])}, TARGETS], {}, r"data\[1\]: target_tokens has shape \(3,\)"),
+]
 
 
-TARGETS = {"target_tokens": tensor([1, 2, 3])}
-REFUSED = {
-    "unknown loss": (({**TARGETS},), {"loss": "gspo"}, "loss_fn: 'gspo' is not supported"),
-    "unknown option": (
-        (TARGETS,),
-        {"config": {"beta": 1.0}},
-        "loss_fn_config: 'beta' is not an option of cross_entropy",
-    ),
-    "text option": (
-        ({**TARGETS, "logprobs": tensor([0.0] * 3), "advantages": tensor([0.0] * 3)},),
-        {"loss": "ppo", "config": {"clip_low_threshold": "x"}},
-        "clip_low_threshold = 'x' is not a finite number",
-    ),
-    "no data": ((), {}, "data: there is no datum"),
-    "no targets": (({},), {}, r"data\[0\]: loss_fn_inputs: 'target_tokens' is missing"),
-    "no advantages": (({**TARGETS, "logprobs": tensor([0.0] * 3)},), {"loss": "ppo"}, "'advantages' is missing"),
-    "unknown input": (
-        ({**TARGETS, "clip_low_threshold": tensor([0.0] * 3)},),
-        {},
-        "'clip_low_threshold' is not an input",
-    ),
-    "short targets": (({"target_tokens": tensor([1, 2])},), {}, "model_input has 3 tokens"),
-    "long input": ((TARGETS,), {"tokens": [1] * 9}, "model_input has 9 tokens; the model takes 1 to 8"),
-    "empty input": ((TARGETS,), {"tokens": []}, "model_input has 0 tokens"),
-    "vocabulary": (
-        ({"target_tokens": tensor([1, 2, 10])},),
-        {},
-        "target_tokens contains a token outside the vocabulary",
-    ),
-    "negative": ((TARGETS,), {"tokens": [1, -2, 3]}, "model_input contains a token outside the vocabulary"),
-    "other shape": (
-        ({**TARGETS, "weights": tensor([1.0, 1.0])},),
-        {},
-        r"weights has shape \(2,\), target_tokens \(3,\)",
-    ),
-    "not finite": (
-        ({**TARGETS, "weights": tensor([1.0, np.nan, 1.0])},),
-        {},
-        "weights contains a value that is not finite",
-    ),
-    "float targets": (({"target_tokens": tensor([1.0, 2.0, 3.0])},), {}, "target_tokens: the dtype must be an integer"),
-    "bfloat16": (
-        ({**TARGETS, "weights": tensor([1.0], pb.DTYPE_BFLOAT16)},),
-        {},
-        "the dtype DTYPE_BFLOAT16 is not supported",
-    ),
-    "bad csr": (
-        ({"target_tokens": sparse([0, 2, 1, 3], [0, 1, 2], [1, 2, 3], (3, 3))},),
-        {},
-        "not a valid sparse matrix",
-    ),
-    "mixed widths": (
-        ({"target_tokens": tensor([[1], [2], [3]])}, TARGETS),
-        {},
-        r"data\[1\]: target_tokens has shape \(3,\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(case):
-    data, options, message = REFUSED[case]
+@pytest.mark.parametrize(("data", "options", "message"), REFUSED)
+def test_request_that_is_not_supported_is_refused_by_the_name_of_its_field(data, options, message):
     with pytest.raises(RequestError, match=message):
         parse(*data, **options)
 
@@ -196,3 +149,9 @@ def test_images_and_broken_bodies_are_refused():
         ScoringRequest(request.SerializeToString(), 10, 8)
     with pytest.raises(RequestError, match="not a ForwardBackwardRequest"):
         ScoringRequest(b"\xff\xff", 10, 8)
+
+
+def test_options_of_a_loss_are_completed_by_its_defaults():
+    assert parse(PPO, loss="ppo").operation.options == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    given = parse(PPO, loss="ppo", config={"clip_low_threshold": 0.5}).operation.options
+    assert given == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2}

@@ -20,12 +20,7 @@ __all__ = ["orphans_are_ours"]  # a fixture: `Program.others` finds the orphans
 
 
 class Program:
-    """A running Python program and the processes that it has started.
-
-    Attributes:
-        process: the program.
-        folder: its working directory.
-    """
+    """A running Python program and the processes that it has started."""
 
     def __init__(self, text: str, folder: Path) -> None:
         """Write `text` to `folder`/train.py and start it."""
@@ -51,11 +46,6 @@ class Program:
         code = self.process.wait(timeout=PROGRAM_TIMEOUT_SECONDS)
         assert code == 0, self.output[-3000:]
         return self.output
-
-    def wait_for(self, text: str) -> None:
-        """Wait until it has printed `text`."""
-        until(lambda: text in self.output or self.process.poll() is not None, f"{text!r} in {self.output[-500:]}")
-        assert text in self.output, self.output[-3000:]
 
     def others(self) -> list[psutil.Process]:
         """The living processes that the program has started, orphans included."""

@@ -27,6 +27,14 @@ def block_with(mark: str) -> str:
     return block
 
 
+SECRETS = {
+    "INFERENCE_SERVER_API_KEY": "inference-5d0a3c1b7e",
+    "WANDB_API_KEY": "wandb-f2e81c90aa",
+    "HF_TOKEN": "hf_b7c2d45e01",
+    "JUDGE_API_KEY": "judge-93ac0d77f4",
+}
+
+
 def test_every_block_is_run():
     assert len(BLOCKS) == len(EXPECTED)
     assert len({block_with(mark) for mark in EXPECTED}) == len(EXPECTED)
@@ -40,13 +48,23 @@ def test_program_prints_what_it_should(start, mark):
     program.assert_nothing_left()
 
 
-@pytest.mark.release
 @pytest.mark.extended
-def test_first_program_learns(start):
-    program = start(block_with(next(iter(EXPECTED))))
+def test_first_program_learns_and_keeps_the_secrets_of_its_env_file(start, tmp_path):
+    (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in SECRETS.items()))
+    text = block_with(next(iter(EXPECTED)))
+    load = 'def load_environment(split="train"):\n'
+    assert load in text
+    # The environment sees the variables of `.env`, so a run could write them.
+    program = start(text.replace(load, f'{load}    import os\n    assert os.environ["JUDGE_API_KEY"]\n'))
     program.wait()
     rewards = [float(reward) for reward in re.findall(r"^\d+ ([\d.]+) [012] ", program.output, re.MULTILINE)]
     assert len(rewards) >= 20
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2, rewards
-    assert (program.folder / "outputs/model/config.json").exists()
+    assert (tmp_path / "outputs/model/config.json").exists()
     program.assert_nothing_left()
+    assert "Traceback" not in (tmp_path / "outputs/mine/logs/env_train_0.log").read_text()
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and file != tmp_path / ".env"]
+    assert {"run.toml", "rl.log", "orchestrator.jsonl", "summary.json"} <= {file.name for file in files}
+    for file in files:
+        content = file.read_bytes()
+        assert not [name for name, value in SECRETS.items() if value.encode() in content], file

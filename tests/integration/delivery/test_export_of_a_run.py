@@ -29,18 +29,11 @@ def run(request, tmp_path):
 
 
 def chat(run):
+    """The answers of the run's last version and of its base."""
     lines = ["/both", *(line for prompt in PROMPTS for line in ("/reset", prompt))]
-    command = [
-        sys.executable,
-        "-m",
-        "prime_rl.entrypoints.chat",
-        run,
-        "--temperature",
-        "0",
-        "--max-tokens",
-        str(LENGTH),
-    ]
-    text = "\n".join(lines) + "\n"
+    options = ["--temperature", "0", "--max-tokens", str(LENGTH)]
+    command = [sys.executable, "-m", "prime_rl.entrypoints.chat", run, *options]
+    text = "".join(f"{line}\n" for line in lines)
     done = subprocess.run(command, input=text, check=True, stdout=subprocess.PIPE, text=True, timeout=280)
     replies = [line.partition(": ") for line in done.stdout.splitlines()]
     return tuple([reply for name, _, reply in replies if name == policy] for policy in ("step 2", "base"))

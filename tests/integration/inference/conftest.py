@@ -24,6 +24,10 @@ METRIC_TIMEOUT_SECONDS = 240  # on a heavily loaded machine; seconds on an idle 
 LONG = 1900
 """Tokens that a completion takes seconds for, so that it is in flight while a test switches. The models have 2048."""
 SAMPLED = "vllm:generation_tokens_total"
+PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
+CANARY = [6 + (7 * i) % 94 for i in range(64)]
+AGREEMENT = 1e-4
+DIFFERENT = 0.5
 
 
 @dataclass
@@ -79,19 +83,15 @@ class Reference:
         chosen = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])
         return chosen[:, 0].tolist()
 
+    def canary(self, model_dir: Path) -> dict[str, Any]:
+        """The manifest's field `canary`, as published by a trainer of this model."""
+        logprobs = self.logprobs(model_dir, CANARY[:1], CANARY[1:])
+        return {"canary": {"token_ids": CANARY, "logprobs": logprobs, "dtype": "float32"}}
+
 
 @pytest.fixture(scope="session")
 def reference():
     return Reference()
-
-
-def switch_ten_times(
-    server: Server, sources: Sequence[Path], run_dir: Path, publish: Callable[[Path, Path, int], Path] = publish_weights
-) -> None:
-    """Publish ten versions and switch to each; they cycle through `sources` and end with the last one."""
-    for step in range(1, 11):
-        source = sources[(step - 10) % len(sources) - 1]
-        server.update(publish(run_dir, source, step), step)
 
 
 async def assert_greedy_outputs_equal(left: Server, right: Server, agreement: float = 1e-4) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.integration.inference.conftest import gap, logprobs_of
+from tests.integration.inference.conftest import PROMPT, gap, logprobs_of
 from tests.support.server import inference_server
 from tests.support.tiny_model import publish_weights, save_random_model
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 SMALL: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": False, "initializer_range": 0.2,

@@ -17,8 +17,6 @@ import pytest
 from prime_rl.inference.policy.weight_checks import read_shapes
 from tests.integration.inference.conftest import (
     LONG,
-    Models,
-    Reference,
     gap,
     generate_all,
     logprobs_of,
@@ -33,9 +31,8 @@ from tests.support.tiny_model import publish_weights
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.extended
 async def test_data_parallel_engines_switch_and_die_together(models, reference, tmp_path):
-    directory = publish_with_canary(models, reference, tmp_path)
+    directory = publish_weights(tmp_path, models.published[1], 1, overrides=reference.canary(models.published[1]))
     arguments = ["--parallel.dp", "2", "--vllm.kv_cache_memory_bytes", "64M"]
     with inference_server(models.base, tmp_path / "server.log", arguments) as server:
         answer, choices = await switch_between_tokens(server, directory)
@@ -51,9 +48,8 @@ async def test_data_parallel_engines_switch_and_die_together(models, reference, 
         kill_and_look_for_orphans(server)
 
 
-@pytest.mark.extended
 async def test_tensor_parallel_workers_switch_and_die_together(models, reference, tmp_path):
-    directory = publish_with_canary(models, reference, tmp_path)
+    directory = publish_weights(tmp_path, models.published[1], 1, overrides=reference.canary(models.published[1]))
     arguments = ["--parallel.tp", "2", "--vllm.kv_cache_memory_bytes", "64M", "--output-dir", str(tmp_path / "run")]
     with inference_server(models.base, tmp_path / "server.log", arguments) as server:
         answer, choices = await switch_between_tokens(server, directory, 400)  # its steps are slow
@@ -65,13 +61,6 @@ async def test_tensor_parallel_workers_switch_and_die_together(models, reference
         writers = set(re.findall(r"^\d\d:\d\d:\d\d \w+ +\[(\w+)\]", log.read_text(), re.MULTILINE))
         assert {"EngineCore", "Worker_TP0"} <= writers, "these processes are spawned"
         kill_and_look_for_orphans(server)
-
-
-def publish_with_canary(models: Models, reference: Reference, run_dir: Path) -> Path:
-    ids = [6 + (7 * i) % 94 for i in range(64)]
-    logprobs = reference.logprobs(models.published[1], ids[:1], ids[1:])
-    canary = {"token_ids": ids, "logprobs": logprobs, "dtype": "float32"}
-    return publish_weights(run_dir, models.published[1], 1, overrides={"canary": canary})
 
 
 async def switch_between_tokens(

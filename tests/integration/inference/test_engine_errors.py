@@ -22,14 +22,8 @@ SPAWNED = ["--vllm.distributed-executor-backend", "mp"]  # engine and worker sta
     ("arguments", "environment", "error"),
     [
         pytest.param(BAD_MEMORY, {}, "ValueError: No available memory for the cache blocks", id="forked engine"),
-        pytest.param(
-            [*SPAWNED, *BAD_MEMORY], {}, "ValueError: No available memory for the cache", id="spawned engine",
-            marks=pytest.mark.extended,
-        ),
-        pytest.param(
-            SPAWNED, BAD_THREADS, "ValueError: invalid literal", id="worker",
-            marks=[pytest.mark.extended, pytest.mark.release],
-        ),
+        pytest.param([*SPAWNED, *BAD_MEMORY], {}, "ValueError: No available memory for the cache", id="spawned engine"),
+        pytest.param(SPAWNED, BAD_THREADS, "ValueError: invalid literal", id="worker", marks=pytest.mark.release),
     ],
 )  # fmt: skip
 def test_engine_that_does_not_start_is_reported_with_its_own_error(models, arguments, environment, error):

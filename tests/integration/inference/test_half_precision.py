@@ -15,7 +15,7 @@ import transformers
 from prime_rl.configs.training.model import TrainerModelConfig
 from prime_rl.trainer.micro_batch import make_micro_batch
 from prime_rl.trainer.weights.policy_loading import load_policy
-from tests.integration.inference.conftest import logprobs_of
+from tests.integration.inference.conftest import PROMPT, logprobs_of
 from tests.integration.inference.test_architectures import SMALL
 from tests.support.server import Server, inference_server
 from tests.support.tiny_model import make_tiny_model, make_tokenizer, publish_weights
@@ -23,7 +23,6 @@ from tests.support.tiny_model import make_tiny_model, make_tokenizer, publish_we
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TEMPERATURE = 2.0  # the models are so certain that otherwise no log-probability would depend on the logits
-PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 SIZES = {**SMALL, "head_dim": 32}
 # Routers of the three kinds of weights: of all experts, of the chosen ones, and of all without normalization.
 EXPERTS = {

@@ -36,10 +36,7 @@ def headless_node(model: Path, log: Path, arguments: list[str]) -> Iterator[Fork
 
 
 async def test_two_nodes_switch_together_and_end_after_the_loss_of_an_engine(models, reference, tmp_path):
-    ids = [6 + (7 * i) % 94 for i in range(64)]
-    logprobs = reference.logprobs(models.published[1], ids[:1], ids[1:])
-    canary = {"token_ids": ids, "logprobs": logprobs, "dtype": "float32"}
-    directory = publish_weights(tmp_path, models.published[1], 1, overrides={"canary": canary})
+    directory = publish_weights(tmp_path, models.published[1], 1, overrides=reference.canary(models.published[1]))
     arguments = [*NODES, "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
     log = tmp_path / "node.log"
     with (
@@ -55,17 +52,6 @@ async def test_two_nodes_switch_together_and_end_after_the_loss_of_an_engine(mod
             assert old != new
             assert gap(scores, reference.logprobs(models.published[1], [6, 7, 8], new)) <= 1e-4
         assert after[0][0] == after[1][0]
-
-        broken = publish_weights(tmp_path, models.published[2], 2)
-        shard = next(broken.glob("*.safetensors"))
-        content = bytearray(shard.read_bytes())
-        content[-5] ^= 1
-        shard.write_bytes(content)
-        refused = server.post("/update_weights", weight_dir=str(broken), step=2)
-        assert refused.status_code == 400
-        assert shard.name in refused.text
-        assert "data-parallel rank" in refused.text
-        assert [version for _, _, version in sample_of_each(server)] == ["0.1", "0.1"]
 
         [engine] = [p for p in psutil.Process(node.pid).children() if "resource_tracker" not in " ".join(p.cmdline())]
         await lose(server, engine)

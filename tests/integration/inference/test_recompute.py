@@ -1,7 +1,7 @@
 """Switches during many completions: exact version spans (I5), and log-probabilities that agree per span (I6).
 
 Under `kv_cache_on_weight_update = recompute` a token depends on one policy only, so each span must agree
-with a forward pass of its version. Under `keep` that holds for completions of one version.
+with a forward pass of its version. tests/integration/inference/test_spans.py compares the spans with trained batches.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ import httpx
 import numpy as np
 import pytest
 
-from prime_rl.core.types import Group, PolicyVersion, Rollout, Sample
-from prime_rl.orchestrator.packing import pack
 from prime_rl.rollouts.clients.inference_client import InferenceClient, decode_generation
 from prime_rl.rollouts.rendering.messages import Generation
 from tests.integration.inference.conftest import (
+    AGREEMENT,
+    PROMPT,
     Reference,
     gap,
     logprobs_of,
@@ -31,24 +31,15 @@ from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
 
-AGREEMENT = 1e-4
-DIFFERENT = 0.5
 REQUESTS = 200
 TOKENS = 520
-PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
 @pytest.fixture
 def recomputing(models, tmp_path):
     log = tmp_path / "server.log"
-    arguments = [
-        "--kv_cache_on_weight_update",
-        "recompute",
-        "--vllm.max_num_seqs",
-        "64",
-        "--vllm.kv_cache_memory_bytes",
-        "64M",
-    ]
+    arguments = ["--kv_cache_on_weight_update", "recompute", "--vllm.max_num_seqs", "64"]
+    arguments += ["--vllm.kv_cache_memory_bytes", "64M"]
     with inference_server(models.base, log, arguments) as server:
         yield server
 
@@ -134,27 +125,6 @@ async def _sample_across_switches(
     return completions
 
 
-def _assert_trained_versions(sampled_choices: Completions, prompts: list[list[int]]) -> None:
-    """The version of every token in the trainer's batch is that of the engine's span."""
-    groups, expected = [], {}
-    for number, ((choice, generation), prompt) in enumerate(zip(sampled_choices, cycle(prompts))):
-        size = len(prompt)
-        sample = Sample(
-            tokens=np.array([*prompt, *generation.token_ids], np.int32),
-            loss_mask=np.array([False] * size + [True] * TOKENS),
-            logprobs=np.concatenate([np.zeros(size, np.float32), generation.logprobs]),
-            versions=np.concatenate([np.full(size, -1, np.int32), generation.versions]),
-        )
-        groups.append(Group(number, (Rollout((sample,), 1.0, {}, False, ()),), "env", number, 1.0))
-        spans = versions_of(choice)
-        expected[number] = [PolicyVersion.parse(v).step for v, start, end in spans for _ in range(start, end)]
-    batch = pack(groups, [np.zeros(1) for _ in groups], seq_len=1024)
-    starts = np.concatenate([[0], np.cumsum(batch.seq_lens)])
-    for index, number in enumerate(batch.sample_group):
-        versions = batch.versions[starts[index] : starts[index + 1]]
-        assert versions[versions >= 0].tolist() == expected[int(number)]
-
-
 def _agree(choice: dict[str, Any], prompt: list[int], policies: dict[str, Path], reference: Reference) -> float:
     """The largest difference of a span to its own version's forward pass."""
     expected = {
@@ -166,12 +136,7 @@ def _agree(choice: dict[str, Any], prompt: list[int], policies: dict[str, Path],
 
 
 @pytest.mark.parametrize("sample", [_sample_by_http, _sample_by_stream])
-async def test_recomputed_spans_agree_with_their_version(
-    recomputing,
-    policies,
-    reference,
-    sample,
-):
+async def test_recomputed_spans_agree_with_their_version(recomputing, policies, reference, sample):
     prompts = [[*PROMPT, 6 + i % 90, 6 + i // 90] for i in range(REQUESTS)]
     preempted = metric(recomputing, "vllm:num_preemptions_total")
     sampled_choices = await _sample_across_switches(recomputing, policies, prompts, sample)
@@ -180,22 +145,3 @@ async def test_recomputed_spans_agree_with_their_version(
     assert len(straddling) >= 64
     for (choice, _), prompt in zip(sampled_choices, cycle(prompts)):
         assert _agree(choice, prompt, policies, reference) <= AGREEMENT
-    _assert_trained_versions(sampled_choices, prompts)
-
-
-async def test_kept_completions_of_one_version_agree_with_that_version(server, policies, reference):
-    prompts = [[*PROMPT, 6 + i] for i in range(80)]
-    sampled_choices = await _sample_across_switches(server, policies, prompts)
-    pure = [(choice, prompt) for (choice, _), prompt in zip(sampled_choices, cycle(prompts)) if _is_pure(choice)]
-    mixed = [(choice, prompt) for (choice, _), prompt in zip(sampled_choices, cycle(prompts)) if not _is_pure(choice)]
-    assert len(pure) >= 16
-    for choice, prompt in pure:
-        assert _agree(choice, prompt, policies, reference) <= AGREEMENT
-    assert max(_agree(choice, prompt, policies, reference) for choice, prompt in mixed) > DIFFERENT, (
-        "tokens after a switch rest on KV of the old weights: that is what `keep` means"
-    )
-    _assert_trained_versions(sampled_choices, prompts)
-
-
-def _is_pure(choice: dict[str, Any]) -> bool:
-    return len(versions_of(choice)) == 1

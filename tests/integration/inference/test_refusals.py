@@ -2,12 +2,21 @@
 
 import pytest
 
-from tests.integration.inference.conftest import LONG, SAMPLED, generate_all, metric, versions_of, wait_for_metric
+from tests.integration.inference.conftest import (
+    AGREEMENT,
+    CANARY,
+    DIFFERENT,
+    LONG,
+    PROMPT,
+    SAMPLED,
+    generate_all,
+    metric,
+    versions_of,
+    wait_for_metric,
+)
 from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
 def test_update_to_an_older_version_is_refused(server, models, tmp_path):
@@ -21,6 +30,30 @@ def test_update_to_an_older_version_is_refused(server, models, tmp_path):
     assert (again["step"], again["pause_s"]) == (2, 0.0)
     assert server.update(rewound, 1, branch=1)["branch"] == 1
     assert versions_of(server.generate(PROMPT)) == [("1.1", 0, 8)]
+
+
+def test_weights_of_another_model_fail_the_canary(server, models, reference, tmp_path):
+    """The manifest and every hash are right, but the trainer's model was another one."""
+    right, wrong = (
+        publish_weights(
+            tmp_path / str(step), models.published[1], 1, overrides=reference.canary(models.published[step])
+        )
+        for step in (1, 2)
+    )
+    assert server.update(right, 1)["canary_difference"] <= AGREEMENT
+    hits = metric(server, "vllm:prefix_cache_hits_total")
+    server.generate(CANARY)
+    assert metric(server, "vllm:prefix_cache_hits_total") == hits, "the canary leaves no entries in the prefix cache"
+    server.reload()
+    for _ in range(2):
+        answer = server.post("/update_weights", weight_dir=str(wrong), step=1)
+        assert answer.status_code == 422
+        message = f"version 0.1 of {wrong} is loaded, but is not the trainer's: the largest difference between"
+        assert message in answer.json()["error"]
+    assert versions_of(server.generate(PROMPT))[0][0] == "0.1", "the tags name the loaded version"
+    assert server.policy()["canary_difference"] > DIFFERENT
+    server.reload()
+    assert server.policy()["canary_difference"] is None
 
 
 def test_update_with_equal_weights_changes_the_version(server, models, tmp_path):
@@ -48,15 +81,6 @@ def test_malformed_body_is_answered_with_the_reason(server):
     assert server.client.post("/update_weights", content=b"{}").status_code == 415
 
 
-def test_request_with_the_canary_prefix_is_answered_with_400(server):
-    """Only this route uses a client's request id unchanged; vLLM answers an unknown error with 500."""
-    body = {"model": server.model, "input": "a", "max_output_tokens": 4, "request_id": "canary-x"}
-    answer = server.client.post("/v1/responses", json=body)
-    assert answer.status_code == 400, answer.text
-    assert "the prefix 'canary-' is reserved for the server" in answer.text
-    assert server.client.post("/v1/responses", json={**body, "request_id": "resp_x"}).status_code == 200
-
-
 def test_second_run_is_rejected_until_the_lease_is_released(server, models):
     server.reload(run_id="first")
     assert server.client.get("/policy", params={"run_id": "second"}).json()["run_id"] == "first"
@@ -69,6 +93,7 @@ def test_second_run_is_rejected_until_the_lease_is_released(server, models):
         answer = server.post(path, **body)
         assert answer.status_code == 409
         assert answer.json()["error"].startswith("run first has held this server for")
+        assert answer.json()["free_in_s"] > 0
     assert server.update(models.published[1], 1, run_id="first")["step"] == 1
     assert server.post("/release_policy", run_id="first").json()["run_id"] is None
     assert server.reload(run_id="second")["step"] == 0
@@ -87,9 +112,3 @@ async def test_reload_aborts_requests_in_flight(server):
     choices = await generate_all(server, requests, reload)
     assert {choice["finish_reason"] for choice in choices} == {"abort"}
     assert len(server.generate(PROMPT)["token_ids"]) == 8
-
-
-def test_development_routes_answer_404(server):
-    assert server.post("/collective_rpc", method="load_policy").status_code == 404
-    assert server.post("/reset_prefix_cache").status_code == 404
-    assert server.post("/update_weight_version", new_version="9.9").status_code == 404

@@ -21,10 +21,8 @@ from prime_rl.rollouts.clients.inference_client import InferenceClient, Inferenc
 from prime_rl.storage.paths import RunPaths
 from tests.integration.inference.conftest import (
     METRIC_TIMEOUT_SECONDS,
-    assert_greedy_outputs_equal,
     gap,
     logprobs_of,
-    switch_ten_times,
     wait_for_metric,
 )
 from tests.support.server import START_TIMEOUT_SECONDS, STOP_TIMEOUT_SECONDS, Server, free_port, inference_server
@@ -104,28 +102,12 @@ def first_address(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text().split("-", 1)[0]
 
 
-def test_admin_routes_require_the_key(locked):
-    assert locked.client.get("/policy").status_code == 401
-    assert locked.post("/inference/v1/generate").status_code == 401
-    for path in (
-        "/update_weights",
-        "/reload_weights",
-        "/release_policy",
-        "/v1/completions",
-        "/tokenize",
-        "/invocations",
-    ):
+async def test_routes_and_token_streams_require_the_key(locked):
+    for path in ("/update_weights", "/inference/v1/generate", "/v1/completions", "/tokenize"):
         assert locked.post(path).status_code == 401
         assert locked.client.post(path, json={}, headers={"Authorization": "Bearer other"}).status_code == 401
-    assert [locked.client.get(path).status_code for path in ("/metrics", "/v1/models", "/docs", "/health")] == [
-        401
-    ] * 3 + [200]
+    assert [locked.client.get(path).status_code for path in ("/policy", "/metrics", "/health")] == [401, 401, 200]
     assert locked.client.get("/policy", headers=KEY).json()["step"] == 0
-    prompt = {"model": locked.model, "prompt": "a"}
-    assert locked.client.post("/tokenize", json=prompt, headers=KEY).status_code == 200
-
-
-async def test_token_stream_requires_the_key(locked):
     for key in (None, "other"):
         async with InferenceClient(locked.url, locked.model, "", key) as client:
             with pytest.raises(InferenceError, match="needs its API key as a bearer token") as caught:
@@ -162,14 +144,6 @@ def test_switch_updates_an_untied_head(locked, models, reference):
     choice = locked.generate(prompt, temperature=1.0, seed=0, max_tokens=64)
     assert gap(logprobs_of(choice), reference.logprobs(models[1], prompt, choice["token_ids"])) <= 1e-4
     assert gap(logprobs_of(choice), reference.logprobs(models[0], prompt, choice["token_ids"])) > 0.5
-
-
-async def test_untied_model_after_ten_switches_equals_a_fresh_server(locked, models, tmp_path):
-    locked.client.headers.update(KEY)
-    locked.reload()
-    switch_ten_times(locked, models, tmp_path)
-    with inference_server(models[1], tmp_path / "server.log", ["--vllm.kv_cache_memory_bytes", "64M"]) as fresh:
-        await assert_greedy_outputs_equal(locked, fresh)
 
 
 async def test_death_of_the_engine_ends_the_server(locked):

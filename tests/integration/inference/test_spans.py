@@ -109,11 +109,7 @@ def assert_batch_equals_responses(paths: RunPaths, step: int, reported: dict[tup
     return len(batch.seq_lens)
 
 
-@pytest.mark.extended  # without trained batches: test_switch.py
-@pytest.mark.parametrize(
-    ("num_servers", "by_stream"),
-    [(1, True), (1, False), (2, True)],
-)
+@pytest.mark.parametrize(("num_servers", "by_stream"), [(1, True), (1, False), (2, True)])
 async def test_versions_of_the_batches_equal_the_reported_spans(
     request, server, models, tmp_path, num_servers, by_stream
 ):

@@ -8,6 +8,9 @@ import httpx
 import pytest
 
 from tests.integration.inference.conftest import (
+    AGREEMENT,
+    DIFFERENT,
+    PROMPT,
     SAMPLED,
     SEATS,
     all_seats_taken,
@@ -20,13 +23,9 @@ from tests.integration.inference.conftest import (
     wait_for_metric,
 )
 from tests.support.server import REQUEST_TIMEOUT_SECONDS
+from tests.support.tiny_model import publish_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-AGREEMENT = 1e-4
-DIFFERENT = 0.5
-
-PROMPT = [1, 4, 6, *range(70, 100), 2, 6, 1, 5, 6]
 
 
 def test_switch_updates_a_tied_head(server, models, reference):
@@ -51,17 +50,8 @@ def test_reload_returns_to_the_base_model(server, models):
     assert versions_of(after) == [("0.0", 0, 8)]
 
 
-def test_logprobs_include_the_temperature(server, models):
-    choice = server.generate(PROMPT, temperature=0.5, seed=1, max_tokens=64)
-    cold = server.generate(PROMPT, temperature=1.0, seed=1, max_tokens=1)
-    warm = server.generate(PROMPT, temperature=0.5, seed=1, max_tokens=1)
-    assert len(logprobs_of(choice)) == 64
-    if cold["token_ids"] == warm["token_ids"]:
-        assert gap(logprobs_of(cold), logprobs_of(warm)) > 1e-3
-
-
 def test_trainer_and_sampler_truncate_the_distribution_equally(server, models):
-    """Top-k, top-p and min-p, alone and combined, at several temperatures, in one packed row (I6)."""
+    """Top-k, top-p and min-p, alone and combined, and temperatures, in one packed row (I6)."""
     import numpy as np
     import torch
 
@@ -70,7 +60,7 @@ def test_trainer_and_sampler_truncate_the_distribution_equally(server, models):
     from prime_rl.trainer.weights.policy_loading import load_policy
 
     cuts = {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.8, "min_p": 0.02}, {}
-    asked = [(cut, temperature) for cut in cuts for temperature in (0.7, 1.0, 1.3)]
+    asked = list(zip(cuts, (1.3, 1.0, 0.7, 1.3, 0.7), strict=True))
     choices = [
         server.generate(PROMPT, temperature=temperature, seed=i, max_tokens=64, **cut)
         for i, (cut, temperature) in enumerate(asked)
@@ -93,12 +83,14 @@ def test_trainer_and_sampler_truncate_the_distribution_equally(server, models):
     assert not left_out.any()
     with torch.no_grad():
         whole, _ = policy(make_micro_batch(tokens, mask, [length] * len(asked), temperature=temperature))
-    assert (whole - logprobs).abs().reshape(len(asked), length).amax(-1)[:12].min() > 1e-3, (
+    assert (whole - logprobs).abs().reshape(len(asked), length).amax(-1)[:4].min() > 1e-3, (
         "the truncation changed the log-probabilities"
     )
 
 
 async def test_version_spans_of_running_requests_match_the_switch(server, models, reference):
+    """And no other request reads the KV that they cache after a switch, which depends on several policies."""
+
     def switch_twice(start: float) -> None:
         for step in (1, 2):
             wait_for_metric(server, SAMPLED, above=start + step * 600)
@@ -117,6 +109,9 @@ async def test_version_spans_of_running_requests_match_the_switch(server, models
         expected = reference.logprobs(models.base, prompt, choice["token_ids"])
         assert gap(logprobs_of(choice)[:switch], expected[:switch]) <= AGREEMENT
         assert gap(logprobs_of(choice)[switch : switch + 50], expected[switch : switch + 50]) > DIFFERENT
+    prompt = prompts[0] + choices[0]["token_ids"]
+    later = server.generate(prompt)
+    assert gap(logprobs_of(later), reference.logprobs(models.base, prompt, later["token_ids"])) <= AGREEMENT
 
 
 @pytest.mark.extended
@@ -157,20 +152,6 @@ async def test_switch_during_prefill_prefills_the_prompt_again(server, models, r
         assert gap(logprobs_of(choice)[:1], reference.logprobs(policy, prompt, choice["token_ids"][:1])) <= AGREEMENT
 
 
-async def test_blocks_of_a_request_across_a_switch_are_not_shared(server, models, reference):
-    """KV that a request caches after a switch depends on two policies; no other request may read it."""
-
-    def switch(start: float) -> None:
-        wait_for_metric(server, SAMPLED, above=start + 100)
-        server.update(models.published[1], 1)
-
-    [straddler] = await generate_until_reload(server, [server.request(PROMPT)], switch)
-    assert [version for version, _, _ in versions_of(straddler)] == ["0.0", "0.1"]
-    prompt = PROMPT + straddler["token_ids"]
-    choice = server.generate(prompt)
-    assert gap(logprobs_of(choice), reference.logprobs(models.base, prompt, choice["token_ids"])) <= AGREEMENT
-
-
 @pytest.mark.parametrize("salt", [None, "tenant-7"])
 def test_cache_entries_are_not_used_after_a_switch(server, models, reference, salt):
     """A client's salt is combined with the hash of the weights, on every route."""
@@ -195,22 +176,27 @@ def test_cache_entries_are_not_used_after_a_switch(server, models, reference, sa
         assert gap(measured, reference.logprobs(models.published[1], prompt, token_ids)) <= AGREEMENT
 
 
-async def test_waiting_requests_with_a_shared_prefix_use_the_new_weights(server, models, reference):
-    """64 requests, 16 concurrent, one prefix: those that wait across the switch read no KV of the old weights.
+async def test_waiting_requests_with_a_shared_prefix_use_the_new_weights(server, models, reference, tmp_path):
+    """32 requests, 16 concurrent, one prefix: those that wait across the switch read no KV of the old weights.
 
-    Their prefix is in the cache, computed by the old weights, and their salt is that of the old weights.
+    Their prefix is in the cache, computed by the old weights, and their salt is that of the old weights. The canary has
+    priority: it runs in the step after the switch.
     """
     prefix = [1, 4, 6, *(6 + (7 * i) % 94 for i in range(157))]
-    prompts = [[*prefix, 6 + i % 90, 6 + i // 90] for i in range(64)]
+    prompts = [[*prefix, 6 + i] for i in range(2 * SEATS)]
+    directory = publish_weights(tmp_path, models.published[1], 1, overrides=reference.canary(models.published[1]))
     running, waiting = prompts[:SEATS], prompts[SEATS:]
     hits = metric(server, "vllm:prefix_cache_hits_total")
     async with all_seats_taken(server, running):
         await asyncio.to_thread(wait_for_metric, server, "vllm:prefix_cache_hits_total", hits)
-        requests = [server.request(prompt, max_tokens=64) for prompt in waiting]
+        requests = [server.request(prompt, max_tokens=16) for prompt in waiting]
         sent = asyncio.create_task(generate_all(server, requests, lambda: None))
         await asyncio.to_thread(wait_for_metric, server, "vllm:num_requests_waiting", len(waiting) - 1)
-        await asyncio.to_thread(server.update, models.published[1], 1)
+        finished = metric(server, "vllm:request_success_total")
+        answer = await asyncio.to_thread(server.update, directory, 1)
+        assert metric(server, "vllm:request_success_total") == finished + 1, "only the canary has ended"
+    assert answer["canary_difference"] <= AGREEMENT
     for prompt, choice in zip(waiting, await sent, strict=True):
-        assert versions_of(choice) == [("0.1", 0, 64)]
+        assert versions_of(choice) == [("0.1", 0, 16)]
         expected = reference.logprobs(models.published[1], prompt, choice["token_ids"])
         assert gap(logprobs_of(choice), expected) <= AGREEMENT

@@ -5,52 +5,18 @@ Both sides run vLLM's transfer with a double for the device (tests/support/cpu_t
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from prime_rl.configs.base_model import TokenizerConfig
 from prime_rl.configs.training.broadcast import IPCBroadcastConfig, NCCLBroadcastConfig, TransferConfig
-from prime_rl.configs.training.model import TrainerModelConfig
-from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
-from prime_rl.trainer.fsdp import shard_policy
-from prime_rl.trainer.model.policy_model import load_tokenizer
-from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.weight_sync import memory_sender as sending
-from prime_rl.trainer.weight_sync.publisher import Publisher
-from prime_rl.trainer.weights.policy_loading import load_policy
 from tests.integration.inference.conftest import ARGUMENTS, assert_greedy_outputs_equal
+from tests.integration.inference.policy_publisher import PolicyPublisher, process_group
 from tests.support import cpu_transfer
 from tests.support.server import inference_server
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-class Trainer:
-    """A policy whose weights the test sets, and the publisher of its versions."""
-
-    def __init__(self, model: Path, weights: Path, options: TransferConfig) -> None:
-        config = TrainerModelConfig(name=str(model))
-        world = World(rank=0, size=1, device=torch.device("cpu"))
-        self.policy = shard_policy(load_policy(config, seed=0), config, world)
-        tokenizer = load_tokenizer(TokenizerConfig(), config)
-        self.publisher = Publisher(self.policy, tokenizer, torch.float32, world, options, canary=torch.float32)
-        self.weights = weights
-
-    def become(self, model: Path) -> None:
-        other = load_policy(TrainerModelConfig(name=str(model)), seed=0)
-        with torch.no_grad():
-            for mine, theirs in zip(self.policy.parameters(), other.parameters(), strict=True):
-                mine.to_local().copy_(theirs)
-
-    def publish(self, step: int, last: bool = False) -> Path:
-        target = self.weights / f"step_{step}"
-        self.publisher.start(target, PolicyVersion(0, step), last)
-        self.publisher.wait()
-        return target
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +34,17 @@ def transferring(models, tmp_path_factory):
 def start(models, tmp_path, monkeypatch, transferring):
     cpu_transfer.install(monkeypatch.setattr, tmp_path)
     monkeypatch.setattr(sending, "_BUFFER_BYTES", 2**16)  # several buffers a version
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    started: list[Trainer] = []
+    started: list[PolicyPublisher] = []
 
-    def start(options: TransferConfig) -> Trainer:
-        started.append(Trainer(models.base, tmp_path / "weights", options))
+    def start(options: TransferConfig) -> PolicyPublisher:
+        started.append(PolicyPublisher(models.base, tmp_path / "weights", options))
         return started[-1]
 
     transferring.reload()
-    yield start
-    for trainer in started:
-        trainer.publisher.close()
-    dist.destroy_process_group()
+    with process_group():
+        yield start
+        for trainer in started:
+            trainer.publisher.close()
 
 
 @pytest.mark.parametrize("kind", [NCCLBroadcastConfig, IPCBroadcastConfig])
@@ -121,14 +86,3 @@ def test_altered_tensor_is_refused_and_sampling_continues(start, transferring, m
     assert answer.status_code == 400
     assert "declares branch 0, step 2; requested was branch 0, step 1" in answer.json()["error"]
     assert transferring.update(directory, 2)["step"] == 2
-
-
-def test_update_after_the_end_of_the_trainer_is_refused(start, transferring, models):
-    trainer = start(NCCLBroadcastConfig(port=0, timeout_seconds=60))
-    trainer.become(models.published[1])
-    directory = trainer.publish(1)
-    trainer.publisher.close()
-    answer = transferring.post("/update_weights", weight_dir=str(directory), step=1)
-    assert answer.status_code == 400
-    assert "could not be fetched: the trainer at localhost:" in answer.json()["error"]
-    assert len(transferring.generate([1, 2, 3])["token_ids"]) == 8

@@ -44,7 +44,8 @@ def assert_ended(processes):
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_run_yields_each_step_once_and_serves_until_the_block_ends(small_run):
+async def test_run_yields_each_step_once_and_serves_until_the_block_ends(small_run):
+    """The synchronous form, inside an event loop."""
     with small_run("three") as run:
         steps = list(run)
         processes = processes_of(run.pid)
@@ -58,8 +59,7 @@ def test_run_yields_each_step_once_and_serves_until_the_block_ends(small_run):
             port = other.getsockname()[1]
             with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use"):
                 run.page(port)
-    assert [step.number for step in steps] == [0, 1, 2]
-    assert [step.reward for step in steps] == [0.0, 0.1, 0.2]
+    assert [(step.number, step.reward) for step in steps] == [(0, 0.0), (1, 0.1), (2, 0.2)]
     assert steps[2].staleness == 2
     assert_ended(processes)
     assert served.exit_code is not None
@@ -96,15 +96,6 @@ async def test_run_evaluations_at_once_have_a_folder_each(small_run, monkeypatch
 
 
 @pytest.mark.extended
-async def test_run_synchronous_form_works_inside_an_event_loop_and_skips_an_earlier_run(small_run):
-    assert asyncio.get_running_loop().is_running()
-    with small_run("three") as run:
-        assert run.wait().number == 2
-    with small_run("three") as run:  # in the same directory
-        assert [step.number for step in run] == [0, 1, 2]
-
-
-@pytest.mark.extended
 def test_run_exception_in_the_loop_ends_all_processes_and_is_raised(small_run):
     processes = []
     with pytest.raises(ZeroDivisionError), small_run("endless") as run:
@@ -114,6 +105,7 @@ def test_run_exception_in_the_loop_ends_all_processes_and_is_raised(small_run):
     assert_ended(processes)
 
 
+@pytest.mark.extended
 def test_run_failed_process_raises_run_error_with_its_log(small_run):
     with (
         pytest.raises(prime_rl.RunError, match=r"trainer exited with code 3; log .*trainer\.log"),
@@ -141,10 +133,8 @@ with prime_rl.Run(output_dir=sys.argv[1], config={"grace_timeout_seconds": 1}) a
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGINT, id="ctrl_c", marks=pytest.mark.extended), pytest.param(signal.SIGKILL, id="killed")],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_run_ends_with_the_program_that_started_it(tmp_path, number):
     program = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     pid = int(program.stdout.readline())
@@ -155,13 +145,10 @@ def test_run_ends_with_the_program_that_started_it(tmp_path, number):
     assert_ended(processes)
 
 
-def test_run_methods_before_the_block_are_refused(tmp_path):
+def test_run_methods_outside_the_block_are_refused(tmp_path, small_run, monkeypatch):
+    """A server of `client.base_url`, which lives on, may sample from the policy of another run by then."""
     with pytest.raises(RuntimeError, match="with Run"):
         prime_rl.Run(output_dir=tmp_path).page()
-
-
-def test_run_over_does_not_ask_a_server_that_lives_on(small_run, monkeypatch):
-    """A server of `client.base_url` may sample from the policy of another run by then."""
     monkeypatch.setattr(active_run, "answers", lambda url: True)
     with small_run("three") as run:
         pass

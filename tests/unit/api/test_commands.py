@@ -36,7 +36,7 @@ def test_evaluate_bad_input_is_the_error_of_the_command(tmp_path):
         prime_rl.evaluate(split="test", output_dir=tmp_path)
 
 
-def test_sft_unknown_key_and_missing_data_are_config_errors(tmp_path):
+def test_sft_unknown_key_is_a_config_error(tmp_path):
     with pytest.raises(prime_rl.ConfigError, match=r"unknown key optim\.rl .*given in Python"):
         prime_rl.sft("some/model", "data.jsonl", config={"optim.rl": 1}, output_dir=tmp_path)
 
@@ -47,7 +47,7 @@ def test_sft_unknown_key_and_missing_data_are_config_errors(tmp_path):
         (
             "import verifiers.v1\n__all__ = []",
             {},
-            r"has no load_environment\(\); if it is a v1 taskset, pass its id to Run",
+            r"no load_environment\(\); if it is a v1 taskset, pass its id to Run",
         ),
         ("raise KeyError('data')", {}, "cannot be imported: KeyError: 'data'"),
         ("def load_environment(size): return size", {}, "env.args.size is not set"),
@@ -60,3 +60,8 @@ def test_load_environment_refuses_in_one_line(tmp_path, text, args, message):
     with pytest.raises(prime_rl.ConfigError, match=message) as error:
         prime_rl.load_environment(str(file), **args)
     assert "\n" not in str(error.value)
+
+
+def test_load_environment_of_a_file_gets_the_arguments(tmp_path):
+    (tmp_path / "mine.py").write_text("def load_environment(size=1):\n    return size\n")
+    assert prime_rl.load_environment(str(tmp_path / "mine.py"), size=4) == 4

@@ -41,10 +41,8 @@ def test_orchestrator_arguments_become_keys_of_rl(runs):
     assert config.model.name == "some/model"
     assert (config.max_steps, config.ckpt.interval, config.async_level) == (100, 10, 0)
     assert (config.ranks, len(config.inference_gpu_ids), config.trainer.optim.type) == (3, 2, "muon")
-    assert (config.orchestrator.batch_size, [env.id for env in config.orchestrator.env]) == (
-        1024,
-        ["reverse_text", "gsm8k"],
-    )
+    assert config.orchestrator.batch_size == 1024
+    assert [env.id for env in config.orchestrator.env] == ["reverse_text", "gsm8k"]
 
 
 def test_several_nodes_of_inference_are_the_first_of_the_named_ones(runs):
@@ -73,10 +71,3 @@ def test_simple_sft_trainer_trains_on_the_answers(monkeypatch, tmp_path):
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     assert len(rows) == 3
     assert all(row["prompt"][-1]["content"][::-1] == row["completion"][0]["content"] for row in rows)
-
-
-def test_load_environment_of_a_file_and_bad_input(tmp_path):
-    (tmp_path / "mine.py").write_text("def load_environment(size=1):\n    return size\n")
-    assert prime_rl.load_environment(str(tmp_path / "mine.py"), size=4) == 4
-    with pytest.raises(prime_rl.ConfigError, match="no_such_environment is not installed"):
-        prime_rl.load_environment("no_such_environment")

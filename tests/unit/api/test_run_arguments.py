@@ -24,11 +24,10 @@ def test_run_arguments_override_config_over_file(tmp_path):
     config = prime_rl.Run("some/model", config=file, output_dir=tmp_path, max_steps=7).config
     assert (config.max_steps, config.orchestrator.batch_size, config.trainer.max_steps) == (7, 16, 7)
     assert config.trainer.model.name == "some/model"
-
-
-@pytest.mark.parametrize("config", [{"orchestrator.batch_size": 32}, {"orchestrator": {"batch_size": 32}}])
-def test_run_config_may_be_nested_or_dotted(config, tmp_path):
-    assert prime_rl.Run(config=config, output_dir=tmp_path).config.orchestrator.batch_size == 32
+    for values in ({"orchestrator.batch_size": 32}, {"orchestrator": {"batch_size": 32}}):
+        config = prime_rl.Run(config=values, output_dir=tmp_path, resume=-1, ckpt={"interval": 2}).config
+        assert config.orchestrator.batch_size == 32
+        assert (config.trainer.ckpt.resume_step, config.orchestrator.ckpt.interval) == (-1, 2)
 
 
 def test_run_starts_a_server_unless_there_is_another(tmp_path):
@@ -36,11 +35,6 @@ def test_run_starts_a_server_unless_there_is_another(tmp_path):
     own = prime_rl.Run(output_dir=tmp_path, config={"inference": None}).config
     other = prime_rl.Run(output_dir=tmp_path, config={"orchestrator.client.base_url": "http://localhost:1"}).config
     assert own.inference is None and other.inference is None
-
-
-def test_run_resume_sets_the_checkpoint_of_both_processes(tmp_path):
-    config = prime_rl.Run(output_dir=tmp_path, resume=-1, ckpt={"interval": 2}).config
-    assert (config.trainer.ckpt.resume_step, config.orchestrator.ckpt.interval) == (-1, 2)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +58,8 @@ def test_run_bad_input_is_a_config_error_of_one_line(values, message, tmp_path):
 
 
 def test_run_functions_become_import_paths(tmp_path):
-    config = prime_rl.Run(
-        env="reverse_text",
-        advantage=named_advantage,
-        loss=lambda inputs: 7,
-        reward=named_advantage,
-        output_dir=tmp_path,
-    ).config
+    functions = {"advantage": named_advantage, "loss": lambda inputs: 7, "reward": named_advantage}
+    config = prime_rl.Run(env="reverse_text", output_dir=tmp_path, **functions).config
     path = f"{__name__}:named_advantage"
     assert config.orchestrator.advantage.import_path == path
     assert config.orchestrator.env[0].rewards[0].import_path == path
@@ -141,12 +130,10 @@ def test_name_function_of_a_script_loads_in_another_process(tmp_path):
     assert json.loads(run(tmp_path, "-c", READER, json.dumps(paths))) == [6, 2, 3]
 
 
-def test_name_function_of_an_installed_package_is_its_import_path(tmp_path):
-    assert name_function(json.dumps, tmp_path) == "json:dumps"
+def test_write_code_shows_the_source(tmp_path):
+    assert name_function(json.dumps, tmp_path) == "json:dumps", "of an installed package"
     assert not list(tmp_path.iterdir())
 
-
-def test_write_code_shows_the_source(tmp_path):
     def double(value):
         """Return "twice" the value."""
         return value * 2

@@ -42,10 +42,10 @@ def measure(bench):
     return columns
 
 
-@pytest.mark.extended(after=2)
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize("workload", ["four waves", "one wave, brutal tail", "four waves, 30 % dropped"])
 @pytest.mark.parametrize(("k", "bound"), [(2, 2), (1, 2)])
-@pytest.mark.parametrize("expectation", [None, "history"])
+@pytest.mark.parametrize("expectation", ["history", None])
 def test_deadlines_keep_the_bound_and_waste_nothing(measure, workload, k, bound, expectation):
     ours = measure("deadline", k, bound, expectation, workload)
     assert ours.staleness_max <= bound
@@ -62,32 +62,12 @@ def test_efficiency_of_deadlines_and_of_length_aware_admission(measure):
     assert in_order[2] >= 0.86 and in_order[4] >= 0.97
     assert by_length[1] > in_order[1] + 0.05
     assert by_length[2] >= 0.95 and by_length[4] >= 0.97
-
-
-@pytest.mark.extended
-def test_length_aware_admission_tolerates_wrong_expectations(measure):
     right, off, far_off = (measure("deadline", 2, 2, kind).efficiency for kind in ("exact", 0.5, 1.0))
-    assert off > right - 0.02
-    assert far_off > measure("deadline", 2, 2).efficiency + 0.02
+    assert off > right - 0.02 and far_off > in_order[2] + 0.02, "with wrong expectations"
 
 
 @pytest.mark.extended
-def test_windows_of_several_batches_raise_efficiency_within_the_same_bound(bench):
-    def run(workload, kind, batches):
-        work = replace(bench.simulation.WINDOWED_WORKLOADS[workload], steps=48, warmup_steps=8)
-        policy = bench.simulation.Policy("deadline_length_aware", 2, 2, kind, batches=batches)
-        return bench.simulation.measure((work, policy, 0))
-
-    one, eight = (run("one wave, brutal tail", "history", batches) for batches in (1, 8))
-    assert eight["efficiency"] > one["efficiency"] + 0.05
-    assert eight["staleness_max"] <= 2 and eight["tokens_wasted"] == 0
-    assert eight["length_ratio"] == pytest.approx(1, abs=0.01)
-    seconds, tokens = (run("one wave, environments wait", kind, 8) for kind in ("noisy seconds", "tokens"))
-    assert seconds["efficiency"] > tokens["efficiency"] + 0.02
-
-
-@pytest.mark.extended
-def test_other_policies_exceed_the_bound_or_waste_tokens(measure):
+def test_other_policies_exceed_the_bound_or_waste_tokens(bench, measure):
     """Other policies exceed the staleness bound, or discard tokens and prefer short rollouts."""
     gate = measure("admission_gate", 2)
     assert gate.staleness_max > 2 and gate.tokens_wasted == 0
@@ -97,16 +77,13 @@ def test_other_policies_exceed_the_bound_or_waste_tokens(measure):
     assert fifo.staleness_max == 2
     assert fifo.efficiency == pytest.approx(measure("deadline", 2, 2).efficiency, abs=0.02)
     assert measure("one_step_off", 1, 1).staleness_max == 1
+    for k, bound in ((1, 2), (2, 3), (4, 6)):
+        assert bench.policies.WindowedFifo(32, k).bound == bound
+        assert measure("windowed_fifo", k, bound, workload="one wave, brutal tail").staleness_max <= bound
 
 
-@pytest.mark.extended(after=1)
-@pytest.mark.parametrize(("k", "bound"), [(1, 2), (2, 3), (4, 6)])
-def test_windowed_fifo_keeps_its_own_bound(bench, measure, k, bound):
-    assert bench.policies.WindowedFifo(32, k).bound == bound
-    assert measure("windowed_fifo", k, bound, workload="one wave, brutal tail").staleness_max <= bound
-
-
-def test_oversampling_raises_efficiency_if_groups_are_dropped(bench, measure):
+@pytest.mark.extended
+def test_oversampling_raises_efficiency_if_groups_are_dropped(bench):
     work = replace(bench.simulation.WORKLOADS["four waves, 30 % dropped"], steps=40, warmup_steps=8)
     plain, oversampled = (
         bench.simulation.measure((work, bench.simulation.Policy("deadline", 1, 2, oversampling=factor), 0))

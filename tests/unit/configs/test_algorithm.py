@@ -4,7 +4,7 @@ import typing
 
 import pytest
 
-from prime_rl.configs.algorithm import ALGORITHMS, Algorithm
+from prime_rl.configs.algorithm import Algorithm
 from prime_rl.configs.loading.base_config import write_config
 from prime_rl.configs.rl import RLConfig
 from prime_rl.core.errors import ConfigError
@@ -35,87 +35,60 @@ def load(*arguments):
     return config.orchestrator.advantage, config.trainer.loss
 
 
-@pytest.fixture
-def write(tmp_path):
-    def file(text, name="file.toml"):
-        path = tmp_path / name
-        path.write_text(text)
-        return "@", path
-
-    return file
+def load_over(file, text, *arguments):
+    file.write_text(text)
+    return load("@", file, *arguments)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", typing.get_args(Algorithm))
 def test_algorithm_preset_sets_advantage_and_loss(name):
     advantage, loss = load("--algorithm", name)
-    kinds = (advantage.type, loss.type, loss.normalization, getattr(advantage, "std", None))
-    assert kinds == EXPECTED[name]
+    assert (advantage.type, loss.type, loss.normalization, getattr(advantage, "std", None)) == EXPECTED[name]
+    if name == "aipo":
+        assert (advantage, loss) == load(), "the default"
+    if name == "dapo":
+        assert (loss.eps_low, loss.eps_high) == (0.2, 0.28)
 
 
-def test_algorithm_presets_cover_all_names():
-    assert set(typing.get_args(Algorithm)) == set(ALGORITHMS) == set(EXPECTED)
-
-
-def test_algorithm_unset_is_aipo():
-    assert load() == load("--algorithm", "aipo")
-
-
-def test_algorithm_dapo_uses_clip_higher():
-    assert (load("--algorithm", "dapo")[1].eps_low, load("--algorithm", "dapo")[1].eps_high) == (0.2, 0.28)
-
-
-def test_algorithm_preset_keeps_values_of_the_same_source(write):
+def test_algorithm_preset_keeps_values_of_the_same_source(tmp_path):
     advantage, loss = load("--algorithm", "gspo", "--trainer.loss.type", "cispo")
     assert (advantage.type, advantage.std, loss.type) == ("grpo", True, "cispo")
-    advantage, loss = load(*write('algorithm = "gspo"\norchestrator.advantage.type = "rloo"'))
+    advantage, loss = load_over(tmp_path / "a.toml", 'algorithm = "gspo"\norchestrator.advantage.type = "rloo"')
     assert (advantage.type, loss.type) == ("rloo", "gspo")
-    _, loss = load(*write('algorithm = "gspo"'), "--trainer.loss.type", "aipo")
+    _, loss = load_over(tmp_path / "a.toml", 'algorithm = "gspo"', "--trainer.loss.type", "aipo")
     assert loss.type == "aipo"
     assert load("--algorithm", "grpo", "--trainer.loss.eps-high", 0.28)[1].eps_high == 0.28
 
 
-def test_algorithm_flag_overrides_values_of_a_file(write):
+def test_algorithm_flag_overrides_the_types_of_a_file_and_keeps_its_keys(tmp_path):
     text = 'trainer.loss = {type = "cispo", eps_high = 5.0, kl.coef = 0.2}\norchestrator.advantage.type = "opo"'
-    advantage, loss = load(*write(text), "--algorithm", "gspo")
+    advantage, loss = load_over(tmp_path / "a.toml", text, "--algorithm", "gspo")
     assert (advantage.type, loss.type) == ("grpo", "gspo")
     assert loss.eps_high == 4e-4  # not CISPO's
     assert loss.kl.coef == 0.2  # of every loss
+    text = 'trainer.loss = {type = "gspo", eps_high = 0.1}'
+    assert load_over(tmp_path / "a.toml", text, "--algorithm", "gspo")[1].eps_high == 0.1
 
 
-def test_algorithm_in_a_file_keeps_the_type_and_keys_of_the_file(write):
-    _, loss = load(*write('trainer.loss = {type = "gspo", eps_high = 0.1}'), "--algorithm", "gspo")
-    assert loss.eps_high == 0.1
+@pytest.mark.parametrize("earlier", ["dapo", "gspo", "aipo"])
+@pytest.mark.parametrize("later", ["dr_grpo", "reinforce++", "gspo"])
+def test_algorithm_flag_over_a_resolved_file_switches_the_preset(tmp_path, earlier, later):
+    write_config(RLConfig.load(["--algorithm", earlier]), tmp_path / "run.toml")  # names all keys
+    assert load("@", tmp_path / "run.toml") == load("--algorithm", earlier)
+    assert load("@", tmp_path / "run.toml", "--algorithm", later) == load("--algorithm", later)
 
 
-@pytest.fixture(scope="module", params=["dapo", "gspo", "aipo"])
-def resolved(request, tmp_path_factory):
-    """Arguments of the resolved file of an algorithm, which names all keys."""
-    root = tmp_path_factory.mktemp(request.param)
-    write_config(RLConfig.load(["--algorithm", request.param]), root / "run.toml")
-    assert load("@", root / "run.toml") == load("--algorithm", request.param)
-    return "@", root / "run.toml"
-
-
-@pytest.fixture(scope="module")
-def presets():
-    return {name: load("--algorithm", name) for name in EXPECTED}
-
-
-@pytest.mark.parametrize("later", EXPECTED)
-def test_algorithm_flag_over_a_resolved_file_switches_the_preset(resolved, presets, later):
-    assert load(*resolved, "--algorithm", later) == presets[later]
-
-
-def test_algorithm_with_a_key_of_another_loss_raises():
-    with pytest.raises(
-        ConfigError, match=r"trainer.loss.ratio_clip = 3 .* is not a key of trainer.loss.type = gspo, which"
-    ):
-        load("--algorithm", "gspo", "--trainer.loss.ratio-clip", 3)
-
-
-def test_algorithm_unknown_name_raises():
-    with pytest.raises(ConfigError, match="algorithm = 'gpso'"):
-        load("--algorithm", "gpso")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--algorithm", "gspo", "--trainer.loss.ratio-clip", 3],
+         r"trainer.loss.ratio_clip = 3 .* is not a key of trainer.loss.type = gspo, which"),
+        (["--algorithm", "gpso"], "algorithm = 'gpso'"),
+    ],
+)  # fmt: skip
+def test_algorithm_that_does_not_exist_or_lacks_the_key_raises(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(*arguments)
 
 
 def test_fixed_normalization_uses_the_seq_len_of_the_orchestrator():

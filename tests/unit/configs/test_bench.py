@@ -3,6 +3,7 @@
 import pytest
 import tomli_w
 
+from prime_rl.configs.loading.base_config import write_config
 from prime_rl.configs.orchestrator import OrchestratorConfig
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
@@ -25,17 +26,12 @@ def test_bench_of_rl_uses_the_batch_shape_of_the_orchestrator(long_run):
     assert {config.max_steps, config.trainer.max_steps, config.orchestrator.max_steps} == {4}
     assert config.trainer.bench and config.orchestrator.bench
     assert config.run_paths.root == config.output_dir / "bench"
-
-
-def test_bench_off_changes_nothing(long_run):
     config = RLConfig.load(["@", long_run])
     assert (config.max_steps, config.trainer.data.fake, config.run_paths.root) == (500, None, config.output_dir)
 
 
 def test_bench_files_written_by_rl_load_to_the_same_values(long_run, tmp_path):
     """`rl` writes resolved files, which each process reads with `--bench` in them once more."""
-    from prime_rl.configs.loading.base_config import write_config
-
     config = RLConfig.load(["@", long_run, "--bench", "--bench-steps", "7"])
     for name, root in (("trainer", TrainerConfig), ("orchestrator", OrchestratorConfig)):
         write_config(getattr(config, name), tmp_path / f"{name}.toml")

@@ -22,18 +22,13 @@ def _in_workdir(workdir):
 @pytest.mark.parametrize("root", ROOTS)
 def test_output_dir_is_read_by_all_and_is_the_weakest_source(root, monkeypatch):
     monkeypatch.setenv("OUTPUT_DIR", "/shared/run")
-    assert str(root.load([]).output_dir) == "/shared/run"
+    config = root.load([])
+    parts = (config, config.trainer, config.orchestrator) if root is RLConfig else (config,)
+    assert {str(part.output_dir) for part in parts} == {"/shared/run"}
     assert str(root.load(["--exp-id", "a"]).output_dir) == "/shared/run/a"
     monkeypatch.setenv("PRIME_OUTPUT_DIR", "/other")
     assert str(root.load([]).output_dir) == "/other"
     assert str(root.load(["--output-dir", "third"]).output_dir) == "third"
-
-
-def test_output_dir_variable_reaches_all_processes_as_a_default(monkeypatch):
-    monkeypatch.setenv("OUTPUT_DIR", "/shared/run")
-    config = RLConfig.load(["--inference"])
-    assert {str(part.output_dir) for part in (config.trainer, config.orchestrator, config.inference)} == {"/shared/run"}
-    assert str(RLConfig.load(["--trainer.output-dir", "x"]).output_dir) == "x"
 
 
 def test_server_address_variable_sets_server_and_clients(monkeypatch):
@@ -45,6 +40,7 @@ def test_server_address_variable_sets_server_and_clients(monkeypatch):
     assert OrchestratorConfig.load(["--client.port", "8001"]).client.urls == ["http://10.0.0.7:8001"]
     url = "http://n1:8000/v1"
     assert OrchestratorConfig.load(["--client.base-url", url]).client.urls == ["http://n1:8000"]
+    assert RLConfig.load([]).orchestrator.client.urls == ["http://10.0.0.7:8000"]
     config = RLConfig.load(["--inference"])  # starts a server of its own
     assert (config.inference.server.host, config.orchestrator.client.host) == ("127.0.0.1", "localhost")
     monkeypatch.setenv("INFERENCE_SERVER_IP", "fd00::7")
@@ -68,25 +64,23 @@ def test_empty_variable_is_ignored(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("root", "arguments", "error"),
     [
-        ("--parallel.dp 2 --parallel.dp-local 1", "address is missing"),
-        ("--headless --parallel.address a --parallel.dp 2", "headless needs start_rank and dp_local"),
-        ("--headless --parallel.address a --parallel.dp 2 --parallel.dp-local 1", "headless needs start_rank"),
+        (InferenceConfig, "--parallel.dp 2 --parallel.dp-local 1", "address is missing"),
+        (InferenceConfig, "--headless --parallel.address a --parallel.dp 2", "headless needs start_rank and dp_local"),
         (
+            InferenceConfig,
             "--headless --parallel.address a --parallel.dp 2 --parallel.dp-local 2 --parallel.start-rank 1",
             "dp_local = 2 copies from 1 on are more than dp = 2",
         ),
-        ("--parallel.dp 2 --parallel.dp-local 3", "dp_local = 3 copies from 0 on are more than dp = 2"),
+        (
+            RLConfig,
+            "--inference.parallel.dp 2 --inference.parallel.dp-local 1 --inference.parallel.address a",
+            "needs their names in `nodes`",
+        ),
     ],
 )
-def test_invalid_multi_node_server_raises_in_one_line(arguments, error):
+def test_invalid_multi_node_server_raises_in_one_line(root, arguments, error):
     with pytest.raises(ConfigError, match=error) as caught:
-        InferenceConfig.load(arguments.split())
+        root.load(arguments.split())
     assert "\n" not in str(caught.value)
-
-
-def test_rl_with_a_multi_node_server_raises(monkeypatch):
-    monkeypatch.setenv("DATA_PARALLEL_ADDRESS", "10.0.0.1")
-    with pytest.raises(ConfigError, match="needs their names in `nodes`"):
-        RLConfig.load([f"--inference.parallel.{key}" for key in ("dp=2", "dp-local=1", "address=a")])

@@ -1,10 +1,10 @@
 """Keys of `rl` for several runs in one trainer, and for a run that joins a trainer."""
 
 import itertools
+import json
 import shutil
 import socket
 import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -48,12 +48,6 @@ env = [{ id = "a" }, { id = "b" }]
 """
 
 
-def problem(*argv):
-    with pytest.raises(ConfigError) as error:
-        RLConfig.load([*argv])
-    return str(error.value)
-
-
 @pytest.fixture
 def shared(tmp_path):
     (tmp_path / "r.toml").write_text(TOML)
@@ -80,13 +74,9 @@ def test_runs_trainer_and_server_get_what_they_need(shared):
     assert (inference.enable_lora, inference.max_lora_rank, inference.max_loras) == (True, 8, 3)
 
 
-def test_runs_resolved_values_load_to_the_same(shared, tmp_path):
-    (tmp_path / "resolved.toml").write_text(to_toml(shared))
-    assert RLConfig.load(["@", str(tmp_path / "resolved.toml")]) == shared
-
-
 def test_runs_flags_override_recorded_runs(shared, tmp_path):
     (file := tmp_path / "resolved.toml").write_text(to_toml(shared))
+    assert RLConfig.load(["@", str(file)]) == shared
     keys = ["--ckpt.resume-step", "-1", "--max-steps", "40", "--wandb.project", "q", "--orchestrator.env.0.id", "c"]
     config = RLConfig.load(["@", str(file), *keys, "--runs.beta.max-steps", "30"])
     alpha, beta = config.orchestrators.values()
@@ -107,8 +97,8 @@ def test_runs_flags_override_recorded_runs(shared, tmp_path):
 def test_runs_flags_override_files_and_one_run_is_the_default(tmp_path):
     (tmp_path / "r.toml").write_text(TOML)
     config = RLConfig.load(["@", str(tmp_path / "r.toml"), "--runs.alpha.optim.lr", "3e-5", "--runs.beta.seed", "7"])
-    assert config.runs["alpha"].optim == {"lr": 3e-5} and config.runs["beta"].seed == 7
-    assert config.runs["beta"].model.lora.rank == 4
+    assert config.runs["alpha"].optim == {"lr": 3e-5}
+    assert (config.runs["beta"].seed, config.runs["beta"].model.lora.rank) == (7, 4)
     assert [*RLConfig.load(SHARED).orchestrators] == ["run_default"]
 
 
@@ -129,10 +119,10 @@ def test_runs_flags_override_files_and_one_run_is_the_default(tmp_path):
     ],
 )  # fmt: skip
 def test_runs_bad_input_is_refused_in_one_line(argv, parts):
-    text = problem(*argv)
-    assert "\n" not in text
-    for part in parts:
-        assert part in text
+    with pytest.raises(ConfigError) as error:
+        RLConfig.load(argv)
+    text = str(error.value)
+    assert "\n" not in text and all(part in text for part in parts), text
 
 
 def test_join_takes_the_server_and_the_keys_of_the_run(shared, tmp_path):
@@ -185,17 +175,16 @@ def test_make_process_specs_has_an_orchestrator_for_each_run(shared):
     assert [*specs] == ["inference", "run_alpha", "run_beta", "trainer"]
     assert specs["run_beta"].log == shared.output_dir / "run_beta/logs/orchestrator.log"
     assert [spec.fails_alone for spec in specs.values()] == [False, True, True, False]
-    specs["trainer"].request_stop()
-    (stop,) = shared.output_dir.rglob("STOP.json")  # the trainer stops all its runs
-    assert stop == shared.output_dir / "checkpoints/STOP.json"
-    assert read_stop(stop.parent).start == specs["trainer"].env[START_VARIABLE]
 
 
-def test_make_process_specs_trainer_of_several_runs_without_checkpoints_is_asked_to_stop(tmp_path):
-    """A run that joined may have them."""
+def test_make_process_specs_trainer_asked_to_stop_stops_all_runs(tmp_path):
+    """Without checkpoints of its own too: a run that joined may have them."""
     config = RLConfig.load([*SHARED, "--output-dir", str(tmp_path), "--no-ckpt"])
-    make_process_specs(config, config.run_paths)[-1].request_stop()
-    assert (tmp_path / "checkpoints/STOP.json").exists()
+    trainer = make_process_specs(config, config.run_paths)[-1]
+    trainer.request_stop()
+    (stop,) = tmp_path.rglob("STOP.json")
+    assert stop == tmp_path / "checkpoints/STOP.json"
+    assert read_stop(stop.parent).start == trainer.env[START_VARIABLE]
 
 
 def beat(paths, name="orchestrator", role="orchestrator", **options):
@@ -225,24 +214,20 @@ def test_make_process_specs_run_that_was_evicted_or_removed_is_over(shared):
     assert not specs["trainer"].is_over() and not specs["inference"].is_over()
 
 
-def test_make_process_specs_trainer_is_in_use_by_a_run_that_joined(shared):
+def test_make_process_specs_trainer_is_in_use_by_a_run_that_joined_and_lives(shared):
     trainer = make_process_specs(shared, shared.run_paths)[-1]
-    own, other = (RunPaths(shared.output_dir / f"run_{name}") for name in ("alpha", "other"))
+    own, other, dead = (RunPaths(shared.output_dir / f"run_{name}") for name in ("alpha", "other", "dead"))
     beat(own)
     assert not trainer.in_use()
     joined = beat(other)
     assert trainer.in_use()
     joined.close()
     assert not trainer.in_use()
-
-
-def test_make_process_specs_trainer_is_not_in_use_by_a_run_that_died(shared):
-    trainer = make_process_specs(shared, shared.run_paths)[-1]
-    paths = RunPaths(shared.output_dir / "run_other")
-    script = "import sys; from pathlib import Path; from prime_rl.storage.paths import RunPaths\n"
-    script += "from prime_rl.liveness.heartbeat_writer import HeartbeatWriter\n"
-    script += "HeartbeatWriter(RunPaths(Path(sys.argv[1])), 'orchestrator', 'orchestrator').start()\n"
-    subprocess.run([sys.executable, "-c", script, str(paths.root)], check=True)
+    beat(dead)
+    heartbeat = dead.heartbeat("orchestrator")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    heartbeat.write_text(json.dumps(json.loads(heartbeat.read_text()) | {"pid": ended.pid}))
     trainer.in_use()
     assert not trainer.in_use(), "a process of this machine that is gone"
 
@@ -260,23 +245,15 @@ def test_make_process_specs_trainer_is_not_in_use_by_a_silent_run_of_another_mac
     assert all(answers[:limit]) and not answers[-1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        (None, "no trainer runs in"),
-        ({}, "has one run"),
-        ({"max_concurrent_runs": 1}, "has one run"),
-        ({"max_concurrent_runs": 2}, None),
-    ],
-)  # fmt: skip
-def test_check_trainer_to_join_needs_a_running_trainer_of_several_runs(tmp_path, settings, text):
-    if settings is not None:
+def test_check_trainer_to_join_needs_a_running_trainer_of_several_runs(tmp_path):
+    with pytest.raises(ConfigError, match="no trainer runs in"):
+        check_trainer_to_join(tmp_path)
+    for settings in ({}, {"max_concurrent_runs": 1}):
         beat(RunPaths(tmp_path), "trainer_0", "trainer", settings=settings)
-    if text is None:
-        check_trainer_to_join(tmp_path)
-        return
-    with pytest.raises(ConfigError, match=text):
-        check_trainer_to_join(tmp_path)
+        with pytest.raises(ConfigError, match="has one run"):
+            check_trainer_to_join(tmp_path)
+    beat(RunPaths(tmp_path), "trainer_0", "trainer", settings={"max_concurrent_runs": 2})
+    check_trainer_to_join(tmp_path)
 
 
 def test_clear_run_directory_moves_all_runs_but_those_that_resume(shared, monkeypatch):

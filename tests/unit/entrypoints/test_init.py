@@ -7,16 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dataset
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from prime_rl.configs.rl import RLConfig
 from prime_rl.configs.sft import SFTConfig
+from prime_rl.core.import_utils import load_function
 from prime_rl.entrypoints.rl import main
+from prime_rl.orchestrator.orchestrator_setup import load_input
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
-SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 CONTEXT = {"question": "q", "context": "c"}
 MC = {"question": "q", "choices": ["1", "2", "3", "4"]}
 SHOWN = "A) 1\nB) 2\nC) 3\nD) 4"
@@ -45,6 +47,7 @@ def rows_of(name):
 
 @pytest.mark.parametrize("template", ["dataset", "environment", "agent", "sft"])
 def test_template_without_data_is_a_valid_project(init, template, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
     printed = init("demo", "--template", template)
     command = "sft" if template == "sft" else "rl"
     assert f"--extra cpu {command} @ demo.toml" in printed and "page outputs" in printed
@@ -52,21 +55,12 @@ def test_template_without_data_is_a_valid_project(init, template, monkeypatch):
     config = (SFTConfig if template == "sft" else RLConfig).load(["@", "demo.toml"])
     assert config.model.name == "byte_model" and Path("byte_model/model.safetensors").stat().st_size < 2_000_000
     if template != "sft":
-        from prime_rl.orchestrator.orchestrator_setup import load_input
-
-        monkeypatch.setattr(sys, "path", [*sys.path])
         assert load_input(config.orchestrator) == 10
-
-
-def test_project_scores_replies_with_the_grader_and_the_own_reward(init, monkeypatch):
-    init("demo")
-    monkeypatch.syspath_prepend(Path.cwd())
-    from my_reward import my_reward
-
-    sys.modules.pop("my_reward")
-    assert [my_reward("17", "17"), my_reward("x", "17")] == [1.0, 0.0]
-    assert 0 < my_reward("117", "17") < 1
-    assert RLConfig.load(["@", "demo.toml"]).orchestrator.env[0].args["grader"] == "number"
+    if template == "dataset":
+        assert config.orchestrator.env[0].args["grader"] == "number"
+        my_reward = load_function("my_reward.py:my_reward", "key")
+        assert [my_reward("17", "17"), my_reward("x", "17")] == [1.0, 0.0]
+        assert 0 < my_reward("117", "17") < 1
 
 
 @pytest.mark.parametrize(
@@ -82,18 +76,13 @@ def test_project_scores_replies_with_the_grader_and_the_own_reward(init, monkeyp
         ("z.csv.gz", gzip.compress(b"question,answer\na,TRUE\nb,False\n", mtime=0), ("a", "TRUE"), "contains", ""),
         ("n.jsonl", [{"d": {"question": "a", "gold": {"answer": ["[1]"]}}}], ("a", "[1]"), "exact", ""),
         ("s.json", {"v": 1, "data": [{"problem": "a", "solution": "#### 1,0"}]}, ("a", "#### 1,0"), "contains", ""),
-        ("g.json", {"v": 1, "data": [{"problem": "a", "solution": "#### 1"}]}, ("a", "#### 1"), "number", ""),
         ("c.json", {"question": ["a", "b"], "answer": [1.0, 2.5]}, ("a", "1"), "number", ""),
         ("l.jsonl", [{"prompt": "sort", "answer": [2, 1]}], ("sort", "[2, 1]"), "exact", ""),
         ("chat.jsonl", [{"messages": CHAT}], ("2 + 2?", "four"), "contains", "last reply"),
-        ("share.json", [{"turns": SHAREGPT}], ("a", "b"), "contains", ""),
         ("m.jsonl", [CHOICES | {"answer": 1}, CHOICES | {"answer": 0}], ("Which?\nA) ox\nB) emu", "B"), "letter", ""),
         ("o.csv", "question,opa,opb,cop\na,x,y,1\nb,x,y,2\n", ("a\nA) x\nB) y", "A"), "letter", "from 1"),
         ("t.csv", "question,A,B,answer\na,x,y,y\n", ("a\nA) x\nB) y", "B"), "letter", ""),
         ("i.jsonl", [MC | {"answer": 1}, MC | {"answer": 0}], (f"q\n{SHOWN}", "B"), "letter", "from 0"),
-        ("v.jsonl", [MC | {"choices": ["4", "0", "2", "6"], "answer": 0}],
-         ("q\nA) 4\nB) 0\nC) 2\nD) 6", "A"), "letter", ""),
-        ("abo.csv", "question,A,B,C,D,answer\nq,O,A,B,AB,A\n", ("q\nA) O\nB) A\nC) B\nD) AB", "A"), "letter", ""),
         ("e.jsonl", [MC | {"choices": ["E. coli", "B. cereus"], "answer": "A"}],
          ("q\nA) E. coli\nB) B. cereus", "A"), "letter", ""),
         ("own.jsonl", [MC | {"choices": ["A. ox", "B. emu"], "answer": "emu"}],
@@ -101,9 +90,7 @@ def test_project_scores_replies_with_the_grader_and_the_own_reward(init, monkeyp
         ("py.csv", 'question,answer\n"[]","[(4, 1)]"\n', ("[]", "[(4, 1)]"), "exact", ""),
         ("r1.jsonl", [{"problem": "p", "solution": "s", "answer": "5", "messages": CHAT}], ("p", "5"), "number", ""),
         ("nq.jsonl", [{"question": "q", "answer": ["x", "y"]}], ("q", "x"), "contains", "the first of"),
-        ("tri.jsonl", [{"question": "q", "answer": {"aliases": ["y"], "value": "x"}}], ("q", "x"), "contains", ""),
         ("head.csv", "Correct?,text\n1,a\n", ("a", "1"), "number", ""),
-        ("year.csv", "Question,Answer,2023\nq,x,1\n", ("q", "x"), "contains", ""),
         ("five.jsonl", [{"messages": [{"role": "user", "content": 4}]}, {"messages": CHAT}],
          ("2 + 2?", "four"), "contains", "end with a reply"),
         ("half.jsonl", [{"messages": [{"role": "user", "content": "\ud800"}, CHAT[1]]}], ("?", "four"), "contains", ""),
@@ -120,8 +107,6 @@ def test_data_of_many_kinds_become_questions_and_answers(init, name, content, fi
     assert (rows_of("demo")[0]["question"], rows_of("demo")[0]["answer"]) == first
     assert f"grader: {grader}" in printed and note in printed
     (env,) = RLConfig.load(["@", "demo.toml"]).orchestrator.env
-    import dataset
-
     assert len(dataset.load_environment(**env.args).get_dataset()) == len(rows_of("demo"))
 
 
@@ -140,8 +125,6 @@ def test_parquet_and_folders_are_read_and_conversations_stay_messages(init):
     table = pyarrow.Table.from_pylist([{"messages": [{"role": "system", "content": "Be brief."}, *CHAT]}])
     pyarrow.parquet.write_table(table, "data/train.parquet")
     init("one", "--data", "data/train.parquet")
-    import dataset
-
     (example,) = dataset.load_environment(data_path="one_rows.jsonl").get_dataset()
     assert [message["role"] for message in example["prompt"]] == ["system", "user"]
     for path in Path().glob("[bm]y*"):
@@ -154,9 +137,6 @@ def test_parquet_and_folders_are_read_and_conversations_stay_messages(init):
     "arguments, message",
     [
         (["bad name"], "NAME 'bad name'"),
-        (["../demo"], "NAME '../demo'"),
-        ([], "required: NAME"),
-        (["demo", "--template", "game"], "invalid choice: 'game'"),
         (["demo", "--data", "none.csv"], "there is no file none.csv"),
         (["demo", "--data", "owner/data"], "cannot be reached"),
         (["demo", "--data", "empty.csv"], "is empty"),
@@ -170,13 +150,10 @@ def test_parquet_and_folders_are_read_and_conversations_stay_messages(init):
         (["demo", "--data", "other.csv", "--prompt", "foo", "--answer", "bar", "--grader", "number"], "does not fit"),
         (["demo", "--grader", "letter"], "does not fit"),
         (["demo", "--grader", "number", "--template", "sft"], "--grader is for --template dataset"),
-        (["demo", "--data", "base.csv", "--grader", "exact", "--template", "agent"], "--grader is for --template"),
         (["demo", "--data", "plain.csv", "--choices-by", "0"], "--choices-by 0: the rows have no choices"),
-        (["demo", "--data", "chat.jsonl", "--choices-by", "text"], "--choices-by text: the rows have no choices"),
         (["demo", "--data", "."], "several formats"),
         (["demo", "--data", "~no_such_user/x.csv"], "--data ~no_such_user"),
         (["demo", "--data", "base.csv"], "--choices-by 0"),
-        (["demo", "--data", "quote.csv"], "line 2: a quotation mark"),
         (["demo", "--data", "blank.csv"], "(without values: answer)"),
     ],
 )
@@ -185,8 +162,8 @@ def test_bad_input_is_one_line_and_writes_nothing(init, arguments, message, caps
         "empty.csv": b" \n", "header.csv": b"question,answer\n", "open.csv": b'question,answer\na,b\n"c,d\n',
         "picture.csv": b"\x89PNG\x00\x01" * 40, "book.xlsx": b"PK\x03\x04", "text.json": b"hello",
         "other.csv": b"foo,bar,baz\na,b,c\n", "blank.csv": b"question,answer\na,\nb,NaN\n",
-        "plain.csv": b"question,answer\na,b\n", "chat.jsonl": json.dumps({"messages": CHAT}).encode(),
-        "base.csv": b"question,opa,opb,opc,cop\na,x,y,z,1\n", "quote.csv": b'question,answer\n"a,b\n',
+        "plain.csv": b"question,answer\na,b\n",
+        "base.csv": b"question,opa,opb,opc,cop\na,x,y,z,1\n",
     }  # fmt: skip
     for name, content in files.items():
         Path(name).write_bytes(content)
@@ -220,8 +197,6 @@ def test_large_file_is_not_read_whole(init):
     "cards, preset, keys",
     [
         ("24564", "1x24gb", {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}),
-        ("81559", "1x80gb", {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}),
-        ("81559\n" * 2, "2x80gb", {"inference_gpu_ids": [0], "trainer_gpu_ids": [1]}),
         ("81559\n" * 4, "2x80gb", {"inference_gpu_ids": [0, 1, 2], "trainer_gpu_ids": [3]}),
         ("81559\n" * 8, "8x80gb", {"inference_gpu_ids": [0, 1, 2, 3], "trainer_gpu_ids": [4, 5, 6, 7]}),
     ],

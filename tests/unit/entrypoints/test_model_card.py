@@ -80,23 +80,18 @@ def test_card_makes_names_inert(run, tmp_path):
 @pytest.mark.parametrize("is_of_several", [False, True])
 def test_card_has_the_settings_of_the_trainer_and_what_the_run_changes(run, tmp_path, is_of_several):
     model = {"name": str(MODEL), "lora": {"rank": 16, "alpha": 32}}
-    values = {
-        "output_dir": str(run),
-        "seed": 1,
-        "num_minibatches": 2,
-        "model": model,
-        "optim": {"type": "adamw", "lr": 0.125},
-    }
+    values = {"output_dir": str(run), "seed": 1, "num_minibatches": 2, "model": model}
+    values |= {"optim": {"type": "adamw", "lr": 0.125}}
     write_config(TrainerConfig.model_validate(values), (run.parent if is_of_several else run) / "configs/trainer.toml")
-    changes = {"seed": 5, "model": {"name": str(MODEL), "lora": {"name": "x", "rank": 4}}, "loss": {"eps": 0.5}}
-    changes |= {"optim": {"weight_decay": 0.25}}
-    values = {"output_dir": str(run), "env": [{"id": "reverse_text"}], **(changes if is_of_several else {"seed": 1})}
+    changes, expected = {"seed": 1}, {"seed": 1, "model.lora.rank": 16}
+    if is_of_several:
+        changes = {"seed": 5, "model": {"name": str(MODEL), "lora": {"name": "x", "rank": 4}}, "loss": {"eps": 0.5}}
+        changes |= {"optim": {"weight_decay": 0.25}}
+        expected = {"seed": 5, "model.lora.rank": 4, "optim.weight_decay": 0.25}
+    values = {"output_dir": str(run), "env": [{"id": "reverse_text"}], **changes}
     write_config(OrchestratorConfig.model_validate(values), run / "configs/orchestrator.toml")
     text = card(run, tmp_path)
-    expected = {"optim.lr": 0.125, "num_minibatches": 2, "model.lora.alpha": 32.0}
-    expected |= {"seed": 5, "model.lora.rank": 4, "optim.weight_decay": 0.25} if is_of_several else {
-        "seed": 1, "model.lora.rank": 16}  # fmt: skip
-    for key, value in expected.items():
+    for key, value in (expected | {"optim.lr": 0.125, "num_minibatches": 2, "model.lora.alpha": 32.0}).items():
         assert f"| `{key}` | `{value}` |" in text
     assert "| `optim.type` |" in text and "| `scheduler.type` |" in text and "model.lora.name" not in text
 

@@ -35,11 +35,11 @@ def run(tmp_path):
     return paths
 
 
-def command(*arguments, **env):
-    return subprocess.run(
-        [sys.executable, "-m", "prime_rl.entrypoints.export", *map(str, arguments)],
-        env={**os.environ, **env}, capture_output=True, text=True,
-    )  # fmt: skip
+def push(run, target, hub, repository="me/policy", **changed):
+    """Run the command in a new process, because `huggingface_hub` reads the variables once."""
+    variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"} | changed
+    command = [sys.executable, "-m", "prime_rl.entrypoints.export", str(run), str(target), "--push", repository]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
 
 
 def test_export_takes_the_newest_version_that_is_in_files(run, tmp_path):
@@ -70,7 +70,7 @@ def test_export_of_what_is_not_there_is_one_line(run, tmp_path, place, step, for
     assert not (tmp_path / "out").exists()
 
 
-def test_export_of_a_damaged_version_leaves_nothing(run, tmp_path):
+def test_export_of_a_damaged_version_or_over_a_folder_writes_nothing(run, tmp_path):
     file = run / "weights/step_10/model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -155,7 +155,7 @@ def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandInHub)
     server.url, server.created, server.files = f"http://127.0.0.1:{server.server_port}", [], {}
     server.is_full = False
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
     server.shutdown()
@@ -164,8 +164,7 @@ def hub():
 
 
 def test_push_uploads_the_folder_to_a_private_repository(run, hub, tmp_path):
-    env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-    done = command(run, tmp_path / "out", "--push", "me/policy", **env)
+    done = push(run, tmp_path / "out", hub)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"pushed to {hub.url}/me/policy\n")
     assert hub.created == [{"name": "policy", "organization": "me", "visibility": "private"}]
@@ -175,18 +174,17 @@ def test_push_uploads_the_folder_to_a_private_repository(run, hub, tmp_path):
 
 @pytest.mark.extended
 def test_push_that_fails_is_one_line_without_the_token(run, hub, tmp_path):
-    env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-    for arguments, changed, message in (
-        (["--push", "a b"], {}, "error: --push a b: "),
-        (["--push", "me/policy"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
-        (["--push", "me/policy"], {"HF_TOKEN": "hf_wrong"}, "does not accept the token"),
-        (["--push", "me/policy"], {"HF_ENDPOINT": "http://127.0.0.1:1"}, "http://127.0.0.1:1 "),
+    for changed, message in (
+        ({"repository": "a b"}, "error: --push a b: "),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+        ({"HF_TOKEN": "hf_wrong"}, "does not accept the token"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:1"}, "http://127.0.0.1:1 "),
     ):
-        refused = command(run, tmp_path / "out", *arguments, **env | changed)
+        refused = push(run, tmp_path / "out", hub, **changed)
         assert refused.returncode == 2 and message in refused.stderr, refused.stderr
         assert refused.stderr.count("\n") == 1 and not re.search("hf_(secret|wrong)", refused.stderr)
         assert not (tmp_path / "out").exists(), "refused before anything is written"
     hub.is_full = True
-    failed = command(run, tmp_path / "out", "--push", "me/policy", **env)
+    failed = push(run, tmp_path / "out", hub)
     assert failed.returncode == 1 and "hf upload me/policy" in failed.stderr and TOKEN not in failed.stderr
     assert (tmp_path / "out/model.safetensors").exists()

@@ -1,14 +1,16 @@
 """agentic: plans of at least twenty turns, and repairs that hidden tests accept."""
 
+import importlib
 import json
+import sys
 from collections import deque
 
 import pytest
 from agentic.environment import load_environment
 from agentic.planning import make_tasks
-from agentic.repositories import HiddenTest, check_file, make_repairs, read_repair
+from agentic.repositories import HiddenTest, make_repairs, read_repair
 from agentic.repository_templates import TEMPLATES
-from agentic.warehouse import ActionError, Situation, Warehouse, act, make_plan, num_delivered
+from agentic.warehouse import ActionError, Situation, Warehouse, _fewest_actions, act, make_plan, num_delivered
 
 from tests.support.isolation import needs_isolation
 
@@ -39,12 +41,8 @@ def test_lower_bound_of_actions_holds_for_the_shortest_plan():
     start = Situation("dock", (("key", "dock"), ("red parcel", "dock")))
     shortest, queue = {start: 0}, deque([start])
     while num_delivered(world, now := queue.popleft()) < 1:
-        for step in [("go", room) for room in doors] + [
-            ("take", "key"),
-            ("take", "red parcel"),
-            ("drop", ""),
-            ("unlock", ""),
-        ]:
+        steps = [("take", "key"), ("take", "red parcel"), ("drop", ""), ("unlock", "")]
+        for step in [("go", room) for room in doors] + steps:
             try:
                 after = act(world, now, *step)
             except ActionError:
@@ -52,8 +50,6 @@ def test_lower_bound_of_actions_holds_for_the_shortest_plan():
             if after not in shortest:
                 shortest[after] = shortest[now] + 1
                 queue.append(after)
-    from agentic.warehouse import _fewest_actions
-
     assert _fewest_actions(world, start) <= shortest[now] == len(make_plan(world, start)) == 9
 
 
@@ -69,21 +65,21 @@ def test_planning_rollout_takes_a_turn_for_each_action():
 
 
 @pytest.mark.parametrize(
-    ("replies", "message"),
+    ("name", "arguments", "message"),
     [
-        ([call("go", '{"room": "moon"}')], "no door"),
-        ([call("go", '{"room": ["hall"]}')], "no door"),
-        ([call("take", '{"thing": "' + "x" * 5000 + '"}')], "there is no 'xxx"),
-        ([call("unlock", "{}")], "error: "),
-        ([call("drop", "{}")], "you carry nothing"),
-        ([call("fly", "{}")], "no such tool"),
-        ([call("go", "{}")], "room"),
-        ([call("go", "not json")], "error: "),
+        ("go", '{"room": "moon"}', "no door"),
+        ("go", '{"room": ["hall"]}', "no door"),
+        ("take", '{"thing": "' + "x" * 5000 + '"}', "there is no 'xxx"),
+        ("unlock", "{}", "error: "),
+        ("drop", "{}", "you carry nothing"),
+        ("fly", "{}", "no such tool"),
+        ("go", "{}", "room"),
+        ("go", "not json", "error: "),
     ],
 )
-def test_planning_tools_answer_hostile_calls(replies, message):
+def test_planning_tools_answer_hostile_calls(name, arguments, message):
     env = load_environment(num_generated=1)
-    state = play(env, env.get_dataset()[0], [*replies, "done"])
+    state = play(env, env.get_dataset()[0], [call(name, arguments), "done"])
     [result] = [part.content for part in state["completion"] if part.role == "tool"]
     assert message in result and len(result) < 300
     assert state["reward"] == 0
@@ -99,50 +95,39 @@ def test_planning_second_call_of_a_reply_is_ignored():
     assert results[0].startswith("You are") and "one call in each reply" in results[1]
 
 
+def passes(namespace, test):
+    try:
+        return namespace[test.function](*test.args) == test.expected
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return False
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_each_defect_breaks_a_hidden_test_and_correct_code_none(template, monkeypatch, tmp_path):
-    import importlib
-    import sys
-
-    def num_passed(files):
-        for name, text in files.items():
-            (tmp_path / name).write_text(text)
-        modules = [name.removesuffix(".py") for name in files if name.endswith(".py")]
-        for module in modules:
-            sys.modules.pop(module, None)
-        importlib.invalidate_caches()
-        try:
-            tests = [HiddenTest(*test) for test in template.tests]
-            return sum(passes(test) for test in tests) / len(tests)
-        finally:
-            for module in modules:
-                sys.modules.pop(module, None)
-
-    def passes(test):
-        try:
-            return getattr(importlib.import_module(test.module), test.function)(*test.args) == test.expected
-        except (ArithmeticError, LookupError, TypeError, ValueError):
-            return False
-
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert num_passed(template.files) == 1
+
+    def results(files):
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        importlib.invalidate_caches()
+        tests = [HiddenTest(*test) for test in template.tests]
+        found = [passes(vars(importlib.import_module(test.module)), test) for test in tests]
+        for name in files:
+            sys.modules.pop(name.removesuffix(".py"), None)
+        return found
+
+    assert all(results(template.files))
     for path, right, wrong in template.defects:
         assert right in template.files[path], right
         broken = {**template.files, path: template.files[path].replace(right, wrong, 1)}
-        assert num_passed(broken) < 1, (right, wrong)
+        assert not all(results(broken)), (right, wrong)
 
 
 def test_make_repairs_yield_all_variants_before_one_is_repeated():
-    files = [json.dumps(dict(task.files)) for task in make_repairs(0, "train", 40)]
-    assert len(set(files)) == 40
-    assert files == [json.dumps(dict(task.files)) for task in make_repairs(0, "train", 40)]
-
-
-@pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "x\0", "a" * 201])
-def test_check_file_name_that_leads_out_raises(name):
-    with pytest.raises(ValueError, match="not the name"):
-        check_file(name, "")
+    first, again = ([json.dumps(dict(task.files)) for task in make_repairs(0, "train", 40)] for _ in range(2))
+    assert len(set(first)) == 40
+    assert first == again
 
 
 ROW = {
@@ -150,13 +135,14 @@ ROW = {
     "files": {"sums.py": "def add(a, b):\n    return a - b\n", "test_sums.py": "import unittest, sums\n"},
     "tests": [{"module": "sums", "function": "add", "args": [2, 3], "expected": 5}],
 }
+OUTSIDE = ("", "/etc/passwd", "../x", "a/../b", "a//b", "x\0", "a" * 201)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"files": {}}, "files"),
-        ({"files": {"../x": ""}}, "not the name"),
+        *(({"files": {name: ""}}, "not the name") for name in OUTSIDE),
         ({"tests": []}, "tests"),
         ({"tests": [{"module": "a"}]}, "module, function"),
         ({"tests": [{"module": "os; x", "function": "f", "args": [], "expected": 1}]}, "names of Python"),
@@ -175,7 +161,7 @@ def write(name, content):
 async def test_repair_rewards_of_right_wrong_and_hostile_rollouts(tmp_path):
     path = tmp_path / "repositories.jsonl"
     path.write_text(json.dumps(ROW) + "\n")
-    env = load_environment(task="repair", data_path=str(path), timeout_seconds=3)
+    env = load_environment(task="repair", data_path=str(path), timeout_seconds=2)
     [row] = env.get_dataset()
     right = "def add(a, b):\n    return a + b\n"
     rollouts = [

@@ -16,13 +16,10 @@ from hypothesis import strategies as st
 from .scripted import play
 
 
-def test_made_names_are_distinct_and_plain() -> None:
+def test_names_are_distinct_plain_and_ordered_without_case() -> None:
     names = made_names()
     assert len(names) == len({name.casefold() for name in names}) == len(FIRST_NAMES) * len(LAST_NAMES) > 10_000
     assert all(re.fullmatch(r"[A-Z][a-z]+ [A-Z][a-z]+", name) for name in names)
-
-
-def test_order_ignores_case() -> None:
     assert in_order(["bo Ack", "Ann Zu", "Bo Abe", "Anna Abe"]) == ["Ann Zu", "Anna Abe", "Bo Abe", "bo Ack"]
 
 
@@ -56,14 +53,17 @@ def three_turns() -> tuple[Any, Any]:
     return env, env.get_dataset()[0]
 
 
-def test_correct_lists_in_all_turns_score_one(three_turns: tuple[Any, Any]) -> None:
+def test_each_turn_is_scored_separately(three_turns: tuple[Any, Any]) -> None:
     env, row = three_turns
-    state = play(env, row, [reply(lines, turn) for turn, lines in enumerate(row["info"]["lines"])])
+    right = [reply(lines, turn) for turn, lines in enumerate(row["info"]["lines"])]
+    state = play(env, row, right)
     assert state["reward"] == 1 and state["metrics"]["all_turns_right"] == 1 and state["metrics"]["num_turns"] == 3
-    assert state["stop_condition"] in ("conversation_over", "max_turns_reached")
     said = [message.content for message in state["scripted"].prompts[-1] if message.role == "user"]
     assert said == row["info"]["messages"]
     assert state["scripted"].prompts[0][0].role == "system"
+    for wrong in range(3):
+        state = play(env, row, [text if turn != wrong else "I do not know." for turn, text in enumerate(right)])
+        assert state["reward"] == pytest.approx(2 / 3) and state["metrics"]["all_turns_right"] == 0
 
 
 def test_a_conversation_shorter_than_the_longest_ends_in_time() -> None:
@@ -71,15 +71,6 @@ def test_a_conversation_shorter_than_the_longest_ends_in_time() -> None:
     row = next(row for row in env.get_dataset() if len(row["info"]["lines"]) == 1)
     state = play(env, row, [reply(row["info"]["lines"][0], 0)])
     assert state["reward"] == 1 and state["stop_condition"] == "conversation_over"
-
-
-def test_each_turn_is_scored_separately(three_turns: tuple[Any, Any]) -> None:
-    env, row = three_turns
-    right = [reply(lines, turn) for turn, lines in enumerate(row["info"]["lines"])]
-    for wrong in range(3):
-        replies = [text if turn != wrong else "I do not know." for turn, text in enumerate(right)]
-        state = play(env, row, replies)
-        assert state["reward"] == pytest.approx(2 / 3) and state["metrics"]["all_turns_right"] == 0
 
 
 def test_similarity_power_lowers_the_score_of_nearly_correct_lists() -> None:
@@ -99,18 +90,16 @@ def test_similarity_power_lowers_the_score_of_nearly_correct_lists() -> None:
     assert reward(similarity_power=2, power_per_turn=False) == pytest.approx(((1 + near) / 2) ** 2)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "Ada Abbott\nBo Berg", "<alphabetical_sorted>Ada Abbott\nBo Berg",
-        "</alphabetical_sorted>Ada Abbott\nBo Berg<alphabetical_sorted>",
-        "<alphabetical_sorted>Ada Abbott\nBo Berg</alphabetical_sorted>" * 2,
-        "<alphabetical_sorted><alphabetical_sorted>Ada Abbott\nBo Berg</alphabetical_sorted>",
-        "<combined_alphabetical_sorted>Ada Abbott\nBo Berg</combined_alphabetical_sorted>",
-        "<alphabetical_sorted>Ada Abbott\nBo Berg</alphabetical_sorted></think>", "<alphabetical_sorted>" * 10_000,
-        "<alphabetical_sorted>" + "Ada Abbott\nBo Berg\n" * 100_000 + "</alphabetical_sorted>",
-    ],
-)  # fmt: skip
+LIST = "<alphabetical_sorted>Ada Abbott\nBo Berg</alphabetical_sorted>"
+NO_LIST = [
+    "", "Ada Abbott\nBo Berg", LIST * 2, f"{LIST}</think>", f"<alphabetical_sorted>{LIST}", LIST.split("</")[0],
+    "</alphabetical_sorted>Ada Abbott\nBo Berg<alphabetical_sorted>", LIST.replace("alpha", "combined_alpha"),
+    "<alphabetical_sorted>" * 10_000,
+    "<alphabetical_sorted>" + "Ada Abbott\nBo Berg\n" * 100_000 + "</alphabetical_sorted>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_LIST, ids=range(len(NO_LIST)))
 def test_reply_without_a_single_list_scores_zero(text: str) -> None:
     start = time.process_time()
     assert similarity(listed(text, "alphabetical_sorted"), ["Ada Abbott", "Bo Berg"]) == 0

@@ -1,6 +1,7 @@
 """The calculator: exact, bounded, never code; its questions; and rollouts with tool calls through verifiers' loop."""
 
 import json
+import re
 import time
 from fractions import Fraction
 from itertools import islice
@@ -37,7 +38,8 @@ def test_arithmetic_is_exact(expression: str, value: str | None) -> None:
         ("1 / 0", "division by zero"), ("1 % (2 - 2)", "division by zero"), ("0 ** -1", "division by zero"),
         ("9 ** 9 ** 9", "exponent must be"), ("9 ** 0.5", "exponent must be"), ("10 ** 512 ** 2", "exponent must be"),
         ("(2 ** 512) ** 512", "too big"), ("1" * 250 + "**" + "9", "too big"),
-        ("*".join(["(10**308)"] * 20), "too big"), ("1" * 301, "at most 300"), ("", "only numbers"),
+        ("*".join(["(10**308)"] * 20), "too big"),
+        ("1" * 301, "at most 300"), ("", "only numbers"),
         ("x + 1", "only numbers"), ("__import__('os').system('id')", "only numbers"), ("1e9", "only numbers"),
         ("1 if 1 else 2", "only numbers"), ("1, 2", "only numbers"), ("()", "only numbers"), ("[1]", "only numbers"),
         ("1 @ 2", "only numbers"), ("\uff11 + 1", "only numbers"), ("1\x00", "only numbers"),
@@ -74,14 +76,14 @@ def test_every_invalid_expression_raises_value_error(expression: str) -> None:
     assert show(value)
 
 
-@pytest.mark.parametrize("name", LEVELS)
-def test_questions_have_the_value_the_calculator_finds(name: str) -> None:
-    level = LEVELS[name]
-    for text, value in islice(make_questions(1, "train", level), 500):
+@pytest.mark.parametrize("level", [*LEVELS.values(), Level("+", 2, 2, 3)])
+def test_questions_of_a_level_have_the_value_the_calculator_finds(level: Level) -> None:
+    for text, value in islice(make_questions(1, "train", level), 200):
         assert calculate(text) == str(value)
         operations = sum(text.count(f" {operator} ") for operator in "+-*/")
         assert level.min_operations <= operations <= level.max_operations
         assert all(operator not in text or operator in level.operators for operator in "+-*/")
+        assert all(1 <= int(number) <= level.max_number for number in re.findall(r"\d+", text))
 
 
 def environment(**args: Any) -> tuple[Any, Any]:
@@ -94,45 +96,31 @@ def expression(text: str) -> str:
     return json.dumps({"expression": text})
 
 
-def test_model_gets_the_tool_result_and_answers() -> None:
+def test_model_gets_the_results_of_all_calls_and_answers() -> None:
     env, row = environment()
-    state = play(env, row, [call("calculate", expression("(12 + 7) * 3")), "<answer>57</answer>"])
+    both = call("calculate", expression("(12 + 7) * 3"), "a")
+    both["tool_calls"] += call("calculate", expression("2+2"), "b")["tool_calls"]
+    state = play(env, row, [both, "<answer>57</answer>"])
     assert state["reward"] == 1
     (tool,) = state["tool_defs"]
     assert tool.name == "calculate" and list(tool.parameters["properties"]) == ["expression"]
     assert state["scripted"].tools == state["tool_defs"]
-    *_, result = state["scripted"].prompts[1]
-    assert (result.role, result.content, result.tool_call_id) == ("tool", "57", "c")
+    results = [(m.role, m.tool_call_id, m.content) for m in state["scripted"].prompts[1][-2:]]
+    assert results == [("tool", "a", "57"), ("tool", "b", "4")]
     metrics = state["metrics"]
-    assert metrics["total_tool_calls"] == metrics["calculate_calls"] == 1 and metrics["num_turns"] == 2
+    assert metrics["total_tool_calls"] == metrics["calculate_calls"] == metrics["num_turns"] == 2
     assert metrics["tool_errors"] == 0 and metrics["has_answer"] == 1
 
 
 def test_failed_call_returns_an_error_to_the_model_and_the_rollout_continues() -> None:
     env, row = environment(max_turns=9)
-    bad = [
-        call("calculate", expression("9**9**9")),
-        call("calculate", "{not json"),
-        call("calculate", '{"expr": "1"}'),
-        call("calculate", '{"expression": 7}'),
-        call("calculate", "[1]"),
-        call("calculate", "[" * 100_000),
-        call("system", expression("1")),
-    ]
+    texts = [expression("9**9**9"), "{not json", '{"expr": "1"}', '{"expression": 7}', "[1]", "[" * 100_000]
+    bad = [*(call("calculate", text) for text in texts), call("system", expression("1"))]
     state = play(env, row, [*bad, "<answer>57</answer>"])
     results = [message.content for message in state["completion"] if message.role == "tool"]
     assert all(result.startswith("error: ") and len(result) < 250 for result in results)
     assert "exponent" in results[0] and "text" in results[3] and "no such tool" in results[6]
     assert state["metrics"]["tool_errors"] == len(bad) and state["reward"] == 1
-
-
-def test_several_calls_at_once_are_all_answered() -> None:
-    env, row = environment()
-    both = call("calculate", expression("1+1"), "a")
-    both["tool_calls"] += call("calculate", expression("2+2"), "b")["tool_calls"]
-    state = play(env, row, [both, "<answer>57</answer>"])
-    results = [(m.tool_call_id, m.content) for m in state["completion"] if m.role == "tool"]
-    assert results == [("a", "2"), ("b", "4")]
 
 
 RIGHT = [
@@ -173,10 +161,3 @@ def test_the_tool_can_be_required() -> None:
     failed = call("calculate", expression("1/0"))
     assert play(env, row, [failed, "<answer>57</answer>"])["reward"] == 0
     assert play(env, row, [call("calculate", expression("57")), "<answer>57</answer>"])["reward"] == 1
-
-
-def test_levels_bound_numbers() -> None:
-    level = Level("+", 2, 2, 3)
-    texts = [text for text, _ in islice(make_questions(0, "train", level), 100)]
-    numbers = {number for text in texts for number in text.replace("(", "").replace(")", "").split(" + ")}
-    assert numbers == {"1", "2", "3"}

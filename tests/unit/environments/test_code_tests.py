@@ -3,12 +3,15 @@
 import base64
 import json
 import pickle
+import re
 import time
 import zlib
 from typing import Any
 
 import pytest
 import verifiers as vf
+from code_tests.problems import make_problems, read_problem
+from code_tests.scoring import extract_code, grade
 
 from prime_rl_sandbox.execution import ExecutionResult, SandboxError, Verdict
 from tests.support.isolation import hide_bubblewrap, needs_isolation
@@ -62,89 +65,56 @@ FAKES = [
 ]  # fmt: skip
 
 
-BLOCKS = [
-    ("```python\na = 1\n```", "a = 1\n"),
-    ("```\na\n```\ntext\n```py\nb\n```\nmore", "b\n"),
-    ("<think>```python\na\n```</think>\n```python\nb\n```", "b\n"),
-    ("<think>```python\na\n```", None),
-    ("```python\na = 1", None),
-    ("a = 1", None),
-    ("", None),
-    ("```" * 7000, None),
-    ("```python\r\na = 1\r\n```\r\n", "a = 1\n"),
-    ("~~~python\na\n~~~", "a\n"),
-    ("~~~\na\n~~~", "a\n"),
-    ("```python\na\n``` This works.", "a\n"),
-    ("```python\na\n```This works well.", "a\n"),
-    ("```python\na\n```\nOutput:\n```\n42\n```", "a\n"),
-    ("```python\na\n```\nOutput:\n```text\n42\n```", "a\n"),
-    ("```Python\na\n```", "a\n"),
-    ("```python3\na\n```", "a\n"),
-    ("```{.python}\na\n```", "a\n"),
-    ('```python title="x.py"\na\n```', "a\n"),
-    ("````python\na\n```\nb\n````", "a\n```\nb\n"),
-    ("  ```python\n  a\n    b\n  ```", "a\n  b\n"),
-    ("1. x\n   ```python\n   a\n   ```", "a\n"),
-    ("```python\na\n```python\nb\n```", "b\n"),
-    (
+BLOCKS = {  # code -> replies that contain it
+    "a = 1\n": ["```python\na = 1\n```", "```python\r\na = 1\r\n```\r\n"],
+    "b\n": [
+        "```\na\n```\ntext\n```py\nb\n```\nmore", "<think>```python\na\n```</think>\n```python\nb\n```",
+        "```python\na\n```python\nb\n```", "```\na\n```\n```\nb\n```",
+    ],
+    "a\n": [
+        "~~~python\na\n~~~", "~~~\na\n~~~", "```python\na\n``` This works.", "```python\na\n```This works well.",
+        "```python\na\n```\nOutput:\n```\n42\n```", "```python\na\n```\nOutput:\n```text\n42\n```",
+        "```Python\na\n```", "```python3\na\n```", "```{.python}\na\n```", '```python title="x.py"\na\n```',
+        "1. x\n   ```python\n   a\n   ```",
+        "```python\na\n```\n```cpp\nx\n```", "```python\na\n````",
+    ],
+    "a\n```\nb\n": ["````python\na\n```\nb\n````", "~~~python\na\n```\nb\n~~~"],
+    "a\n  b\n": ["  ```python\n  a\n    b\n  ```"],
+    'def f():\n    """\n    ```\n    x\n    ```\n    """\n': [
         '```python\ndef f():\n    """\n    ```\n    x\n    ```\n    """\n```',
-        'def f():\n    """\n    ```\n    x\n    ```\n    """\n',
-    ),
-    ("```\na\n```\n```\nb\n```", "b\n"),
-    ("```cpp\nx\n```", "x\n"),
-    ("```python\na\n```\n```cpp\nx\n```", "a\n"),
-    ("```python\n```", ""),
-    ("```python\n\n```", "\n"),
-    ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
-    ("```python\na\n````", "a\n"),
-    ("````python\na\n```", None),
-    ("```print(1)```", None),
-    ("text ```python\na\n```", None),
-]
+    ],
+    "x\n": ["```cpp\nx\n```"],
+    "": ["```python\n```"],
+    "\n": ["```python\n\n```"],
+    None: [
+        "<think>```python\na\n```", "```python\na = 1", "a = 1", "", "```" * 7000, "````python\na\n```",
+        "```print(1)```", "text ```python\na\n```",
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("reply", "code"), BLOCKS)
-def test_extract_code_takes_the_program_after_the_reasoning(reply, code):
-    from code_tests.scoring import extract_code
-
-    assert extract_code(reply) == code
+def test_extract_code_takes_the_program_after_the_reasoning():
+    assert [(text, code) for code, texts in BLOCKS.items() for text in texts if extract_code(text) != code] == []
 
 
 @pytest.mark.parametrize(
     "first",
     [
-        "def f(x): return x",
-        "class Solution:\n    def f(self, x): return x",
-        "f = lambda x: x",
-        "async def f(): pass",
-        "def  f(x): return x",
-        "f: Callable = lambda x: x",
-        "from operator import neg as f",
-        "import heapq, math as f",
+        "def f(x): return x", "class Solution:\n    def f(self, x): return x", "f = lambda x: x", "async def f(): pass",
+        "def  f(x): return x", "f: Callable = lambda x: x", "from operator import neg as f", "import heapq, math as f",
     ],
-)
+)  # fmt: skip
 def test_extract_code_prefers_the_block_with_the_tested_function(first):
-    from code_tests.scoring import extract_code
-
     reply = f"{CODE.format(first)}\nUsage:\n{CODE.format('print(f(2))')}"
     assert extract_code(reply, ["f"]) == first + "\n"
     assert extract_code(reply) == "print(f(2))\n"
 
 
 def test_extract_code_hostile_replies_take_linear_time():
-    from code_tests.scoring import extract_code
-
     start = time.process_time()
-    for text in (
-        "```\n" * 5000,
-        " " * 20_000 + "```",
-        "```" + " " * 20_000,
-        "`" * 20_000,
-        "~" * 20_000,
-        "```a\n" * 5000,
-    ):
+    for text in ("```\n" * 5000, " " * 20_000 + "```", "```" + " " * 20_000, "`" * 20_000, "~" * 20_000,
+                 "```a\n" * 5000, "```python\n" + "def f(\n" * 2500 + "```"):  # fmt: skip
         extract_code(text, ["f"])
-    extract_code("```python\n" + "def f(\n" * 2500 + "```", ["f"])
     assert time.process_time() - start < 2
 
 
@@ -165,15 +135,11 @@ def test_extract_code_hostile_replies_take_linear_time():
     ],
 )
 def test_read_problem_malformed_row_raises(row, message):
-    from code_tests.problems import read_problem
-
     with pytest.raises(ValueError, match=message):
         read_problem(row)
 
 
 def test_make_problems_in_notation_have_small_questions_and_solutions():
-    from code_tests.problems import make_problems
-
     problems = list(make_problems(0, "train", 50, "notation"))
     assert max(len(problem.question) for problem in problems) <= len("f(x)=100x-100")
     for problem in problems:
@@ -181,6 +147,14 @@ def test_make_problems_in_notation_have_small_questions_and_solutions():
         assert [int(factor) * case.args[0] + int(summand) for case in problem.cases] == [
             case.expected for case in problem.cases
         ]
+
+
+def test_make_problems_in_sentences_have_the_solution_that_they_ask_for():
+    for problem in make_problems(0, "train", 30):
+        factor, summand = map(int, re.findall(r"(\d+) times .* plus (\d+)", problem.question)[0])
+        for case in problem.cases:
+            argument = case.args[0] if case.function else int(case.input)
+            assert int(case.expected) == factor * argument + summand
 
 
 def test_load_environment_without_bubblewrap_names_the_package(monkeypatch):
@@ -204,7 +178,8 @@ def load_rows(folder, *rows, **args):
 
 @needs_isolation
 async def test_rewards_of_right_wrong_and_hostile_replies(tmp_path):
-    env = load_rows(tmp_path, *ROWS.values(), timeout_ms=3000)
+    env = load_rows(tmp_path, *ROWS.values(), timeout_ms=10_000)
+    fakes = load_rows(tmp_path, ROWS["mbpp"], timeout_ms=500)
     strict = load_rows(tmp_path, ROWS["apps"], reward="all")
     try:
         for row in env.get_dataset():
@@ -214,18 +189,17 @@ async def test_rewards_of_right_wrong_and_hostile_replies(tmp_path):
             assert (metrics["compiled"], metrics["timeouts"]) == (1, 0)
             assert metrics["passed_tests"] >= 1
             assert metrics["sandbox_ms"] > 0
-        row = env.get_dataset()[1]
-        for fake in FAKES:
-            assert (await play_async(env, row, [CODE.format(fake)]))["reward"] == 0, fake
-        assert (await play_async(env, row, ["no code"]))["reward"] == 0
-        broken = await play_async(env, row, [CODE.format("def double(x: return 1")])
+        [row] = fakes.get_dataset()
+        for reply in [*map(CODE.format, FAKES), "no code"]:
+            assert (await play_async(fakes, row, [reply]))["reward"] == 0, reply
+        broken = await play_async(fakes, row, [CODE.format("def double(x: return 1")])
         assert broken["metrics"]["compiled"] == 0
         half = CODE.format("print(2)")
         assert (await play_async(env, env.get_dataset()[2], [half]))["reward"] == 0.5
         assert (await play_async(strict, strict.get_dataset()[0], [half]))["reward"] == 0
     finally:
-        await env.sandbox.close()
-        await strict.sandbox.close()
+        for one in (env, fakes, strict):
+            await one.sandbox.close()
 
 
 TWO_SUM = (
@@ -293,26 +267,8 @@ async def test_only_programs_that_pass_all_tests_of_their_row_are_rewarded(tmp_p
         await env.sandbox.close()
 
 
-@pytest.mark.extended
-@needs_isolation
-async def test_generated_problems_can_be_solved():
-    env = vf.load_environment("code_tests", num_generated=8)
-    try:
-        for row in env.get_dataset().select(range(4)):
-            question = row["prompt"][-1]["content"]
-            factor, summand = (int(word.rstrip(".")) for word in question.split() if word.rstrip(".").isdigit())
-            body = f"def f(x): return {factor} * x + {summand}"
-            code = body if "function" in question else f"{body}\nprint(f(int(input())))"
-            assert (await play_async(env, row, [CODE.format(code)]))["reward"] == 1
-    finally:
-        await env.sandbox.close()
-
-
 @needs_isolation
 async def test_sandbox_that_fails_raises_and_is_no_reward_of_0(tmp_path, monkeypatch):
-    from code_tests.problems import read_problem
-    from code_tests.scoring import grade
-
     env = load_rows(tmp_path, ROWS["apps"])
     try:
         sandbox = await env.sandbox.open()

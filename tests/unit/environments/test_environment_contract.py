@@ -27,58 +27,61 @@ def prompts(rows: Any) -> list[str]:
     return [json.dumps([row["prompt"], (row.get("info") or {}).get("messages")]) for row in rows]
 
 
-INVALID = [
-    ("agentic", {"task": "shopping"}, "planning or repair"),
-    ("agentic", {"min_actions": 30, "max_actions": 20}, "min_actions"),
-    ("agentic", {"min_actions": 90, "max_actions": 99, "num_generated": 1}, "no warehouse"),
-    ("agentic", {"data_path": "x"}, "for repair"),
-    ("agentic", {"num_generated": 0}, "num_generated"),
-    ("alphabet_sort", {"min_turns": 0}, "min_turns"),
-    ("alphabet_sort", {"min_turns": 4}, "min_turns"),
-    ("alphabet_sort", {"min_names_per_turn": 0}, "min_names_per_turn"),
-    ("alphabet_sort", {"min_names_per_turn": 6}, "min_names_per_turn"),
-    ("alphabet_sort", {"similarity_power": 0}, "similarity_power"),
-    ("alphabet_sort", {"num_train_examples": 0}, "num_train_examples"),
-    ("alphabet_sort", {"names_path": "absent.txt"}, r"there is no file absent\.txt"),
-    ("calculator", {"difficulty": "absurd"}, "not one of easy, medium, hard"),
-    ("calculator", {"min_operations": 0}, "min_operations"),
-    ("calculator", {"min_operations": 5, "max_operations": 4}, "min_operations"),
-    ("calculator", {"max_operations": 21}, "max_operations"),
-    ("calculator", {"max_number": 1}, "max_number"),
-    ("calculator", {"max_turns": 0}, "max_turns"),
-    ("calculator", {"num_train_examples": 0}, "num_train_examples"),
-    ("calculator", {"difficulty": "easy", "max_operations": 1, "max_number": 2}, "too few questions"),
-    ("code_tests", {"reward": "some"}, "reward"),
-    ("code_tests", {"style": "poem"}, "style"),
-    ("code_tests", {"timeout_ms": 0}, "timeout_ms"),
-    ("code_tests", {"max_tests": 0}, "max_tests"),
-    ("gsm8k", {"data_path": str(FIXTURES / "gsm8k.jsonl"), "num_train_examples": 0}, "-1"),
-    ("gsm8k", {"data_path": "absent.jsonl"}, r"there is no file .*absent\.jsonl"),
-    ("logic", {"kinds": ["chess"]}, "kind"),
-    ("logic", {"kinds": []}, "kind"),
-    ("logic", {"level": "absurd"}, "level"),
-    ("logic", {"num_generated": 0}, "kind|level"),
-    ("python_tool", {"max_turns": 0}, "max_turns"),
-    ("python_tool", {"timeout_seconds": 0}, "timeout_seconds"),
-    ("python_tool", {"num_generated": 0}, "num_generated"),
-    ("python_tool", {"tolerance": -1}, "tolerance"),
-    ("research", {"corpus_path": "x"}, "corpus_path"),
-    ("research", {"citation_weight": 2}, "citation_weight"),
-    ("research", {"max_turns": 0}, "max_turns"),
-    ("research", {"num_towns": 0}, "num_towns"),
-    ("reverse_text", {"words": 4, "min_letters": 0, "max_letters": 3}, "min_letters"),
-    ("reverse_text", {"words": 4, "min_letters": 4, "max_letters": 3}, "min_letters"),
-    ("science", {"kinds": ["poems"]}, "kinds"),
-    ("science", {"kinds": []}, "kinds"),
-    ("science", {"tolerance": 1}, "tolerance"),
-    ("science", {"num_generated": 0}, "num_generated"),
-]
+INVALID: dict[str, list[tuple[dict[str, Any], str]]] = {  # arguments, and what is said
+    "agentic": [
+        ({"task": "shopping"}, "planning or repair"), ({"min_actions": 30, "max_actions": 20}, "min_actions"),
+        ({"min_actions": 90, "max_actions": 99, "num_generated": 1}, "no warehouse"),
+        ({"data_path": "x"}, "for repair"), ({"num_generated": 0}, "num_generated"),
+    ],
+    "alphabet_sort": [
+        ({"min_turns": 0}, "min_turns"), ({"min_turns": 4}, "min_turns"), ({"similarity_power": 0}, "similarity_power"),
+        ({"min_names_per_turn": 0}, "min_names_per_turn"), ({"min_names_per_turn": 6}, "min_names_per_turn"),
+        ({"num_train_examples": 0}, "num_train_examples"),
+        ({"names_path": "absent.txt"}, r"there is no file absent\.txt"),
+    ],
+    "calculator": [
+        ({"difficulty": "absurd"}, "not one of easy, medium, hard"), ({"min_operations": 0}, "min_operations"),
+        ({"min_operations": 5, "max_operations": 4}, "min_operations"), ({"max_operations": 21}, "max_operations"),
+        ({"max_number": 1}, "max_number"), ({"max_turns": 0}, "max_turns"),
+        ({"num_train_examples": 0}, "num_train_examples"),
+        ({"difficulty": "easy", "max_operations": 1, "max_number": 2}, "too few questions"),
+    ],
+    "code_tests": [
+        ({"reward": "some"}, "reward"), ({"style": "poem"}, "style"), ({"timeout_ms": 0}, "timeout_ms"),
+        ({"max_tests": 0}, "max_tests"),
+    ],
+    "gsm8k": [
+        ({"data_path": str(FIXTURES / "gsm8k.jsonl"), "num_train_examples": 0}, "-1"),
+        ({"data_path": "absent.jsonl"}, r"there is no file .*absent\.jsonl"),
+    ],
+    "logic": [
+        ({"kinds": ["chess"]}, "kind"), ({"kinds": []}, "kind"), ({"level": "absurd"}, "level"),
+        ({"num_generated": 0}, "kind|level"),
+    ],
+    "python_tool": [
+        ({"max_turns": 0}, "max_turns"), ({"timeout_seconds": 0}, "timeout_seconds"),
+        ({"num_generated": 0}, "num_generated"), ({"tolerance": -1}, "tolerance"),
+    ],
+    "research": [
+        ({"corpus_path": "x"}, "corpus_path"), ({"citation_weight": 2}, "citation_weight"),
+        ({"max_turns": 0}, "max_turns"), ({"num_towns": 0}, "num_towns"),
+    ],
+    "reverse_text": [
+        ({"words": 4, "min_letters": 0, "max_letters": 3}, "min_letters"),
+        ({"words": 4, "min_letters": 4, "max_letters": 3}, "min_letters"),
+    ],
+    "science": [
+        ({"kinds": ["poems"]}, "kinds"), ({"kinds": []}, "kinds"), ({"tolerance": 1}, "tolerance"),
+        ({"num_generated": 0}, "num_generated"),
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "args", "message"), INVALID)
-def test_invalid_arguments_raise(name: str, args: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load(name, **args)
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_arguments_raise(name: str) -> None:
+    for args, message in INVALID[name]:
+        with pytest.raises(ValueError, match=message):
+            load(name, **args)
 
 
 WELL_FORMED = {
@@ -133,15 +136,14 @@ def test_malformed_row_raises_with_its_number(tmp_path: Path, name: str, row: di
 GENERATED = [
     ("agentic", {"num_generated": 30}),
     ("alphabet_sort", {"num_train_examples": 50}),
-    ("calculator", {"num_train_examples": 300}),
-    pytest.param("code_tests", {"num_generated": 20}, marks=needs_isolation),
-    pytest.param("code_tests", {"num_generated": 20, "style": "notation"}, marks=needs_isolation),
+    ("calculator", {"num_train_examples": 50}),
+    pytest.param("code_tests", {"num_generated": 8}, marks=needs_isolation),
     ("logic", {"num_generated": 40, "level": "easy"}),
     ("nanochat_aqua_rat", {"num_generated": 40}),
-    pytest.param("python_tool", {"num_generated": 60}, marks=needs_isolation),
+    pytest.param("python_tool", {"num_generated": 10}, marks=needs_isolation),
     ("research", {"num_towns": 40}),
     ("reverse_text", {"words": 200}),
-    ("science", {"num_generated": 60}),
+    ("science", {"num_generated": 16}),
 ]
 
 
@@ -169,11 +171,8 @@ def test_generated_splits_are_disjoint(name: str, args: dict[str, Any], sizes: t
 
 
 REWARDS: list[tuple[str, Any, dict[str, int]]] = [
-    ("hendrycks-math", {"question": "2?", "answer": "2"}, {r"\boxed{2}": 1, "2": 0}),
-    ("intellect_math", {"prompt": "?", "verification_info": {"ground_truth": "7"}},
-     {r"\boxed{7}": 1, r"\boxed{7.0}": 1, "7": 0, r"\boxed{8}": 0, "": 0}),
     ("intellect_math", {"prompt": "?", "verification_info": {"ground_truth": r"\frac{1}{3}"}},
-     {r"\boxed{\tfrac13}": 1, r"\boxed{0.33}": 0}),
+     {r"\boxed{\tfrac13}": 1, r"\boxed{0.33}": 0, r"\frac{1}{3}": 0, r"\boxed{8}": 0, "": 0}),
     ("logic", {"kind": "countdown", "numbers": [3, 4, 6], "target": 18}, {
         "<answer>6 * 3</answer>": 1, "<think>no <answer>1</answer></think> so <answer>6 * 3</answer>": 1,
         "<answer>1</answer> no: <answer>6*3</answer>": 1, "<answer>6 * 3</answer> or <answer>1</answer>": 0,

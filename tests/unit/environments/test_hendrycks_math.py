@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import verifiers as vf
 from hendrycks_math import load_environment
 
 from .scripted import play, scores
@@ -24,7 +25,7 @@ def test_rows_give_questions_and_boxed_or_plain_answers() -> None:
 
 
 def test_only_one_correct_box_is_rewarded() -> None:
-    env = load_environment(data_path=ROWS, grading={"seconds": 1})
+    env = vf.load_environment("hendrycks-math", data_path=ROWS, grading={"seconds": 1})
     row = env.get_dataset()[1]
     completions = {
         r"Clearly \boxed{\frac{1}{2}}.": 1,

@@ -1,9 +1,8 @@
 """AQuA-RAT: which letter a reply states, the shapes of its rows, its arguments, and the reward."""
 
+import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -16,7 +15,6 @@ from nanochat_aqua_rat import load_environment
 from .scripted import play, scores
 
 ROWS = Path(__file__).parent / "fixtures" / "aqua.jsonl"
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -56,7 +54,7 @@ def test_reward_is_the_letter_plus_a_tenth_for_the_format(data_dir: str) -> None
     assert scores(env, row, list(completions)) == pytest.approx(list(completions.values()))
 
 
-def test_accuracy_is_measured_by_letter(data_dir: str) -> None:
+def test_accuracy_is_measured_by_letter_and_a_custom_reward_can_be_added(data_dir: str) -> None:
     env = load_environment(data_dir=data_dir)
     row = env.get_eval_dataset()[0]
     right, wrong = play(env, row, ["Answer: C"])["metrics"], play(env, row, ["Answer: B"])["metrics"]
@@ -65,15 +63,11 @@ def test_accuracy_is_measured_by_letter(data_dir: str) -> None:
     assert wrong["categorical_accuracy"] == wrong["correct_C"] == 0 and wrong["gold_C"] == 1
     assert wrong["format_reward"] == 1
 
-
-def test_custom_reward_can_be_added(data_dir: str) -> None:
-    env = load_environment(data_dir=data_dir)
-
     def reward(completion: Any, parser: Any, **_: Any) -> float:
         return float("because" in parser.parse_answer(completion))
 
     env.rubric.add_reward_func(reward, weight=0.2)
-    assert play(env, env.get_eval_dataset()[0], ["because\nAnswer: C"])["reward"] == pytest.approx(1.3)
+    assert play(env, row, ["because\nAnswer: C"])["reward"] == pytest.approx(1.3)
 
 
 def test_seed_shuffles_only_training_examples(data_dir: str) -> None:
@@ -114,9 +108,11 @@ def test_malformed_row_raises_with_its_number(data_dir: str, row: dict[str, Any]
         load_environment(data_dir=data_dir)
 
 
-def test_missing_split_raises_with_its_name(data_dir: str) -> None:
+def test_missing_split_or_a_folder_beside_generated_questions_is_refused(data_dir: str) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*/dev\.jsonl, nor dev\.json"):
         load_environment(data_dir=data_dir, train_split="dev")
+    with pytest.raises(ValueError, match="num_generated and data_dir exclude each other"):
+        load_environment(num_generated=4, data_dir=data_dir)
 
 
 def test_options_keep_what_is_not_their_label(data_dir: str) -> None:
@@ -140,21 +136,11 @@ def test_the_hub_is_read_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked[1:] == [("deepmind/aqua_rat", "raw", "validation", "/cache")]
 
 
-@pytest.mark.parametrize(
-    "name", ["nanochat-aqua-rat", "harleycooper/nanochatAquaRat", "nanochatAquaRat", "aqua_rat", "aqua-rat"]
-)
-def test_environment_loads_by_each_of_its_ids(name: str, data_dir: str) -> None:
-    assert len(vf.load_environment(name, data_dir=data_dir, num_train_examples=1).get_dataset()) == 1
-
-
-@pytest.mark.extended
-def test_environment_is_importable_by_its_path(data_dir: str) -> None:
-    program = (
-        "from environments.nanochatAquaRat.nanochatAquaRat import load_environment; "
-        f"print(len(load_environment(data_dir={data_dir!r}).get_dataset()))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "4"
+def test_environment_loads_by_each_of_its_ids_and_its_path(data_dir: str) -> None:
+    for name in ("nanochat-aqua-rat", "harleycooper/nanochatAquaRat", "nanochatAquaRat", "aqua_rat", "aqua-rat"):
+        assert len(vf.load_environment(name, data_dir=data_dir, num_train_examples=1).get_dataset()) == 1
+    by_path = importlib.import_module("environments.nanochatAquaRat.nanochatAquaRat")
+    assert len(by_path.load_environment(data_dir=data_dir).get_dataset()) == 4
 
 
 def test_generated_questions_are_solved_by_their_letter() -> None:
@@ -165,8 +151,3 @@ def test_generated_questions_are_solved_by_their_letter() -> None:
         summand, total = (int(word) for word in re.findall(r"\d+", row["metadata"]["question"]))
         assert row["metadata"]["options"]["ABCDE".index(row["answer"])] == str(total - summand)
         assert row["prompt"][-1]["content"].endswith("A) 1\nB) 2\nC) 3\nD) 4\nE) 5")
-
-
-def test_generated_questions_beside_a_folder_are_refused(data_dir: str) -> None:
-    with pytest.raises(ValueError, match="num_generated and data_dir exclude each other"):
-        load_environment(num_generated=4, data_dir=data_dir)

@@ -26,7 +26,7 @@ def python(code):
 async def test_rewards_of_right_wrong_and_hostile_rollouts(tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text(json.dumps({"question": "What is 6 times 7?", "answer": 42}) + "\n")
-    env = load_environment(data_path=str(path), require_tool=True, timeout_seconds=3)
+    env = load_environment(data_path=str(path), require_tool=True, timeout_seconds=2)
     [row] = env.get_dataset()
     rollouts = [
         (1, [python("x = 6"), python("x * 7"), "<answer>42</answer>"]),

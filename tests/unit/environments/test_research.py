@@ -78,21 +78,23 @@ def test_citation_scores_count_shown_evidence(cited, shown, precision, recall):
     assert citation_scores(cited, shown, Question("", ["x"], frozenset({"d1", "d2"}))) == (precision, recall)
 
 
-def test_cited_documents_of_hostile_text():
+def test_cited_documents_are_those_in_brackets():
     assert cited_documents("a [d1] [d2][d1] [d 3] [] [[d4]] [" + "x" * 100 + "]") == {"d1", "d2", "d4"}
     assert cited_documents("[" * 100_000) == frozenset()
+
+
+SEARCH, READ = call("search", '{"query": "Ada Quist"}'), call("read", '{"name": "d1"}')
 
 
 @pytest.mark.parametrize(
     ("replies", "reward"),
     [
-        ([call("search", '{"query": "Ada Quist"}'), call("search", '{"query": "Velmora"}'),
-          "<answer>1743 [d1] [d2]</answer>"], 1),
+        ([SEARCH, call("search", '{"query": "Velmora"}'), "<answer>1743 [d1] [d2]</answer>"], 1),
         ([call("read", '{"name": "[d1]"}'), "<answer>1743 [d1]</answer>"], 0.5 + 0.5 * 2 / 3),
         (["<answer>1743 [d1] [d2]</answer>"], 0.5),
-        ([call("read", '{"name": "d1"}'), "<answer>1744 [d1]</answer>"], 0),
-        ([call("read", '{"name": "d1"}'), "1743 [d1]"], 0),
-        ([call("read", '{"name": "d1"}')] * 8, 0),
+        ([READ, "<answer>1744 [d1]</answer>"], 0),
+        ([READ, "1743 [d1]"], 0),
+        ([READ] * 8, 0),
     ],
 )  # fmt: skip
 def test_reward_needs_the_answer_and_its_sources(tmp_path, replies, reward):

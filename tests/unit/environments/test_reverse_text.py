@@ -1,10 +1,7 @@
 """The reverse-text environment: its examples, its reward, and what it measures beside it."""
 
 import asyncio
-import os
 import string
-import subprocess
-import sys
 from itertools import islice, product
 from typing import Any
 
@@ -13,7 +10,6 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from reverse_text import load_environment, scores
-from reverse_text.environment import between
 from reverse_text.words import make_words
 from verifiers.types import State
 
@@ -51,20 +47,10 @@ def test_scores_distinguish_order_letters_and_length() -> None:
 
 def test_words_depend_only_on_the_seed_and_have_every_length() -> None:
     words = list(islice(make_words("a", 3, 5), 3000))
-    assert words == list(islice(make_words("a", 3, 5), 3000))
-    assert words[:50] != list(islice(make_words("b", 3, 5), 50))
-    assert {len(word) for word in words} == {3, 4, 5}
     assert all(800 < sum(len(word) == n for word in words) < 1200 for n in (3, 4, 5))
     assert {letter for word in words for letter in word} == set(string.ascii_lowercase)
-
-
-def test_words_are_the_same_in_another_process() -> None:
-    program = "from itertools import islice; from reverse_text.words import *; print(*islice(make_words(7, 2, 9), 20))"
-    environment = {**os.environ, "PYTHONHASHSEED": "123"}
-    printed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
-    )
-    assert printed.stdout.split() == list(islice(make_words(7, 2, 9), 20))
+    assert words[:50] != list(islice(make_words("b", 3, 5), 50))
+    assert list(islice(make_words(7, 2, 9), 4)) == ["atd", "udoqnb", "sgbyrnwvs", "ttc"], "as in any other process"
 
 
 def test_made_words_are_bare_prompts_with_their_reversals() -> None:
@@ -91,18 +77,9 @@ def test_the_hub_data_set_asks_for_a_tag_and_keeps_its_last_rows_apart(monkeypat
     assert user == {"role": "user", "content": "text 0"} and env.get_dataset()[0]["answer"] == "0 txet"
     assert env.get_dataset()["answer"] == [f"{i} txet" for i in range(7)]
     assert env.get_eval_dataset()["answer"] == [f"{i} txet" for i in range(7, 10)]
-
-
-def test_data_set_without_prompts_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: Dataset.from_dict({"text": ["a"]}))
     with pytest.raises(ValueError, match="no column `prompt`, only text"):
         load_environment()
-
-
-def test_the_answer_stands_between_tags() -> None:
-    extract = between("answer")
-    assert extract("<think>x</think>\n<answer>\ncba\n</answer> so") == "cba"
-    assert extract("cba") == extract("<answer>cba") == ""
 
 
 def score(env: Any, answer: str, completion: str) -> dict[str, Any]:
@@ -124,6 +101,7 @@ def test_only_the_subsequence_ratio_is_rewarded(completion: str, reward: float) 
 
 def test_only_text_inside_the_tag_counts() -> None:
     env = load_environment(words=1, tag="answer")
-    assert score(env, "cba", "<answer>cba</answer>")["reward"] == 1.0
-    assert score(env, "cba", "cba")["reward"] == 0.0
+    thought = "<think>x</think>\n<answer>\ncba\n</answer> so"
+    for completion, reward in (("<answer>cba</answer>", 1), (thought, 1), ("cba", 0), ("<answer>cba", 0)):
+        assert score(env, "cba", completion)["reward"] == reward
     assert "<answer>" in env.get_dataset()[0]["prompt"][0]["content"]

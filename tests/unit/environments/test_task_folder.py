@@ -89,9 +89,11 @@ def run(environment, *commands):
 def test_the_tests_grade_the_files_that_the_agent_leaves(tasks):
     environment = load(tasks)
     assert len(environment) == 2
-    rollout = run(environment, "pwd; cat add.py", "sed -i s/-/+/ add.py; touch $HOME/x /tests/y; ls /tests")
+    repair = "sed -i s/-/+/ add.py; mkdir -m 0 closed; touch $HOME/x /tests/y; ls /tests"
+    rollout = run(environment, "pwd; cat add.py", repair)
     assert rollout.reward == rollout.metrics["tests"] == 1.0
     assert (rollout.metrics["tests_exit_code"], rollout.metrics["no_reward_file"]) == (3.0, 0.0)
+    assert rollout.metrics["files_incomplete"] == 1.0, "a folder cannot be read"
     seen = [text.strip() for role, text in rollout.text if role == "tool"]
     assert seen == [f"/app\n{WRONG}".strip(), "y"]
 
@@ -107,14 +109,14 @@ def test_an_agent_that_forges_tests_and_rewards_gets_what_the_real_tests_say(tas
     assert rollout.metrics["tests_exit_code"] == 3.0
 
 
-@pytest.mark.extended(after=4)
+@pytest.mark.extended(after=2)
 @pytest.mark.parametrize(
     ("tests", "reward", "metrics"),
     [
         ('echo "{\\"reward\\": 0.25, \\"level\\": $LEVEL}" > /logs/verifier/reward.json', 0.25, {"level": 3.0}),
+        ("echo NaN > /logs/verifier/reward.txt", 0.0, {"no_reward_file": 1.0}),
         ("echo 0.5 > /logs/verifier/reward.json", 0.5, {"no_reward_file": 0.0}),
         ("echo many > /logs/verifier/reward.txt", 0.0, {"no_reward_file": 1.0}),
-        ("echo NaN > /logs/verifier/reward.txt", 0.0, {"no_reward_file": 1.0}),
         ("echo true > /logs/verifier/reward.json; echo .5 > /logs/verifier/reward.txt", 0.5, {"no_reward_file": 0.0}),
         ('echo \'{"reward": 1, "x": NaN, "y": 1e999}\' > /logs/verifier/reward.json', 1.0, {"no_reward_file": 0.0}),
         (CONNECT + " && echo 1 > /logs/verifier/reward.txt", 1.0, {"files_incomplete": 0.0}),
@@ -129,12 +131,6 @@ def test_rewards_that_tests_write(tasks, tests, reward, metrics):
     rollout = run(load(tasks, tasks=["add"]), large)
     assert rollout.reward == reward
     assert metrics.items() <= rollout.metrics.items()
-
-
-def test_an_agent_whose_files_cannot_be_copied_whole_is_scored(tasks):
-    rollout = run(load(tasks), "sed -i s/-/+/ add.py; mkdir -m 0 closed")
-    assert rollout.metrics["files_incomplete"] == 1.0
-    assert rollout.reward == 1.0
 
 
 def test_tasks_that_cannot_be_run_are_refused_by_name(tasks):

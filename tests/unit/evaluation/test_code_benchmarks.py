@@ -1,4 +1,4 @@
-"""`eval --benchmarks humaneval,mbpp,livecodebench --benchmark-data DIR`: real workers, real sandbox, a scripted model.
+"""`eval` where programs run: real workers, real sandbox, a scripted model.
 
 `PRIME_RL_HUMANEVAL=humaneval.jsonl` uses the data set (164 problems) instead of our own problem of its form.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fake_chat import fake_chat, says
+from tests.support.fake_chat import calls, fake_chat, says
 from tests.support.isolation import needs_isolation
 
 pytestmark = [pytest.mark.extended, pytest.mark.slow, pytest.mark.timeout(900), needs_isolation]
@@ -56,3 +56,20 @@ async def test_benchmarks_with_local_data_score_right_and_wrong_programs(evaluat
         ("livecodebench", 1, 1.0),
     ]
     assert [result["pass@1"] for result in wrong] == [0, 0, 0]
+
+
+async def test_python_tool_keeps_variables_between_turns(evaluate, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "6 times 7?", "answer": 42}) + "\n")
+    programs = ["x = 6 * 7", "print(x)"]
+
+    def compute(body):
+        done = sum(message["role"] == "assistant" for message in body["messages"])
+        if done < len(programs):
+            return calls("python", code=programs[done])
+        return says(f"<answer>{body['messages'][-1]['content']}</answer>")
+
+    env = {"id": "python_tool", "args": {"data_path": str(tmp_path / "rows.jsonl")}}
+    async with fake_chat() as server:
+        server.reply = compute
+        [result] = await evaluate(server.url, env=[env], seq_len=16384)
+    assert result["reward/mean"] == 1

@@ -31,17 +31,16 @@ def test_choose_examples_larger_choice_contains_the_smaller():
     assert choose_examples(5, -1, seed=0) == choose_examples(5, 9, seed=0) == [0, 1, 2, 3, 4]
 
 
-def test_plan_environment_settings_take_precedence():
+def test_plan_environment_settings_take_precedence_and_benchmarks_come_last():
     own = EvalEnvConfig(id="a", num_examples=3, rollouts_per_example=8, sampling={"temperature": 0.0})
-    first, second = plan_tasks([own, EvalEnvConfig(id="b")], [], SamplingConfig(max_tokens=9), 16, 2)
+    named = ["math500", "aime24", "aime25"]
+    plan = plan_tasks([own, EvalEnvConfig(id="b")], named, SamplingConfig(max_tokens=9), 16, 2, [1, 16, 4])
+    first, second = plan[:2]
     assert (first.num_examples, first.rollouts, first.sampling.temperature, first.sampling.max_tokens) == (3, 8, 0.0, 9)
     assert (second.num_examples, second.rollouts, second.sampling.temperature) == (16, 2, 1.0)
     assert set(own.as_env_config().model_dump()) == set(EnvConfig.model_fields)
-
-
-def test_plan_benchmarks_come_last_with_their_rollout_counts():
-    plays = plan_tasks([EvalEnvConfig(id="a")], ["math500", "aime24"], SamplingConfig(), -1, 1, [1, 16])
-    assert [(item.name, item.rollouts) for item in plays] == [("a", 1), ("math500", 1), ("aime24", 16)]
+    assert [(task.name, task.rollouts) for task in plan[2:]] == list(zip(named, (1, 16, 4), strict=True))
+    assert {task.env.id for task in plan[2:]} == {"hendrycks_math"}
 
 
 @pytest.mark.parametrize(
@@ -63,11 +62,13 @@ def test_plan_invalid_input_raises_config_error(environments, named, message):
 
 
 def test_missing_benchmark_raises_with_the_install_command(monkeypatch):
-    with pytest.raises(ConfigError, match=r"run `prime env install primeintellect/livecodebench`$"):
-        benchmark_environment("livecodebench")
     monkeypatch.setattr(environment_id, "_find_installed", lambda module: None)
-    with pytest.raises(ConfigError, match=r"run `uv pip install -e environments/hendrycks_math`$"):
-        benchmark_environment("math500")
+    for benchmark, command in (
+        ("livecodebench", "prime env install primeintellect/livecodebench"),
+        ("math500", "uv pip install -e environments/hendrycks_math"),
+    ):
+        with pytest.raises(ConfigError, match=rf"run `{command}`$"):
+            benchmark_environment(benchmark)
 
 
 @pytest.mark.parametrize("name", sorted(set(BENCHMARKS) - {"livecodebench"}))
@@ -104,13 +105,6 @@ def test_benchmark_data_replaces_the_hub(tmp_path):
         plan_tasks([], ["mbpp"], SamplingConfig(), -1, 1, benchmark_data=tmp_path)
 
 
-def test_documented_benchmarks_exist():
-    config = EvalConfig.load(["--benchmarks", "math500,aime24,aime25"])
-    assert [item.env.id for item in plan_tasks(config.env, config.benchmarks, config.sampling, -1, 1)] == [
-        "hendrycks_math"
-    ] * 3
-
-
 # The settings of an evaluation: every key counts unless it is listed as one that no rollout depends on
 
 
@@ -131,11 +125,6 @@ def digest_of(env=None, loaded=LOADED, content="c", examples=4, **config):
     return digest(session._settings(task, pool, loaded))
 
 
-@pytest.mark.parametrize("key", sorted(set(EvalEnvConfig.model_fields) - eval_session._UNRELATED_OF_ENV))
-def test_every_key_of_an_environment_changes_the_digest(key):
-    assert digest_of({key: CHANGED[key]}) != digest_of()
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -144,9 +133,10 @@ def test_every_key_of_an_environment_changes_the_digest(key):
         {"tokenizer": {"name": "other"}}, {"tokenizer": {"trust_remote_code": True}}, {"model": {"name": "other"}},
         {"rollouts_per_example": 3}, {"content": "other"}, {"examples": 5},
         {"loaded": LoadedVersion(PolicyVersion(0, 3), "xyz")}, {"env": {"sampling": {"top_k": 5}}},
+        *({"env": {key: CHANGED[key]}} for key in EvalEnvConfig.model_fields if key in CHANGED),
     ],
 )  # fmt: skip
-def test_other_settings_change_the_digest(change):
+def test_setting_that_rollouts_depend_on_changes_the_digest(change):
     assert digest_of(**change) != digest_of()
 
 
@@ -157,26 +147,24 @@ def test_other_settings_change_the_digest(change):
         {"env": {"name": "e2"}}, {"env": {"num_retries": 3}}, {"sandbox": {"max_running": 2}}, {"output_dir": "o"},
     ],
 )  # fmt: skip
-def test_settings_that_no_rollout_depends_on_keep_the_digest(change):
+def test_setting_that_no_rollout_depends_on_keeps_the_digest(change):
     assert digest_of(**change) == digest_of()
 
 
-def test_chat_template_counts_by_its_content(tmp_path):
-    template = tmp_path / "t.jinja"
-    template.write_text("a")
-    before = digest_of(rendering={"chat_template": template})
-    template.write_text("b")
-    assert digest_of(rendering={"chat_template": template}) != before
-
-
-def test_server_that_renders_prompts_ignores_their_keys():
-    assert digest_of(loaded=None, seq_len=64) == digest_of(loaded=None)
+def test_keys_of_prompts_count_by_their_content_and_only_where_prompts_are_rendered(tmp_path):
+    template, digests = tmp_path / "t.jinja", set()
+    for text in ("a", "b"):
+        template.write_text(text)
+        digests.add(digest_of(rendering={"chat_template": template}))
+    assert len(digests) == 2
+    assert digest_of(loaded=None, seq_len=64) == digest_of(loaded=None), "the server renders them"
     assert digest_of({"reward_errors": "zero"}, loaded=None) != digest_of(loaded=None)
 
 
-def test_unrelated_keys_exist():
+def test_each_key_is_either_related_or_listed_and_exists():
     fields = EvalConfig.model_fields.keys() | SynthesizeConfig.model_fields.keys()
     assert fields >= eval_session._UNRELATED | eval_session._OF_PROMPTS
+    assert set(EvalEnvConfig.model_fields) - eval_session._UNRELATED_OF_ENV <= CHANGED.keys() | {"id", "sampling"}
     assert set(EvalEnvConfig.model_fields) >= eval_session._UNRELATED_OF_ENV
     assert set(SandboxConfig.model_fields) >= eval_session._UNRELATED_OF_SANDBOX
     related = EvalConfig.model_fields.keys() - eval_session._UNRELATED - eval_session._OF_PROMPTS
@@ -199,19 +187,26 @@ def write(path):
             results.add(row)
 
 
-def test_result_file_returns_its_rows(tmp_path):
+def test_result_file_returns_the_last_row_of_each_example_to_one_writer(tmp_path):
     write(tmp_path / "r.jsonl")
     with ResultFile(tmp_path / "r.jsonl") as results:
         assert results.rows == {row.example: row for row in ROWS}
+        results.add(again := ExampleRow(0, ROWS[0].rollouts))
+        with pytest.raises(RunError, match="written by another process"):
+            ResultFile(tmp_path / "r.jsonl")
+    with ResultFile(tmp_path / "r.jsonl") as results:
+        assert results.rows[0] == again
     lines = (tmp_path / "r.jsonl").read_bytes().split(b"\n")
-    assert [json.loads(line)["example"] for line in lines[:-1]] == [2, 0, 7]
+    assert [json.loads(line)["example"] for line in lines[:-1]] == [2, 0, 7, 0]
 
 
 def test_result_file_cut_at_any_byte_loses_at_most_the_last_row(tmp_path):
     write(tmp_path / "whole.jsonl")
     whole = (tmp_path / "whole.jsonl").read_bytes()
     path = tmp_path / "cut.jsonl"
-    for length in range(len(whole) + 1):
+    ends = [index for index, byte in enumerate(whole) if byte == ord("\n")]
+    near = {at for end in ends for at in range(end - 2, end + 4)}
+    for length in sorted(near | set(range(0, len(whole), 7))):
         path.write_bytes(whole[:length])
         complete = whole[:length].count(b"\n")
         with ResultFile(path) as results:
@@ -219,19 +214,6 @@ def test_result_file_cut_at_any_byte_loses_at_most_the_last_row(tmp_path):
             results.add(ExampleRow(9, failure=ExampleFailure("refused", "late")))
         with ResultFile(path) as results:
             assert [row.example for row in results.rows.values()] == [row.example for row in ROWS[:complete]] + [9]
-
-
-def test_result_file_last_row_of_an_example_counts(tmp_path):
-    with ResultFile(tmp_path / "r.jsonl") as results:
-        results.add(ROWS[1])
-        results.add(ExampleRow(0, ROWS[0].rollouts))
-    with ResultFile(tmp_path / "r.jsonl") as results:
-        assert results.rows[0].failure is None
-
-
-def test_result_file_second_writer_raises(tmp_path):
-    with ResultFile(tmp_path / "r.jsonl"), pytest.raises(RunError, match="written by another process"):
-        ResultFile(tmp_path / "r.jsonl")
 
 
 def test_open_results_other_settings_have_another_folder(tmp_path):
@@ -242,9 +224,6 @@ def test_open_results_other_settings_have_another_folder(tmp_path):
     with open_results(tmp_path, dict(one)) as again:
         assert list(again.rows) == [2]
     assert json.loads((tmp_path / digest(one) / "settings.json").read_text()) == one
-
-
-def test_open_results_unwritable_folder_raises_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="set --output-dir"):
         open_results(tmp_path / "file", {})

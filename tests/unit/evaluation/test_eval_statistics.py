@@ -33,7 +33,7 @@ def scored(*rewards):
     return [says("", reward) for reward in rewards]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
 @pytest.mark.parametrize(("rate", "counts"), [(pass_at_k, any), (pass_hat_k, all)])
 def test_pass_rate_is_the_share_of_subsets(n, rate, counts):
     for correct in range(n + 1):
@@ -42,6 +42,7 @@ def test_pass_rate_is_the_share_of_subsets(n, rate, counts):
             subsets = list(combinations(outcomes, k))
             expected = sum(counts(subset) for subset in subsets) / len(subsets)
             assert rate(n, correct, k) == pytest.approx(expected, abs=1e-15)
+    assert rate(10_000, 1, 1) == 1e-4
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
@@ -74,12 +75,12 @@ def test_intervals_contain_the_truth_in_95_percent_of_evaluations():
     """Also where the rollouts of an example are equal."""
     rng = np.random.default_rng(0)
     covered = 0
-    for _ in range(400):
+    for _ in range(150):
         solved = rng.random(60) < 0.3
         summary = summarise([ExampleRow(i, scored(float(each), float(each))) for i, each in enumerate(solved)], 1.0)
         covered += summary["pass@1/ci95_low"] <= 0.3 <= summary["pass@1/ci95_high"]
         assert summary["reward/ci95_low"] <= summary["reward/mean"] <= summary["reward/ci95_high"]
-    assert 0.92 <= covered / 400 <= 0.98
+    assert 0.91 <= covered / 150 <= 0.99
 
 
 @pytest.mark.parametrize(
@@ -112,12 +113,9 @@ def test_breakdown_averages_the_examples_of_each_value():
     assert (summary["by/level/2/reward/mean"], summary["by/level/2/pass@1"]) == (0.25, 0.0)
     assert summary["by/answer/A_B/examples"] == 1
     assert not any(key.startswith("by/level/3") for key in summary)
-
-
-def test_breakdown_of_many_values_is_limited_to_the_most_frequent():
-    rows = [ExampleRow(i, scored(1), columns={"id": str(min(i, 200))}) for i in range(300)]
-    values = {key.split("/")[2] for key in breakdown(rows, 1.0)}
-    assert len(values) == 50 and "200" in values
+    many = [ExampleRow(i, scored(1), columns={"id": str(min(i, 200))}) for i in range(300)]
+    values = {key.split("/")[2] for key in breakdown(many, 1.0)}
+    assert len(values) == 50 and "200" in values, "the most frequent"
 
 
 def test_table_shows_breakdown_votes_and_pass_hat(capsys):
@@ -148,14 +146,6 @@ def rollout(reward, truncated=False, tokens=4, versions=(None, None), **metrics)
     return RolloutRow(reward, metrics, truncated, tokens, [], [], *versions)
 
 
-def test_pass_at_k_of_fixed_counts():
-    # 1 - C(7, 4) / C(10, 4) = 1 - 35 / 210, and so on.
-    assert pass_at_k(10, 3, 4) == pytest.approx(5 / 6, abs=1e-15)
-    assert pass_at_k(200, 1, 8) == pytest.approx(8 / 200, abs=1e-15)
-    assert pass_at_k(16, 9, 8) == 1.0  # fewer wrong ones than k
-    assert pass_at_k(10_000, 1, 1) == 1e-4
-
-
 def test_summary_averages_examples_and_counts_failures_separately():
     rows = [
         ExampleRow(0, [rollout(1.1, tokens=2, accuracy=1.0), rollout(0.0, True, tokens=6, accuracy=0.0)]),
@@ -179,15 +169,14 @@ def test_summary_averages_examples_and_counts_failures_separately():
     assert "version/min" not in summary
 
 
-def test_summary_pass_requires_the_threshold():
-    rows = [ExampleRow(0, [rollout(0.7 + 0.2 + 0.1)]), ExampleRow(1, [rollout(0.999)])]
-    assert summarise(rows, 1.0)["pass@1"] == 0.5, "0.7 + 0.2 + 0.1 is 1 but for rounding"
-    assert summarise(rows, 0.9)["pass@1"] == 1.0
-
-
-def test_summary_reports_the_sampling_versions():
-    rows = [ExampleRow(0, [rollout(0, versions=(3, 5))]), ExampleRow(1, [rollout(0, versions=(4, 4))])]
+def test_summary_pass_requires_the_threshold_and_versions_are_a_range():
+    rows = [
+        ExampleRow(0, [rollout(0.7 + 0.2 + 0.1, versions=(3, 5))]),
+        ExampleRow(1, [rollout(0.999, versions=(4, 4))]),
+    ]
     summary = summarise(rows, 1.0)
+    assert summary["pass@1"] == 0.5, "0.7 + 0.2 + 0.1 is 1 but for rounding"
+    assert summarise(rows, 0.9)["pass@1"] == 1.0
     assert (summary["version/min"], summary["version/max"]) == (3, 5)
 
 
@@ -207,11 +196,9 @@ def write(tmp_path):
     def written(run, env, rewards, settings=None, digest="d"):
         folder = tmp_path / run / "evals" / env / digest
         folder.mkdir(parents=True)
+        failure = ExampleFailure("environment", "KeyError")
         rows = [
-            ExampleRow(i, [RolloutRow(each, {}, False, 1, []) for each in group])
-            if group
-            else ExampleRow(i, failure=ExampleFailure("environment", "KeyError"))
-            for i, group in rewards.items()
+            ExampleRow(i, scored(*group)) if group else ExampleRow(i, failure=failure) for i, group in rewards.items()
         ]
         (folder / "rollouts.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         (folder / "settings.json").write_text(json.dumps(settings or {}))
@@ -239,17 +226,6 @@ def test_comparison_of_two_output_directories_covers_all_common_environments(wri
     assert [each.env for each in compare(tmp_path / "a", tmp_path / "b" / "evals")] == ["gsm8k", "math500"]
 
 
-def test_p_value_separates_a_difference_from_noise(write):
-    rng = np.random.default_rng(0)
-    first = [float(value) for value in rng.integers(0, 2, 200)]
-    noise = {i: [float(value)] for i, value in enumerate(rng.permutation(first))}
-    better = {i: [float(value or i % 8 == 0)] for i, value in enumerate(first)}
-    a = write("a", "e", {i: [value] for i, value in enumerate(first)})
-    assert compare(a, write("noise", "e", noise))[0].p_value > 0.05
-    assert compare(a, write("better", "e", better))[0].p_value < 0.01
-    assert compare(a, a)[0].p_value == 1.0
-
-
 def test_equal_rewards_in_another_order_are_neither_better_nor_worse(write):
     a = write("a", "e", {0: [0.1, 0.7, 0.2], 1: [0.3, 0.1, 0.6, 0.2]})
     (each,) = compare(a, write("b", "e", {0: [0.7, 0.2, 0.1], 1: [0.6, 0.2, 0.3, 0.1]}))
@@ -267,15 +243,18 @@ def test_p_value_is_that_of_all_sign_flips_at_any_scale(write, scale):
     assert compare(a, b)[0].p_value == pytest.approx(exact, abs=0.02)
 
 
-def test_command_prints_the_comparison(write, monkeypatch, capsys):
-    a, b = (
-        write("a", "gsm8k", {0: [0], 1: [0]}, {"args": {}}),
-        write("b", "gsm8k", {0: [1], 1: [1]}, {"args": {"x": 1}}),
-    )
+def test_command_prints_the_comparison_of_two_results(write, monkeypatch, capsys):
+    a = write("a", "gsm8k", {0: [0], 1: [0]}, {"args": {}})
+    b = write("b", "gsm8k", {0: [1], 1: [1]}, {"args": {"x": 1}})
     monkeypatch.setattr(sys, "argv", ["eval", "--compare", str(a), str(b)])
     main()
     printed = capsys.readouterr().out
     assert "+1.000" in printed and "the settings of gsm8k differ: args" in printed
+    sys.argv.pop()
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert "usage: eval --compare A B" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -298,11 +277,3 @@ def test_results_that_cannot_be_compared_are_one_line(names, message, write, tmp
     with pytest.raises(ConfigError, match=message) as caught:
         compare(*(tmp_path / name for name in names))
     assert "\n" not in str(caught.value)
-
-
-def test_command_without_two_results_exits_with_2(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["eval", "--compare", "a"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    assert "usage: eval --compare A B" in capsys.readouterr().err

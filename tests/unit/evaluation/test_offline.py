@@ -129,18 +129,22 @@ async def test_published_versions_are_evaluated_in_turn_and_the_base_model_is_re
     assert remove_old_versions(run.weights_dir, 6, set()) == [2, 5], "nothing is held any more"
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"weights_dir": "nowhere"}, "holds no step_N folder"),
-        ({"weights_dir": "nowhere", "steps": [3]}, "does not hold step 3"),
-        ({"env": [{"id": "no_such_environment"}]}, r"env\.0\.id = no_such_environment is not installed"),
-    ],
-)
-async def test_invalid_input_raises_config_error(evaluate, keys, message):
+async def test_invalid_input_raises_config_error(evaluate, tmp_path):
     async with fake_engine() as engine:
-        with pytest.raises(ConfigError, match=message):
-            await evaluate(engine.url, **keys)
+        for keys, message in (
+            ({"weights_dir": "nowhere"}, "holds no step_N folder"),
+            ({"weights_dir": "nowhere", "steps": [3]}, "does not hold step 3"),
+            ({"env": [{"id": "no_such_environment"}]}, r"env\.0\.id = no_such_environment is not installed"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                await evaluate(engine.url, **keys)
+    with pytest.raises(RunError, match="cannot be reached"):
+        await evaluate(engine.url, env=[REVERSE])
+    run = RunPaths(tmp_path / "run")
+    publish_version(run, 2)
+    async with fake_chat() as server:
+        with pytest.raises(ConfigError, match="does not answer GET /policy"):
+            await evaluate(server.url, weights_dir=run.weights_dir)
 
 
 @pytest.mark.extended
@@ -167,41 +171,22 @@ async def test_default_model_that_the_server_does_not_serve_raises_config_error(
     assert {*server.keys} == {"Bearer secret"}
 
 
-async def test_versions_of_a_chat_server_raise_config_error(evaluate, tmp_path):
-    run = RunPaths(tmp_path / "run")
-    publish_version(run, 2)
-    async with fake_chat() as server:
-        with pytest.raises(ConfigError, match="does not answer GET /policy"):
-            await evaluate(server.url, weights_dir=run.weights_dir)
-
-
-async def test_too_long_prompts_are_counted_and_no_finished_example_raises(evaluate, tmp_path):
+async def test_too_long_prompts_are_counted_and_no_finished_example_raises(evaluate, tmp_path, said):
+    """The warning names a server with a shorter context."""
     async with fake_engine() as engine:
+        engine.settings = {"model.max_model_len": 3}
         with pytest.raises(RunError, match="all examples of reverse_text failed"):
             await evaluate(engine.url, seq_len=4)
     (summary,) = json.loads((tmp_path / "out/evals/summary.json").read_text())
     assert (summary["errors"], summary["errors/overlong"], summary["reward/mean"]) == (6, 6, None)
-
-
-async def test_server_with_a_shorter_context_is_named(evaluate, said):
-    async with fake_engine() as engine:
-        for length in (64, 63):
-            engine.settings = {"model.max_model_len": length}
-            await evaluate(engine.url, num_examples=1)
     (line,) = [line for line in said() if "truncates" in line]
-    expected = f"{engine.url} truncates rollouts at 63 tokens, before seq_len = 64; raise model.max_model_len there, "
+    expected = f"{engine.url} truncates rollouts at 3 tokens, before seq_len = 4; raise model.max_model_len there, "
     assert line == expected + "or lower seq_len"
 
 
-async def test_unreachable_server_raises(evaluate):
+async def test_evaluation_breaks_down_by_a_column_and_records_the_environment(evaluate, tmp_path, said):
     async with fake_engine() as engine:
-        url = engine.url
-    with pytest.raises(RunError, match="cannot be reached"):
-        await evaluate(url, env=[REVERSE])
-
-
-async def test_evaluation_breaks_down_by_a_column_and_records_the_environment(evaluate, tmp_path):
-    async with fake_engine() as engine:
+        engine.settings = {"model.max_model_len": 64}  # as seq_len: no warning
         env = {**REVERSE, "breakdown": ["answer"]}
         (result,) = await evaluate(engine.url, env=[env], num_examples=3)
         parts = {key: value for key, value in result.items() if key.startswith("by/answer/")}
@@ -212,6 +197,7 @@ async def test_evaluation_breaks_down_by_a_column_and_records_the_environment(ev
         assert identity == result["identity"] and identity.startswith("reverse_text 0.1.0 ")
         with pytest.raises(ConfigError, match=r"env\.breakdown: example 0 of .* has no column 'info\.level'"):
             await evaluate(engine.url, env=[{**REVERSE, "breakdown": ["info.level"]}])
+    assert not any("truncates" in line for line in said())
 
 
 GRADER = """

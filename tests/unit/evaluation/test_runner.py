@@ -28,7 +28,7 @@ async def rows_of(pool, servers=None, max_concurrent=None, seed=None):
     return rows
 
 
-@pytest.mark.parametrize(("limit", "most"), [(None, 40), (8, 8), (3, 2), (1, 2)])
+@pytest.mark.parametrize(("limit", "most"), [(None, 40), (3, 2), (1, 2)])
 async def test_number_of_rollouts_in_flight_is_limited(limit, most):
     pool = FakePool(20)
     rows = await rows_of(pool, max_concurrent=limit)

@@ -90,21 +90,16 @@ async def test_failed_groups_are_dropped_and_an_interrupted_synthesis_resumes(sy
 
 
 @pytest.mark.slow
-async def test_own_server_returns_conversations(synthesize):
+async def test_own_server_returns_conversations_and_raises_without_a_remaining_one(synthesize):
     async with fake_engine() as engine:
         engine.reply = lambda body: ([75, 104, 2], "stop")
         path = await synthesize(engine.url, REVERSE)
+        with pytest.raises(RunError, match="no sample is left; all were filtered out"):
+            await synthesize(engine.url, REVERSE, min_reward=1.0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 8
     assert [message["role"] for message in lines[0]["messages"]] == ["user", "assistant"]
     assert "tools" not in lines[0]
-
-
-@pytest.mark.slow
-async def test_no_remaining_sample_raises(synthesize):
-    async with fake_chat() as server:
-        with pytest.raises(RunError, match="no sample is left; all were filtered out"):
-            await synthesize(server.url, REVERSE, min_reward=1.0)
 
 
 def test_write_samples_filters_by_reward_and_truncation(tmp_path):
@@ -175,16 +170,14 @@ def test_from_keeps_the_best_finished_rollouts_with_exact_messages_and_tools(tmp
     assert [sample["messages"][-1]["content"] for sample in both if sample["example"] == 0] == ["later", "good"]
 
 
-def test_from_reads_lines_of_many_mebibytes(tmp_path):
-    write_rows(tmp_path / "run/samples", 0, says_row(0, "p", "x" * 5 * 2**20, 1.0))
-    assert len(selected(tmp_path, "--from", str(tmp_path / "run"))) == 1
-
-
 def test_from_reads_several_runs_and_evaluations(tmp_path):
+    long = "x" * 5 * 2**20
     for run, reward in (("run_a", 0.5), ("run_b", 0.75)):
-        write_rows(tmp_path / "several" / run / "samples", 0, says_row(0, "p", run, reward), says_row(1, run, "x", 1.0))
+        write_rows(
+            tmp_path / "several" / run / "samples", 0, says_row(0, "p", run, reward), says_row(1, run, long, 1.0)
+        )
     samples = selected(tmp_path, "--from", str(tmp_path / "several"))
-    assert sorted(sample["messages"][-1]["content"] for sample in samples) == ["run_b", "x", "x"]
+    assert sorted(sample["messages"][-1]["content"] for sample in samples) == ["run_b", long, long]
 
     evaluation = tmp_path / "eval" / "evals" / "gsm8k" / "0123456789ab"
     evaluation.mkdir(parents=True)

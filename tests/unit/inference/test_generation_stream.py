@@ -196,6 +196,23 @@ async def raw_stream(port: int, key: str = "") -> AsyncIterator[RawStream]:
         writer.close()
 
 
+@asynccontextmanager
+async def answering(answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[str]:
+    """The URL of a server without our code."""
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+async def turns(condition: Callable[[], bool] | None = None) -> None:
+    """Let the event loop run until a condition holds; without one, for 50 turns."""
+    async with asyncio.timeout(120):
+        count = 0
+        while count < 50 if condition is None else not condition():
+            count += 1
+            await asyncio.sleep(0)
+
+
 def request(ids: list[int], token_ids: Sequence[int] = (1, 2)) -> SampleRequest:
     sampling = msgspec.Raw(encode(SAMPLING))
     return SampleRequest(ids, [None] * len(ids), "m", np.array(token_ids, "<i4").tobytes(), sampling)
@@ -213,32 +230,21 @@ async def test_generate_returns_tokens_logprobs_and_the_version_of_each_token():
     assert msgspec.msgpack.decode(sent.sampling) == SAMPLING
 
 
-async def test_many_requests_share_one_connection_and_get_their_own_answers():
-    async with connected() as (served, client):
-        served.engine.holds = True
-        tasks = [asyncio.create_task(client.generate([number], SAMPLING | {"seed": number})) for number in range(300)]
-        await served.engine.wait(lambda: len(served.engine.waiting) == 300)
-        served.engine.waiting.reverse()
-        served.engine.answer_all()
-        answers = await asyncio.gather(*tasks)
-        assert [answer.token_ids.tolist() for answer in answers] == [[number, number] for number in range(300)]
-        assert len(served.state.connections) == 1
-
-
-async def test_requests_of_one_turn_with_one_prompt_are_one_message():
+async def test_requests_of_one_turn_share_the_connection_and_one_message_per_prompt():
     async with connected() as (served, client):
         prompts = [[1, 2], [1, 2], [3], [1, 2]]
         samplings = [SAMPLING | {"seed": seed} for seed in range(3)] + [SAMPLING | {"temperature": 0.5}]
         answers = await asyncio.gather(*map(client.generate, prompts, samplings))
+        assert len(served.state.connections) == 1
     assert [answer.token_ids.tolist() for answer in answers] == [[1, 0], [1, 1], [3, 2], [1, 0]]
     assert [request.seeds for request in served.engine.requests] == [[0, 1], [2], [None]]
 
 
 async def test_long_prompts_are_sent_in_several_frames():
     async with connected() as (_, client):
-        prompts = [[number] * 150_000 for number in range(6)]
+        prompts = [[number] * 150_000 for number in range(4)]
         answers = await asyncio.gather(*(client.generate(prompt, SAMPLING) for prompt in prompts))
-        assert [int(answer.token_ids[0]) for answer in answers] == list(range(6))
+        assert [int(answer.token_ids[0]) for answer in answers] == list(range(4))
         with pytest.raises(InferenceError, match="returned 413: the prompt has 9000000 tokens"):
             await client.generate([1] * 9_000_000, SAMPLING)
     assert [len(each) for each in split([400_000] * 5 + [2**21, 1], lambda size: size)] == [2, 2, 1, 1, 1]
@@ -254,6 +260,7 @@ async def test_cancelled_request_is_aborted_and_the_others_continue():
         await served.engine.wait(lambda: bool(served.engine.aborted))
         assert served.engine.aborted == ["request-1"]
         assert served.engine.load == 2
+        served.engine.waiting.reverse()
         served.engine.answer_all()  # also the aborted one, whose result is dropped
         assert [int((await task).token_ids[0]) for task in (tasks[0], tasks[2])] == [0, 2]
         with pytest.raises(asyncio.CancelledError):
@@ -262,20 +269,12 @@ async def test_cancelled_request_is_aborted_and_the_others_continue():
         assert served.engine.load == 0
 
 
-async def test_request_that_is_cancelled_in_its_own_frame_is_never_started():
-    async with serving() as served, raw_stream(served.port) as raw:
-        served.engine.holds = True
-        raw.writer.write(pack(ClientFrame([request([0, 1])], [0])))
-        await served.engine.wait(lambda: len(served.engine.requests) == 1)
-        assert [sample.id for sample, _ in served.engine.waiting] == [1]
-        assert not served.engine.aborted
-
-
 async def test_lost_client_aborts_its_samples_only():
+    """One sample is cancelled in the frame of its request, and never started."""
     async with connected() as (served, client):
         served.engine.holds = True
         async with raw_stream(served.port) as raw:
-            raw.writer.write(pack(ClientFrame([request([0, 1])])))
+            raw.writer.write(pack(ClientFrame([request([0, 1, 2])], [0])))
             await served.engine.wait(lambda: len(served.engine.waiting) == 2)
             task = asyncio.create_task(client.generate([9], SAMPLING))
             await served.engine.wait(lambda: len(served.engine.waiting) == 3)
@@ -286,9 +285,9 @@ async def test_lost_client_aborts_its_samples_only():
 
 
 async def test_client_timeout_raises_and_aborts():
-    async with connected(timeout_seconds=1.0) as (served, client):
+    async with connected(timeout_seconds=0.1) as (served, client):
         served.engine.holds = True
-        with pytest.raises(InferenceError, match=r"did not respond within 1 s \(client\.timeout_seconds\)") as caught:
+        with pytest.raises(InferenceError, match=r"did not respond within 0.1 s \(client\.timeout_seconds\)") as caught:
             await client.generate([1], SAMPLING)
         assert caught.value.timed_out
         await served.engine.wait(lambda: bool(served.engine.aborted))
@@ -352,9 +351,7 @@ async def test_invalid_completion_is_repeated_and_then_raises(change, said):
         pack(ClientFrame([request([0]), request([0])])),
         pack(ClientFrame([request([5])])),
         pack(ClientFrame([request([])])),
-        pack(ClientFrame([request([0]), request([])])),
         pack(ClientFrame([request(list(range(6, MAX_SAMPLES + 7)))])),
-        pack(ClientFrame([request(list(range(6, 10_000))), request(list(range(10_000, 20_000)))])),
         pack(ClientFrame([request([number]) for number in range(6, MAX_SAMPLES + 7)])),
         pack(ClientFrame([], list(range(MAX_SAMPLES + 1)))),
         pack(ClientFrame([msgspec.structs.replace(request([0]), model="m" * 5000)])),
@@ -362,8 +359,8 @@ async def test_invalid_completion_is_repeated_and_then_raises(change, said):
         pack(ClientFrame([msgspec.structs.replace(request([0]), sampling=msgspec.Raw(NESTED))])),
         len(NESTED).to_bytes(4, "big") + NESTED,
     ],
-    ids=["malformed", "oversize", "one id twice", "seeds", "two requests", "in progress", "no ids", "no ids in one",
-         "ids", "ids of all", "requests", "aborts", "model", "salt", "nested parameters", "nested frame"],
+    ids=["malformed", "oversize", "one id twice", "seeds", "two requests", "in progress", "no ids", "ids", "requests",
+         "aborts", "model", "salt", "nested parameters", "nested frame"],
 )  # fmt: skip
 async def test_invalid_frame_closes_the_stream_with_the_reason(data):
     async with serving() as served, raw_stream(served.port) as raw:
@@ -375,25 +372,6 @@ async def test_invalid_frame_closes_the_stream_with_the_reason(data):
         assert frame.closing.startswith("the server rejects the stream: ")
         await served.engine.wait(lambda: bool(served.engine.aborted))
         assert not served.state.connections
-
-
-async def test_invalid_frame_of_a_server_raises():
-    """A server that lies is never believed (I7)."""
-
-    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(generation_stream._ACCEPT)
-        await reader.read(1)
-        writer.write(b"\x00\x00\x00\x02\xc1\xc1")
-        await reader.read(-1)
-        writer.close()
-
-    server = await asyncio.start_server(lie, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with InferenceClient(url, "m", "") as client:
-        with pytest.raises(InferenceError, match="returned an invalid response: the token stream has an invalid frame"):
-            await client.generate([1], SAMPLING)
-    server.close()
 
 
 async def test_death_of_the_server_raises_server_lost_and_its_restart_is_found():
@@ -450,15 +428,6 @@ async def test_stream_is_accepted_with_the_key_only():
         assert len(served.engine.requests) == 1
 
 
-async def test_remote_server_without_a_key_accepts_streams_and_no_admin_requests():
-    """As on the HTTP routes: all clients may sample."""
-    async with serving(AccessRules.for_address(NO_KEY, "0.0.0.0")) as served:
-        async with raw_stream(served.port) as raw:
-            assert raw.status == b"101"
-        async with httpx.AsyncClient(base_url=served.url) as client:
-            assert (await client.post("/reload_weights", json={})).status_code == 403
-
-
 @pytest.mark.parametrize(
     ("method", "path", "upgrade", "status"),
     [
@@ -477,15 +446,7 @@ async def test_other_requests_open_no_stream(method, path, upgrade, status):
         assert answer.headers["x-policy-version"] == "0.3", "it passed the request layer"
 
 
-async def test_server_without_the_route_is_asked_once_and_used_by_http():
-    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as client:
-        generations = await asyncio.gather(*(client.generate([1], SAMPLING) for _ in range(3)))
-        assert [generation.token_ids.tolist() for generation in generations] == [[20, 21, 22, 23]] * 3
-        assert not client._stream.is_offered
-        assert len(fake.requests) == 3
-
-
-async def test_stream_is_tried_again_after_a_minute_of_http(monkeypatch):
+async def test_server_without_the_route_is_used_by_http_for_a_minute(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(client_stream, "time", SimpleNamespace(monotonic=lambda: now))
     async with (
@@ -494,14 +455,15 @@ async def test_stream_is_tried_again_after_a_minute_of_http(monkeypatch):
         recording_proxy(old.url) as proxy,
         InferenceClient(proxy.url, "m", "") as client,
     ):
-        await client.generate([1], SAMPLING)
+        generations = await asyncio.gather(*(client.generate([1], SAMPLING) for _ in range(3)))
+        assert [generation.token_ids.tolist() for generation in generations] == [[20, 21, 22, 23]] * 3
         proxy.target = new.url
         now += 59
         await client.generate([1], SAMPLING)
-        assert len(old.requests) == 2, "by the connection that is open"
+        assert len(old.requests) == 4, "by the connection that is open"
         now += 2
         assert (await client.generate([1], SAMPLING | {"seed": 5})).token_ids.tolist() == [1, 5]
-    assert (len(old.requests), proxy.streams) == (2, 1)
+    assert (len(old.requests), proxy.streams) == (4, 1)
 
 
 async def test_stream_is_tried_again_after_a_connection_of_http_is_lost():
@@ -511,21 +473,12 @@ async def test_stream_is_tried_again_after_a_connection_of_http_is_lost():
         recording_proxy(old.url) as proxy,
         InferenceClient(proxy.url, "m", "") as client,
     ):
-        arrived = asyncio.Event()
-
-        async def wait(_: Any) -> None:
-            arrived.set()
-            await asyncio.Event().wait()
-
-        old.gate = wait
-        sent = asyncio.create_task(client.generate([1], SAMPLING))
-        await arrived.wait()
+        await client.generate([1], SAMPLING)
         proxy.target = new.url
         await old.die()
-        with pytest.raises(InferenceError, match="404"):  # repeated by HTTP, which this server lacks
-            await sent
+        with pytest.raises(InferenceError, match="404"):  # sent by HTTP, which this server lacks
+            await client.generate([1], SAMPLING)
         assert (await client.generate([1], SAMPLING | {"seed": 5})).token_ids.tolist() == [1, 5]
-    assert (len(old.requests), proxy.streams) == (1, 1)
 
 
 @pytest.mark.parametrize(("status", "tries"), [(503, 3), (429, 3), (403, 1), (400, 0), (404, 0), (200, 0)])
@@ -543,12 +496,9 @@ async def test_only_an_answer_that_offers_no_stream_leads_to_http(status, tries)
         writer.write(f"HTTP/1.1 {code} X\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with InferenceClient(url, "m", "") as client:
+    async with answering(answer) as url, InferenceClient(url, "m", "") as client:
         with pytest.raises(InferenceError, match="busy") as caught:
             await client.generate([1], SAMPLING)
-    server.close()
     assert caught.value.status == (status if tries else 418)
     assert requests == ([PATH] * tries or [PATH, "/inference/v1/generate"])
 
@@ -560,11 +510,8 @@ async def test_no_requests_are_read_above_the_limit_of_bytes(monkeypatch):
         served.engine.holds = True
         long = [asyncio.create_task(client.generate([number] * 200_000, SAMPLING)) for number in range(4)]
         await served.engine.wait(lambda: len(served.engine.waiting) == 2)
-        async with asyncio.timeout(120):
-            while served.stream._is_reading:
-                await asyncio.sleep(0)
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns(lambda: not served.stream._is_reading)
+        await turns()
         assert len(served.engine.requests) == 2
         served.engine.holds = False
         served.engine.answer_all()
@@ -580,12 +527,9 @@ async def test_no_requests_are_read_while_the_client_reads_no_completions():
         for number in range(20):
             raw.writer.write(pack(ClientFrame([request([number])])))
         await served.engine.wait(lambda: len(served.engine.requests) == 20)
-        async with asyncio.timeout(120):
-            while served.stream._is_reading:
-                await asyncio.sleep(0)
+        await turns(lambda: not served.stream._is_reading)
         raw.writer.write(pack(ClientFrame([request([20])])))
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns()
         assert len(served.engine.requests) == 20
         raw.writer.transport.resume_reading()
         received = 0
@@ -596,53 +540,38 @@ async def test_no_requests_are_read_while_the_client_reads_no_completions():
 
 async def test_samples_of_one_frame_start_in_turns_of_the_event_loop():
     async with serving() as served, raw_stream(served.port) as raw:
-        turns: list[int] = []
+        counts: list[int] = []
 
-        async def count() -> None:
-            while True:
-                turns.append(len(served.engine.requests))
-                await asyncio.sleep(0)
+        def is_started() -> bool:
+            counts.append(len(served.engine.requests))
+            return len(served.engine.waiting) == 4096
 
         served.engine.holds = True
-        raw.writer.write(pack(ClientFrame([request(list(range(8000))), request(list(range(8000, 16_000)))])))
-        counting = asyncio.create_task(count())
-        await served.engine.wait(lambda: len(served.engine.waiting) == 16_000)
-        counting.cancel()
-        assert max(np.diff(turns)) <= 1, "requests of at most 64 samples"
+        raw.writer.write(pack(ClientFrame([request(list(range(2048))), request(list(range(2048, 4096)))])))
+        await turns(is_started)
+        assert max(np.diff(counts)) <= 1, "requests of at most 64 samples"
         assert max(len(each.ids) for each in served.engine.requests) == 64
-        raw.writer.write(pack(ClientFrame([], [*range(16_000), 3, 3])))
-        await served.engine.wait(lambda: len(served.engine.aborted) == 16_000)
+        raw.writer.write(pack(ClientFrame([], [*range(4096), 3, 3])))
+        await served.engine.wait(lambda: len(served.engine.aborted) == 4096)
         assert served.engine.load == 0 == served.stream._bytes_waiting == served.stream._bytes_started
 
 
-async def test_samples_of_one_frame_wait_until_there_is_room(monkeypatch):
-    monkeypatch.setattr(generation_stream, "MAX_STARTED_BYTES", 2**20)
-    async with serving() as served, raw_stream(served.port) as raw:
-        served.engine.holds = True
-        prompt = np.full(2**14, 7, "<i4").tobytes()
-        raw.writer.write(pack(ClientFrame([msgspec.structs.replace(request(list(range(1000))), token_ids=prompt)])))
-        await served.engine.wait(lambda: bool(served.engine.waiting))
-        received = 0
-        while received < 1000:
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert 0 < len(served.engine.waiting) <= 64
-            served.engine.answer_all()
-            received += sum(len(frame.completions) for frame in [await raw.frame()])
-        assert served.stream._is_reading and served.stream._bytes_started == 0
-
-
-async def test_samples_that_wait_for_room_end_with_their_connection(monkeypatch):
+async def test_samples_that_wait_for_room_start_later_or_end_with_their_connection(monkeypatch):
     monkeypatch.setattr(generation_stream, "MAX_STARTED_BYTES", 2**10)
     async with serving() as served, raw_stream(served.port) as raw:
         served.engine.holds = True
         raw.writer.write(pack(ClientFrame([request(list(range(1000)))])))
+        received = 0
+        while received < 640:
+            await served.engine.wait(lambda: bool(served.engine.waiting))
+            await turns()
+            assert len(served.engine.waiting) == 64
+            served.engine.answer_all()
+            received += len((await raw.frame()).completions)
         await served.engine.wait(lambda: bool(served.engine.waiting))
         raw.writer.close()
         await served.engine.wait(lambda: len(served.engine.aborted) == 64)
-        async with asyncio.timeout(120):
-            while served.state.tasks or served.state.connections:
-                await asyncio.sleep(0)
+        await turns(lambda: not (served.state.tasks or served.state.connections))
         assert (len(served.engine.waiting), served.engine.load) == (64, 0)
 
 
@@ -667,6 +596,40 @@ async def test_request_with_long_sampling_parameters_is_refused_alone_with_a_sho
         assert len(refusal.message) == 1000
 
 
+def test_decoding_of_too_many_ids_takes_little_memory():
+    body = pack(ClientFrame([request(list(range(128)) * 100) for _ in range(200)]))[4:]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="more than 16384 samples"):
+            decode_client_frame(body)
+        assert tracemalloc.get_traced_memory()[1] < 2**21
+    finally:
+        tracemalloc.stop()
+
+
+async def test_server_that_does_not_answer_the_handshake_is_lost(monkeypatch):
+    monkeypatch.setattr(client_stream, "_OPEN_SECONDS", 0.1)
+    async with answering(lambda reader, writer: reader.read(-1)) as url, InferenceClient(url, "m", "") as client:
+        with pytest.raises(InferenceServerLost, match=r"did not respond within 0\.1 s"):
+            await client.generate([1], SAMPLING)
+
+
+async def test_invalid_frame_of_a_server_raises():
+    """A server that lies is never believed (I7)."""
+
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(generation_stream._ACCEPT)
+        await reader.read(1)
+        writer.write(b"\x00\x00\x00\x02\xc1\xc1")
+        await reader.read(-1)
+        writer.close()
+
+    async with answering(lie) as url, InferenceClient(url, "m", "") as client:
+        with pytest.raises(InferenceError, match="returned an invalid response: the token stream has an invalid frame"):
+            await client.generate([1], SAMPLING)
+
+
 async def test_rejected_stream_of_a_client_that_does_not_read_ends_its_samples_and_takes_no_more():
     async with serving() as served, raw_stream(served.port) as raw:
         raw.writer.transport.pause_reading()
@@ -685,17 +648,6 @@ async def test_rejected_stream_of_a_client_that_does_not_read_ends_its_samples_a
         assert len(served.engine.requests) == 2 and served.engine.load == 0
 
 
-def test_decoding_of_too_many_ids_takes_little_memory():
-    body = pack(ClientFrame([request(list(range(128)) * 100) for _ in range(2000)]))[4:]
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match="more than 16384 samples"):
-            decode_client_frame(body)
-        assert tracemalloc.get_traced_memory()[1] < 2**21
-    finally:
-        tracemalloc.stop()
-
-
 async def test_both_ends_detect_a_lost_machine():
     async with connected() as (served, client):
         await client.generate([1], SAMPLING)
@@ -710,27 +662,3 @@ async def test_both_ends_detect_a_lost_machine():
             )
             assert idle + interval * count <= 60
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
-
-
-async def test_server_that_does_not_answer_the_handshake_is_lost(monkeypatch):
-    monkeypatch.setattr(client_stream, "_OPEN_SECONDS", 0.1)
-    server = await asyncio.start_server(lambda reader, writer: reader.read(-1), "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with InferenceClient(url, "m", "") as client, asyncio.timeout(60):
-        with pytest.raises(InferenceServerLost, match=r"did not respond within 0\.1 s"):
-            await client.generate([1], SAMPLING)
-    server.close()
-
-
-@pytest.mark.extended
-async def test_client_splits_many_aborts_into_frames_that_the_server_accepts():
-    async with connected() as (served, client):
-        served.engine.holds = True
-        tasks = [asyncio.create_task(client.generate([number % 1000], SAMPLING)) for number in range(MAX_SAMPLES + 100)]
-        await served.engine.wait(lambda: len(served.engine.waiting) == MAX_SAMPLES + 100)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await served.engine.wait(lambda: len(served.engine.aborted) == MAX_SAMPLES + 100)
-        served.engine.holds = False
-        assert (await client.generate([1], SAMPLING)).token_ids.tolist() == [1, 0]

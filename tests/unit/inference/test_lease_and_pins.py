@@ -1,6 +1,7 @@
 """Pins and updates: an update waits for pins, new pins wait for it, and both waits end."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -43,32 +44,6 @@ async def test_update_after_the_time_limit_removes_the_pins():
         await _update(pins, events)
 
 
-async def test_update_waits_for_used_pins_but_not_for_expired_ones(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("prime_rl.inference.policy.policy_manager.time.monotonic", lambda: now[0])
-    pins, events = VersionPins(60), list[str]()
-    _, busy, recent = await pins.acquire(), await pins.acquire(), await pins.acquire()
-    using = pins.request(busy)
-    await using.__aenter__()
-    now[0] = 61
-    async with pins.request(recent):
-        pass
-    update = asyncio.create_task(_update(pins, events))
-    await run_tasks()
-    pins.release(recent)
-    await run_tasks()
-    assert not events, "a request of the busy pin is active"
-    await using.__aexit__(None, None, None)
-    pins.release(busy)
-    update.cancel()
-    pins = VersionPins(60)
-    idle = await pins.acquire()
-    now[0] += 61
-    async with asyncio.timeout(60):
-        await _update(pins, events)
-    assert events == ["updated"] and idle not in pins
-
-
 async def test_pins_above_the_limit_release_the_oldest(monkeypatch):
     monkeypatch.setattr("prime_rl.inference.policy.policy_manager._MAX_PINS", 3)
     pins = VersionPins(60)
@@ -76,11 +51,24 @@ async def test_pins_above_the_limit_release_the_oldest(monkeypatch):
     assert [name in pins for name in names] == [False, False, True, True, True]
 
 
-async def test_update_without_pins_starts_at_once():
+@pytest.mark.parametrize(("use", "passes"), [("none", True), ("recent", False), ("active", False)])
+async def test_update_waits_for_used_pins_but_not_for_expired_ones(monkeypatch, use, passes):
+    now = 0.0
+    monkeypatch.setattr("prime_rl.inference.policy.policy_manager.time.monotonic", lambda: now)
     pins, events = VersionPins(60), list[str]()
-    async with asyncio.timeout(60):
-        await _update(pins, events)
-    assert events
+    pin = await pins.acquire()
+    async with AsyncExitStack() as requests:
+        if use == "active":
+            await requests.enter_async_context(pins.request(pin))
+        now = 40
+        if use == "recent":
+            async with pins.request(pin):
+                pass
+        now = 61
+        update = asyncio.create_task(_update(pins, events))
+        await run_tasks()
+        assert bool(events) is passes
+        update.cancel()
 
 
 # The lease, with a fake clock

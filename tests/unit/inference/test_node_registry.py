@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,6 @@ from prime_rl.inference.node_registry import (
     join_head,
     resolve,
 )
-from prime_rl.storage.weights.transfer_channel import ChannelError
 from tests.support.command import until
 from tests.support.server import free_port
 
@@ -170,33 +168,6 @@ def test_rendezvous_and_join_raise_after_the_timeout(address):
         join_head(NodeInfo("n", 1, 1), address, 0.4, SILENCE_SECONDS)
 
 
-def test_rendezvous_after_a_lost_welcome_names_the_full_timeout(pool, address, monkeypatch):
-    """The loss comes after half of the time, on a clock of the test; the wait for another node gets the other half."""
-    now, lost = 0.0, threading.Event()
-    send = NodeConnection.send_message
-
-    def lose_the_welcome(link: NodeConnection, kind: str, **fields: Any) -> None:
-        nonlocal now
-        if kind == "welcome":
-            now = 50.0
-            lost.set()
-            raise ChannelError("connection reset")
-        send(link, kind, **fields)
-
-    monkeypatch.setattr(NodeConnection, "send_message", lose_the_welcome)
-    monkeypatch.setattr(node_registry, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
-    monkeypatch.setattr(node_registry, "_BEAT_SECONDS", 0.05)
-    head = pool.submit(NodeRendezvous(HEAD, 2).wait, address, 100, SILENCE_SECONDS)
-    link = join_half(address, NodeInfo("n", 1, 1, SETTINGS))
-    assert lost.wait(WAIT_SECONDS)
-    with pytest.raises(TimeoutError):
-        head.result(0.2)
-    now = 101.0
-    with pytest.raises(RunError, match=r"no node joined for data-parallel ranks 1 at .* within 100 s"):
-        head.result(WAIT_SECONDS)
-    link.close()
-
-
 @pytest.mark.parametrize(
     ("end", "silence_seconds", "reason"),
     [
@@ -292,22 +263,12 @@ def test_loss_interrupts_a_blocked_head(address):
         left.recv(1)
 
 
-def test_all_nodes_of_a_single_node_needs_no_address():
-    with all_nodes(NodeInfo("h", 0, 2), 2, ("", 0), 1, 1) as nodes:
-        assert nodes.places == ["data-parallel rank 0", "data-parallel rank 1"]
-
-
-def test_head_whose_name_is_that_of_the_loopback_interface_is_refused(monkeypatch):
+def test_address_of_another_machine_is_named_in_the_error(address, monkeypatch):
+    with pytest.raises(ConfigError, match=r"parallel.address: no-such-host.invalid cannot be resolved"):
+        resolve("no-such-host.invalid")
+    with pytest.raises(ConfigError, match=r"cannot listen on 203.0.113.1:\d+ .*must be one of this machine"):
+        NodeRendezvous(HEAD, 2).wait(("203.0.113.1", address[1]), 1, SILENCE_SECONDS)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("127.0.1.1", 0))])
     with pytest.raises(ConfigError, match=r"parallel.address: node1 resolves to 127.0.1.1 here"):
         resolve("node1")
     assert resolve("127.0.1.1") == resolve("localhost") == "127.0.1.1"
-
-
-def test_wrong_address_is_named_in_the_error(address):
-    with pytest.raises(ConfigError, match=r"parallel.address: no-such-host.invalid cannot be resolved"):
-        resolve("no-such-host.invalid")
-    with pytest.raises(
-        ConfigError, match=r"cannot listen on 203.0.113.1:\d+ .*the address must be one of this machine"
-    ):
-        NodeRendezvous(HEAD, 2).wait(("203.0.113.1", address[1]), 1, SILENCE_SECONDS)

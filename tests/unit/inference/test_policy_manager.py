@@ -152,13 +152,6 @@ async def test_refused_call_does_not_change_the_engine(case, tmp_path):
     assert case.server.describe()["step"] == 0
 
 
-async def test_concurrent_updates_to_one_version_load_once(case, tmp_path):
-    directory = _publish(tmp_path)
-    first, second = await asyncio.gather(*(case.server.update(VERSION, directory, "run") for _ in range(2)))
-    assert case.engine.calls == SWITCH
-    assert (first["hash"], second["pause_s"]) == (second["hash"], 0.0)
-
-
 async def test_update_of_a_staged_version_does_not_read_it_again(case, tmp_path):
     directory = _publish(tmp_path)
     staged = await case.server.stage(VERSION, directory, "run")
@@ -387,18 +380,3 @@ async def test_version_is_read_from_its_copy_which_is_made_once(relayed, tmp_pat
     await server.reload("run")
     await server.update(VERSION, directory, "run")
     assert copies.requested == ["0.7", "0.7"], "the next run has other weights under the same version"
-
-
-async def test_newer_request_ends_the_copying_of_an_older_version(relayed, tmp_path):
-    server, copies = relayed
-    directory = _publish(tmp_path)
-    directory.rename(directory.with_name("here"))
-    copies.gate.clear()
-    older = asyncio.create_task(server.stage(PolicyVersion(0, 6), directory, "run"))
-    while not copies.requested:
-        await asyncio.sleep(0)
-    newer = asyncio.create_task(server.stage(VERSION, directory, "run"))
-    with pytest.raises(WeightsRefusedError, match=r"version 0\.6 .* was superseded by version 0\.7"):
-        await older
-    copies.gate.set()
-    assert (await newer)["step"] == 7

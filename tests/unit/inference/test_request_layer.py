@@ -2,17 +2,16 @@
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import httpx
 import pytest
 from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
-from hypothesis import given
-from hypothesis import strategies as st
 from starlette.websockets import WebSocketDisconnect
 
 from prime_rl.configs.inference import InferenceConfig
@@ -84,17 +83,17 @@ def serve(access: AccessRules) -> tuple[TestClient, MagicMock]:
     return TestClient(layer(app, access), raise_server_exceptions=False), slots
 
 
-@pytest.mark.extended
 def test_server_with_a_key_requires_it_on_every_route_except_probes():
     client, slots = serve(AccessRules("secret", is_remote=True, variable="V"))
-    wrong = ["", "secret", "Bearer", "Bearer ", "Bearer other", "Bearer secrets", "Bearer secre", "Basic secret"]
-    for headers in ({}, *({"Authorization": value} for value in wrong)):
-        for path in (*ROUTES, *ADMIN, "/policy", "/docs", "/openapi.json", "/health/", "//health", "/Health"):
-            for answer in (client.get(path, headers=headers), client.post(path, headers=headers, json={})):
-                assert answer.status_code == 401, (path, headers)
-                assert answer.json() == {"error": "this server needs its API key as a bearer token"}
-        with pytest.raises(WebSocketDisconnect), client.websocket_connect("/v1/realtime", headers=headers):
-            pass
+    wrong = [{"Authorization": f"{before}{key}"} for before in ("", "Bearer ", "Basic ") for key in ("", "secret")]
+    wrong = [{}, *wrong[:-3], *wrong[-2:], *({"Authorization": f"Bearer {key}"} for key in ("secrets", "secre"))]
+    paths = (*ROUTES, *ADMIN, "/policy", "/docs", "/openapi.json", "/health/", "//health", "/Health")
+    for path, headers in [*((path, {}) for path in paths), *(("/policy", headers) for headers in wrong)]:
+        for answer in (client.get(path, headers=headers), client.post(path, headers=headers, json={})):
+            assert answer.status_code == 401, (path, headers)
+            assert answer.json() == {"error": "this server needs its API key as a bearer token"}
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/v1/realtime"):
+        pass
     assert slots.mock_calls == []
     assert [client.get(path).status_code for path in PROBES] == [200, 200]
     assert client.options("/v1/models").status_code == 405, "a preflight request has no key"
@@ -102,8 +101,8 @@ def test_server_with_a_key_requires_it_on_every_route_except_probes():
 
 def test_request_with_the_key_reaches_every_route():
     client, _ = serve(AccessRules("secret", is_remote=True, variable="V"))
+    assert {client.post(path, headers=KEY).status_code for path in (*ROUTES, *PROBES)} == {200}
     for headers in (KEY, {"authorization": "bearer  secret"}):
-        assert {client.post(path, headers=headers).status_code for path in (*ROUTES, *PROBES)} == {200}
         assert client.get("/policy", headers=headers).json()["model"] == "m"
     with client.websocket_connect("/v1/realtime", headers=KEY):
         pass
@@ -121,27 +120,21 @@ def test_remote_server_without_a_key_rejects_admin_requests():
     assert {client.post(path).status_code for path in (*ROUTES, *PROBES)} == {200}
 
 
-def test_admin_request_with_a_content_type_of_web_forms_is_rejected():
-    """A browser sends these types to other origins without a preflight."""
+def test_local_server_without_a_key_accepts_admin_requests_of_no_web_form():
+    """A browser sends the types of web forms to other origins without a preflight."""
     client, slots = serve(AccessRules.for_address("NO_SUCH_VARIABLE", "127.0.0.1"))
-    for content_type in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        headers = {} if content_type is None else {"Content-Type": content_type}
-        for path in ADMIN:
-            answer = client.post(path, content=b"{}", headers=headers)
-            assert answer.status_code == 415, path
-            assert "Content-Type: application/json" in answer.text
+    refused = [(path, {}) for path in ADMIN]
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        refused.append(("/reload_weights", {"Content-Type": content_type}))
+    for path, headers in refused:
+        answer = client.post(path, content=b"{}", headers=headers)
+        assert answer.status_code == 415, (path, headers)
+        assert "Content-Type: application/json" in answer.text
     assert slots.mock_calls == []
-    assert client.post("/reload_weights", json={}).status_code != 415
-    charset = {"Content-Type": "application/json; charset=utf-8"}
-    assert client.post("/reload_weights", content=b"{}", headers=charset).status_code != 415
-
-
-def test_local_server_without_a_key_accepts_admin_requests_and_reports_unexpected_errors():
-    client, slots = serve(AccessRules.for_address("NO_SUCH_VARIABLE", "127.0.0.1"))
     assert client.get("/policy").status_code == 200
-    assert {client.post(path).status_code for path in ADMIN}.isdisjoint({401, 403})
     slots.open.side_effect = RuntimeError("a worker dropped 0.7")
-    answer = client.post("/reload_weights", json={})
+    charset = {"Content-Type": "application/json; charset=utf-8"}
+    answer = client.post("/reload_weights", content=b"{}", headers=charset)
     assert (answer.status_code, answer.json()) == (500, {"error": "RuntimeError: a worker dropped 0.7"})
 
 
@@ -272,92 +265,53 @@ async def test_request_of_one_slot_neither_delays_nor_awaits_the_update_of_anoth
     assert (await answer).text == "text"
 
 
-async def test_task_that_outlives_its_response_takes_no_pin():
+@pytest.mark.parametrize("waits", [False, True], ids=["samples later", "waits for a pin"])
+async def test_task_that_outlives_its_response_keeps_no_pin(waits):
     """Nothing would release it."""
     source, go, tasks = Source(), asyncio.Event(), []
 
-    async def sample_later() -> None:
+    async def sample() -> None:
         await go.wait()
         await hold_version(source)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        tasks.append(asyncio.create_task(sample_later()))
-        await send({"type": "http.response.start", "status": 200})
-        await send({"type": "http.response.body", "body": b"later"})
-
-    async with http_client(layer(app)) as client:
-        await client.post("/v1/responses")
-    go.set()
-    await asyncio.gather(*tasks)
-    async with asyncio.timeout(30), source.pins.update():
-        pass
-
-
-async def test_task_that_waits_for_a_pin_when_its_response_ends_keeps_none():
-    source, tasks = Source(), []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        tasks.append(asyncio.create_task(hold_version(source)))
+        tasks.append(asyncio.create_task(sample()))
         await run_tasks()
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"later"})
 
+    if waits:
+        go.set()
     async with source.pins.update(), http_client(layer(app)) as client:
         await client.post("/v1/responses")
         assert not tasks[0].done()
+    go.set()
     await tasks[0]
     async with asyncio.timeout(30), source.pins.update():
         pass
 
 
 async def test_response_headers_contain_the_versions_at_start_and_end():
-    loaded = PolicyVersion(0, 3)
+    """Those of the slot that was sampled, also by a nested task; else those of the server."""
+    source, loaded = Source(5), PolicyVersion(0, 3)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         nonlocal loaded
-        loaded = PolicyVersion(1, 2)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-other", b"kept")]})
-        await send({"type": "http.response.body", "body": b"text"})
 
-    async with http_client(layer(app, version=lambda: loaded)) as client:
-        answer = await client.get("/")
-    assert answer.text == "text"
-    assert answer.headers["x-other"] == "kept"
-    assert (answer.headers["x-policy-version"], answer.headers["x-policy-version-end"]) == ("0.3", "1.2")
-
-
-async def test_response_headers_of_an_adapter_contain_its_versions():
-    """Also if a nested task samples, and for no other request."""
-    source = Source(5)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
         async def sample() -> None:
             if scope["path"] == "/named":
                 await hold_version(source)
 
         await asyncio.create_task(sample())
-        source.policy = Source(6).policy
-        await send({"type": "http.response.start", "status": 200})
+        source.policy, loaded = Source(6).policy, PolicyVersion(1, 2)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-other", b"kept")]})
         await send({"type": "http.response.body", "body": b"text"})
 
-    async with http_client(layer(app, version=lambda: PolicyVersion(0, 9))) as client:
-        named, other = await asyncio.gather(client.get("/named"), client.get("/other"))
+    async with http_client(layer(app, version=lambda: loaded)) as client:
+        other, named = await asyncio.gather(client.get("/other"), client.get("/named"))
+    assert (other.text, other.headers["x-other"]) == ("text", "kept")
+    assert (other.headers["x-policy-version"], other.headers["x-policy-version-end"]) == ("0.3", "1.2")
     assert (named.headers["x-policy-version"], named.headers["x-policy-version-end"]) == ("0.5", "0.6")
-    assert (other.headers["x-policy-version"], other.headers["x-policy-version-end"]) == ("0.9", "0.9")
-
-
-async def test_lifespan_message_passes_unchanged():
-    seen = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append((scope, receive, send))
-
-    async def nothing(*_: object) -> dict[str, object]:
-        return {}
-
-    scope = {"type": "lifespan"}
-    await layer(app)(scope, nothing, nothing)
-    assert seen == [(scope, nothing, nothing)]
 
 
 def _paths(app: FastAPI) -> set[str]:
@@ -400,34 +354,38 @@ async def test_unknown_route_answers_404():
         assert (await client.get("/openapi.json")).status_code == 200
 
 
-def engine_request(name: str = "x", salt: str | None = None, lora: Any = None, sampling: Any = None) -> Any:
+def engine_request(name: str = "x", salt: str | None = None, lora: Any = None, seed: int | None = None) -> Any:
+    sampling = SimpleNamespace(seed=seed)
     return SimpleNamespace(request_id=name, cache_salt=salt, lora_request=lora, sampling_params=sampling)
+
+
+class EngineClient:
+    """vLLM's client, and what it has sent and aborted."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.aborted: list[str] = []
+        self.engine_core = SimpleNamespace(add_request_async=self._send)
+
+    async def _send(self, request: Any) -> None:
+        self.sent.append(request)
+
+    async def abort(self, name: str, internal: bool) -> None:
+        assert internal
+        self.aborted.append(name)
 
 
 def preparation(client: Any = None, slots: Any = None) -> Any:
     """The function that prepares requests for the engine."""
     pytest.importorskip("vllm")
-    client = client or SimpleNamespace(engine_core=SimpleNamespace(add_request_async=None))
-    if slots is None:
-        base = Source(1)
-        slots = SimpleNamespace(base=base, capacity=0, find=lambda request: base)
-    return prepare_requests(client, slots, canary_prefix=f"{CANARY_PREFIX}secret-")
+    base = Source(1)
+    slots = slots or SimpleNamespace(base=base, capacity=0, find=lambda request: base)
+    return prepare_requests(client or cast(Any, EngineClient()), slots, canary_prefix=f"{CANARY_PREFIX}secret-")
 
 
 async def test_client_request_with_the_canary_prefix_is_rejected():
     """A canary has priority, preempts running requests, and has no adapter."""
-    sent: list[Any] = []
-    aborted: list[str] = []
-
-    async def add_request_async(request: Any) -> None:
-        sent.append(request)
-
-    async def abort(name: str, internal: bool) -> None:
-        assert internal
-        aborted.append(name)
-
-    client: Any = SimpleNamespace(engine_core=SimpleNamespace(add_request_async=add_request_async), abort=abort)
-    preparation(client)
+    preparation(client := EngineClient())
     from vllm.exceptions import VLLMClientError
 
     add = client.engine_core.add_request_async
@@ -435,21 +393,15 @@ async def test_client_request_with_the_canary_prefix_is_rejected():
     for name in names:
         with pytest.raises(VLLMClientError, match="the prefix 'canary-' is reserved for the server"):
             await add(engine_request(name))
-    assert (sent, aborted) == ([], names), "vLLM registers a request before it passes it on"
+    assert (client.sent, client.aborted) == ([], names), "vLLM registers a request before it passes it on"
     for name in (f"{CANARY_PREFIX}secret-1", "chatcmpl-1", "a canary-x"):
         await add(engine_request(name, "mine"))
-    assert [request.cache_salt for request in sent] == ["abc:mine"] * 3
+    assert [request.cache_salt for request in client.sent] == ["abc:mine"] * 3
 
 
 async def test_request_that_is_cancelled_while_it_waits_for_a_pin_is_aborted():
     """Its client has disconnected, and the engine does not know it yet."""
-    aborted: list[str] = []
-
-    async def abort(name: str, internal: bool) -> None:
-        aborted.append(name)
-
-    client: Any = SimpleNamespace(engine_core=SimpleNamespace(add_request_async=None), abort=abort)
-    source = Source()
+    client, source = EngineClient(), Source()
     preparation(client, SimpleNamespace(base=source, capacity=0, find=lambda request: source))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -461,73 +413,52 @@ async def test_request_that_is_cancelled_while_it_waits_for_a_pin_is_aborted():
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    assert aborted == ["x"]
+    assert client.aborted == ["x"]
 
 
 async def test_request_of_an_adapter_that_was_removed_meanwhile_answers_404():
     """Its run may get a slot again, so it is no invalid request."""
-    aborted: list[str] = []
-
-    async def abort(name: str, internal: bool) -> None:
-        aborted.append(name)
-
-    client: Any = SimpleNamespace(engine_core=SimpleNamespace(add_request_async=None), abort=abort)
     base: Any = Source(1)
-    preparation(client, Slots(lambda number, name: base, ["model"], 1))
+    preparation(client := EngineClient(), Slots(lambda number, name: base, ["model"], 1))
     from vllm.entrypoints.serve import create_error_response
     from vllm.exceptions import VLLMNotFoundError
 
     with pytest.raises(VLLMNotFoundError, match="adapter 'gone' was unloaded") as error:
         await client.engine_core.add_request_async(engine_request(lora=lora_request(2, "gone")))
     assert create_error_response(error.value).error.code == 404
-    assert aborted == ["x"]
+    assert client.aborted == ["x"]
 
 
 async def test_requests_that_do_not_pass_vllm_are_prepared_in_the_same_way():
     """Those of token streams: the same salt, and an adapter that is still served."""
     preparation()(plain := engine_request())
     assert (plain.cache_salt, plain.lora_request) == ("abc", None)
-    base = Source(1)
-
-    def find(request: Any) -> Any:
-        if request not in (None, "served"):
-            raise ValueError(f"adapter {request!r} was unloaded")
-        served = SimpleNamespace(policy=CheckedVersion(PolicyVersion(0, 2), "def", Path("/adapter")))
-        return served if request else base
-
+    base, named = Source(1), Source(2)
+    named.policy = replace(named.policy, hash="def")
+    find = {None: base, "served": named}.__getitem__
     prepare = preparation(slots=SimpleNamespace(base=base, capacity=1, find=find))
     prepare(of_policy := engine_request(salt="mine"))
     assert (of_policy.cache_salt, of_policy.lora_request.lora_int_id) == ("abc:mine", POLICY_ADAPTER)
-    prepare(named := engine_request(lora="served"))
-    assert (named.cache_salt, named.lora_request) == ("def", "served")
-    with pytest.raises(ValueError, match="adapter 'gone' was unloaded"):
-        prepare(engine_request(lora="gone"))
+    prepare(of_adapter := engine_request(lora="served"))
+    assert (of_adapter.cache_salt, of_adapter.lora_request) == ("def", "served")
 
 
 async def test_request_with_a_seed_that_the_engine_cannot_store_is_refused():
     prepare = preparation()
     for seed in (None, 0, 2**63 - 1, -(2**63)):
-        prepare(engine_request(sampling=SimpleNamespace(seed=seed)))
+        prepare(engine_request(seed=seed))
     for seed in (2**63, 2**64 - 1, 2**64, -(2**63) - 1):
         with pytest.raises(ValueError, match=rf"seed: {seed} is not a signed number of 64 bits"):
-            prepare(engine_request(sampling=SimpleNamespace(seed=seed)))
+            prepare(engine_request(seed=seed))
 
 
-hashes = st.text("0123456789abcdef", min_size=32, max_size=32)
-client_salts = st.one_of(st.none(), st.text(min_size=1, max_size=20))
-
-
-@given(hashes, hashes, client_salts, client_salts)
-def test_salts_are_equal_only_for_equal_weights_and_equal_client_salts(one, other, mine, yours):
-    assert (make_salt(one, mine) == make_salt(other, yours)) == (one == other and (mine or "") == (yours or ""))
-
-
-@given(hashes, hashes, client_salts)
-def test_replace_hash_keeps_the_client_salt(old, new, client):
-    assert replace_hash(new, make_salt(old, client)) == make_salt(new, client)
-    assert replace_hash(old, make_salt(old, client)) == make_salt(old, client)
-
-
-@given(hashes, st.one_of(st.none(), st.text()))
-def test_replace_hash_of_any_salt_starts_with_the_hash(content_hash, salt):
-    assert replace_hash(content_hash, salt).partition(":")[0] == content_hash
+def test_salts_are_equal_only_for_equal_weights_and_equal_client_salts():
+    hashes, of_clients = ("0" * 32, "f" * 32), (None, "a", ":", "a:b", "f" * 32, f"{'f' * 32}:a")
+    salts = {(old, client): make_salt(old, client) for old in hashes for client in of_clients}
+    assert len(set(salts.values())) == len(salts)
+    assert make_salt(hashes[0], "") == make_salt(hashes[0], None)
+    for (_, client), salt in salts.items():
+        for new in hashes:
+            assert replace_hash(new, salt) == salts[new, client]
+    for any_salt in (None, "", *of_clients):
+        assert replace_hash(hashes[0], any_salt).partition(":")[0] == hashes[0]

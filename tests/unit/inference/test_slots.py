@@ -14,7 +14,6 @@ from prime_rl.inference.policy.engine_group import EnginePause
 from prime_rl.inference.policy.policy_manager import Lease, LeaseHeldError, PolicyManager
 from prime_rl.inference.policy.slots import Slots
 from prime_rl.inference.policy.weight_checks import WeightsRefusedError
-from prime_rl.inference.vllm.patches import version_in
 from tests.support.tiny_model import publish_weights
 from tests.support.vllm_modules import needs_vllm
 from tests.unit.inference.test_adapter_checks import BASE, VERSION, _model, make
@@ -214,13 +213,5 @@ async def test_slot_with_an_invalid_name_is_refused(case: Case, name: str, reaso
     await case.slots.reserve("named")
     with pytest.raises(WeightsRefusedError, match=reason):
         await case.slots.open(name, "a")
-
-
-async def test_server_without_adapters_has_no_slots() -> None:
-    with pytest.raises(WeightsRefusedError, match="the server needs enable_lora = true"):
-        await Case(capacity=0).slots.open("alpha", "a")
-
-
-def test_version_of_an_adapter_is_in_the_tag_of_a_step() -> None:
-    assert [version_in("0.3 5=1.2 12=0.0", number) for number in (0, 1, 5, 12)] == ["0.3", "0.3", "1.2", "0.0"]
-    assert version_in("0.3", 5) == "0.3"
+    with pytest.raises(WeightsRefusedError, match=r"is invalid|the server needs enable_lora = true"):
+        await Case(capacity=0).slots.open(name, "a")

@@ -8,18 +8,11 @@ import numpy as np
 import pytest
 
 from prime_rl.rollouts.clients.generation_messages import Completion, SampleRequest, encode
+from tests.support.vllm_modules import LazyModule, needs_vllm
 
-pytest.importorskip("vllm")
+pytestmark = needs_vllm
 
-from vllm.exceptions import VLLMValidationError
-from vllm.lora.request import LoRARequest
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.metrics.stats import IterationStats
-from vllm.v1.outputs import LogprobsLists
-
-from prime_rl.inference.vllm.token_generator import TokenGenerator
+exceptions, engine = LazyModule("vllm.exceptions"), LazyModule("vllm.v1.engine")
 
 
 class FakeSample:
@@ -42,6 +35,11 @@ class FakeClient:
     """vLLM's engine client, as far as the generator uses it."""
 
     def __init__(self) -> None:
+        from vllm.lora.request import LoRARequest
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        from prime_rl.inference.vllm.token_generator import TokenGenerator
+
         self.output_processor = OutputProcessor(None, log_stats=True)
         self.model_config = SimpleNamespace(max_model_len=100)
         self.input_processor = SimpleNamespace(
@@ -49,7 +47,7 @@ class FakeClient:
             _validate_model_inputs=self._validate,
             _validate_prompt_len=self._validate_length,
         )
-        self.sent: list[EngineCoreRequest] = []
+        self.sent: list[Any] = []
         self.processed = 0
         self.checked: list[int] = []
         self.adapter = LoRARequest("named", 2, "in memory")
@@ -74,17 +72,19 @@ class FakeClient:
     def _validate(self, _: None, prompt: Any) -> None:
         self.checked.append(len(prompt["prompt_token_ids"]))
         if not prompt["prompt_token_ids"]:
-            raise VLLMValidationError("The decoder prompt cannot be empty")
+            raise exceptions.VLLMValidationError("The decoder prompt cannot be empty")
 
     def _validate_length(self, length: int, kind: str) -> None:
         if length > self.model_config.max_model_len:
-            raise VLLMValidationError(f"The {kind} prompt (length {length}) is longer than the maximum model length")
+            raise exceptions.VLLMValidationError(
+                f"The {kind} prompt (length {length}) is longer than the maximum model length"
+            )
 
-    def _prepare(self, request: EngineCoreRequest) -> None:
+    def _prepare(self, request: Any) -> None:
         request.cache_salt = f"hash:{request.cache_salt}"
 
-    async def _send(self, request: EngineCoreRequest) -> None:
-        self.sent.append(msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=EngineCoreRequest))
+    async def _send(self, request: Any) -> None:
+        self.sent.append(msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=engine.EngineCoreRequest))
 
     async def get_supported_tasks(self) -> tuple[str]:
         return ("generate",)
@@ -93,13 +93,16 @@ class FakeClient:
         assert internal
         self.output_processor.abort_requests(names, internal)
 
-    def receive(self, name: str, tokens: list[int], reason: FinishReason | None, version: str, logprob: float) -> Any:
+    def receive(self, name: str, tokens: list[int], reason: Any | None, version: str, logprob: float) -> Any:
         """An output of the engine for one request."""
+        from vllm.v1.metrics.stats import IterationStats
+        from vllm.v1.outputs import LogprobsLists
+
         shape = len(tokens), 1
         logprobs = LogprobsLists(
             np.array(tokens).reshape(shape), np.full(shape, logprob, np.float32), np.ones(len(tokens))
         )
-        output = EngineCoreOutput(name, tokens, logprobs, finish_reason=reason)
+        output = engine.EngineCoreOutput(name, tokens, logprobs, finish_reason=reason)
         return self.output_processor.process_outputs([output], 0.0, IterationStats(), weight_version=version)
 
 
@@ -122,9 +125,9 @@ async def test_completion_has_all_tokens_logprobs_and_versions():
     client = FakeClient()
     one, two = await start(client, {"max_tokens": 5}, [3, None], cache_salt="mine")
     client.receive(one.name, [7], None, "0.1", -0.5)
-    client.receive(two.name, [9, 8], FinishReason.STOP, "0.1", -0.125)
+    client.receive(two.name, [9, 8], engine.FinishReason.STOP, "0.1", -0.125)
     client.receive(one.name, [6, 5], None, "0.1", -0.25)
-    client.receive(one.name, [4], FinishReason.LENGTH, "0.2", -2.0)
+    client.receive(one.name, [4], engine.FinishReason.LENGTH, "0.2", -2.0)
     assert np.frombuffer(one.output.token_ids, "<i4").tolist() == [7, 6, 5, 4]
     assert np.frombuffer(one.output.logprobs, "<f4").tolist() == [-0.5, -0.25, -0.25, -2.0]
     assert (one.output.versions, one.output.finish_reason) == ([("0.1", 0, 3), ("0.2", 3, 4)], "length")
@@ -152,8 +155,11 @@ async def test_parameters_are_validated_once_and_every_prompt_is():
     assert [(each.seed, each.max_tokens, each.top_k) for each in parameters if each] == [
         (1, 5, 3), (2, 5, 3), (None, 5, 3), (None, 6, 3)
     ]  # fmt: skip
-    with pytest.raises(VLLMValidationError, match="prompt cannot be empty"):
+    with pytest.raises(exceptions.VLLMValidationError, match="prompt cannot be empty"):
         await start(client, {"max_tokens": 6, "top_k": 3}, [None], prompt=())
+    for _ in range(2):  # long parameters take no memory after their request
+        await start(client, {"max_tokens": 5, "stop_token_ids": list(range(5000))}, [None])
+    assert client.processed == 4
 
 
 async def test_omitted_max_tokens_is_the_rest_of_the_context():
@@ -168,7 +174,7 @@ async def test_logprobs_that_are_no_numbers_are_those_of_the_http_route():
     client = FakeClient()
     samples = await start(client, {}, [None, None])
     for sample, value in zip(samples, (float("nan"), float("-inf")), strict=True):
-        client.receive(sample.name, [1], FinishReason.STOP, "0.1", value)
+        client.receive(sample.name, [1], engine.FinishReason.STOP, "0.1", value)
         assert np.frombuffer(sample.output.logprobs, "<f4").tolist() == [-9999.0]
 
 
@@ -187,11 +193,11 @@ async def test_cancelled_sample_is_not_started_and_an_aborted_one_ends():
 async def test_death_of_the_engine_and_its_errors_are_sent_to_every_sample():
     client = FakeClient()
     one, two = await start(client, {}, [None, None])
-    client.receive(one.name, [1], FinishReason.ERROR, "0.1", -1.0)
-    client.output_processor.propagate_error(EngineDeadError())
+    client.receive(one.name, [1], engine.FinishReason.ERROR, "0.1", -1.0)
+    client.output_processor.propagate_error(engine.exceptions.EngineDeadError())
     assert client.generator.status_of(one.output) == (500, "Internal server error")
     assert client.generator.status_of(two.output)[0] == 500
-    assert isinstance(two.output, EngineDeadError)
+    assert isinstance(two.output, engine.exceptions.EngineDeadError)
 
 
 async def test_named_adapter_is_found_and_an_unknown_model_is_refused():
@@ -232,21 +238,12 @@ def test_load_counts_samples_if_vllm_tracks_it(tracked):
     assert client.state.server_load_metrics == (2 if tracked else 0)
 
 
-async def test_long_sampling_parameters_are_not_kept():
-    client = FakeClient()
-    for number in range(3):
-        await start(client, {"max_tokens": 5, "stop_token_ids": list(range(number, 5000))}, [None])
-    assert not client.generator._known_parameters
-    await start(client, {"max_tokens": 5}, [None])
-    assert len(client.generator._known_parameters) == 1
-
-
 async def test_prompt_that_is_no_array_or_above_the_model_length_is_refused():
     client = FakeClient()
     broken = msgspec.structs.replace(request({}, [None]), token_ids=b"12345")
     with pytest.raises(ValueError, match="buffer size") as caught:
         await client.generator.start(broken, [FakeSample(0)])
     assert client.generator.status_of(caught.value)[0] == 400
-    with pytest.raises(VLLMValidationError, match=r"length 1000\) is longer"):
+    with pytest.raises(exceptions.VLLMValidationError, match=r"length 1000\) is longer"):
         await start(client, {"max_tokens": 5}, [None], prompt=(1,) * 1000)
     assert not client.checked, "its tokens are not decoded"

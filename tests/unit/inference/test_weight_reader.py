@@ -6,10 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from prime_rl.inference.worker import worker_weight_update
-from prime_rl.inference.worker.worker_weight_update import read_verified
 from prime_rl.storage.artifact import ArtifactError
 from prime_rl.storage.tensor_hashes import hash_tensors
+from tests.support.vllm_modules import LazyModule, needs_vllm
+
+pytestmark = needs_vllm
+
+reader = LazyModule("prime_rl.inference.worker.worker_weight_update")
 
 
 @pytest.fixture
@@ -34,8 +37,8 @@ def directory(tmp_path, tensors):
 
 @pytest.mark.parametrize("ahead", [0, 100, 2**20])
 def test_read_verified_returns_the_written_tensors(directory, tensors, monkeypatch, ahead):
-    monkeypatch.setattr(worker_weight_update, "_AHEAD_BYTES", ahead)
-    read = dict(read_verified(directory, hash_tensors(directory)))
+    monkeypatch.setattr("prime_rl.inference.worker.worker_weight_update._AHEAD_BYTES", ahead)
+    read = dict(reader.read_verified(directory, hash_tensors(directory)))
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype
@@ -51,12 +54,12 @@ def test_read_verified_names_the_tensor_with_a_flipped_bit(directory):
     content[8 + length + at] ^= 1
     file.write_bytes(content)
     with pytest.raises(ArtifactError, match=f"{file} differs from its manifest: tensor ids has another hash"):
-        list(read_verified(directory, hashes))
+        list(reader.read_verified(directory, hashes))
 
 
 def test_read_verified_ignores_changes_after_the_check(directory, tensors):
     """Tensors are not read again between the check and the load."""
-    read = dict(read_verified(directory, hash_tensors(directory)))
+    read = dict(reader.read_verified(directory, hash_tensors(directory)))
     for file in directory.glob("*.safetensors"):
         with file.open("r+b") as stream:
             stream.truncate(16)
@@ -66,18 +69,18 @@ def test_read_verified_ignores_changes_after_the_check(directory, tensors):
 def test_read_verified_of_a_truncated_file_raises(directory, monkeypatch):
     """A memory map would crash the process."""
     hashes = hash_tensors(directory)
-    places = worker_weight_update.read_locations(directory)
+    places = reader.read_locations(directory)
     file = directory / "model-0.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    monkeypatch.setattr(worker_weight_update, "read_locations", lambda _: places)
+    monkeypatch.setattr("prime_rl.inference.worker.worker_weight_update.read_locations", lambda _: places)
     with pytest.raises(ArtifactError, match=f"{file} is truncated: tensor .* lacks 10 bytes"):
-        list(read_verified(directory, hashes))
+        list(reader.read_verified(directory, hashes))
 
 
 def test_read_verified_stops_when_cancelled(directory):
     def stop() -> None:
         raise InterruptedError
 
-    weights = read_verified(directory, None, stop)
+    weights = reader.read_verified(directory, None, stop)
     with pytest.raises(InterruptedError):
         next(weights)

@@ -108,25 +108,6 @@ def test_receive_several_versions_uses_one_group(start, kind, monkeypatch):
     receiver.leave()
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("nccl", 8192), ("ipc", 64 * 48 * 4)])
-def test_open_engine_tensor_larger_than_the_buffer_enlarges_it_for_ipc_only(start, kind, expected, monkeypatch):
-    """NCCL sends such a tensor in one chunk; larger buffers would take memory from the KV cache."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-
-    sizes = []
-    trainer_init = WeightTransferTrainerFactory.trainer_init
-
-    def record(info, **options):
-        sizes.append(info.packed_buffer_size_bytes)
-        return trainer_init(info, **options)
-
-    monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", record)
-    trainer, receiver = start(kind), worker()
-    assert_equal(fetch(receiver, *trainer.publish(1)), 1)
-    assert sizes == [expected]
-    receiver.leave()
-
-
 def is_closed(connection):
     """Whether the other side closes the connection; raises after 60 s."""
     connection.settimeout(60)
@@ -144,20 +125,6 @@ def test_sender_hello_that_is_too_long_is_refused_before_it_is_read(start):
     assert_equal(fetch(worker(), *trainer.publish(1)), 1)
 
 
-def test_sender_hello_that_trickles_is_refused_at_the_deadline(start, monkeypatch):
-    trainer, begin = start(), time.monotonic()
-    with monkeypatch.context() as patch:
-        patch.setattr(sender, "_HANDSHAKE_TIMEOUT_SECONDS", 1)
-        with socket.create_connection(("localhost", trainer.sender.port)) as stranger:
-            stranger.sendall((1000).to_bytes(4, "big"))
-            with pytest.raises(OSError):
-                for _ in range(600):
-                    stranger.sendall(b" ")
-                    time.sleep(0.1)
-            assert time.monotonic() - begin > 0.9
-    assert_equal(fetch(worker(), *trainer.publish(1)), 1)
-
-
 def test_workers_of_one_server_receive_concurrently(start):
     trainer = start(copies=3)
     receivers = [worker(rank) for rank in range(3)]
@@ -166,14 +133,6 @@ def test_workers_of_one_server_receive_concurrently(start):
             request = trainer.publish(seed)
             for received in pool.map(fetch, receivers, *zip(*[request] * 3, strict=True)):
                 assert_equal(received, seed)
-
-
-def test_two_servers_receive_the_same_version(start):
-    trainer = start()
-    request, hashes = trainer.publish(1)
-    with ThreadPoolExecutor(2) as pool:
-        for received in pool.map(lambda name: fetch(worker(), {**request, "group": name}, hashes), "ab"):
-            assert_equal(received, 1)
 
 
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])
@@ -259,21 +218,6 @@ def test_missing_worker_is_named_in_the_error(start):
         fetch(worker(), request, hashes)
 
 
-@pytest.mark.extended
-def test_silent_worker_raises_after_the_timeout(start, monkeypatch):
-    monkeypatch.setattr(
-        cpu_transfer, "JOIN_TIMEOUT_SECONDS", 5
-    )  # the silent one never joins; after the limit of 1 s below
-    trainer = start(timeout=1, copies=2)
-    request, hashes = trainer.publish(1)
-    silent = connect("localhost", trainer.sender.port, 60, "the trainer")
-    silent.send({"session": request["session"], "group": "g", "rank": 1, "workers": 2, "name": "the silent one"})
-    silent.send({"want": request["hash"]})
-    with pytest.raises((ChannelError, DeadlineError)):
-        fetch(worker(), request, hashes)
-    silent.close()
-
-
 def test_transfer_that_cannot_be_aborted_raises_in_the_trainer(start, monkeypatch):
     """A worker dies while the NCCL group is formed; the trainer's call returns only when all members have joined."""
     never = threading.Event()
@@ -310,7 +254,7 @@ def test_third_version_waits_until_the_first_is_sent(start):
     trainer.publish(2)
     third = threading.Thread(target=trainer.publish, args=(3,), daemon=True)
     third.start()
-    third.join(0.3)
+    third.join(0.1)
     assert third.is_alive()
     assert len(list(receiving)) == len(hashes) - 1
     third.join(120)
@@ -342,7 +286,7 @@ def test_overtaken_version_does_not_leave_the_group_of_the_next(start, tmp_path,
     one.drop("v5")
     request, hashes = trainer.publish(6)
     one.stage("v6", str(root), hashes, {**request, "group": "next"})
-    _until(lambda: one.state("v6")["state"] == "staged", seconds=0.5)  # times out unless version 6 fails to wait
+    _until(lambda: one.state("v6")["state"] == "staged", seconds=0.2)  # times out unless version 6 fails to wait
     model.gate.set()
     assert _until(lambda: one.state("v6")["state"] != "staging" and not _staging_threads())
     assert one.state("v6") == {**one.state("v6"), "state": "staged", "error": ""}
@@ -352,14 +296,10 @@ def test_overtaken_version_does_not_leave_the_group_of_the_next(start, tmp_path,
     trainer.sender.check()
 
 
-def test_only_who_has_read_the_manifest_is_served(start):
+def test_sender_serves_its_session_on_a_port_of_its_own(start):
     trainer = start()
     request, hashes = trainer.publish(1)
     with pytest.raises(ChannelError, match="this is not the trainer that published the version"):
         fetch(worker(), {**request, "session": "guessed"}, hashes)
-
-
-def test_a_port_in_use_is_a_clear_error(start):
-    trainer = start()
     with pytest.raises(ConfigError, match=r"weight_broadcast.port: cannot listen on localhost:\d+ \(Address already"):
         WeightSender(NCCLBroadcastConfig(port=trainer.sender.port), torch.device("cpu"))

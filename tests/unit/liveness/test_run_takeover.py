@@ -51,15 +51,12 @@ def test_takeover_ends_processes_of_the_earlier_start_alone(paths, monkeypatch):
     assert [processes[name].wait(PROGRESS_TIMEOUT_SECONDS) for name in ("trainer_1", "trainer_2")] == [0, 0]
 
 
-def test_takeover_of_before_this_process_is_no_concern(paths, monkeypatch):
+def test_takeover_before_this_process_or_without_a_name_is_no_concern(paths, monkeypatch):
     """The last resume of an earlier job, whose name is still in the file when the next job begins."""
+    monkeypatch.delenv(START_VARIABLE, raising=False)
+    take_over(paths)
+    assert not paths.owner.exists()
     monkeypatch.setenv(START_VARIABLE, "7.1")
     take_over(paths)
     monkeypatch.setenv(START_VARIABLE, "8.0")
     assert RunTakeover(paths).new_owner() is None
-
-
-def test_takeover_without_a_name_writes_nothing(paths, monkeypatch):
-    monkeypatch.delenv(START_VARIABLE, raising=False)
-    take_over(paths)
-    assert not paths.owner.exists()

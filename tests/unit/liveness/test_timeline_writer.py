@@ -36,23 +36,18 @@ def test_add_writes_one_line_per_phase_in_order(tmp_path):
     writer.add("step", 1.0, 2.5, step=3)
     writer.add("wait for batch", 2.5, 4.0, waiting_for="orchestrator", step=4)
     writer.add("swap", 4.0, 5.0, version=5, busy=0.5)
+    with pytest.raises(KeyError), writer.phase("raises", version=2):
+        time.sleep(0.002)
+        raise KeyError
     writer.close()
     lines = read(RunPaths(tmp_path))
-    assert [list(line) for line in lines] == [KEYS, KEYS, [*KEYS, "busy"]]
-    assert [tuple(line.values())[:6] for line in lines] == [
+    assert [list(line) for line in lines] == [KEYS, KEYS, [*KEYS, "busy"], KEYS]
+    assert (lines[3]["name"], lines[3]["version"]) == ("raises", 2)
+    assert [tuple(line.values())[:6] for line in lines[:3]] == [
         ("step", 1.0, 2.5, None, 3, None),
         ("wait for batch", 2.5, 4.0, "orchestrator", 4, None),
         ("swap", 4.0, 5.0, None, None, 5),
     ]
-
-
-def test_phase_that_raises_is_added(tmp_path):
-    writer = make(tmp_path)
-    with pytest.raises(KeyError), writer.phase("swap", version=2):
-        time.sleep(0.002)
-        raise KeyError
-    writer.close()
-    assert [(line["name"], line["version"]) for line in read(RunPaths(tmp_path))] == [("swap", 2)]
 
 
 def test_hanging_disk_drops_and_counts_phases_and_blocks_nobody(tmp_path, monkeypatch):
@@ -166,14 +161,6 @@ def test_heartbeat_writes_each_phase_at_its_end(tmp_path, monkeypatch):
     ]
 
 
-def test_heartbeat_that_was_not_started_writes_no_timeline(tmp_path):
-    heartbeat = HeartbeatWriter(RunPaths(tmp_path), "inference", "inference")
-    heartbeat.enter("start engines")
-    heartbeat.enter("serve")
-    heartbeat.timeline.close()
-    assert not RunPaths(tmp_path).timeline_dir.exists()
-
-
 def test_interrupting_phase_splits_the_present_one_and_the_parts_have_files_of_their_own(tmp_path):
     paths = RunPaths(tmp_path)
     with HeartbeatWriter(paths, "inference", "inference", interval_seconds=0.001) as writer:
@@ -192,31 +179,21 @@ def test_interrupting_phase_splits_the_present_one_and_the_parts_have_files_of_t
     assert [line["name"] for line in read(paths, "inference_updates")] == ["stage"]
 
 
-def test_phase_in_which_a_process_was_killed_is_added_by_its_successor(tmp_path):
+def test_phase_in_which_a_process_was_killed_is_added_once_by_the_next_start(tmp_path):
     paths = RunPaths(tmp_path)
     killed = HeartbeatWriter(paths, "trainer_0", "trainer")
     killed.enter("wait for batch 7", waiting_for="orchestrator")
     time.sleep(0.01)
     killed._write()
-    with HeartbeatWriter(paths, "trainer_0", "trainer", interval_seconds=0.001):
-        pass
-    line = read(paths)[0]
-    assert (line["name"], line["waiting_for"]) == ("wait for batch", "orchestrator") and line["end"] > line["start"]
-    count = len(read(paths))
-    record_interrupted_phases(paths)
-    with HeartbeatWriter(paths, "trainer_0", "trainer", interval_seconds=0.001):
-        pass
-    assert "wait for batch" not in [line["name"] for line in read(paths)[count:]], "the second one has ended"
-
-
-def test_phases_in_which_a_whole_run_was_killed_are_added_before_the_next_start(tmp_path):
-    paths = RunPaths(tmp_path)
-    killed = HeartbeatWriter(paths, "trainer_0", "trainer")
-    killed.enter("step")
-    time.sleep(0.002)
-    killed._write()
     record_interrupted_phases(paths)
     assert not paths.timeline_dir.exists(), "a cleared directory begins without phases"
-    paths.timeline_dir.mkdir()
+    for _ in range(2):
+        with HeartbeatWriter(paths, "trainer_0", "trainer", interval_seconds=0.001):
+            pass
+        record_interrupted_phases(paths)
+    first, *others = read(paths)
+    assert (first["name"], first["waiting_for"]) == ("wait for batch", "orchestrator") and first["end"] > first["start"]
+    assert "wait for batch" not in [line["name"] for line in others], "the second one has ended"
+    killed._write()
     record_interrupted_phases(paths)
-    assert [line["name"] for line in read(paths)] == ["step"]
+    assert read(paths)[-1]["name"] == "wait for batch", "before a start of the whole run"

@@ -28,6 +28,8 @@ def test_distribution_over_steps_is_the_share_of_each_bin():
     assert json.loads(json.dumps(figure)) == figure, "lists and plain numbers alone"
     (surface,) = distribution_over_steps("Rewards", "reward", {3: [0.5], 4: [0.5]}, three_d=True)["data"]
     assert surface["type"] == "surface" and len(surface["z"]) == len(surface["y"])
+    of_one_kind = distribution_over_steps("Rewards", "reward", {0: [2.0, 2.0]})["data"][0]
+    assert np.isfinite(of_one_kind["z"]).all() and np.isfinite(of_one_kind["y"]).all()
 
 
 def test_gradient_flow_is_the_logarithm_by_layer_and_step():
@@ -38,28 +40,18 @@ def test_gradient_flow_is_the_logarithm_by_layer_and_step():
 
 
 def test_pass_at_k_curve_has_the_estimate_and_a_band_around_it():
-    counts = [(4, 4), (4, 0), (4, 1), (4, 1)]
-    curve = pass_at_k_curve(counts)
+    curve = pass_at_k_curve([(4, 4), (4, 0), (4, 1), (4, 1)])
     assert curve.k == [1, 2, 4]
     assert curve.mean == pytest.approx([(1 + 0 + 0.25 + 0.25) / 4, (1 + 0 + 0.5 + 0.5) / 4, 0.75])
     assert all(low < mean < high for low, mean, high in zip(curve.low, curve.mean, curve.high, strict=True))
     certain = pass_at_k_curve([(2, 2)] * 5)
     assert certain.low == certain.mean == certain.high == [1.0, 1.0]
     assert pass_at_k_curve([(6, 3)]).k == [1, 2, 4, 6]
-
-
-def test_pass_at_k_band_narrows_with_the_square_root_of_the_examples():
-    def width(count):
-        curve = pass_at_k_curve([(1, 0), (1, 1)] * (count // 2))
-        return curve.high[0] - curve.low[0]
-
-    assert width(100) / width(10_000) == pytest.approx(10, rel=0.35)
-
-
-def test_pass_at_k_figure_has_a_line_and_a_band_per_curve():
-    figure = pass_at_k_curves({"early": pass_at_k_curve([(2, 1)]), "late": pass_at_k_curve([(2, 2)])})
-    assert [trace.get("name") for trace in figure["data"]] == [None, None, "early", None, None, "late"]
-    assert figure["data"][1]["fill"] == "tonexty"
+    few, many = (pass_at_k_curve([(1, 0), (1, 1)] * (count // 2)) for count in (100, 10_000))
+    assert (few.high[0] - few.low[0]) / (many.high[0] - many.low[0]) == pytest.approx(10, rel=0.35)
+    traces = pass_at_k_curves({"early": pass_at_k_curve([(2, 1)]), "late": certain})["data"]
+    assert [trace.get("name") for trace in traces] == [None, None, "early", None, None, "late"]
+    assert traces[1]["fill"] == "tonexty"
 
 
 def rows_of(step, groups=3):
@@ -98,8 +90,3 @@ def test_plotly_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="wandb: the package plotly is not installed; add `--extra plots`"):
         module.check_plotly_installed("wandb")
-
-
-def test_figures_are_finite_for_values_of_one_kind():
-    figure = distribution_over_steps("Rewards", "reward", {0: [2.0, 2.0]})
-    assert np.isfinite(figure["data"][0]["z"]).all() and np.isfinite(figure["data"][0]["y"]).all()

@@ -10,12 +10,9 @@ from prime_rl.monitors.learning_signal import LearningSignalMonitor, find_missin
 
 def row(step, zero=1.0, **values):
     given = {
-        "batch/zero_advantage_groups": zero,
-        "batch/rollouts_per_group": 4.0,
-        "batch/zero_advantage_filler": 0,
-        "reward/mean": 0.25,
-        "reward/std": 0.0,
-    }
+        "batch/zero_advantage_groups": zero, "batch/rollouts_per_group": 4.0, "batch/zero_advantage_filler": 0,
+        "reward/mean": 0.25, "reward/std": 0.0,
+    }  # fmt: skip
     return {"step": step, **given, **{name.replace("__", "/"): value for name, value in values.items()}}
 
 
@@ -69,12 +66,9 @@ def test_learning_signal_monitor_warns_once_about_one_environment_of_a_mixture()
     watch.add(mixture(9, one=0.5, other=0.25))
     again = [watch.add(mixture(step, one=1.0, other=0.25)) for step in range(10, 15)]
     assert [bool(warnings) for warnings in again] == [False] * 4 + [True], "after a batch with a signal"
-
-
-def test_learning_signal_monitor_leaves_a_single_environment_to_the_warning_of_the_batch():
     watch = LearningSignalMonitor()
     given = [warning for step in range(8) for warning in watch.add(mixture(step, one=1.0))]
-    assert [(kind, env) for kind, env, _ in given] == [("signal", "")]
+    assert [(kind, env) for kind, env, _ in given] == [("signal", "")], "a single one: the warning of the batch"
 
 
 def test_learning_signal_monitor_warns_once_about_tokens_without_a_counterpart():

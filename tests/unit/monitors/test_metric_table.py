@@ -32,15 +32,12 @@ REPOSITORY = Path(__file__).parents[3]
         (ORCHESTRATOR, "dropped/filter/difficulty", "dropped/<reason>"),
         (ORCHESTRATOR, "val/toy/pass@2", "val/<env>/pass@<k>"),
         (EVALUATION, "eval/toy/metrics/accuracy", "eval/<env>/metrics/<name>"),
+        *((TRAINER, name, None) for name in ("losses", "loss/", "lr/", "reward", "Loss")),
     ],
 )
-def test_metric_table_find_declared_name_returns_its_metric(table, name, declared):
-    assert table.find(name).name == declared
-
-
-@pytest.mark.parametrize("name", ["losses", "loss/", "lr/", "reward", "Loss"])
-def test_metric_table_find_other_name_returns_none(name):
-    assert TRAINER.find(name) is None
+def test_metric_table_find_returns_the_declared_metric_or_none(table, name, declared):
+    found = table.find(name)
+    assert (found and found.name) == declared
 
 
 def test_monitor_log_renamed_metric_writes_the_deprecated_name_too(tmp_path):
@@ -51,9 +48,11 @@ def test_monitor_log_renamed_metric_writes_the_deprecated_name_too(tmp_path):
     assert (line["weights/versions_skipped"], line["policy/skipped"]) == (1, 1)
 
 
-def test_metric_table_read_of_an_old_run_uses_the_deprecated_name():
+def test_metric_table_deprecated_name_is_read_and_keeps_its_placeholder():
     assert ORCHESTRATOR.read({"batch/filled_degenerate": 3}, "batch/zero_advantage_filler") == 3
     assert ORCHESTRATOR.read({}, "batch/zero_advantage_filler", 0) == 0
+    table = MetricTable("test", [Metric("new/<env>/mean", "", "x", "old/<env>")])
+    assert table.old_name("new/a/b/mean") == "old/a/b"
 
 
 def test_monitor_log_undeclared_metric_raises_in_tests(tmp_path):
@@ -78,11 +77,6 @@ def test_metric_table_names_are_unique_and_have_a_meaning(table):
     names = [metric.name for metric in table.metrics]
     assert len(names) == len(set(names))
     assert all(metric.meaning for metric in table.metrics)
-
-
-def test_metric_table_deprecated_name_keeps_its_placeholder():
-    table = MetricTable("test", [Metric("new/<env>/mean", "", "x", "old/<env>")])
-    assert table.old_name("new/a/b/mean") == "old/a/b"
 
 
 def test_documented_names_of_other_guides_are_declared():

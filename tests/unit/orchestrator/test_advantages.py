@@ -3,7 +3,6 @@
 import math
 import sys
 import textwrap
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -44,61 +43,42 @@ def std(values):
     return math.sqrt(mean([(value - mean(values)) ** 2 for value in values]))
 
 
-def loop_grpo(batch):
-    return [[r - mean(g.rewards) for r in g.rewards] for g in batch]
+def normalised(value, values):
+    return (value - mean(values)) / (std(values) + 1e-6)
 
 
-def loop_grpo_std(batch):
-    return [[(r - mean(g.rewards)) / (std(g.rewards) + 1e-6) for r in g.rewards] for g in batch]
+def opo(rewards, lengths, batch):
+    baseline = sum(r * n for r, n in zip(rewards, lengths, strict=True)) / sum(lengths)
+    return [r - baseline for r in rewards]
 
 
-def loop_rloo(batch):
-    answer = []
-    for g in batch:
-        others = [[r for j, r in enumerate(g.rewards) if j != i] for i in range(len(g.rewards))]
-        answer.append([r - mean(rest) for r, rest in zip(g.rewards, others, strict=True)])
-    return answer
+def rloo(rewards, lengths, batch):
+    return [r - mean([other for j, other in enumerate(rewards) if j != i]) for i, r in enumerate(rewards)]
 
 
-def loop_opo(batch):
-    answer = []
-    for g in batch:
-        weighted = sum(r * n for r, n in zip(g.rewards, g.lengths, strict=True)) / sum(g.lengths)
-        answer.append([r - weighted for r in g.rewards])
-    return answer
+def grpo(rewards, lengths=None, batch=None):
+    return [r - mean(rewards) for r in rewards]
 
 
-def loop_max_rl(batch):
-    return [[(r - mean(g.rewards)) / mean(g.rewards) if mean(g.rewards) > 0 else 0.0 for r in g.rewards] for g in batch]
-
-
-def loop_reinforce_pp(batch):
-    every = [r for g in batch for r in g.rewards]
-    return [[(r - mean(every)) / (std(every) + 1e-6) for r in g.rewards] for g in batch]
-
-
-def loop_reinforce_pp_baseline(batch):
-    centred = [[r - mean(g.rewards) for r in g.rewards] for g in batch]
-    every = [c for group in centred for c in group]
-    return [[(c - mean(every)) / (std(every) + 1e-6) for c in group] for group in centred]
-
-
-def loop_none(batch):
-    return [list(g.rewards) for g in batch]
-
-
-GOLDEN: list[tuple[configs.AdvantageConfig, Callable[[list[Scores]], list[list[float]]]]] = [
-    (configs.GRPOAdvantageConfig(), loop_grpo),
-    (configs.GRPOAdvantageConfig(std=True), loop_grpo_std),
-    (configs.GRPOAdvantageConfig(length_weighted_mean=True), loop_opo),
-    (configs.DrGRPOAdvantageConfig(), loop_grpo),
-    (configs.RLOOAdvantageConfig(), loop_rloo),
-    (configs.OPOAdvantageConfig(), loop_opo),
-    (configs.MaxRLAdvantageConfig(), loop_max_rl),
-    (configs.ReinforcePPAdvantageConfig(), loop_reinforce_pp),
-    (configs.ReinforcePPBaselineAdvantageConfig(), loop_reinforce_pp_baseline),
-    (configs.NoAdvantageConfig(), loop_none),
+GOLDEN = [
+    (configs.GRPOAdvantageConfig(), grpo),
+    (configs.GRPOAdvantageConfig(std=True), lambda rewards, *_: [normalised(r, rewards) for r in rewards]),
+    (configs.GRPOAdvantageConfig(length_weighted_mean=True), opo),
+    (configs.DrGRPOAdvantageConfig(), grpo),
+    (configs.RLOOAdvantageConfig(), rloo),
+    (configs.OPOAdvantageConfig(), opo),
+    (configs.MaxRLAdvantageConfig(), lambda rewards, *_: [a / mean(rewards) for a in grpo(rewards)]),
+    (
+        configs.ReinforcePPAdvantageConfig(),
+        lambda rewards, _, batch: [normalised(r, [r for g in batch for r in g]) for r in rewards],
+    ),
+    (
+        configs.ReinforcePPBaselineAdvantageConfig(),
+        lambda rewards, _, batch: [normalised(a, [a for g in batch for a in grpo(g)]) for a in grpo(rewards)],
+    ),
+    (configs.NoAdvantageConfig(), lambda rewards, *_: rewards),
 ]
+"""Each algorithm, and the advantages of a group as plain loops over its rewards, its lengths and all rewards."""
 CONFIGS = [config for config, _ in GOLDEN]
 CLIPPED = [config.model_copy(update={"clip_negative": True}) for config in CONFIGS]
 
@@ -107,22 +87,16 @@ CLIPPED = [config.model_copy(update={"clip_negative": True}) for config in CONFI
 @pytest.mark.parametrize("clipped", [False, True])
 def test_advantages_any_scores_match_the_formula(config, golden, clipped):
     values = advantage_function(config.model_copy(update={"clip_negative": clipped}))(BATCH)
-    expected = golden(BATCH)
-    assert len(values) == len(BATCH)
-    for one, other in zip(values, expected, strict=True):
-        want = [max(0.0, a) for a in other] if clipped else other
-        np.testing.assert_allclose(one, want, rtol=1e-12, atol=1e-12)
+    every = [group.rewards.tolist() for group in BATCH]
+    for found, group, rewards in zip(values, BATCH, every, strict=True):
+        expected = golden(rewards, group.lengths.tolist(), every)
+        want = [max(0.0, a) for a in expected] if clipped else expected
+        np.testing.assert_allclose(found, want, rtol=1e-12, atol=1e-12)
 
 
-def test_advantages_algorithms_give_different_values():
-    """Otherwise the golden test could not distinguish two algorithms."""
-
-    def values_of(config):
-        return np.concatenate(advantage_function(config)(BATCH)).round(9).tobytes()
-
-    found = {config.type: values_of(config) for config in CONFIGS} | {"grpo": values_of(configs.GRPOAdvantageConfig())}
-    assert found.pop("dr_grpo") == found["grpo"]
-    assert len(set(found.values())) == len(found)
+def test_max_rl_without_success_is_zero():
+    config = configs.MaxRLAdvantageConfig()
+    assert not advantage_function(config)([scores([-2.0, 1.0])])[0].any()
 
 
 extreme = st.one_of(st.sampled_from([0.0, 1.0, 0.1, 1e30, -1e30, 1e308, -1e308, 1e-308, 5e-324]), st.floats(-1e3, 1e3))
@@ -131,7 +105,7 @@ groups = st.lists(st.tuples(extreme, st.sampled_from([0, 1, 7, 10**9])), min_siz
 )
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(st.lists(groups, min_size=1, max_size=4), st.sampled_from(CONFIGS + CLIPPED))
 def test_advantages_any_rewards_are_finite_in_float32(batch, config):
     values = advantage_function(config)(batch)
@@ -140,7 +114,7 @@ def test_advantages_any_rewards_are_finite_in_float32(batch, config):
         assert np.isfinite(one).all() and np.isfinite(one.astype(np.float32)).all()
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(extreme, st.integers(1, 9), st.lists(groups, max_size=3), st.sampled_from(CONFIGS))
 def test_advantages_equal_rewards_are_exactly_zero(reward, count, others, config):
     """Rounding must not turn ten times 0.1 into a gradient."""
@@ -151,7 +125,7 @@ def test_advantages_equal_rewards_are_exactly_zero(reward, count, others, config
     assert has_zero_advantages(config, group)
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(groups, st.lists(groups, max_size=3), st.sampled_from(CONFIGS + CLIPPED))
 def test_has_zero_advantages_true_means_zero_in_any_batch(group, others, config):
     if has_zero_advantages(config, group):
@@ -166,8 +140,6 @@ def test_has_zero_advantages_depends_on_the_algorithm():
         assert has_zero_advantages(config, equal) == (config.type not in ("none", "reinforce_pp"))
         assert has_zero_advantages(config, failed) == (config.type != "reinforce_pp")
         assert not has_zero_advantages(config, mixed)
-    worse, better = advantage_function(configs.ReinforcePPAdvantageConfig())([failed, equal])
-    assert (worse < 0).all() and (better > 0).all()
     assert has_zero_advantages(configs.MaxRLAdvantageConfig(), scores([-1.0, 0.5]))
     assert has_zero_advantages(configs.NoAdvantageConfig(clip_negative=True), scores([-1.0, -2.0]))
 
@@ -196,46 +168,27 @@ BOTH = PENALTY.model_copy(update={"length_bonus": configs.LengthBonusConfig(weig
 GROUP = scores([1.0, 0.0, 1.0, 0.5], [30, 10, 90, 20], [5, 50, 10, 20], [1, 2, 4, 3], [False, True, False, True])
 
 
-def loop_penalty(group, output_weight, input_weight, turns_weight):
-    mean = sum(group.rewards) / len(group.rewards)
+def loop_penalty(group, output_weight=0.25, input_weight=0.1, turns_weight=0.1):
+    amounts = (group.lengths, output_weight), (group.inputs, input_weight), (group.turns, turns_weight)
     return [
-        reward
-        - mean
-        * (
-            output_weight * group.lengths[i] / max(group.lengths)
-            + input_weight * group.inputs[i] / max(group.inputs)
-            + turns_weight * group.turns[i] / max(group.turns)
-        )
+        reward - mean(group.rewards) * sum(weight * amount[i] / max(amount) for amount, weight in amounts)
         for i, reward in enumerate(group.rewards)
     ]
 
 
-def loop_bonus(group, weight):
-    best = max(group.rewards)
-    lengths = [n for r, n in zip(group.rewards, group.lengths, strict=True) if r == best]
-    average = sum(lengths) / len(lengths)
-    return [
-        r * (1 + weight * min(1, max(0, 1 - n / average))) if r == best else r
-        for r, n in zip(group.rewards, group.lengths, strict=True)
-    ]
-
-
-def test_shape_rewards_default_changes_nothing():
-    np.testing.assert_array_equal(shape_rewards(NOTHING, GROUP), GROUP.rewards)
-
-
 def test_length_penalty_matches_the_formula():
-    np.testing.assert_allclose(shape_rewards(PENALTY, GROUP), loop_penalty(GROUP, 0.25, 0.1, 0.1))
+    np.testing.assert_array_equal(shape_rewards(NOTHING, GROUP), GROUP.rewards)
+    np.testing.assert_allclose(shape_rewards(PENALTY, GROUP), loop_penalty(GROUP))
     weights = {"output_weight": 0.5, "input_weight": 0.0, "turns_weight": 1.0}
     config = configs.RewardShapingConfig(length_penalty=configs.LengthPenaltyConfig(**weights))
-    np.testing.assert_allclose(shape_rewards(config, GROUP), loop_penalty(GROUP, *weights.values()))
+    np.testing.assert_allclose(shape_rewards(config, GROUP), loop_penalty(GROUP, **weights))
 
 
-def test_length_bonus_matches_the_formula():
-    np.testing.assert_allclose(shape_rewards(BONUS, GROUP), loop_bonus(GROUP, 1.0))
-    assert shape_rewards(BONUS, GROUP).tolist() == [1.5, 0.0, 1.0, 0.5]  # 30 and 90 tokens: half as long as the mean
-    config = configs.RewardShapingConfig(length_bonus=configs.LengthBonusConfig(weight=0.5))
-    np.testing.assert_allclose(shape_rewards(config, GROUP), loop_bonus(GROUP, 0.5))
+@pytest.mark.parametrize(("weight", "shaped"), [(1.0, [1.5, 0.0, 1.0, 0.5]), (0.5, [1.25, 0.0, 1.0, 0.5])])
+def test_length_bonus_rewards_the_shorter_of_the_best(weight, shaped):
+    """30 and 90 tokens: the first is half as long as their mean."""
+    config = configs.RewardShapingConfig(length_bonus=configs.LengthBonusConfig(weight=weight))
+    assert shape_rewards(config, GROUP).tolist() == shaped
 
 
 def test_shape_rewards_groups_without_success_are_unchanged():
@@ -259,7 +212,7 @@ def test_length_penalty_unknown_amounts_cost_nothing():
 amount = st.sampled_from([0, 1, 7, 10**9])
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(extreme, amount, amount, amount, st.booleans()), min_size=1, max_size=6),
     st.sampled_from([NOTHING, PENALTY, BONUS, BOTH]),
@@ -275,24 +228,16 @@ def test_shape_rewards_any_rewards_are_finite(rollouts, config, zero_truncated):
 # --- configuration ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
-def test_advantage_function_type_selects_the_variant(config, workdir):
-    assert type(OrchestratorConfig.load(["--advantage.type", config.type]).advantage) is type(config)
-
-
-def test_advantage_config_default_is_grpo_and_accepts_old_opo_spelling(workdir):
-    assert OrchestratorConfig.load([]).advantage == configs.GRPOAdvantageConfig()
-    assert OrchestratorConfig.load(["--advantage.length-weighted-mean"]).advantage.length_weighted_mean
-
-
-# --- a function of one's own ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
+
+
+def test_advantage_config_default_is_grpo_and_accepts_old_opo_spelling(workdir):
+    assert OrchestratorConfig.load([]).advantage == configs.GRPOAdvantageConfig()
+    assert OrchestratorConfig.load(["--advantage.length-weighted-mean"]).advantage.length_weighted_mean
 
 
 @pytest.fixture

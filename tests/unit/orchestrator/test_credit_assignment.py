@@ -54,25 +54,27 @@ def agents(*rewards, contexts=("same", "same")):
     return sum(rewards) / 2, credits, [sample([0, 0]), sample([1, 1, 1, 1])]
 
 
-def test_part_advantages_without_credits_are_those_of_the_rollouts():
-    plain = group((1.0, (), [sample()]), (0.0, (), [sample()]))
-    assert advantages_of(plain) == [0.5, -0.5]
-    assert plain.part_offsets.tolist() == [0, 1, 2]
+PLAIN = (1.0, (), [sample()]), (0.0, (), [sample()])
 
 
-def test_part_advantages_compare_each_agent_with_itself():
-    assert advantages_of(group(agents(1.0, 0.0), agents(0.0, 4.0))) == [0.5, -2.0, -0.5, 2.0]
-
-
-def test_part_advantages_of_tasks_that_differ_are_compared_by_name():
-    pair = group(agents(1.0, 0.0, contexts=("x", "y")), agents(0.0, 4.0, contexts=("x", "z")))
-    assert advantages_of(pair) == [0.5, -2.0, -0.5, 2.0]
+@pytest.mark.parametrize(
+    ("rollouts", "advantages"),
+    [
+        (PLAIN, [0.5, -0.5]),
+        ((agents(1.0, 0.0), agents(0.0, 4.0)), [0.5, -2.0, -0.5, 2.0]),
+        # Of tasks that differ, they are compared by name.
+        ((agents(1.0, 0.0, contexts=("x", "y")), agents(0.0, 4.0, contexts=("x", "z"))), [0.5, -2.0, -0.5, 2.0]),
+    ],
+)
+def test_part_advantages_compare_each_agent_with_itself(rollouts, advantages):
+    played = group(*rollouts)
+    assert advantages_of(played) == advantages
+    assert played.part_offsets[-1] == len(advantages)
 
 
 def test_part_advantages_given_by_the_environment_are_not_compared():
     given = (5.0, (Credit("", 5.0, advantage=-3.0),), [sample()])
-    mixed = group(given, (1.0, (), [sample()]), (0.0, (), [sample()]))
-    assert advantages_of(mixed) == [-3.0, 0.5, -0.5]
+    assert advantages_of(group(given, *PLAIN)) == [-3.0, 0.5, -0.5]
     assert advantages_of(group(given)) == [-3.0]
     assert advantages_of(group(given), advantage=ReinforcePPAdvantageConfig()) == [-3.0]
 
@@ -122,22 +124,27 @@ def test_pack_gives_each_token_the_advantage_of_its_part():
     assert by_rollout == {0: [0, 7, 7, 8], 1: [0, 9, 9]}
 
 
-def test_pending_group_keeps_credits():
-    before = group(agents(1.0, 0.0), (1.0, (Credit("", 1.0, advantage=0.5),), [sample()]))
+def test_pending_group_and_sample_files_keep_credits_example_and_answer(tmp_path):
+    before = group(agents(1.0, 0.0), (0.5, (Credit("", 1.0, advantage=0.5),), [sample()]), (0.5, (), [sample()]))
+    answered = replace(before.rollouts[2], answer="\x1b[31m42")
+    before = replace(before, example=7, rollouts=(*before.rollouts[:2], answered))
     after = decode_group(encode_group(before), Path("group"))
     assert [rollout.credits for rollout in after.rollouts] == [rollout.credits for rollout in before.rollouts]
     assert after.rollouts[0].samples[1].credits.tolist() == [1] * 5
     assert after.rollouts[1].samples[0].credits is None
-
-
-def test_sample_files_list_the_credits(tmp_path):
-    mixed = group(agents(1.0, 0.0), (0.5, (), [sample()]))
-    files = SampleFiles(RunPaths(tmp_path))
-    files.write(0, [mixed], [np.array([0.5, -1.5, 0.25])])
-    first, second = map(json.loads, RunPaths(tmp_path).samples(0).read_text().splitlines())
-    assert first["advantage"] == -0.5 and second["advantage"] == 0.25
+    SampleFiles(RunPaths(tmp_path)).write(0, [after], [np.array([0.5, -1.5, 0.5, 0.25])])
+    first, _, last = map(json.loads, RunPaths(tmp_path).samples(0).read_text().splitlines())
+    assert (first["advantage"], last["advantage"]) == (-0.5, 0.25)
     assert first["credits"][1] == {"name": "b", "reward": 0.0, "advantage": -1.5}
-    assert "credits" not in second
+    assert "credits" not in last
+    assert (last["example"], last["answer"]) == (7, "\x1b[31m42")
+
+
+@pytest.mark.parametrize(("num", "chosen"), [(None, [0, 1, 2, 3, 4]), (1, [0]), (4, [0, 2]), (100, [0, 1, 2, 3, 4])])
+def test_sample_files_choose_evenly_from_the_batch(tmp_path, num, chosen):
+    groups = [replace(group(*PLAIN), group_id=group_id) for group_id in range(5)]
+    written = SampleFiles(RunPaths(tmp_path), num).write(0, groups, [np.zeros(2)] * 5)
+    assert [row["group_id"] for row in written] == [group for group in chosen for _ in range(2)]
 
 
 def turns(count):
@@ -154,11 +161,3 @@ def test_uncompared_share_counts_the_turns_that_one_rollout_reaches():
     assert uncompared_share([group((1.0, (), [sample()]))]) == 0.0, "rollouts without parts"
     given = (5.0, (Credit("", 5.0, advantage=-3.0),), [sample()])
     assert uncompared_share([group(given)]) == 0.0
-
-
-def test_sample_files_and_pending_groups_have_the_example_and_its_answer(tmp_path):
-    one = replace(group((0.5, (), [sample()])), example=7)
-    one = replace(one, rollouts=(replace(one.rollouts[0], answer="\x1b[31m42"),))
-    SampleFiles(RunPaths(tmp_path)).write(0, [decode_group(encode_group(one), Path("group"))], [np.zeros(1)])
-    [row] = map(json.loads, RunPaths(tmp_path).samples(0).read_text().splitlines())
-    assert (row["example"], row["answer"]) == (7, "\x1b[31m42")

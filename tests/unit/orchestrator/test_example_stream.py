@@ -16,7 +16,6 @@ from prime_rl.orchestrator.example_stream import (
     HARD,
     NORMAL,
     POOLS,
-    DeficitRoundRobin,
     DifficultyPools,
     Ended,
     ExampleStream,
@@ -77,16 +76,7 @@ class Player:
             self.ship()
 
 
-@given(mixtures(), st.integers(-5, 5), st.integers(0, 9))
-def test_stream_same_seed_and_history_draws_the_same(sources, seed, history):
-    one, two = (Player(ExampleStream(sources, seed), np.random.default_rng(history)) for _ in range(2))
-    one.play(15)
-    two.play(15)
-    assert one.draws == two.draws
-    assert [draw.group_id for draw in one.draws] == list(range(len(one.draws)))
-    assert all(0 <= draw.example < sources[draw.env].examples for draw in one.draws)
-
-
+@settings(max_examples=30)
 @given(mixtures(), st.integers(0, 9))
 def test_stream_restored_continues_identically(sources, history):
     player = Player(ExampleStream(sources, 3), np.random.default_rng(history))
@@ -103,7 +93,7 @@ def test_stream_restored_continues_identically(sources, history):
     assert copy.metrics() == player.stream.metrics()
 
 
-@settings(max_examples=200)
+@settings(max_examples=40)
 @given(
     weights=st.lists(st.floats(0.05, 5), min_size=1, max_size=5),
     moves=st.lists(st.tuples(st.sampled_from(["draw", "ship", "drop"]), st.integers(0, 30)), max_size=80),
@@ -129,6 +119,7 @@ def test_stream_any_drops_keeps_the_ratio_of_started_groups(weights, moves, hist
             assert abs(counts[env] - share) <= max(1, len(weights) - 1) + 1e-6
 
 
+@settings(max_examples=30)
 @given(weights=st.lists(st.floats(0.05, 5), min_size=2, max_size=5), pauses=st.lists(st.integers(0, 4), max_size=20))
 def test_stream_paused_environments_pass_turns_without_catching_up(weights, pauses):
     """After any pauses the next draws have the ratio of the weights; drawing for the recorded environments is equal."""
@@ -146,39 +137,30 @@ def test_stream_paused_environments_pass_turns_without_catching_up(weights, paus
     assert again.state() == stream.state()
 
 
-def test_stream_no_environment_can_start_raises():
-    stream = ExampleStream([StreamEnvironment("a", 5), StreamEnvironment("b", 5)], 0)
+def test_stream_passed_turns_are_counted():
+    def make_stream():
+        return ExampleStream([StreamEnvironment("a", 5), StreamEnvironment("b", 5, 3.0)], 0)
+
+    stream, copy = make_stream(), make_stream()
     with pytest.raises(ValueError, match="no environment can start a group"):
         stream.draw(lambda env: False)
     assert stream.position == 0
-
-
-def test_stream_passed_turns_are_counted():
-    stream = ExampleStream([StreamEnvironment("a", 5), StreamEnvironment("b", 5, 3.0)], 0)
     assert {stream.draw(lambda env: env == 0).env for _ in range(10)} == {0}
     assert stream.metrics()["stream/a/passed_turns"] == 0
     assert 27 <= stream.metrics()["stream/b/passed_turns"] <= 31
-    copy = ExampleStream([StreamEnvironment("a", 5), StreamEnvironment("b", 5, 3.0)], 0)
     copy.restore(json.loads(json.dumps(stream.state())))
     assert copy.metrics() == stream.metrics()
 
 
-def test_stream_order_of_an_environment_is_independent_of_others():
-    alone, mixed = (
-        ExampleStream([StreamEnvironment("a", 7)], 5),
-        ExampleStream([StreamEnvironment("b", 3), StreamEnvironment("a", 7)], 5),
-    )
-    order = [draw.example for draw in (mixed.draw() for _ in range(28)) if draw.env == 1]
-    assert [alone.draw().example for _ in range(14)] == order
+def test_stream_order_of_an_environment_depends_on_its_name_and_the_seed():
+    def order(seed, name="a", buffer=None, others=()):
+        sources = [*others, StreamEnvironment(name, 30, 1.0, buffer or SimpleBufferConfig())]
+        stream = ExampleStream(sources, seed)
+        return tuple(draw.example for draw in (stream.draw() for _ in range(60)) if draw.env == len(others))[:30]
 
-
-def test_stream_other_seed_or_name_shuffles_differently():
-    def order(name, seed, buffer=None):
-        stream = ExampleStream([StreamEnvironment(name, 30, 1.0, buffer or SimpleBufferConfig())], seed)
-        return tuple(stream.draw().example for _ in range(30))
-
-    assert len({order("a", 1), order("a", 2), order("b", 1), order("a", -1)}) == 4
-    assert order("a", 1, SimpleBufferConfig(seed=9)) == order("a", 2, SimpleBufferConfig(seed=9))
+    assert len({order(1), order(2), order(1, "b"), order(-1)}) == 4
+    assert order(1, buffer=SimpleBufferConfig(seed=9)) == order(2, buffer=SimpleBufferConfig(seed=9))
+    assert order(1, others=[StreamEnvironment("b", 3)]) == order(1)
 
 
 def test_stream_dropped_rewards_update_difficulty_and_errors_do_not():
@@ -212,7 +194,6 @@ def test_stream_invalid_mixture_raises(sources, message):
         ([StreamEnvironment("a", 6)], 0, "examples of a was 5 .* is 6 now"),
         ([StreamEnvironment("b", 5)], 0, "environments was 'a' .* is 'b' now"),
         ([StreamEnvironment("b", 5), StreamEnvironment("a", 5)], 0, "environments was 'a' .* is 'b, a' now"),
-        ([StreamEnvironment("a", 5, 2.0), StreamEnvironment("b", 5)], 1, "seed of a was 0 .* is 1 now"),
         (
             [StreamEnvironment("a", 5, 1.0, DifficultyPoolBufferConfig())],
             0,
@@ -263,26 +244,10 @@ def test_stream_restored_with_another_mixture_continues_each_order_and_counts_sh
 
 # --- the order of one environment -----------------------------------------------------------------------------------
 
-WEIGHTS = st.lists(st.floats(0.01, 10), min_size=1, max_size=6)
 REWARD_OF = {EASY: 0.9, NORMAL: 0.5, HARD: 0.1}
 
 
-@given(WEIGHTS, st.integers(1, 300))
-def test_deficit_round_robin_counts_follow_the_weights(weights, choices):
-    shares = DeficitRoundRobin(weights)
-    for made in range(1, choices + 1):
-        shares.next()
-        for weight, count in zip(weights, shares.counts, strict=True):
-            ahead = count - made * weight / sum(weights)
-            assert ahead < 1 + 1e-9
-            assert -ahead <= max(0, len(weights) - 1) + 1e-9
-
-
-def test_deficit_round_robin_zero_weight_is_never_chosen():
-    shares = DeficitRoundRobin([1.0, 0.0, 2.0])
-    assert Counter(shares.next() for _ in range(9)) == {0: 3, 2: 6}
-
-
+@settings(max_examples=30)
 @given(examples=st.integers(1, 40), epochs=st.integers(1, 4), seed=st.integers(0, 99))
 def test_shuffled_each_epoch_is_another_permutation(examples, epochs, seed):
     order = Shuffled(examples, (seed,))
@@ -291,25 +256,7 @@ def test_shuffled_each_epoch_is_another_permutation(examples, epochs, seed):
     assert examples < 20 or len({tuple(epoch) for epoch in drawn}) == epochs
 
 
-@given(examples=st.integers(1, 30), data=st.data())
-def test_order_restored_continues(examples, data):
-    config = DifficultyPoolBufferConfig(easy_fraction=0.2, hard_fraction=0.3)
-    for order, other in (
-        (Shuffled(examples, (3,)), Shuffled(examples, (3,))),
-        (DifficultyPools(examples, config, (3,)), DifficultyPools(examples, config, (3,))),
-    ):
-        rewards = data.draw(st.lists(st.sampled_from(list(REWARD_OF.values())), max_size=60))
-        for reward in rewards:
-            order.update(order.draw(), reward)
-        other.restore(json.loads(json.dumps(order.state())))
-        for reward in rewards[:20] + [0.5] * 20:
-            example = order.draw()
-            assert other.draw() == example
-            order.update(example, reward)
-            other.update(example, reward)
-        assert order.metrics() == other.metrics()
-
-
+@settings(max_examples=30)
 @given(
     fractions=st.tuples(st.integers(0, 5), st.integers(0, 5)),
     pool_of=st.lists(st.sampled_from([EASY, NORMAL, HARD]), min_size=1, max_size=60),
@@ -347,14 +294,6 @@ def test_difficulty_pools_latest_reward_decides_with_inclusive_thresholds():
     assert order.metrics() == {"easy": 1, "normal": 2, "hard": 1, "fallbacks": 0}
     order.update(0, 0.1)
     assert order.metrics() == {"easy": 0, "normal": 2, "hard": 2, "fallbacks": 0}
-
-
-def test_difficulty_pools_all_easy_still_draws():
-    order = DifficultyPools(5, DifficultyPoolBufferConfig(easy_fraction=0, hard_fraction=0), (0,))
-    for example in range(5):
-        order.update(example, 1.0)
-    assert sorted(order.draw() for _ in range(5)) == list(range(5))
-    assert order.metrics()["fallbacks"] == 5
 
 
 def test_difficulty_pools_joining_example_waits_for_the_next_pass():

@@ -4,15 +4,12 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prime_rl.configs.buffer import DifficultyPoolBufferConfig, OnlineDifficultyBufferConfig, SimpleBufferConfig
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.configs.orchestrator import OrchestratorConfig
-from prime_rl.core.types import Credit, Group, Rollout, Sample
+from prime_rl.core.types import Credit, Group
 from prime_rl.orchestrator import group_filter
 from prime_rl.orchestrator.group_filter import (
     DropAction,
@@ -40,10 +37,40 @@ def clock(monkeypatch):
     return clock
 
 
-def test_drop_policy_consecutive_filtered_groups_fail():
-    drops = DropPolicy(batch_groups=2)
-    assert [drops.record_filtered() for _ in range(20)] == [DropAction.DROP] * 19 + [DropAction.FAIL]
-    assert drops.num_consecutive_drops == 20
+@pytest.mark.parametrize(
+    ("batch_groups", "environments", "events", "actions"),
+    [
+        (2, 1, "f" * 20, "D" * 19 + "X"),
+        (1, 1, ("f" * 9 + "k") * 5, "D" * 45),  # a kept group restarts the count
+        (2, 1, "z" * 22 + "sz", "D" * 20 + "LL" + "D"),  # groups of zero advantages fill one batch
+        (1, 1, "ffffz" + "f" * 5 + "z" + "f" * 10, "D" * 10 + "L" + "D" * 9 + "X"),  # errors alone do not fill it
+        (1, 2, "f" * 10 + "F" * 10, "D" * 19 + "X"),  # only when all environments are exhausted
+        (1, 2, "z" * 10 + "F" * 10 + "z", "D" * 20 + "L"),
+        (3, 1, "ettee", "DDX"),  # errors fail after 600 s, but not less than a batch of groups
+        (1, 1, "etktetfte", "DDDD"),  # a group that ends without an error restarts the time
+        (1, 2, "ettettettett", "DDDD"),  # the other environment is healthy
+        (1, 2, "Z" * 10 + "ettez" + "Z", "D" * 12 + "LL"),
+    ],
+)
+def test_drop_policy_events_drop_fill_or_fail(clock, batch_groups, environments, events, actions):
+    """Events: filtered, zero advantages, error, kept (of the second environment in upper case), ship, time of 400 s."""
+    drops = DropPolicy(batch_groups, environments=environments, failing_seconds=600)
+    taken = ""
+    for number, event in enumerate(events):
+        env, action = int(event.isupper()), None
+        match event.lower():
+            case "t":
+                clock.now += 400
+            case "s":
+                drops.start_batch()
+            case "k":
+                drops.record_kept(env)
+            case "e":
+                action = drops.record_error(number, env)
+            case kind:
+                action = drops.record_filtered(kind == "z", env)
+        taken += "" if action is None else {"DROP": "D", "FILL": "L", "FAIL": "X"}[action.name]
+    assert taken == actions
 
 
 @pytest.mark.parametrize(
@@ -69,26 +96,6 @@ def test_drop_policy_errors_fail_after_the_timeout(clock, at_start_seconds, firs
     assert drops.num_consecutive_drops == 1002 + (first == "record_filtered")
 
 
-def test_drop_policy_group_without_error_restarts_the_timeout(clock):
-    drops = DropPolicy(batch_groups=2, failing_seconds=600)
-    for outcome in (drops.record_kept, drops.record_filtered):
-        for group_id in range(10):
-            drops.record_error(group_id)
-        clock.now += 590
-        outcome()
-        assert drops.health[0].failing_seconds == 0
-        clock.now += 590
-    assert drops.record_error(10) is DropAction.DROP
-
-
-def test_drop_policy_fewer_errors_than_a_batch_do_not_fail(clock):
-    drops = DropPolicy(batch_groups=3, failing_seconds=600)
-    assert drops.record_error(0) is DropAction.DROP
-    clock.now += 10_000
-    assert drops.record_error(1) is DropAction.DROP, "less than a batch of groups"
-    assert drops.record_error(2) is DropAction.FAIL
-
-
 def test_drop_policy_one_exhausted_environment_is_skipped_until_the_ship():
     drops = DropPolicy(batch_groups=2, environments=2)
     for _ in range(20):
@@ -101,80 +108,6 @@ def test_drop_policy_one_exhausted_environment_is_skipped_until_the_ship():
     assert not drops.may_start(0)
     drops.start_batch()
     assert drops.may_start(0)
-
-
-@pytest.mark.parametrize("zero_advantage", [False, True])
-def test_drop_policy_all_environments_exhausted_fails_or_fills(zero_advantage):
-    drops = DropPolicy(batch_groups=1, environments=2)
-    for _ in range(10):
-        drops.record_filtered(zero_advantage, env=0)
-    verdicts = [drops.record_filtered(env=1) for _ in range(10)]
-    assert verdicts == [DropAction.DROP] * 9 + [DropAction.DROP if zero_advantage else DropAction.FAIL]
-    if zero_advantage:
-        assert drops.may_start(0), "its groups fill the batch"
-        assert drops.record_filtered(zero_advantage=True, env=0) is DropAction.FILL
-
-
-def test_drop_policy_failing_environment_with_a_healthy_one_never_fails(clock):
-    drops = DropPolicy(batch_groups=1, environments=2, failing_seconds=10)
-    for group_id in range(500):
-        clock.now += 30
-        assert drops.record_error(group_id, env=0) is DropAction.DROP
-    assert drops.may_start(1)
-
-
-def test_drop_policy_failing_and_saturated_environments_fill_the_batch(clock):
-    drops = DropPolicy(batch_groups=1, environments=2, failing_seconds=10)
-    for _ in range(10):
-        drops.record_filtered(zero_advantage=True, env=1)
-    assert drops.record_error(0, env=0) is DropAction.DROP
-    clock.now += 10
-    assert drops.record_error(1, env=0) is DropAction.DROP
-    assert drops.record_filtered(zero_advantage=True, env=1) is DropAction.FILL
-
-
-def test_drop_policy_kept_group_restarts_the_count():
-    drops = DropPolicy(batch_groups=1)
-    for _ in range(50):
-        assert [drops.record_filtered() for _ in range(9)] == [DropAction.DROP] * 9
-        drops.record_kept()
-
-
-def test_drop_policy_consecutive_zero_advantages_fill_one_batch():
-    drops = DropPolicy(batch_groups=2)
-    assert [drops.record_filtered(zero_advantage=True) for _ in range(22)] == [DropAction.DROP] * 20 + [
-        DropAction.FILL
-    ] * 2
-    drops.start_batch()
-    assert drops.record_filtered(zero_advantage=True) is DropAction.DROP
-
-
-def test_drop_policy_one_zero_advantage_group_among_others_fills():
-    drops = DropPolicy(batch_groups=1)
-    kinds = [False] * 4 + [True] + [False] * 5
-    assert [drops.record_filtered(zero_advantage=kind) for kind in kinds] == [DropAction.DROP] * 10
-    assert drops.record_filtered(zero_advantage=True) is DropAction.FILL
-    assert [drops.record_filtered() for _ in range(10)][-1] is DropAction.FAIL, "errors alone go on"
-
-
-@given(st.integers(1, 3), st.lists(st.sampled_from(["kept", "error", "zero"]), max_size=200))
-def test_drop_policy_any_events_cost_less_than_20_batches_per_kept_group(batch_groups, events):
-    drops = DropPolicy(batch_groups)
-    kept = dropped = 0
-    for event in events:
-        if event == "kept":
-            drops.record_kept()
-            verdict = None
-        else:
-            verdict = drops.record_filtered(zero_advantage=event == "zero")
-            if verdict is DropAction.FAIL:
-                break
-        kept += verdict in (None, DropAction.FILL)
-        dropped += verdict is DropAction.DROP
-        assert dropped < 20 * batch_groups * (kept + 1)
-        if kept == batch_groups:
-            drops.start_batch()
-            kept = dropped = 0
 
 
 def test_drop_policy_credit_follows_the_drop_rate_up_to_the_limit():
@@ -224,33 +157,26 @@ def test_group_filter_looks_at_each_agent_of_an_episode(credits, dropped):
 
 
 def test_is_overlong_sample_longer_than_seq_len():
-    def rollout(length):
-        zeros = np.zeros(length, np.int32)
-        return Rollout((Sample(zeros, zeros == 0, zeros.astype(np.float32), zeros),), 0.0, {}, False, ())
-
-    assert not is_overlong([rollout(8), rollout(3)], seq_len=8)
-    assert is_overlong([rollout(8), rollout(9)], seq_len=8)
+    group = [make_rollout(versions=(0,) * length) for length in (7, 2)]  # and one token of the prompt
+    assert not is_overlong(group, seq_len=8)
+    assert is_overlong(group, seq_len=7)
 
 
 def test_group_filter_equal_rewards_other_than_0_and_1_warns_once(said):
-    def drops(buffer, env, *rewards):
+    def is_kept(buffer, *rewards):
         config = SimpleNamespace(buffer=buffer, seq_len=100, filter_zero_advantage=False)
         one = filters.setdefault(id(buffer), GroupFilter(config))
-        return one.reason_to_drop(Group(0, tuple(map(make_rollout, rewards)), env, 0, 1.0)) is not None
+        return one.reason_to_drop(Group(0, tuple(map(make_rollout, rewards)), "aqua", 0, 1.0)) is None
 
-    filters = {}
-    filtering = SimpleBufferConfig(online_difficulty_filtering=True)
-    assert drops(filtering, "aqua", 1.0, 1.0)
-    assert not drops(filtering, "aqua", 1.1, 0.1)
+    filters, filtering = {}, SimpleBufferConfig(online_difficulty_filtering=True)
+    assert not is_kept(filtering, 1.0, 1.0)
+    assert is_kept(filtering, 1.1, 0.1)
+    for buffer in (SimpleBufferConfig(), OnlineDifficultyBufferConfig(max_reward=2)):
+        assert is_kept(buffer, 1.1, 1.1)
     assert said() == []
-    assert not drops(filtering, "aqua", 1.1, 1.1)
-    assert not drops(filtering, "aqua", 0.1, 0.1)
+    assert is_kept(filtering, 1.1, 1.1) and is_kept(filtering, 0.1, 0.1)
     (line,) = said()
     assert line.startswith("environment aqua gave all rollouts of a group the reward 1.1: online_difficulty_filtering")
-    plain, online = SimpleBufferConfig(), OnlineDifficultyBufferConfig(max_reward=2)
-    assert not drops(plain, "other", 1.1, 1.1)
-    assert not drops(online, "other", 1.1, 1.1)
-    assert len(said()) == 1
 
 
 # --- the start of groups --------------------------------------------------------------------------------------
@@ -265,10 +191,6 @@ def start(health, group_ids):
         health.started(group_id)
         started.append(group_id)
     return started
-
-
-def test_environment_health_without_errors_starts_any_number():
-    assert len(start(EnvironmentHealth(4), range(1000))) == 1000
 
 
 def test_environment_health_only_errors_pauses_longer_and_tries_fewer(clock):
@@ -291,24 +213,17 @@ def test_environment_health_only_errors_pauses_longer_and_tries_fewer(clock):
     assert health.errors < 80, "an outage of ten minutes costs few examples"
 
 
-def test_environment_health_one_success_resets(clock):
+def test_environment_health_simultaneous_errors_pause_once_and_one_success_resets(clock):
+    """The groups started before the first error, so they count as one failure."""
     health = EnvironmentHealth(8)
-    for group_id in range(24):
+    for group_id in range(1000):
         health.failed(group_id)
+    assert (health.errors, health.pause_seconds) == (1000, pytest.approx(0.05))
     health.succeeded()
     assert (health.errors, health.failing_seconds, health.pause_seconds) == (0, 0.0, 0.0)
     assert len(start(health, range(100))) == 100
     health.failed(0)
     assert health.pause_seconds == pytest.approx(0.05)
-
-
-def test_environment_health_simultaneous_errors_pause_once(clock):
-    """The groups started before the first error, so they count as one failure."""
-    health = EnvironmentHealth(8)
-    for group_id in range(1000):
-        health.failed(group_id)
-    assert health.pause_seconds == pytest.approx(0.05)
-    assert health.errors == 1000
 
 
 def limits(*environments):
@@ -317,8 +232,9 @@ def limits(*environments):
 
 
 def test_limits_rollouts_in_flight_but_never_below_one_group():
-    both = limits({"max_concurrent": 9}, {"max_concurrent": 1}, {})
-    for env, groups in ((0, 2), (1, 1)):
+    both = limits({"max_concurrent": 9}, {"max_concurrent": 1}, {}, {"rollouts_per_example": 3, "max_concurrent": 6})
+    assert list(both.counts) == [4, 4, 4, 3]
+    for env, groups in ((0, 2), (1, 1), (3, 2)):
         for _ in range(groups):
             assert both.may_start(env)
             both.started(env)
@@ -326,15 +242,7 @@ def test_limits_rollouts_in_flight_but_never_below_one_group():
         both.ended(env)
         assert both.may_start(env)
     assert both.may_start(2)
-    assert both.in_flight == [4, 0, 0]
-
-
-def test_limits_rollouts_of_another_group_size():
-    own = limits({"rollouts_per_example": 3, "max_concurrent": 6}, {})
-    assert list(own.counts) == [3, 4]
-    own.started(0)
-    own.started(0)
-    assert not own.may_start(0)
+    assert both.in_flight == [4, 0, 0, 3]
 
 
 def test_limits_starts_per_minute_evenly(clock):

@@ -61,21 +61,21 @@ class Run:
                 await self.switch(version, tasks)
 
 
-async def test_online_eval_due_versions_and_the_last_are_evaluated_once(tmp_path):
+@pytest.mark.parametrize(
+    ("visited", "evaluated", "skipped"),
+    [
+        # 4 was skipped: training was faster than switching. Servers that return sample from the base model briefly.
+        ([0, 0, 1, 2, 0, 1, 2, 3, 0, 5, 6, 7], [0, 2, 5, 6, 7], 0),
+        ([0, 3, 9], [0, 3, 9], 2),  # 3 in place of 2, 9 in place of 8; 4 and 6 are skipped
+    ],
+)
+async def test_online_eval_due_versions_and_the_last_are_evaluated_once(tmp_path, visited, evaluated, skipped):
     run = Run(tmp_path, FakePool())
-    # 4 was skipped: training was faster than switching. Servers that return sample from the base model briefly.
-    await run.visit(0, 0, 1, 2, 0, 1, 2, 3, 0, 5, 6, 7)
-    await run.evaluator.finish(7)
-    await run.evaluator.finish(7)
-    assert run.versions == [0, 2, 5, 6, 7]
-    assert run.evaluator.num_skipped == 0, "5 is evaluated in place of 4"
-
-
-async def test_online_eval_versions_that_were_never_sampled_from_count_as_skipped(tmp_path):
-    run = Run(tmp_path, FakePool())
-    await run.visit(0, 3, 9)  # 3 in place of 2, 9 in place of 8; 4 and 6 are skipped
-    assert run.versions == [0, 3, 9]
-    assert run.evaluator.num_skipped == run.metrics["eval/skipped"] == 2
+    await run.visit(*visited)
+    for _ in range(2):
+        await run.evaluator.finish(visited[-1])
+    assert run.versions == evaluated
+    assert run.evaluator.num_skipped == run.metrics["eval/skipped"] == skipped
 
 
 @pytest.mark.parametrize(("started", "skipped"), [([0, 4], 2), ([0, 4, 8], 2), ([], 0)])
@@ -220,46 +220,44 @@ async def test_online_eval_pinned_delays_the_switch_at_most_hold_seconds(tmp_pat
     assert run.metrics["eval/held_s"] == pytest.approx(50)
 
 
-async def test_online_eval_separate_servers_load_retained_files(tmp_path):
-    async with fake_engine() as fake:
-        seen = []
+async def test_online_eval_separate_servers_load_retained_files(tmp_path, engine):
+    seen = []
 
-        def look(example, url):
-            seen.append((url, fake.step, fake.hash, fake.holder, list(run.policy.weight_versions.kept)))
+    def look(example, url):
+        seen.append((url, engine.step, engine.hash, engine.holder, list(run.policy.weight_versions.kept)))
 
-        def own_servers():
-            return [InferenceClient(fake.url, "m", "evaluations")]
+    def own_servers():
+        return [InferenceClient(engine.url, "m", "evaluations")]
 
-        run = Run(tmp_path, FakePool(1, behave=look), mode="pinned", own_servers=own_servers)
-        publish_version(run.paths, 2)
-        async with asyncio.TaskGroup() as tasks:
-            await run.switch(0, tasks)
-            await run.switch(2, tasks)
-            await run.evaluator.finish(2)
-        assert run.versions == [2]
-        assert seen[-1] == (fake.url, 2, "h2", "evaluations", [2])
-        assert (fake.holder, fake.step) == (None, 0), "given back, at the base model"
-        assert run.policy.weight_versions.kept == []
+    run = Run(tmp_path, FakePool(1, behave=look), mode="pinned", own_servers=own_servers)
+    publish_version(run.paths, 2)
+    async with asyncio.TaskGroup() as tasks:
+        await run.switch(0, tasks)
+        await run.switch(2, tasks)
+        await run.evaluator.finish(2)
+    assert run.versions == [2]
+    assert seen[-1] == (engine.url, 2, "h2", "evaluations", [2])
+    assert (engine.holder, engine.step) == (None, 0), "given back, at the base model"
+    assert run.policy.weight_versions.kept == []
 
 
-async def test_online_eval_skipped_evaluation_releases_its_files(tmp_path):
-    async with fake_engine() as fake:
-        held = Held()
-        pool = FakePool(1, behave=held)
-        own = [InferenceClient(fake.url, "m", "evaluations")]
-        run = Run(tmp_path, pool, mode="pinned", interval=1, own_servers=lambda: own)
-        for step in (1, 2, 3):
-            publish_version(run.paths, step)
-        async with asyncio.TaskGroup() as tasks:
-            await run.switch(1, tasks)
-            await held.started.wait()
-            await run.switch(2, tasks)
-            await run.switch(3, tasks)
-            assert run.policy.weight_versions.kept == [1, 3]
-            held.gate.set()
-            await run.evaluator.finish(3)
-        assert run.versions == [1, 3]
-        assert run.policy.weight_versions.kept == []
+async def test_online_eval_skipped_evaluation_releases_its_files(tmp_path, engine):
+    held = Held()
+    pool = FakePool(1, behave=held)
+    own = [InferenceClient(engine.url, "m", "evaluations")]
+    run = Run(tmp_path, pool, mode="pinned", interval=1, own_servers=lambda: own)
+    for step in (1, 2, 3):
+        publish_version(run.paths, step)
+    async with asyncio.TaskGroup() as tasks:
+        await run.switch(1, tasks)
+        await held.started.wait()
+        await run.switch(2, tasks)
+        await run.switch(3, tasks)
+        assert run.policy.weight_versions.kept == [1, 3]
+        held.gate.set()
+        await run.evaluator.finish(3)
+    assert run.versions == [1, 3]
+    assert run.policy.weight_versions.kept == []
 
 
 async def test_online_eval_pinned_prefers_servers_with_its_version(tmp_path):
@@ -272,29 +270,28 @@ async def test_online_eval_pinned_prefers_servers_with_its_version(tmp_path):
     assert set(pool.urls) == {"http://b"}
 
 
-async def test_online_eval_lost_separate_server_does_not_end_the_run(tmp_path):
-    async with fake_engine() as fake:
-        url = fake.url
-    run = Run(tmp_path, FakePool(), mode="pinned", own_servers=lambda: [InferenceClient(url, "m", "evaluations")])
-    await run.evaluator.finish(0)
-    assert run.metrics["eval/failed"] == 1
-    assert "eval/fake/reward/mean" not in run.metrics
+async def test_online_eval_unusable_separate_server_does_not_end_the_run(tmp_path, said):
+    """It has other settings, or is lost."""
 
-
-async def test_online_eval_separate_server_with_other_settings_is_not_used(tmp_path, said):
-    async with fake_engine() as fake:
-        fake.settings = {"seq_len": 16}
-        pool = FakePool()
-        run = Run(
+    def run_with(fake):
+        return Run(
             tmp_path,
-            pool,
+            FakePool(),
             mode="pinned",
             own_servers=lambda: [InferenceClient(fake.url, "m", "evaluations")],
             find_problem=lambda url, settings: f"{settings['seq_len']} tokens at {url} are too few",
         )
+
+    async with fake_engine() as fake:
+        fake.settings = {"seq_len": 16}
+        run = run_with(fake)
         await run.evaluator.finish(0)
         assert f"eval of version 0 failed: 16 tokens at {fake.url} are too few" in said()
-        assert run.metrics["eval/failed"] == 1 and pool.urls == [] and fake.holder is None
+        assert run.metrics["eval/failed"] == 1 and fake.holder is None
+    run = run_with(fake)
+    await run.evaluator.finish(0)
+    assert run.metrics["eval/failed"] == 1
+    assert "eval/fake/reward/mean" not in run.metrics
 
 
 def report(paths, *lines):
@@ -335,6 +332,8 @@ async def test_online_eval_restart_repeats_only_interrupted_evaluations(tmp_path
     assert 0 in expected or before.read_text() == "as it was"
     lost = [v for v in started if v not in reported and v < version]
     assert run.evaluator.num_skipped == len(lost)
+    await run.evaluator.finish(version)
+    assert run.versions == (expected if version in reported + expected else [*expected, version])
 
 
 async def test_online_eval_restart_with_other_examples_warns(tmp_path, said):
@@ -346,34 +345,25 @@ async def test_online_eval_restart_with_other_examples_warns(tmp_path, said):
         assert any("eval/fake: its examples differ" in line for line in said()[before:]) == warns
 
 
-async def test_online_eval_restart_after_the_last_does_not_repeat_it(tmp_path):
-    run = Run(tmp_path, FakePool(), interval=4)
-    report(run.paths, {"step": 7, "eval/time_s": 1.0})
-    await run.evaluator.read_history()
-    async with asyncio.TaskGroup() as tasks:
-        await run.switch(7, tasks)
-        await run.evaluator.finish(7)
-    assert run.versions == []
-
-
 @pytest.mark.parametrize(("interrupted", "is_published"), [(2, True), (0, False), (2, False)])
-async def test_online_eval_separate_servers_repeat_on_the_interrupted_version(tmp_path, interrupted, is_published):
-    async with fake_engine() as fake:
-        seen = []
+async def test_online_eval_separate_servers_repeat_on_the_interrupted_version(
+    tmp_path, interrupted, is_published, engine
+):
+    seen = []
 
-        def look(example, url):
-            seen.append((fake.step, list(run.policy.weight_versions.kept)))
+    def look(example, url):
+        seen.append((engine.step, list(run.policy.weight_versions.kept)))
 
-        own = [InferenceClient(fake.url, "m", "evaluations")]
-        run = Run(tmp_path, FakePool(1, behave=look), mode="pinned", interval=4, own_servers=lambda: own)
-        if interrupted:
-            report(run.paths, {"step": 0, "eval/time_s": 1.0})
-        if is_published:
-            publish_version(run.paths, interrupted)
-        publish_version(run.paths, 5)
-        begin(run.paths, interrupted)
-        await run.evaluator.read_history()
-        await run.visit(5)
+    own = [InferenceClient(engine.url, "m", "evaluations")]
+    run = Run(tmp_path, FakePool(1, behave=look), mode="pinned", interval=4, own_servers=lambda: own)
+    if interrupted:
+        report(run.paths, {"step": 0, "eval/time_s": 1.0})
+    if is_published:
+        publish_version(run.paths, interrupted)
+    publish_version(run.paths, 5)
+    begin(run.paths, interrupted)
+    await run.evaluator.read_history()
+    await run.visit(5)
     if is_published or not interrupted:
         assert run.versions == [interrupted, 5]
         assert seen[0] == (interrupted, [interrupted, 5] if interrupted else [5])

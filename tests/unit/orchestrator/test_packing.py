@@ -61,7 +61,7 @@ def contents(tokens, mask, logprobs, versions, advantages, temperature):
     return [tuple(array.tolist()) for array in (tokens, mask, logprobs, versions, advantages, temperature)]
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(batches, st.integers(18, 40), st.sampled_from([TOKENS, QUADRATIC]))
 def test_pack_every_token_is_in_the_batch_once(groups, seq_len, cost):
     advantages = [np.arange(len(g.rollouts)) + g.group_id + 0.5 for g in groups]
@@ -93,18 +93,7 @@ def test_pack_every_token_is_in_the_batch_once(groups, seq_len, cost):
     assert sorted(found) == sorted(expected)
 
 
-@settings(deadline=None)
-@given(batches, st.integers(18, 40), st.integers(1, 9))
-def test_pack_ranks_train_every_token_once(groups, seq_len, world):
-    batch = pack(groups, [np.ones(len(g.rollouts)) for g in groups], seq_len, QUADRATIC)
-    dealt = assign_rows(batch.row_cost, world)
-    assert len({len(rows) for rows in dealt}) == 1
-    tokens = np.concatenate([batch.tokens[batch.row(r)] for rows in dealt for r in rows if r != PADDING_ROW])
-    every = np.concatenate([s.tokens for g in groups for r in g.rollouts for s in r.samples])
-    assert sorted(tokens.tolist()) == sorted(every.tolist())
-
-
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(batches, st.integers(18, 40))
 def test_pack_segments_are_numbered_and_rows_sorted_by_cost(groups, seq_len):
     batch = pack(groups, [np.ones(len(g.rollouts)) for g in groups], seq_len, QUADRATIC)
@@ -138,15 +127,7 @@ def test_pack_sample_longer_than_a_row_raises():
 # --- best fit ---------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
-def test_best_fit_decreasing_keeps_each_item_once(lengths, capacity):
-    rows = best_fit_decreasing(lengths, capacity)
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert all(0 < sum(lengths[i] for i in row) <= capacity for row in rows)
-
-
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
 def test_best_fit_decreasing_matches_plain_loops(lengths, capacity):
     rows = []
@@ -156,21 +137,15 @@ def test_best_fit_decreasing_matches_plain_loops(lengths, capacity):
             rows.append([])
             fits = rows[-1:]
         max(fits, key=sum).append(length)
-    found = [[lengths[i] for i in row] for row in best_fit_decreasing(lengths, capacity)]
-    assert sorted(map(sum, found)) == sorted(map(sum, rows))
-
-
-@pytest.mark.parametrize("median", [0.03, 0.06, 0.12])
-def test_best_fit_decreasing_realistic_lengths_fill_the_minimum_rows(median):
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(np.log(median * 8192), 0.8, 512), 2, 8192).astype(int).tolist()
-    assert len(best_fit_decreasing(lengths, 8192)) == -(-sum(lengths) // 8192)
+    found = best_fit_decreasing(lengths, capacity)
+    assert sorted(i for row in found for i in row) == list(range(len(lengths)))
+    assert sorted(sum(lengths[i] for i in row) for row in found) == sorted(map(sum, rows))
 
 
 # --- even rows --------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), max_size=80), st.integers(50, 300))
 def test_even_rows_keep_each_item_once_in_a_round_number_of_rows(lengths, capacity):
     costs = [length + length**2 / 64 for length in lengths]
@@ -187,7 +162,7 @@ def draw(median, count, capacity=8192, seed=0):
     return np.clip(lengths, 2, capacity).astype(int).tolist()
 
 
-@pytest.mark.parametrize(("median", "count"), [(60, 128), (300, 512), (1500, 128), (1500, 512), (1500, 2048)])
+@pytest.mark.parametrize(("median", "count"), [(60, 128), (300, 512), (1500, 512)])
 def test_even_rows_any_common_number_of_ranks_gets_equal_cost(median, count):
     """The busiest rank is within 2 % of the mean, also if ranks synchronise after every row."""
     lengths = draw(median, count)
@@ -204,7 +179,7 @@ def test_even_rows_any_common_number_of_ranks_gets_equal_cost(median, count):
         assert sum(map(max, zip(*shares, strict=True))) <= 1.05 * mean
 
 
-@pytest.mark.parametrize(("needed", "rows"), [(1, 16), (16, 16), (17, 24), (84, 88), (139, 144), (1011, 1024)])
+@pytest.mark.parametrize(("needed", "rows"), [(1, 16), (16, 16), (17, 24), (139, 144)])
 def test_even_rows_number_of_rows(needed, rows):
     items = needed * 100
     assert len(even_rows([10] * items, [1.0] * items, 1000)) == rows
@@ -225,11 +200,8 @@ def test_pack_sampler_truncation_is_per_token():
     owner = np.repeat(batch.sample_group, batch.seq_lens)
     np.testing.assert_array_equal(batch.top_k, np.where(owner == 1, 50, 0))
     np.testing.assert_array_equal(batch.top_p, np.where(owner == 2, np.float32(0.9), 1))
-
-
-def test_pack_without_sampler_truncation_omits_it():
-    batch = pack([group(0, [[(2, 3)]])], [np.ones(1)], 40)
-    assert not {"top_k", "top_p", "min_p"} & batch.arrays.keys()
+    plain = pack([group(0, [[(2, 3)]])], [np.ones(1)], 40)
+    assert not {"top_k", "top_p", "min_p"} & plain.arrays.keys()
 
 
 # --- the cost of a row ----------------------------------------------------------------------------------------------
@@ -255,12 +227,9 @@ def test_row_cost_dense_model():
     np.testing.assert_allclose(cost(np.array([5, 8]), np.array([4, 7])), expected)
 
 
-def test_row_cost_optional_keys_may_be_missing():
-    short = {key: value for key, value in QWEN.items() if key not in ("head_dim", "num_key_value_heads")}
-    assert body(short) == 3 * (4 * 32 * 32 + DENSE)
-
-
 def test_row_cost_counts_only_active_experts():
+    short = {key: value for key, value in QWEN.items() if key not in ("head_dim", "num_key_value_heads")}
+    assert body(short) == 3 * (4 * 32 * 32 + DENSE), "optional keys may be missing"
     experts = QWEN | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     met = 2 * 3 * 32 * 16 + 32 * 8  # two experts and the router
     assert body(experts) == 3 * (PROJECTIONS + met)
@@ -284,15 +253,16 @@ def test_row_cost_sliding_layers_are_limited_to_the_window():
     assert RowCost.of(QWEN | {"sliding_window": 4, "use_sliding_window": False}).windowed == 0
 
 
-@pytest.mark.parametrize("text", [None, "no json", "[]", "{}", '{"hidden_size": 32}', '{"hidden_size": "a"}'])
-def test_row_cost_unreadable_configuration_counts_tokens(tmp_path, text):
+@pytest.mark.parametrize(
+    "text", [None, "no json", "[]", "{}", '{"hidden_size": 32}', '{"hidden_size": "a"}', '{"vocab_size": "many"}']
+)
+def test_unreadable_model_configuration_counts_tokens_and_has_no_vocabulary(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    assert row_cost(read_model_config(NameConfig(name=str(tmp_path)))) == TOKENS
+    found = read_model_config(NameConfig(name=str(tmp_path)))
+    assert row_cost(found) == TOKENS
+    assert vocabulary_size(found) is None
     np.testing.assert_array_equal(TOKENS(np.array([3, 5]), np.array([1, 1])), [3, 5])
-
-
-def test_read_model_config_invalid_name_is_empty():
     assert row_cost(read_model_config(NameConfig(name="no/such/model"))) == TOKENS
 
 
@@ -314,14 +284,8 @@ def test_read_model_config_local_directory(tmp_path, config):
     assert vocabulary_size(read_model_config(NameConfig(name=str(tmp_path)))) == QWEN["vocab_size"]
 
 
-@pytest.mark.parametrize("text", [None, "no json", "[]", "{}", '{"vocab_size": "many"}'])
-def test_vocabulary_size_missing_is_none(tmp_path, text):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    assert vocabulary_size(read_model_config(NameConfig(name=str(tmp_path)))) is None
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_tied", "llama", "qwen3_moe", "mistral_window", "gemma3_window"])
+@pytest.mark.extended(after=2)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3_window", "qwen3", "qwen2_tied", "llama", "mistral_window"])
 def test_row_cost_equals_the_trainers_count(name, tmp_path):
     pytest.importorskip("torch")
     from prime_rl.configs.training.model import TrainerModelConfig

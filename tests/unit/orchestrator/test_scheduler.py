@@ -1,7 +1,7 @@
 """The staleness bound (I1) without waste (I2): worked examples, and property tests with random durations and faults."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -10,80 +10,41 @@ from prime_rl.orchestrator.scheduler import DeadlineScheduler
 A, B, C, D, E, F = range(6)
 
 
-def after_the_first_batch(**settings) -> DeadlineScheduler:
-    """The docstring's example until e and a are complete: batch 0 = {c, d}, version 1 is published."""
-    scheduler = DeadlineScheduler(batch_groups=2, async_level=1, **settings)
-    for group in (A, B, C, D):
-        scheduler.admit(group, version=0)
-    assert not scheduler.can_admit(0)
-    scheduler.complete(C)
-    scheduler.complete(D)
-    assert scheduler.ready() == [C, D]
-    scheduler.ship([C, D])
-    for group in (E, F):
-        scheduler.admit(group, version=1)
-    scheduler.complete(E)
-    scheduler.complete(A)
-    return scheduler
-
-
 def test_worked_example_of_the_docstring():
-    scheduler = after_the_first_batch()
-    assert [scheduler.deadline(group) for group in (A, B, E, F)] == [1, 1, 2, 2]
-    assert scheduler.ready() is None, "e finished before b, but batch 1 is the last that b may join"
-    scheduler.complete(B)
-    assert scheduler.ready() == [A, B]
-
-
-def test_scheduler_worked_example_with_bound_above_pace():
-    scheduler = after_the_first_batch(max_off_policy_steps=2)
-    assert [scheduler.deadline(group) for group in (A, B, E, F)] == [2, 2, 3, 3]
-    assert scheduler.ready() == [A, E], "b may still join batch 2"
-    scheduler.ship([A, E])
-    scheduler.complete(F)
-    assert scheduler.ready() is None
-    scheduler.complete(B)
-    assert scheduler.ready() == [B, F]
-
-
-def test_scheduler_bound_above_pace_starts_no_more_groups():
-    schedulers = [DeadlineScheduler(batch_groups=3, async_level=1, max_off_policy_steps=m) for m in (1, 4)]
-    for group in range(6):
-        assert [s.admit(group, 0) for s in schedulers] == [1, 4]
-    assert [s.can_admit(0) for s in schedulers] == [False, False]
-
-
-def test_scheduler_async_level_0_is_synchronous():
-    scheduler = DeadlineScheduler(batch_groups=1, async_level=0)
-    scheduler.admit(0, version=0)
-    assert not scheduler.can_admit(0)
-    scheduler.complete(0)
-    scheduler.ship([0])
-    assert not scheduler.can_admit(0), "batch 1 needs version 1"
-    assert scheduler.can_admit(1)
-
-
-def test_scheduler_starts_no_group_that_no_batch_can_take():
-    for extra in ({}, {"max_off_policy_steps": 5}, {"max_off_policy_steps": 5, "credit": 4}):
-        scheduler = DeadlineScheduler(batch_groups=2, async_level=3, max_steps=2, **extra)
-        for group in range(4):
+    """And with the bound above the pace."""
+    for bound, deadlines, second in ((1, [1, 1, 2, 2], None), (2, [2, 2, 3, 3], [A, E])):
+        scheduler = DeadlineScheduler(batch_groups=2, async_level=1, max_off_policy_steps=bound)
+        for group in (A, B, C, D):
             scheduler.admit(group, version=0)
         assert not scheduler.can_admit(0)
+        scheduler.complete(C)
+        scheduler.complete(D)
+        assert scheduler.ready() == [C, D]
+        scheduler.ship([C, D])
+        for group in (E, F):
+            scheduler.admit(group, version=1)
+        scheduler.complete(E)
+        scheduler.complete(A)
+        assert [scheduler.deadline(group) for group in (A, B, E, F)] == deadlines
+        assert scheduler.ready() == second, "batch 1 waits for b if it is the last that b may join"
+        scheduler.complete(B)
+        assert scheduler.ready() == [A, B], "the earliest deadlines first"
 
 
-def test_scheduler_transition_that_breaks_the_bound_raises():
+def test_scheduler_lagging_server_gets_no_groups():
+    scheduler = DeadlineScheduler(batch_groups=1, async_level=1, next_step=3, max_off_policy_steps=3, credit=5)
+    assert not scheduler.can_admit(1), "deadline 4 would do, but the pace asks for version 2"
+    assert scheduler.can_admit(2)
+
+
+def test_scheduler_transition_that_breaks_the_bound_or_repeats_raises():
     scheduler = DeadlineScheduler(batch_groups=1, async_level=0)
     scheduler.admit(0, version=0)
-    with pytest.raises(ValueError, match="would break the bound"):
+    with pytest.raises(ValueError, match="group 1 at version 0 would break the bound"):
         scheduler.admit(1, version=0)
     with pytest.raises(ValueError, match="does not fit into the batches"):
         scheduler.restore(1, version=0)
-    with pytest.raises(ValueError, match="below async_level"):
-        DeadlineScheduler(batch_groups=1, async_level=2, max_off_policy_steps=1)
-
-
-def test_scheduler_duplicate_admit_or_complete_raises():
-    scheduler = DeadlineScheduler(batch_groups=2, async_level=1)
+    scheduler = DeadlineScheduler(batch_groups=2, async_level=0)
     scheduler.admit(0, version=0)
     with pytest.raises(ValueError, match="admitted already"):
         scheduler.admit(0, version=0)
@@ -95,77 +56,17 @@ def test_scheduler_duplicate_admit_or_complete_raises():
     assert scheduler.placed == 1 and scheduler.in_flight == 0
 
 
-def test_scheduler_lagging_server_gets_no_groups():
-    scheduler = DeadlineScheduler(batch_groups=1, async_level=1, next_step=3, max_off_policy_steps=3, credit=5)
-    assert not scheduler.can_admit(1), "deadline 4 would do, but the pace asks for version 2"
-    assert scheduler.can_admit(2)
-
-
-def test_scheduler_repinned_group_gets_a_new_deadline():
-    scheduler = DeadlineScheduler(batch_groups=2, async_level=1)
-    for group in range(4):
-        scheduler.admit(group, version=0)
-    for group in (0, 1):
-        scheduler.complete(group)
-    scheduler.ship([0, 1])
-    assert scheduler.repin(2, version=1) == 2
-    assert (scheduler.version(2), scheduler.version(3)) == (1, 0)
-    assert scheduler.admit(4, version=1) == scheduler.admit(5, version=1) == 2
-    assert not scheduler.can_repin(5, version=-1), "batch 0 was shipped"
-
-
-@given(st.data())
-def test_scheduler_restored_with_other_settings_keeps_f(data):
-    """Groups finished at any versions, with another bound, batch size or number of batches."""
-    number = st.integers(0, 4)
-    done, level, batch_groups = data.draw(number), data.draw(number), data.draw(st.integers(1, 4))
-    batches = data.draw(st.one_of(st.none(), st.integers(done, done + 3)))
-    scheduler = DeadlineScheduler(batch_groups, level, batches, next_step=done)
-    for group, version in enumerate(data.draw(st.lists(st.integers(0, done), max_size=20))):
-        if scheduler.can_restore(version):
-            scheduler.restore(group, version)
-            assert version + level >= done
-    admitted, group = [], 100
-    for _ in range(3):
-        while scheduler.can_admit(scheduler.next_step):
-            scheduler.admit(group, scheduler.next_step)
-            scheduler.complete(group)
-            group += 1
-        if (batch := scheduler.ready()) is None:
-            break
-        assert all(scheduler.next_step - scheduler.version(one) <= level for one in batch)
-        scheduler.ship(batch)
-        admitted.append(batch)
-    assert len(admitted) == (3 if batches is None else min(3, batches - done))
-
-
-def test_scheduler_restored_groups_keep_their_deadlines():
-    scheduler = DeadlineScheduler(batch_groups=2, async_level=2, next_step=4)
-    scheduler.restore(11, version=2)
-    scheduler.restore(13, version=4)
-    scheduler.admit(12, version=4)
-    assert scheduler.deadline(11) == 4 and scheduler.version(13) == 4
-    assert scheduler.ready() == [11, 13]
-
-
-def test_scheduler_credit_exceeds_the_pace_but_not_the_bound():
-    scheduler = DeadlineScheduler(batch_groups=4, async_level=1, max_off_policy_steps=2, credit=100)
-    for group in range(12):
-        scheduler.admit(group, version=0)
-    assert not scheduler.can_admit(0), "three batches, 0 to 2, may hold version 0"
-    scheduler = DeadlineScheduler(batch_groups=4, async_level=1, max_off_policy_steps=2, credit=2)
-    for group in range(10):
-        scheduler.admit(group, version=0)
-    assert not scheduler.can_admit(0)
-    scheduler.credit = 3
-    assert scheduler.can_admit(0)
-
-
-def test_scheduler_credit_at_async_level_0_raises():
-    with pytest.raises(ValueError, match="needs async_level >= 1"):
-        DeadlineScheduler(batch_groups=4, async_level=0, max_off_policy_steps=2, credit=1)
-    with pytest.raises(ValueError, match="below 0"):
-        DeadlineScheduler(batch_groups=4, async_level=1, credit=-1)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"async_level": 2, "max_off_policy_steps": 1}, "below async_level"),
+        ({"async_level": 0, "max_off_policy_steps": 2, "credit": 1}, "needs async_level >= 1"),
+        ({"async_level": 1, "credit": -1}, "below 0"),
+    ],
+)
+def test_scheduler_contradicting_settings_raise(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DeadlineScheduler(batch_groups=4, **settings)
 
 
 class Fleet(RuleBasedStateMachine):
@@ -334,77 +235,4 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=75, stateful_step_count=60, deadline=None)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    batch_groups=st.integers(1, 4),
-    async_level=st.integers(0, 3),
-    slack=st.integers(0, 2),
-    max_steps=st.integers(1, 12),
-    limit=st.integers(1, 24),
-    data=st.data(),
-)
-def test_scheduler_any_finish_order_has_no_deadlock(batch_groups, async_level, slack, max_steps, limit, data):
-    """One server, random completions, drops and weight updates, admission up to `limit`."""
-    scheduler = DeadlineScheduler(batch_groups, async_level, max_steps, max_off_policy_steps=async_level + slack)
-    version, next_group, drops = 0, 0, 0
-    started: dict[int, int] = {}
-    running: list[int] = []
-    while not scheduler.finished:
-        while scheduler.in_flight < limit and scheduler.can_admit(version):
-            scheduler.admit(next_group, version)
-            started[next_group] = version
-            running.append(next_group)
-            next_group += 1
-        events = ["finish"] * bool(running) + ["drop"] * bool(running and drops < 20)
-        events += ["publish"] * (version < scheduler.next_step)
-        assert events, "deadlock: nothing runs and no version can come"
-        event = data.draw(st.sampled_from(events))
-        if event == "publish":
-            version += 1
-            continue
-        group = running.pop(data.draw(st.integers(0, len(running) - 1)))
-        if event == "drop":
-            scheduler.drop(group)
-            drops += 1
-            continue
-        scheduler.complete(group)
-        while (batch := scheduler.ready()) is not None:
-            assert all(scheduler.next_step - started[group] <= async_level + slack for group in batch)
-            scheduler.ship(batch)
-    assert max_steps * batch_groups + drops == len(started), "no sampled group is wasted"
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    batch_groups=st.integers(1, 4),
-    async_level=st.integers(0, 3),
-    max_steps=st.integers(1, 8),
-    done=st.integers(0, 7),
-    data=st.data(),
-)
-def test_scheduler_after_rollback_all_in_flight_groups_can_start(batch_groups, async_level, max_steps, done, data):
-    """At checkpoint N with version N: finished groups keep their deadlines, all others fit at once."""
-    assume(done < max_steps)
-    scheduler = DeadlineScheduler(batch_groups, async_level, max_steps)
-    version, next_group, complete, in_flight = 0, 0, set(), []
-    while scheduler.next_step < done:
-        while scheduler.can_admit(version):
-            scheduler.admit(next_group, version)
-            in_flight.append(next_group)
-            next_group += 1
-        for _ in range(min(len(in_flight), data.draw(st.integers(1, max(1, len(in_flight)))))):
-            complete.add(in_flight[0])
-            scheduler.complete(in_flight.pop(0))
-        while scheduler.next_step < done and (batch := scheduler.ready()) is not None:
-            scheduler.ship(batch)
-            complete -= set(batch)
-        version = data.draw(st.integers(version, scheduler.next_step))
-    resumed = DeadlineScheduler(batch_groups, async_level, max_steps, next_step=done)
-    for group in sorted(complete):
-        resumed.restore(group, scheduler.version(group))
-    for group in in_flight:
-        assert resumed.can_admit(done)
-        assert resumed.admit(group, done) == done + async_level
+TestFleet.settings = settings(max_examples=40, stateful_step_count=50)

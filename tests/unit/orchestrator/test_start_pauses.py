@@ -91,7 +91,7 @@ async def start_all(config, rng):
 RATES = st.sampled_from([None, 37.0, 600.0, 12_000.0])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32), st.lists(st.tuples(RATES, st.sampled_from([None, 2, 4])), min_size=1, max_size=3))
 def test_every_group_that_may_start_does(seed, limits):
     rng = random.Random(seed)

@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
-from prime_rl.configs.checkpoint import CkptConfig
 from prime_rl.core.errors import RunError
 from prime_rl.orchestrator import resume
 from prime_rl.orchestrator.orchestrator import OrchestratorLoop
@@ -15,20 +13,23 @@ from prime_rl.storage.checkpoint_artifacts import ResumeRecord, find_checkpoints
 from prime_rl.storage.paths import RunPaths, steps_in
 from prime_rl.storage.rollback import START_VARIABLE, archive_late_artifacts, branch_of_batch, next_branch, roll_back
 from prime_rl.storage.wait_for import watch_directory
-from tests.support.fake_engine import fake_engine, publish_version
-from tests.support.relays import copying, running_relay
-from tests.unit.orchestrator.test_checkpoint import commit, group_ids, with_ckpt
-from tests.unit.orchestrator.test_orchestrator import STEPS, batches, make_config, metrics, run_loop, with_engines
+from tests.support.fake_engine import publish_version
+from tests.unit.orchestrator.loop_runs import (
+    STEPS,
+    batches,
+    check_bound,
+    commit,
+    group_ids,
+    make_config,
+    metrics,
+    run_loop,
+    until,
+    with_ckpt,
+    with_engines,
+)
 
-in_loop = pytest.mark.asyncio(loop_scope="session")
 EVERY = 2
 """Steps between two checkpoints."""
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class MortalTrainer:
@@ -79,64 +80,36 @@ class MortalTrainer:
         return step, branch
 
 
-@pytest.fixture
-def run_on(host):
-    """Run an orchestrator as `orchestrate` does: start again after each rollback."""
-
-    async def run(config, engine, trainer):
-        config = with_engines(config, [engine])
-        stop, started = asyncio.Event(), []
-        training = asyncio.create_task(trainer(stop))
-        try:
-            while True:
-                started.append(await asyncio.to_thread(find_start_point, config))
-                try:
-                    await run_loop(host, config, started[-1])
-                    break
-                except TrainerRolledBack:
-                    assert engine.holder is not None, "no other run gets the server meanwhile"
-                config = config.model_copy(update={"restart": True})
-            await training
-        finally:
-            stop.set()
-            training.cancel()
-        return started
-
-    return run
+async def run_on(config, engine, trainer):
+    """Run an orchestrator as `orchestrate` does: start again after each rollback. Return where it started."""
+    config = with_engines(config, [engine])
+    stop, started = asyncio.Event(), []
+    training = asyncio.create_task(trainer(stop))
+    try:
+        while True:
+            started.append(await asyncio.to_thread(find_start_point, config))
+            try:
+                await run_loop(config, started[-1])
+                break
+            except TrainerRolledBack:
+                assert engine.holder is not None, "no other run gets the server meanwhile"
+            config = config.model_copy(update={"restart": True})
+        await training
+    finally:
+        stop.set()
+        training.cancel()
+    return started
 
 
-@asynccontextmanager
-async def relays_between(trainer, orchestrator):
-    """Connect two run directories as relays do."""
-    async with (
-        running_relay(trainer.root) as a,
-        running_relay(orchestrator.root) as b,
-        copying(orchestrator.root, [a.url], "trainer"),
-        copying(trainer.root, [b.url], "orchestrator"),
-    ):
-        yield
-
-
-ROLLBACKS = [
-    (True, [3, 5, 5], [0, 2, 4, 4], False), (False, [2, 1], [0, 0, 0], False), (True, [3, 5, 5], [0, 2, 4, 4], True),
-]  # fmt: skip
-
-
-@pytest.mark.extended(after=1)
-@in_loop
-@pytest.mark.parametrize(("ckpt", "deaths", "begins", "has_relays"), ROLLBACKS)
-async def test_running_orchestrator_follows_a_rollback(
-    tmp_path, tokenizer_dir, run_on, ckpt, deaths, begins, has_relays
-):
-    """Also if the trainer exits again before any progress, without checkpoints, and without a shared directory."""
-    config = make_config(tmp_path, tokenizer_dir, async_level=2)
-    config = config.model_copy(update={"ckpt": CkptConfig(interval=EVERY) if ckpt else None})
+@pytest.mark.parametrize(("ckpt", "deaths", "begins"), [(True, [3, 5, 5], [0, 2, 4, 4]), (False, [2, 1], [0, 0, 0])])
+async def test_running_orchestrator_follows_a_rollback(tmp_path, ckpt, deaths, begins, engine):
+    """Also if the trainer exits again before any progress, and without checkpoints."""
+    config = make_config(tmp_path, async_level=2)
+    config = with_ckpt(config, EVERY) if ckpt else config
     paths = RunPaths(config.output_dir)
-    trainers = RunPaths(tmp_path / "trainer") if has_relays else paths
-    trainer = MortalTrainer(trainers, deaths, ckpt)
-    async with fake_engine() as engine, relays_between(trainers, paths) if has_relays else nullcontext():
-        started = await run_on(config, engine, trainer)
-        assert (engine.branch, engine.step) == (len(deaths), STEPS)
+    trainer = MortalTrainer(paths, deaths, ckpt)
+    started = await run_on(config, engine, trainer)
+    assert (engine.branch, engine.step) == (len(deaths), STEPS)
     assert [one.state.step if one.state else 0 for one in started] == begins
     assert [one.branch for one in started] == list(range(len(deaths) + 1))
     surviving = {step: (branch, groups) for branch, step, groups in trainer.trained}
@@ -144,21 +117,18 @@ async def test_running_orchestrator_follows_a_rollback(
         (manifest["branch"], manifest["group_ids"]) for _, manifest in batches(paths)
     ], "what was trained on last is what stays"
     assert sorted(group_ids(paths)) == list(range(STEPS * 3)), "every position of the stream once"
-    for step, (batch, _) in enumerate(batches(paths)):
-        assert step - batch.versions[batch.loss_mask == 1].min() <= 2
+    check_bound(paths, 2)
     assert [line["step"] for line in metrics(paths)] == list(range(STEPS))
     assert [ledger.name for ledger in paths.ledger_dir.iterdir()] == [f"branch_{len(deaths)}.jsonl"]
     assert read_resume(paths.checkpoints_dir).branch == len(deaths)
 
 
-@pytest.mark.extended
-@in_loop
-async def test_rollback_waits_for_a_batch_being_written(tmp_path, tokenizer_dir, run_on, monkeypatch):
+async def test_rollback_waits_for_a_batch_being_written(tmp_path, monkeypatch, engine):
     """Otherwise the batch would appear in the new branch."""
-    config = with_ckpt(make_config(tmp_path, tokenizer_dir, async_level=0))
+    config = with_ckpt(make_config(tmp_path, async_level=0))
     paths = RunPaths(config.output_dir)
     whole, loop = OrchestratorLoop._write, asyncio.get_running_loop()
-    written, rewound = asyncio.Event(), asyncio.Event()
+    written, is_seen, rewound = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def slow(self, step, *rest):
         if step == 1 and self._start_point.branch == 0:
@@ -166,30 +136,35 @@ async def test_rollback_waits_for_a_batch_being_written(tmp_path, tokenizer_dir,
             asyncio.run_coroutine_threadsafe(rewound.wait(), loop).result()
         return whole(self, step, *rest)
 
+    async def finish(self):
+        is_seen.set()
+        await finish_writing(self)
+
+    finish_writing = OrchestratorLoop._finish_writing
     monkeypatch.setattr(OrchestratorLoop, "_write", slow)
+    monkeypatch.setattr(OrchestratorLoop, "_finish_writing", finish)
 
     async def back_to_the_start(stop):
         await until(lambda: paths.rollouts(0).exists())
         publish_version(paths, 1)
         await written.wait()
         roll_back(paths, paths.checkpoints_dir, 0, 1, weights=True, rollouts=True)
-        await asyncio.sleep(0.4)  # long enough to be seen
+        await is_seen.wait()
+        await asyncio.sleep(0.05)  # for a start that should not be
         assert not paths.ledger(1).exists(), "it does not begin before the batch is written"
         rewound.set()
-        await train_on_branch(paths, stop)
+        for step in range(STEPS):
+            await until(lambda step=step: branch_of_batch(paths.rollouts(step)) == 1)
+            publish_version(paths, step + 1, 1)
+        stop.set()
 
-    async with fake_engine() as engine:
-        started = await run_on(config, engine, back_to_the_start)
+    started = await run_on(config, engine, back_to_the_start)
     assert [one.branch for one in started] == [0, 1]
     assert branch_of_batch(paths.abandoned(0) / "rollouts/step_1") == 0
     assert [manifest["branch"] for _, manifest in batches(paths)] == [1] * STEPS
 
 
-async def train_on_branch(paths, stop, branch=1):
-    for step in range(STEPS):
-        await until(lambda step=step: branch_of_batch(paths.rollouts(step)) == branch)
-        publish_version(paths, step + 1, branch)
-    stop.set()
+# --- the start -------------------------------------------------------------------------------------------------
 
 
 def make_batch(paths, step, branch):
@@ -203,9 +178,9 @@ def make_ledger(paths, branch):
 
 
 @pytest.fixture
-def config(tmp_path, tokenizer_dir, monkeypatch):
+def config(tmp_path, monkeypatch):
     monkeypatch.delenv(START_VARIABLE, raising=False)
-    return make_config(tmp_path, tokenizer_dir, restart=True, wait_timeout_seconds=0.3)
+    return make_config(tmp_path, restart=True, wait_timeout_seconds=0.05)
 
 
 @pytest.fixture
@@ -215,29 +190,20 @@ def paths(config):
     return paths
 
 
-def test_restart_without_artifacts_starts(config, paths):
-    assert find_start_point(config) == StartPoint(0)
-
-
-def test_restart_continues_the_newest_ledger(config, paths):
+def test_restart_continues_the_newest_ledger(config, paths, monkeypatch):
+    """Of the manifests, it reads only the newest that can be read: a long run has 100,000."""
+    assert find_start_point(config) == StartPoint(0), "nothing is there yet"
     make_ledger(paths, 0)
     make_ledger(paths, 2)
-    make_batch(paths, 0, 2)
-    write_resume(paths.checkpoints_dir, ResumeRecord(0, 2))
-    assert find_start_point(config) == StartPoint(2)
-    assert steps_in(paths.rollouts_dir) == [0]
-
-
-def test_restart_reads_only_the_newest_manifest(config, paths, monkeypatch):
-    """A long run has 100,000 manifests."""
-    for step in range(30):
+    for step in range(4):
         make_batch(paths, step, 2)
-    (paths.rollouts(29) / "manifest.json").write_text("{")
-    make_ledger(paths, 2)
+    (paths.rollouts(3) / "manifest.json").write_text("{")
+    write_resume(paths.checkpoints_dir, ResumeRecord(0, 2))
     read = []
     monkeypatch.setattr(resume, "branch_of_batch", lambda batch: (read.append(batch), branch_of_batch(batch))[1])
     assert find_start_point(config) == StartPoint(2)
-    assert read == [paths.rollouts(29), paths.rollouts(28)], "the newest that can be read"
+    assert read == [paths.rollouts(3), paths.rollouts(2)]
+    assert steps_in(paths.rollouts_dir) == [0, 1, 2, 3]
 
 
 def test_restart_finds_a_rollback(config, paths):
@@ -276,7 +242,7 @@ def test_restart_archived_ledger_waits_for_the_next_branch(config, paths):
 def test_restart_supervised_waits_for_the_resume_of_this_start(config, paths, monkeypatch):
     """Files that exist before the rollback belong to the resumed run."""
     monkeypatch.setenv(START_VARIABLE, "ours")
-    config = config.model_copy(update={"ckpt": CkptConfig(resume_step=-1)})
+    config = with_ckpt(config, resume_step=-1)
     make_ledger(paths, 1)
     write_resume(paths.checkpoints_dir, ResumeRecord(0, 1, "theirs"))
     with pytest.raises(RunError, match="waited 0 s for the trainer"):
@@ -285,22 +251,15 @@ def test_restart_supervised_waits_for_the_resume_of_this_start(config, paths, mo
     assert find_start_point(config) == StartPoint(2)
 
 
-def test_recorded_batches_are_not_archived(config, paths):
-    """If the checkpoint has no orchestrator's part, the trainer and the orchestrator keep the recorded batches."""
+def test_recorded_batches_are_not_archived_nor_sampled_again(config, paths):
+    """If the checkpoint has no orchestrator's part, the trainer replays the recorded batches."""
     commit(paths, 1, others=())
     make_ledger(paths, 0)
     make_batch(paths, 1, 0)
     write_resume(paths.checkpoints_dir, ResumeRecord(1, 1))
     assert find_rollback(config, 0) is None
     assert find_start_point(config) == StartPoint(0) and steps_in(paths.rollouts_dir) == [1]
-
-
-def test_resume_on_recorded_batches_is_refused(config, paths):
-    """The trainer replays batch 1, which this orchestrator would sample."""
-    commit(paths, 1, others=())
-    make_batch(paths, 1, 0)
-    write_resume(paths.checkpoints_dir, ResumeRecord(1, 1))
-    resuming = config.model_copy(update={"restart": False, "ckpt": CkptConfig(resume_step=1)})
+    resuming = with_ckpt(config.model_copy(update={"restart": False}), resume_step=1)
     with pytest.raises(RunError, match=r"rollouts/step_1 already exists, so branch 1 cannot start"):
         find_start_point(resuming)
 
@@ -312,14 +271,13 @@ def test_new_run_uses_the_trainers_branch(config, paths):
 
 def test_standalone_stale_resume_record_is_ignored(config, paths):
     """The record has another step, or its branch has batches already."""
-    config = config.model_copy(update={"restart": False, "ckpt": CkptConfig(resume_step=4)})
+    config = config.model_copy(update={"restart": False})
     write_resume(paths.checkpoints_dir, ResumeRecord(2, 1))
     with pytest.raises(RunError, match=r"waited 0 s for the trainer .* that it resumes from 4"):
-        find_start_point(config)
-    newest = config.model_copy(update={"ckpt": CkptConfig(resume_step=-1)})
+        find_start_point(with_ckpt(config, resume_step=4))
     make_batch(paths, 3, 1)
     with pytest.raises(RunError, match=r"waited 0 s for the trainer"):
-        find_start_point(newest)
+        find_start_point(with_ckpt(config, resume_step=-1))
 
 
 def test_only_late_artifacts_are_archived(paths):

@@ -26,6 +26,19 @@ async def test_refuse_available_version_ends_the_run_or_is_skipped(paths):
     assert await published.refuse(1, REFUSED) and published.newest is None
 
 
+async def test_refuse_version_in_memory_counts_unless_a_newer_one_replaced_it(paths):
+    """The trainer drops only replaced versions."""
+    published, gone = WeightVersions(paths, "fail"), InvalidWeights("no longer in memory")
+    publish_version(paths, 1, transfer={"type": "nccl"})
+    with pytest.raises(InvalidWeights, match="no longer"):
+        await published.refuse(1, gone)
+    publish_version(paths, 2)
+    assert not await published.refuse(1, gone)
+    publish_version(paths, 3)
+    with pytest.raises(InvalidWeights, match="another hash"):
+        await published.refuse(2, REFUSED)
+
+
 @pytest.mark.parametrize("on_refused", ["fail", "keep_previous"])
 async def test_refuse_archived_version_does_not_end_the_run(paths, on_refused):
     """The version disappears during a read: the server then misses its files."""

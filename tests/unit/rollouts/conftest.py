@@ -1,17 +1,33 @@
-"""One fork server for all tests of the pool, and an environment that makes every kind of trouble."""
+"""What tests of environments share: engines, classic environments, and pools with every kind of trouble."""
 
 import asyncio
+import importlib.machinery
+import os
+import sys
 import textwrap
+import types
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
 from prime_rl.configs.environment import EnvConfig
-from prime_rl.rollouts.workers import environment_pool
+from prime_rl.rollouts.clients.inference_client import InferenceClient, InferenceServerLost
+from prime_rl.rollouts.rendering.messages import Generation
+from prime_rl.rollouts.rendering.renderer import Renderer
+from prime_rl.rollouts.workers import environment_pool, worker_main
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
+from tests.support.fake_engine import fake_engine
+from tests.support.tiny_model import make_tokenizer
 from tests.support.worker_launcher import launcher_with
+
+PACKAGES = Path(__file__).parents[2] / "support/packages"
+TOKENIZER = make_tokenizer()
+QUESTIONS = "question,answer,level\nWhat is 2 + 3?,5,easy\nWhat is 4 + 4?,8,hard\n"
+RUN = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 20}
 
 TROUBLED = '''
 """Example i is rewarded i / 8, unless it is a bad one: those do what `trouble` says when they are scored."""
@@ -39,8 +55,9 @@ BASE = {"base": Custom, "base interrupt": KeyboardInterrupt, "base cancelled": a
 VALUES = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "huge": 1e30, "list": [1.0]}
 
 
-def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8, troubles=None):
+def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8, troubles=None, cleanup_seconds=0.0):
     """`troubles` has one trouble for each example instead."""
+    math = vf.MathRubric() if "executors" in (troubles or ()) else None
     if troubles:
         bad, examples = range(len(troubles)), len(troubles)
 
@@ -71,6 +88,12 @@ def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8, t
             return int(answer) / 8
         if trouble in VALUES:
             return VALUES[trouble]
+        if trouble == "step reward":
+            kwargs["state"]["trajectory"][0]["reward"] = 5.0
+        if trouble == "executors":
+            barrier = threading.Barrier(40)
+            await asyncio.gather(*(asyncio.to_thread(barrier.wait, 60) for _ in range(40)))
+            return math.executor._max_workers
         if trouble == "raise":
             raise KeyError("broken reward")
         if trouble == "interrupt":
@@ -81,9 +104,7 @@ def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8, t
             KEPT.append(b"x" * 2**28)
         if trouble == "block":
             threading.Event().wait()
-        if trouble == "exit" or (trouble == "exit once" and not Path(marker).exists()):
-            if marker is not None:
-                Path(marker).touch()
+        if trouble == "exit":
             os._exit(7)
         if trouble == "leave a child":
             child = subprocess.Popen(["sleep", "1000"])
@@ -110,9 +131,6 @@ def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8, t
     def worker(state):
         return os.getpid()
 
-    def metric(answer):
-        return VALUES["nan"] if trouble == "metric" and int(answer) in bad else 0
-
     class Troubled(vf.MultiTurnEnv):
         async def env_response(self, messages, state, **kwargs):
             if trouble_of(state["answer"]) == "turn":
@@ -123,6 +141,8 @@ def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8, t
             trouble = trouble_of(state["answer"])
             if trouble == "setup":
                 raise KeyError("broken environment")
+            if trouble == "sampling":
+                state["sampling_args"] = {"temperature": 0.1}
             if trouble in BASE and int(state["answer"]) in bad:
                 raise BASE[trouble]("broken environment")
             return state
@@ -132,83 +152,53 @@ def load_environment(trouble=None, bad=(0,), turns=1, marker=None, examples=8, t
             if trouble_of(state["answer"]) == "exit in cleanup" and int(state["answer"]) in bad:
                 sys.exit(5)
 
+    class Cleaning(vf.Rubric):
+        @vf.cleanup
+        async def release(self, state):
+            if cleanup_seconds:
+                await asyncio.sleep(cleanup_seconds)
+                Path(marker).write_text("cleaned")
+
     rows = [{"question": f"say it {i}", "answer": str(i)} for i in range(examples)]
     if trouble == "unseeded":
         random.SystemRandom().shuffle(rows)
-    rubric = vf.Rubric(funcs=[reward, worker, metric, open_files], weights=[1.0, 0.0, 0.0, 0.0])
+    rubric = Cleaning(funcs=[reward, worker, open_files], weights=[1.0, 0.0, 0.0])
     return Troubled(dataset=Dataset.from_list(rows) if rows else Dataset.from_dict({"question": [], "answer": []}),
                     rubric=rubric, max_turns=turns)
 '''
 
-PECULIAR = '''
-"""An environment that does one peculiar thing."""
 
-import asyncio
-import threading
-from pathlib import Path
-
-import verifiers as vf
-from datasets import Dataset
-
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+def encode(text):
+    """The tokens of a complete reply."""
+    return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
 
 
-def load_environment(does=None, marker=None, cleanup_seconds=0.0):
-    async def reward(completion):
-        if does == "surrogate error":
-            raise FileNotFoundError("no file caf\\udce9.txt")
-        if does == "cleanup":
-            Path(marker).write_text("waiting")
-            await asyncio.Event().wait()
-        return 1.0
+def generation(ids, logprob=-0.5, version=0, is_truncated=False):
+    n = len(ids)
+    return Generation(
+        np.array(ids, np.int32), np.full(n, logprob, np.float32), np.full(n, version, np.int32), is_truncated
+    )
 
-    math = vf.MathRubric() if does == "executors" else None
 
-    async def threads(state):
-        if math is None:
-            return 0
-        barrier = threading.Barrier(40)
-        await asyncio.gather(*(asyncio.to_thread(barrier.wait, 60) for _ in range(40)))
-        return 40
+class NumberingEngine:
+    """Answers call n with "answer n", or as `says` of the prompt; keeps what it is asked for.
 
-    def processes(state):
-        return math.executor._max_workers if math is not None else 0
+    Attributes:
+        cut: the calls whose answers are truncated.
+        lost_after: the number of calls after which the server is lost.
+    """
 
-    class Cleaning(vf.Rubric):
-        @vf.cleanup
-        async def release(self, state):
-            await asyncio.sleep(cleanup_seconds)
-            if marker is not None:
-                Path(marker).write_text("cleaned")
+    def __init__(self, cut=(), says=None, lost_after=None):
+        self.asked, self.cut, self.says, self.lost_after = [], cut, says, lost_after
 
-    class Peculiar(vf.MultiTurnEnv):
-        async def setup_state(self, state):
-            if does == "sampling":
-                state["sampling_args"] = {"temperature": 0.1}
-
-        async def env_response(self, messages, state, **kwargs):
-            state["final_env_response"] = [vf.UserMessage(content="caf\\udce9" if does == "surrogates" else "enough")]
-            return []
-
-        async def add_trajectory_step(self, state, trajectory_step):
-            if does in ("advantage", "huge advantage"):
-                trajectory_step["advantage"] = 1.0 if does == "advantage" else 1e30
-            await super().add_trajectory_step(state, trajectory_step)
-
-    def named(state):
-        return 2.0
-
-    named.__name__ = "caf\\udce9" if does == "surrogates" else "named"
-    content = [PICTURE] if does == "picture" else "say it"
-    rows = [{"prompt": [{"role": "user", "content": "say it"}], "answer": ""}]
-    rows += [{"prompt": [{"role": "user", "content": content}], "answer": ""}]
-    data = rows if does == "picture" else Dataset.from_list(rows)
-    rubric = Cleaning(funcs=[reward, named, threads, processes], weights=[1.0, 0.0, 0.0, 0.0])
-    env = Peculiar(dataset=Dataset.from_list(rows[:1]) if does == "picture" else data, rubric=rubric, max_turns=2)
-    if does == "picture":
-        env.get_dataset = lambda *args, **kwargs: rows
-    return env
-'''
+    async def generate(self, prompt_ids, sampling):
+        number = len(self.asked)
+        self.asked.append(sampling)
+        await asyncio.sleep(0)
+        if self.lost_after is not None and number >= self.lost_after:
+            raise InferenceServerLost("inference is gone")
+        said = f"answer {number}" if self.says is None else self.says(TOKENIZER.decode(prompt_ids))
+        return generation(encode(said), is_truncated=number in self.cut)
 
 
 @asynccontextmanager
@@ -222,12 +212,62 @@ async def ending_server(environment):
             await asyncio.gather(task, return_exceptions=True)
 
 
+@asynccontextmanager
+async def served(environment, reply=None):
+    """Yield a fake engine and a client of it; end the server of the environment afterwards."""
+    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine, ending_server(environment):
+        fake.reply = reply
+        yield fake, engine
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Make the environments of tests/support/packages importable, also in other processes."""
+    monkeypatch.syspath_prepend(str(PACKAGES))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGES), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture(scope="session")
+def renderer():
+    return Renderer(TOKENIZER)
+
+
+@pytest.fixture
+def load_classic(monkeypatch, renderer):
+    """Install an environment object and load it; its warnings are in `load_classic.warnings`."""
+
+    def loaded(env, keep_messages=False, split="train", **config):
+        module = types.ModuleType("environment_of_a_test")
+        module.load_environment = lambda: env
+        module.__spec__ = importlib.machinery.ModuleSpec("environment_of_a_test", None, origin=__file__)
+        monkeypatch.setitem(sys.modules, "environment_of_a_test", module)
+        config = EnvConfig(id="environment-of-a-test", **config)
+        return worker_main.load(config, renderer, split, keep_messages, loaded.warnings.append)
+
+    loaded.warnings = []
+    return loaded
+
+
+@pytest.fixture
+def play_classic(load_classic):
+    """Run a group of an environment object; the engine and the warnings are attributes."""
+
+    async def played(
+        env, count=1, example=0, seq_len=400, sampling=RUN, keep_messages=False, account=None,
+        cut=(), says=None, lost_after=None, **config,
+    ):  # fmt: skip
+        played.engine, played.warnings = NumberingEngine(cut, says, lost_after), load_classic.warnings
+        environment = load_classic(env, keep_messages, **config)
+        return await environment.run_group(example, count, played.engine, sampling, seq_len, account=account)
+
+    return played
+
+
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory):
     """A directory of installed environments."""
     path = tmp_path_factory.mktemp("packages")
     (path / "troubled_environment.py").write_text(textwrap.dedent(TROUBLED))
-    (path / "peculiar_environment.py").write_text(textwrap.dedent(PECULIAR))
     return path
 
 

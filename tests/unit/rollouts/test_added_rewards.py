@@ -1,23 +1,16 @@
 """`env.rewards`: functions that the configuration adds to classic environments and v1 tasksets."""
 
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.group_attempts import EnvironmentFailed, UnsupportedEnvironment
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.workers import worker_main
-from tests.support.fake_engine import fake_engine
-from tests.support.tiny_model import make_tokenizer
-from tests.unit.rollouts.conftest import ending_server
+from tests.unit.rollouts.conftest import TOKENIZER, encode, served
 
-PACKAGES = Path(__file__).parents[2] / "support/packages"
-TOKENIZER = make_tokenizer()
 SAYS = "it is 3"
 
 FUNCTIONS = """
@@ -71,12 +64,10 @@ def load_environment(scored=True, group=False):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, installed):
     (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
     (tmp_path / "rewarded_environment.py").write_text(ENVIRONMENT)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(PACKAGES))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGES), os.environ.get("PYTHONPATH", "")]))
     yield
     for module in ("my_rewards", "rewarded_environment"):
         sys.modules.pop(module, None)
@@ -88,11 +79,8 @@ async def rollouts(*rewards, env_id="rewarded_environment", warnings=None, **key
     config = EnvConfig(id=env_id, rewards=rewards, **keys)
     warn = None if warnings is None else warnings.append
     environment = worker_main.load(config, Renderer(TOKENIZER), "train", warn=warn)
-    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
-        ids = TOKENIZER(SAYS, add_special_tokens=False)["input_ids"]
-        fake.reply = lambda body: ([*ids, TOKENIZER.eos_token_id], "stop")
-        async with ending_server(environment):
-            return await environment.run_group(0, 3, engine, {"temperature": 1.0}, 512)
+    async with served(environment, lambda body: (encode(SAYS), "stop")) as (_, engine):
+        return await environment.run_group(0, 3, engine, {"temperature": 1.0}, 512)
 
 
 async def test_rewards_add_to_a_classic_environment_with_their_own_metrics():
@@ -108,19 +96,16 @@ async def test_rewards_add_to_a_classic_environment_with_their_own_metrics():
         assert rollout.weights == {"num_turns": 0.0, "three": 1.0, "is_short": 0.5, "very_short": 0.0, "letters": 0.01}
 
 
-async def test_reward_of_a_group_adds_to_every_rollout():
-    group = await rollouts(("ranks", {"weight": 2.0}))
-    assert [rollout.reward for rollout in group] == [1.0, 3.0, 5.0]
-
-
-async def test_rewards_add_to_every_environment_of_a_group():
-    group = await rollouts(("is_short", {}), args={"group": True})
-    assert [rollout.reward for rollout in group] == [2.0] * 3
-
-
-async def test_rewards_alone_score_an_environment_that_does_not():
-    group = await rollouts(("is_short", {"weight": 4.0}), args={"scored": False})
-    assert [(rollout.reward, rollout.metrics.get("three")) for rollout in group] == [(4.0, None)] * 3
+@pytest.mark.parametrize(
+    ("reward", "args", "expected"),
+    [
+        (("ranks", {"weight": 2.0}), {}, [1.0, 3.0, 5.0]),  # one function for the group
+        (("is_short", {}), {"group": True}, [2.0] * 3),  # an EnvGroup
+        (("is_short", {"weight": 4.0}), {"scored": False}, [4.0] * 3),  # an environment that does not score
+    ],
+)
+async def test_rewards_add_to_every_rollout(reward, args, expected):
+    assert [rollout.reward for rollout in await rollouts(reward, args=args)] == expected
 
 
 async def test_rewards_add_to_a_taskset():

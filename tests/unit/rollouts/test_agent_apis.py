@@ -3,24 +3,17 @@
 import asyncio
 import json
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from prime_rl.configs.environment import EnvConfig
-from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.environment_id import identify_environments
-from prime_rl.rollouts.rendering.messages import Generation
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate.agent_apis import AGENT_APIS
 from prime_rl.rollouts.workers import worker_main
-from tests.support.fake_engine import fake_engine
-from tests.support.tiny_model import make_tokenizer
-from tests.unit.rollouts.conftest import ending_server
+from tests.unit.rollouts.conftest import PACKAGES, TOKENIZER, encode, ending_server, generation, served
 
-PACKAGES = Path(__file__).parents[2] / "support/packages"
-TOKENIZER = make_tokenizer()
+pytestmark = pytest.mark.usefixtures("installed")
 LOOK = '<tool_call>{"name": "look", "arguments": {"at": "%s"}}</tool_call>'
 SAID = (
     '<think>\nfirst\n</think>\n\nI look. <tool_call>{"arguments": {"at":"h\\u00e9re", "b": [1, 2.0]},  "name": "look"}'
@@ -32,9 +25,10 @@ SAID = (
 CHAT, RESPONSES, MESSAGES = (AGENT_APIS[path] for path in ("/chat/completions", "/responses", "/v1/messages"))
 
 
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    monkeypatch.syspath_prepend(str(PACKAGES))
+def load(interpreter=None, **keys):
+    name = "agent_taskset" if interpreter is None else str(PACKAGES / "agent_taskset.py")
+    args = {"env": {"agent": {"harness": {"id": "agent_taskset", **keys}}}}
+    return worker_main.load(EnvConfig(id=name, args=args, interpreter=interpreter), Renderer(TOKENIZER), "train")
 
 
 async def run(interpreter=None, **keys):
@@ -42,17 +36,12 @@ async def run(interpreter=None, **keys):
     sampled = []
 
     def reply(body):
-        ids = [*TOKENIZER(SAID[min(len(sampled), 3)], add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
-        sampled.append((body["token_ids"], ids))
-        return ids, "stop"
+        sampled.append((body["token_ids"], encode(SAID[min(len(sampled), 3)])))
+        return sampled[-1][1], "stop"
 
-    name = "agent_taskset" if interpreter is None else str(PACKAGES / "agent_taskset.py")
-    args = {"env": {"agent": {"harness": {"id": "agent_taskset", **keys}}}}
-    environment = worker_main.load(EnvConfig(id=name, args=args, interpreter=interpreter), Renderer(TOKENIZER), "train")
-    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine, ending_server(environment):
-        fake.reply = reply
-        rollouts = await environment.run_group(0, 1, engine, {"max_tokens": 300}, 8192)
-    return rollouts, sampled
+    environment = load(interpreter, **keys)
+    async with served(environment, reply) as (_, engine):
+        return await environment.run_group(0, 1, engine, {"max_tokens": 300}, 8192), sampled
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -69,9 +58,11 @@ async def test_tokens_of_an_agent_are_trained_once(api, stream):
     ]
 
 
+@pytest.mark.extended(after=1)
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
 @pytest.mark.parametrize("api", ["messages", "responses"])
-async def test_edited_conversation_is_one_sample_per_branch(api):
-    (rollout,), sampled = await run(sys.executable, api=api, stream=True, edits=True)
+async def test_edited_conversation_is_one_sample_per_branch(api, interpreter):
+    (rollout,), sampled = await run(interpreter, api=api, stream=True, edits=True)
     assert [sample.tokens.tolist() for sample in rollout.samples] == [
         prompt + ids for prompt, ids in (sampled[1], sampled[3])
     ]
@@ -93,16 +84,13 @@ class SlowEngine:
             finally:
                 self.freed.set()
         await asyncio.wait_for(self.freed.wait(), 60)
-        ids = np.array([*TOKENIZER("no", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id], np.int32)
-        return Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), False)
+        return generation(encode("no"))
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 async def test_agent_that_disconnects_from_a_stream_frees_the_request(interpreter):
-    name = "agent_taskset" if interpreter is None else str(PACKAGES / "agent_taskset.py")
-    args = {"env": {"agent": {"harness": {"id": "agent_taskset", "leaves": True}}}}
-    environment = worker_main.load(EnvConfig(id=name, args=args, interpreter=interpreter), Renderer(TOKENIZER), "train")
+    environment = load(interpreter, leaves=True)
     async with ending_server(environment):
         (rollout,) = await environment.run_group(0, 1, SlowEngine(), {"max_tokens": 300}, 8192)
     assert rollout.reward == 1.0, "one reply"

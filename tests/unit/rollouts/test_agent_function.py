@@ -4,23 +4,17 @@ import itertools
 import re
 import sys
 import textwrap
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.clients.inference_client import InferenceClient
 from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.workers import worker_main
-from tests.support.fake_engine import fake_engine
-from tests.support.tiny_model import make_tokenizer
-from tests.unit.rollouts.conftest import ending_server
+from tests.unit.rollouts.conftest import QUESTIONS, TOKENIZER, encode, served
 
-TOKENIZER = make_tokenizer()
-QUESTIONS = "question,answer,level\nWhat is 2 + 3?,5,easy\nWhat is 4 + 4?,8,hard\n"
 AGENT = """
     import aiohttp
 
@@ -64,25 +58,21 @@ def load(tmp_path, monkeypatch):
     return load
 
 
-def encode(text):
-    return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
-
-
-@asynccontextmanager
-async def engine_of(environment, reply="It is 8."):
-    """Yield an engine with one reply, and the prompts that it got."""
+async def play(environment, reply="It is 8.", example=1, count=1, seq_len=4096):
+    """Return a group of an environment whose model has one reply, and the prompts that it got."""
     prompts = []
-    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
-        fake.reply = lambda body: prompts.append(body["token_ids"]) or (encode(reply), "stop")
-        async with ending_server(environment):
-            yield engine, prompts
+
+    def answer(body):
+        prompts.append(body["token_ids"])
+        return encode(reply), "stop"
+
+    async with served(environment, answer) as (_, engine):
+        return await environment.run_group(example, count, engine, {"max_tokens": 50}, seq_len), prompts
 
 
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 async def test_each_token_that_an_agent_sampled_is_trained_once_with_its_reward(load, interpreter):
-    environment = load(TWO_TURNS, interpreter=interpreter)
-    async with engine_of(environment) as (engine, prompts):
-        rollouts = await environment.run_group(1, 2, engine, {"max_tokens": 50}, 4096)
+    rollouts, prompts = await play(load(TWO_TURNS, interpreter=interpreter), count=2)
     assert len(prompts) == 4
     for rollout in rollouts:
         assert (rollout.reward, rollout.metrics["agent_reward"], rollout.metrics["tries"]) == (0.25, 0.25, 2.0)
@@ -91,31 +81,24 @@ async def test_each_token_that_an_agent_sampled_is_trained_once_with_its_reward(
         assert sample.tokens.tolist() in [prompt + encode("It is 8.") for prompt in prompts], "as the engine saw them"
 
 
-async def test_the_reward_of_an_agent_is_added_to_that_of_the_task(load):
-    for returned, reward in (("return 0.5", 1.5), ("pass", 1.0)):
-        environment = load(ONE_TURN % returned, grader="number")
-        async with engine_of(environment) as (engine, _):
-            (rollout,) = await environment.run_group(1, 1, engine, {"max_tokens": 50}, 4096)
-        assert (rollout.reward, rollout.metrics["correct_answer"], rollout.answer) == (reward, 1.0, "8")
-
-
-async def test_a_metric_of_the_agent_does_not_replace_what_is_shown_of_a_reward(load):
-    environment = load(ONE_TURN % "return {'correct_answer': 7.0, 'steps': 3}", grader="number")
-    async with engine_of(environment) as (engine, _):
-        (rollout,) = await environment.run_group(1, 1, engine, {"max_tokens": 50}, 4096)
-    assert (rollout.reward, rollout.metrics["correct_answer"], rollout.metrics["steps"]) == (1.0, 1.0, 3.0)
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [("return 0.5", 1.5), ("pass", 1.0), ("return {'correct_answer': 7.0, 'steps': 3}", 1.0)],
+)
+async def test_the_reward_of_an_agent_is_added_to_that_of_the_task(load, returned, reward):
+    ((rollout,), _) = await play(load(ONE_TURN % returned, grader="number"))
+    assert (rollout.reward, rollout.metrics["correct_answer"], rollout.answer) == (reward, 1.0, "8")
+    assert rollout.metrics.get("steps") == (3.0 if "steps" in returned else None)
 
 
 async def test_the_agent_of_the_page_is_trained_on_its_three_attempts(load):
     page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
     (agent,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def solve" in block]
-    environment = load(agent)
-    async with engine_of(environment, "It is 7.") as (engine, prompts):
-        (rollout,) = await environment.run_group(1, 1, engine, {"max_tokens": 50}, 4096)
+    (rollout,), prompts = await play(load(agent), "It is 7.")
     assert (len(prompts), rollout.reward, len(rollout.samples)) == (3, 0.0, 1)
 
 
-@pytest.mark.parametrize("interpreter", [None, sys.executable])
+@pytest.mark.extended(after=7)
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
@@ -128,11 +111,10 @@ async def test_the_agent_of_the_page_is_trained_on_its_three_attempts(load):
         ("async def solve(prompt): return 1.0", "it called no model"),
     ],
 )
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
 async def test_an_agent_that_fails_or_calls_no_model_fails_its_rollout(load, agent, message, interpreter):
-    environment = load(agent, interpreter=interpreter)
-    async with engine_of(environment) as (engine, _):
-        with pytest.raises(EnvironmentFailed, match=message):
-            await environment.run_group(0, 1, engine, {"max_tokens": 50}, 4096)
+    with pytest.raises(EnvironmentFailed, match=message):
+        await play(load(agent, interpreter=interpreter))
 
 
 async def test_an_agent_that_catches_its_cancellation_is_not_scored(load):
@@ -146,10 +128,8 @@ async def test_an_agent_that_catches_its_cancellation_is_not_scored(load):
             except asyncio.CancelledError:
                 return 1.0
     """
-    environment = load(agent, timeout_seconds=2.0)
-    async with engine_of(environment) as (engine, _):
-        with pytest.raises(EnvironmentFailed):
-            await environment.run_group(0, 1, engine, {"max_tokens": 50}, 4096)
+    with pytest.raises(EnvironmentFailed):
+        await play(load(agent, timeout_seconds=0.5))
 
 
 async def test_values_of_a_partial_function_are_kept(load):
@@ -162,17 +142,15 @@ async def test_values_of_a_partial_function_are_kept(load):
 
         solve = functools.partial(run, role="judge")
     """
-    environment = load(agent)
-    async with engine_of(environment) as (engine, _):
-        (rollout,) = await environment.run_group(0, 1, engine, {"max_tokens": 50}, 4096)
+    ((rollout,), _) = await play(load(agent))
     assert rollout.metrics["mine"] == 1.0
 
 
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 async def test_a_full_context_ends_the_conversation_which_is_scored(load, interpreter):
     environment = load(TWO_TURNS.replace("tries=2", "tries=1000"), grader="contains", interpreter=interpreter)
-    async with engine_of(environment, "8") as (engine, _):
-        (rollout,) = await environment.run_group(1, 1, engine, {"max_tokens": 50}, 300)
+    ((rollout,), _) = await play(environment, "8", seq_len=300)
     assert rollout.is_truncated
     assert (rollout.reward, "agent_reward" in rollout.metrics) == (1.0, False)
 
@@ -182,11 +160,7 @@ async def test_a_full_context_ends_the_conversation_which_is_scored(load, interp
     [
         ("def solve(prompt): return 1.0", {}, "is no `async def` function; wrap it with asyncio.to_thread"),
         ("async def solve(prompt, client): return 1.0", {}, "takes 'client'; an agent gets messages, prompt, task"),
-        (
-            "class solve:\n    async def __call__(self): pass",
-            {},
-            "is a class; name an `async def` function, or an object",
-        ),
+        ("class solve: pass", {}, "is a class; name an `async def` function, or an object"),
         ("async def solve(prompt): yield 1.0", {}, "is a generator; return the reward instead of yielding"),
         ("solve = 3", {}, "'solve' is int, not a function"),
         ("async def solve(prompt): pass", {"id": "reverse_text", "args": {}}, "need a v1 taskset"),

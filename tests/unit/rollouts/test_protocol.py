@@ -2,9 +2,21 @@
 
 import asyncio
 import socket
+from dataclasses import replace
 
+from prime_rl.core.types import Credit, Rollout
 from prime_rl.rollouts.workers import protocol
-from prime_rl.rollouts.workers.protocol import CancelGroup, Frames, RunGroup, decode_command, frame, receive
+from prime_rl.rollouts.workers.protocol import (
+    CancelGroup,
+    Frames,
+    GroupFailed,
+    GroupFinished,
+    RunGroup,
+    decode_command,
+    decode_report,
+    frame,
+    receive,
+)
 
 
 def test_receive_reads_one_command_and_none_at_the_end():
@@ -21,6 +33,16 @@ def test_frame_carries_any_json_of_a_model():
     values = {"x": [10**26, -(10**20), 2**64 - 1, -(2**63), True, 1e300, "\ud800"]}
     decoded = decode_command(frame(RunGroup(1, 0, 1, "", values, 8, None))[4:])
     assert decoded.sampling == {"x": [str(10**26), str(-(10**20)), 2**64 - 1, -(2**63), True, 1e300, "?"]}
+
+
+def test_frame_carries_rollouts_with_credits_and_replaces_lone_surrogates():
+    credits = (Credit("turn 0", 1.0, 1.0), Credit("turn 1", 0.5))
+    rollout = Rollout((), 1.0, {"caf\udce9": 2.0}, False, (("user", "caf\udce9"),), credits=credits)
+    found = decode_report(bytes(frame(GroupFinished(1, [rollout], [], 4, {"retried": (1, 2)}, {"engine": 2.0}))[4:]))
+    assert found.rollouts == [replace(rollout, metrics={"caf?": 2.0}, text=(("user", "caf?"),))]
+    assert (found.sampled, found.discarded, found.seconds) == (4, {"retried": (1, 2)}, {"engine": 2.0})
+    failed = decode_report(bytes(frame(GroupFailed(1, "environment", "no file caf\udce9.txt"))[4:]))
+    assert failed.message == "no file caf?.txt"
 
 
 async def test_frames_closes_the_connection_at_a_frame_above_the_limit(monkeypatch):

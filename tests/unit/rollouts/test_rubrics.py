@@ -1,12 +1,17 @@
-"""What a reward function that fails means: a failure of its rollout, a 0, or a metric less."""
+"""What a reward function that fails means: a failure of its rollout, a 0, or a metric less; how functions wait."""
 
+import asyncio
 import re
+import time
 
 import pytest
 import verifiers as vf
+from datasets import Dataset
 
+from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.group_attempts import EnvironmentFailed
-from prime_rl.rollouts.verifiers.rubrics import patch_verifiers, reward_weights, score_group
+from prime_rl.rollouts.verifiers import rubrics
+from prime_rl.rollouts.verifiers.rubrics import has_cleanup, patch_verifiers, reward_weights, score_group
 
 patch_verifiers()
 
@@ -15,7 +20,7 @@ def make_states(count):
     return [{"prompt": [], "completion": [], "answer": str(i), "trajectory": []} for i in range(count)]
 
 
-def picky(answer, **kwargs):
+async def picky(answer, **kwargs):
     if answer == "1":
         raise KeyError("broken")
     return 1.0
@@ -132,8 +137,9 @@ async def test_reward_functions_get_the_objects_of_verifiers(has_provider):
         seen["some"] = {"completion": completion, "answer": answer, "info": info, "state": state}
         return 1.0
 
-    def takes_all(**objects):
-        seen["all"] = objects
+    def takes_all(**info):
+        """Its parameter has the name of an object, which is not what it gets."""
+        seen["all"] = info
         return 1.0
 
     def takes_a_column(answer, column):
@@ -165,3 +171,140 @@ def test_weights_of_functions_with_one_name_are_left_out():
     assert reward_weights(vf.RubricGroup([vf.Rubric(funcs=[first]), vf.Rubric(funcs=[first, second])])) == {
         "second": 1.0
     }
+
+
+# The patches of verifiers, which save time and change no result
+
+
+def waits(barrier):
+    async def reward(answer):
+        await barrier.wait()
+        return float(answer)
+
+    return reward
+
+
+def waits_later(barrier):
+    return lambda answer: waits(barrier)(answer)
+
+
+def waits_in_comprehension(barrier):
+    async def reward(answer):
+        return sum([float(answer) for _ in range(1) if await barrier.wait() >= 0])
+
+    return reward
+
+
+def waits_in_async_generator(barrier):
+    async def values():
+        await barrier.wait()
+        yield 1
+
+    async def reward(answer):
+        return sum([float(answer) * value async for value in values()])
+
+    return reward
+
+
+def waits_in_async_with(barrier):
+    async def reward(answer):
+        async with barrier:
+            return float(answer)
+
+    return reward
+
+
+async def test_reward_functions_that_wait_run_at_the_same_time():
+    async def at_once(answer):
+        return 10 * float(answer)
+
+    kinds = (waits, waits_later, waits_in_comprehension, waits_in_async_generator, waits_in_async_with)
+    states = make_states(3)
+    async with asyncio.timeout(30):
+        rubric = vf.Rubric(funcs=[at_once, *(make(asyncio.Barrier(3)) for make in kinds)])
+        assert await score_group(rubric, states) == {}
+    assert [state["reward"] for state in states] == [0.0, 15.0, 30.0]
+
+
+async def test_cancelled_scoring_cancels_the_functions_that_wait():
+    waiting, ended = asyncio.Event(), []
+
+    async def waits_for_ever(answer):
+        try:
+            waiting.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append(answer)
+
+    def slow(answer):
+        return time.sleep(2 * rubrics._TURN_SECONDS) or waits_for_ever(answer)
+
+    task = asyncio.create_task(score_group(vf.Rubric(funcs=[slow]), make_states(3)))
+    async with asyncio.timeout(30):
+        await waiting.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        while not ended:
+            await asyncio.sleep(0)
+    assert task.cancelled() and asyncio.all_tasks() == {asyncio.current_task()}
+
+
+class Tasking(vf.Rubric):
+    """Makes tasks of its reward calls."""
+
+    async def score_group(self, states):
+        async with asyncio.TaskGroup() as tasks:
+            calls = [tasks.create_task(self._call_individual_reward_func(self.funcs[0], state)) for state in states]
+            ranks = tasks.create_task(self._call_group_reward_func(self.funcs[1], states))
+        for state, call, rank in zip(states, calls, ranks.result(), strict=True):
+            state["reward"], state["metrics"] = call.result() + rank, {}
+
+
+async def test_rubric_that_makes_tasks_of_its_reward_calls_scores():
+    def picky(answer):
+        return 1 / int(answer)
+
+    def ranks(states):
+        return [10.0 * index for index in range(len(states))]
+
+    states = make_states(3)
+    failures = await score_group(Tasking(funcs=[picky, ranks]), states)
+    assert [*failures] == [0]
+    assert [state["reward"] for state in states] == [0, 11, 20.5]
+
+
+async def test_states_of_a_group_do_not_share_their_input(play_classic):
+    seen = []
+
+    def fine(info):
+        info["seen"] = True
+        seen.append(info)
+        return 1.0
+
+    rows = [{"question": "say it", "answer": "", "info": {"list": [1]}}]
+    await play_classic(vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[fine])), count=3)
+    assert seen == [{"list": [1], "seen": True}] * 3
+    assert len({id(info) for info in seen}) == len({id(info["list"]) for info in seen}) == 3
+
+
+def test_rubric_with_a_cleanup_handler_has_cleanup():
+    class Cleaning(vf.Rubric):
+        @vf.cleanup
+        async def release(self, state):
+            pass
+
+    class Own(vf.Rubric):
+        async def cleanup(self, state):
+            pass
+
+    plain = vf.Rubric(funcs=[])
+    assert not has_cleanup(vf.RubricGroup([plain, plain]))
+    assert has_cleanup(vf.RubricGroup([plain, Cleaning()]))
+    assert has_cleanup(Own())
+
+
+def test_another_release_raises_config_error(monkeypatch):
+    monkeypatch.setattr(rubrics, "version", lambda name: "0.3.3")
+    monkeypatch.delattr(vf.Rubric, "_prime_rl_patched")
+    with pytest.raises(ConfigError, match=r"need verifiers 0\.3\.2\.dev22, but the installed release is 0\.3\.3; run"):
+        rubrics.patch_verifiers()

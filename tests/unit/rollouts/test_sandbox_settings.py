@@ -1,6 +1,5 @@
 """The block [sandbox] reaches the code of environments, in their worker processes."""
 
-import os
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -14,15 +13,13 @@ from prime_rl.core.errors import ConfigError
 from prime_rl.orchestrator.orchestrator_setup import model_access
 from prime_rl.rollouts.group_attempts import config_errors
 from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
-from prime_rl.rollouts.workers.protocol import ModelAccess
-from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
+from prime_rl.rollouts.workers.protocol import LoadEnvironment, ModelAccess, decode_command, frame
+from prime_rl.rollouts.workers.worker_main import load_backend
 from prime_rl_sandbox.execution import SandboxConfigError, SandboxSettings, use_settings
 from prime_rl_sandbox.sandbox import Sandbox
 from tests.support.fake_engine import fake_engine
 from tests.support.isolation import needs_isolation
 from tests.support.worker_launcher import launcher_with
-
-PACKAGES = Path(__file__).parents[2] / "support/packages"
 
 
 def test_every_key_is_a_setting():
@@ -48,15 +45,15 @@ def test_sandbox_uses_the_settings_of_the_process_unless_constructed_with_others
     assert Sandbox("unsafe-subprocess").limits.timeout_seconds == 5
 
 
-@pytest.mark.slow
-async def test_settings_of_a_run_reach_its_environments(tokenizer_dir, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGES), os.environ.get("PYTHONPATH", "")]))
+def test_settings_of_a_run_reach_its_environments(tokenizer_dir, installed):
     model = {"name": str(tokenizer_dir)}
     config = OrchestratorConfig(model=model, sandbox={"memory_bytes": 2**27, "num_jails": 3, "backend": "bwrap"})
-    async with WorkerLauncher() as host:
-        with pytest.raises(ConfigError, match=r"num_jails=3") as error:
-            await EnvironmentPool(EnvConfig(id="showing_environment"), host, model_access(config, 10)).start()
-    assert f"memory_bytes={2**27}," in str(error.value)
+    command = LoadEnvironment(EnvConfig(id="showing_environment"), "train", model_access(config, 10))
+    try:
+        with pytest.raises(ConfigError, match=rf"memory_bytes={2**27},.* num_jails=3"):
+            load_backend(decode_command(frame(command)[4:]), print)
+    finally:
+        use_settings(SandboxSettings())
 
 
 def test_config_refuses_an_unknown_backend_and_a_path_that_the_sandbox_hides():
@@ -66,13 +63,10 @@ def test_config_refuses_an_unknown_backend_and_a_path_that_the_sandbox_hides():
         SandboxConfig(paths=["/proc/1"])
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_error_of_the_sandbox_is_a_config_error_with_its_whole_message(is_wrapped):
+def test_error_of_the_sandbox_is_a_config_error_with_its_whole_message():
     error = SandboxConfigError("this host refuses namespaces; " + "x" * 400)
     with pytest.raises(ConfigError) as caught, config_errors("environment 'a' does not load"):
-        if is_wrapped:  # by verifiers
-            raise RuntimeError("failed to load") from error
-        raise error
+        raise RuntimeError("failed to load") from error  # as verifiers does
     assert str(caught.value) == f"environment 'a' does not load: {error}"
 
 

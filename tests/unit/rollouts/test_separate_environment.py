@@ -8,25 +8,19 @@ import sys
 import textwrap
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
 from prime_rl.rollouts.environment_id import identify_environments
 from prime_rl.rollouts.group_attempts import EnvironmentFailed, SampleTooLong
-from prime_rl.rollouts.rendering.messages import Generation
-from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate import interpreters
 from prime_rl.rollouts.separate.crash_record import WorkerUnusable
 from prime_rl.rollouts.separate.interpreter_server import InterpreterServer
 from prime_rl.rollouts.separate.interpreters import needs_interpreter, write_lock
 from prime_rl.rollouts.workers import worker_main
-from tests.support.tiny_model import make_tokenizer
 from tests.support.wheels import make_wheel
-from tests.unit.rollouts.conftest import ending_server
-
-PACKAGES = Path(__file__).parents[2] / "support/packages"
+from tests.unit.rollouts.conftest import PACKAGES, encode, ending_server, generation
 
 ENVIRONMENT = """
 import asyncio
@@ -167,18 +161,11 @@ CASES = (
 class SeededEngine:
     """Answers with a number that follows from the seed of the call: calls of several rollouts come in any order."""
 
-    def __init__(self, renderer, is_empty=False):
-        self.encode, self.is_empty = renderer._encode, is_empty
+    def __init__(self, is_empty=False):
+        self.is_empty = is_empty
 
     async def generate(self, prompt_ids, sampling):
-        ids = [*([] if self.is_empty else self.encode(f"word {sampling['seed'] % 7}")), 2]
-        n = len(ids)
-        return Generation(np.array(ids, np.int32), np.full(n, -0.5, np.float32), np.full(n, 3, np.int32), False)
-
-
-@pytest.fixture(scope="module")
-def renderer():
-    return Renderer(make_tokenizer())
+        return generation(encode("" if self.is_empty else f"word {sampling['seed'] % 7}"), version=3)
 
 
 @pytest.fixture
@@ -202,13 +189,16 @@ def plain(rollout):
     return rollout.reward, sorted(rollout.metrics.items()), rollout.is_truncated, rollout.answer, rollout.text, samples
 
 
-async def results_of(environment, renderer):
+async def run_group(environment, example=0, count=3, seq_len=256, is_empty=False):
+    return await environment.run_group(example, count, SeededEngine(is_empty), {"max_tokens": 9}, seq_len, [1, 2])
+
+
+async def results_of(environment):
     """Return, by case, the rollouts of a group of three as plain values, or the error."""
     found = {}
     for example, case in enumerate(CASES):
-        engine = SeededEngine(renderer, case == "empty")
         try:
-            rollouts = await environment.run_group(example, 3, engine, {"max_tokens": 9}, 256, [1, 2])
+            rollouts = await run_group(environment, example, is_empty=case == "empty")
         except (EnvironmentFailed, SampleTooLong) as error:
             found[case] = (type(error), str(error), getattr(error, "is_infrastructure", None))
             continue
@@ -216,13 +206,13 @@ async def results_of(environment, renderer):
     return found
 
 
-async def test_results_equal_those_in_the_worker(load, renderer):
-    expected = await results_of(load(interpreter=None, min_rollouts=1), renderer)
+async def test_results_equal_those_in_the_worker(load):
+    expected = await results_of(load(interpreter=None, min_rollouts=1))
     own_warnings = list(load.warnings)
     environment = load(min_rollouts=1)
     assert len(environment) == len(CASES)
     assert environment.prompt_tokens(0) > 0
-    assert await results_of(environment, renderer) == expected
+    assert await results_of(environment) == expected
     assert load.warnings == [text for text in own_warnings if "'bad' of" not in text]
     assert [len(expected[case]) for case in ("fine", "raises for one", "empty")] == [3, 2, 3]
     assert expected["connection"][2], "a lost connection is worth a retry"
@@ -243,7 +233,7 @@ async def test_rewards_of_the_configuration_are_added_as_in_the_worker(renderer,
             config = EnvConfig(id=str(PACKAGES / "toy_taskset.py"), **keys)
             environment = worker_main.load(config, renderer, "train", False, load.warnings.append)
         async with ending_server(environment):
-            rollouts = await environment.run_group(0, 2, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+            rollouts = await run_group(environment, count=2)
         results.append((sorted(map(plain, rollouts)), sorted(rollouts[0].weights.items())))
     assert results[0] == results[1]
     assert {"is_long", "of_column", "fails"} <= dict(results[0][1]).keys()
@@ -253,11 +243,11 @@ async def test_rewards_of_the_configuration_are_added_as_in_the_worker(renderer,
 @pytest.mark.parametrize(
     "kind", ["listed", "partials", "group", "own score_rollout", "summed", "EnvGroup", "EnvGroup, second"]
 )
-async def test_rubrics_score_as_in_the_worker(load, renderer, kind):
+async def test_rubrics_score_as_in_the_worker(load, kind):
     results = []
     for interpreter in (None, sys.executable):
         environment = load(interpreter, args={"kind": kind})
-        rollouts = await environment.run_group(0, 3, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+        rollouts = await run_group(environment)
         results.append((sorted(map(plain, rollouts)), rollouts[0].weights))
     assert results[0] == results[1]
 
@@ -324,22 +314,22 @@ async def test_reward_functions_ask_the_policy_in_any_way(tmp_path, renderer):
     file.write_text(ASKING)
     config = EnvConfig(id=str(file), interpreter=sys.executable)
     environment = worker_main.load(config, renderer, "train")
-    rollouts = await environment.run_group(0, 3, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+    rollouts = await run_group(environment)
     assert [rollout.reward for rollout in rollouts] == [1.0] * 3
     assert [len(rollout.samples) for rollout in rollouts] == [1] * 3, "calls of reward functions are not trained on"
     assert not environment._runner._requests
 
 
 @pytest.mark.extended
-async def test_time_limit_cancellation_and_death(load, renderer):
+async def test_time_limit_cancellation_and_death(load):
     environment = load(args={"cases": ["waits", "fine"]}, timeout_seconds=1, cleanup_seconds=60)
-    [late] = await environment.run_group(0, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+    [late] = await run_group(environment, count=1)
     assert late.is_truncated
     assert late.metrics["details/turns"] == 1.0, "the completion is the first turn"
     assert late.samples[0].loss_mask.any()
 
     environment.config = environment.config.model_copy(update={"timeout_seconds": None})
-    task = asyncio.create_task(environment.run_group(0, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2]))
+    task = asyncio.create_task(run_group(environment, count=1))
     while len(environment._runner._calls) < 1:
         await asyncio.sleep(0.01)
     task.cancel()
@@ -347,7 +337,7 @@ async def test_time_limit_cancellation_and_death(load, renderer):
         await task
     assert not environment._runner._calls, "each call was answered"
 
-    [fine] = await environment.run_group(1, 1, SeededEngine(renderer), {"max_tokens": 9}, 256, [1, 2])
+    [fine] = await run_group(environment, 1, 1)
     assert fine.metrics["details/dicts"] == 1.0
     os.kill(InterpreterServer.of(sys.executable)._process.pid, signal.SIGKILL)
     await asyncio.to_thread(environment._runner._process.wait)
@@ -437,12 +427,12 @@ def test_interpreter_is_made_once_and_again_from_the_lock(tmp_path, monkeypatch)
 
 @pytest.mark.extended
 @pytest.mark.parametrize("release", ["0.1.8", "0.1.10", "0.1.12", "0.2.0", "0.3.1"])
-async def test_results_are_those_of_every_release_of_verifiers(load, renderer, tmp_path, release):
+async def test_results_are_those_of_every_release_of_verifiers(load, tmp_path, release):
     """Needs a package index, or packages in uv's cache."""
-    expected = await results_of(load(interpreter=None, min_rollouts=1), renderer)
+    expected = await results_of(load(interpreter=None, min_rollouts=1))
     env = EnvConfig(id=str(tmp_path / "chat_environment.py"), requirements=[f"verifiers=={release}"])
     [env] = identify_environments([env], "env", pytest.fail, print)
-    found = await results_of(load(interpreter=env.interpreter, min_rollouts=1), renderer)
+    found = await results_of(load(interpreter=env.interpreter, min_rollouts=1))
     for results in (expected, found):  # 0.1.8 does not count turns; not each release says why a prompt is refused
         results.pop("too long")
         for case in results:
@@ -463,30 +453,22 @@ TASKSETS = [
 ]
 
 
-async def results_of_tasksets(renderer, interpreter, tasksets=TASKSETS):
+async def results_of_tasksets(renderer, interpreter):
     """Return, by number, the rollouts of a group of each taskset as plain values, or the error; and the warnings."""
     found, warnings = [], []
-    for name, args in tasksets:
+    for name, args in TASKSETS:
         config = EnvConfig(id=str(PACKAGES / f"{name}.py"), args=args, interpreter=interpreter, num_retries=0)
         environment = worker_main.load(config, renderer, "train", False, warnings.append)
         async with ending_server(environment):
             for seq_len in (256, 40):
-                engine = SeededEngine(renderer)
                 try:
-                    rollouts = await environment.run_group(0, 3, engine, {"max_tokens": 9}, seq_len, [1, 2])
+                    rollouts = await run_group(environment, seq_len=seq_len)
                 except (EnvironmentFailed, SampleTooLong) as error:
                     found.append((type(error), str(error)[:40], getattr(error, "is_infrastructure", None)))
                     continue
                 results = [(plain(rollout), rollout.weights, len(rollout.credits or ())) for rollout in rollouts]
                 found.append(sorted(results, key=repr))
     return found, warnings
-
-
-async def test_results_of_tasksets_equal_those_in_the_worker(renderer):
-    tasksets = [TASKSETS[2], ("talking_taskset", {"env": {"train_both": True}})]
-    expected = await results_of_tasksets(renderer, None, tasksets)
-    assert [type(one) for one in expected[0]] == [tuple, tuple, list, list]
-    assert await results_of_tasksets(renderer, sys.executable, tasksets) == expected
 
 
 @pytest.mark.extended

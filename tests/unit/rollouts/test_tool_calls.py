@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.rollouts.rendering.completion_parsers import (
@@ -75,15 +75,8 @@ def test_number_of_calls_is_limited():
 
 
 def test_qwen3_coder():
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": "run",
-                "parameters": {"properties": {"code": {"type": "string"}, "times": {"type": "integer"}}},
-            },
-        }
-    ]
+    properties = {"code": {"type": "string"}, "times": {"type": "integer"}}
+    tools = [{"type": "function", "function": {"name": "run", "parameters": {"properties": properties}}}]
     text = (
         "I run it.\n<tool_call>\n<function=run>\n<parameter=code>\nif x < 1:\n    print('</a>')\n</parameter>\n"
         "<parameter=times>\n3\n</parameter>\n<parameter=other>\n4\n</parameter>\n</function>\n</tool_call>"
@@ -137,6 +130,7 @@ fragments = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=50)
 @given(text=st.lists(fragments, max_size=12).map("".join))
 def test_parsers_never_raise_and_calls_are_json_objects(name, text):
     parsed = PARSERS[name](text, [])

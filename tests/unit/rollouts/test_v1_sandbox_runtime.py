@@ -1,9 +1,7 @@
-"""v1 agents in the sandbox: the tools of the shell harness, the runtime under them, and what hostile commands see."""
+"""v1 agents in the sandbox: programs, the tools of the shell harness, the runtime under them, what hostile ones see."""
 
 import json
-import os
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,10 @@ from verifiers.v1.errors import SandboxError
 
 from prime_rl.configs.environment import EnvConfig
 from prime_rl.core.errors import ConfigError
-from prime_rl.rollouts.agent_box import AgentBox, shared_sandbox
-from prime_rl.rollouts.clients.inference_client import InferenceClient
+from prime_rl.rollouts.agent_box import AgentBox
 from prime_rl.rollouts.group_attempts import EnvironmentFailed
 from prime_rl.rollouts.rendering.renderer import Renderer
-from prime_rl.rollouts.separate.agent_runtime import SandboxRuntime, SandboxRuntimeConfig, add_sandbox
+from prime_rl.rollouts.separate.agent_runtime import SandboxRuntimeConfig, add_sandbox
 from prime_rl.rollouts.separate.v1_harnesses import ShellHarness, ShellHarnessConfig
 from prime_rl.rollouts.separate.values import Refused
 from prime_rl.rollouts.workers import worker_main
@@ -25,34 +22,39 @@ from prime_rl.rollouts.workers.environment_pool import EnvironmentPool
 from prime_rl.rollouts.workers.protocol import ModelAccess
 from prime_rl.rollouts.workers.worker_launcher import WorkerLauncher
 from prime_rl_sandbox.execution import SandboxLimits, SandboxSettings, current_settings, use_settings
+from prime_rl_sandbox.shared_sandbox import close_shared_sandboxes
 from tests.support.fake_engine import fake_engine
 from tests.support.isolation import hide_bubblewrap, needs_isolation
-from tests.support.tiny_model import make_tokenizer
-from tests.unit.rollouts.conftest import ending_server
+from tests.unit.rollouts.conftest import PACKAGES, TOKENIZER, encode, served
 
 pytestmark = needs_isolation
-PACKAGES = Path(__file__).parents[2] / "support/packages"
-TOKENIZER = make_tokenizer()
+PROGRAM = (PACKAGES.parent / "command_agent.py").read_text()
+AGENT = ["python3", "-c", PROGRAM, "{prompt}"]
 SHELL = {"env": {"agent": {"harness": {"id": "bash"}}}}
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_sandbox():
-    add_sandbox(AgentBox)
     before = current_settings()
     use_settings(SandboxSettings(limits=SandboxLimits(disk_bytes=2**22), num_jails=1))
     yield
     use_settings(before)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
+async def closed_sandboxes(small_sandbox):
+    yield
+    await close_shared_sandboxes()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def box():
+    add_sandbox(AgentBox)  # environments with a command have added larger ones
     runtime = runtimes.make_runtime(SandboxRuntimeConfig())
     await runtime.start()
     yield runtime
     await runtime.stop()
-    await shared_sandbox.close()
 
 
 @pytest.fixture(scope="module")
@@ -60,63 +62,54 @@ def harness():
     return ShellHarness(ShellHarnessConfig(id="prime_rl_shell"))
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    monkeypatch.syspath_prepend(str(PACKAGES))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PACKAGES), os.environ.get("PYTHONPATH", "")]))
-
-
 def calls(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def script(*replies):
-    """Reply i to the prompt with i tool results."""
+def script(*replies, sampled=None):
+    """Reply i to the prompt with i tool results; add each prompt and reply to `sampled`."""
+    sampled = [] if sampled is None else sampled
 
     def reply(body):
         count = TOKENIZER.decode(body["token_ids"]).count("<tool_response>")
-        text = replies[min(count, len(replies) - 1)]
-        return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id], "stop"
+        sampled.append((body["token_ids"], encode(replies[min(count, len(replies) - 1)])))
+        return sampled[-1][1], "stop"
 
     return reply
 
 
-@asynccontextmanager
-async def agent(*replies, **keys):
-    config = EnvConfig(**{"id": "coding_taskset", "args": SHELL, **keys})
-    environment = worker_main.load(config, Renderer(TOKENIZER), "train")
-    async with fake_engine() as fake, InferenceClient(fake.url, "m", "") as engine:
-        fake.reply = script(*replies)
-        try:
-            async with ending_server(environment):
-                yield environment, engine
-        finally:
-            await shared_sandbox.close()
+async def play(*replies, count=1, **keys):
+    """Return the rollouts of a group, and the prompt and the reply of each request that the engine got."""
+    config = EnvConfig(**{"id": "coding_taskset", "num_retries": 0, **keys})
+    environment, sampled = worker_main.load(config, Renderer(TOKENIZER), "train"), []
+    async with served(environment, script(*replies, sampled=sampled)) as (_, engine):
+        return await environment.run_group(0, count, engine, {"max_tokens": 300}, 8192), sampled
 
 
+@in_one_loop
+@pytest.mark.extended(after=1)
 @pytest.mark.parametrize("interpreter", [None, sys.executable])
 async def test_agent_works_on_files_that_task_and_reward_share(installed, interpreter):
     commands = [calls("bash", command="paste -sd+ src/numbers.txt | tee sum.txt"), ""]
     commands[1] = calls("edit", path="sum.txt", old_str="19+23", new_str="42")
     keys = {} if interpreter is None else {"id": str(PACKAGES / "coding_taskset.py"), "interpreter": interpreter}
-    async with agent(*commands, "done", **keys) as (environment, engine):
-        (rollout,) = await environment.run_group(0, 1, engine, {"max_tokens": 300}, 4096)
+    (rollout,), _ = await play(*commands, "done", args=SHELL, **keys)
     tools = [text for role, text in rollout.text if role == "tool"]
     assert [tool.strip() for tool in tools] == ["19+23", "Edited sum.txt"]
     assert rollout.reward == 1.0
 
 
+@in_one_loop
 async def test_sandbox_that_breaks_fails_the_rollout_of_its_own_interpreter(installed, monkeypatch):
     async def broken(*_):
         raise RuntimeError("no room")
 
     monkeypatch.setattr(AgentBox, "write", broken)
-    keys = {"id": str(PACKAGES / "coding_taskset.py"), "interpreter": sys.executable, "num_retries": 0}
-    async with agent("done", **keys) as (environment, engine):
-        with pytest.raises(EnvironmentFailed, match="no room"):
-            await environment.run_group(0, 1, engine, {"max_tokens": 300}, 4096)
+    with pytest.raises(EnvironmentFailed, match="no room"):
+        await play("done", args=SHELL, id=str(PACKAGES / "coding_taskset.py"), interpreter=sys.executable)
 
 
+@in_one_loop
 @pytest.mark.extended
 async def test_agent_in_a_worker_sees_neither_users_nor_keys_of_the_host(installed, tokenizer_dir, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf-secret")
@@ -133,42 +126,82 @@ async def test_agent_in_a_worker_sees_neither_users_nor_keys_of_the_host(install
         assert secret not in seen.replace("cannot access '/root'", "")
 
 
-@pytest.mark.extended
+@in_one_loop
+@pytest.mark.extended(after=1)
+@pytest.mark.parametrize("interpreter", [None, sys.executable])
+async def test_tokens_that_a_program_sampled_are_trained_once_in_one_sample(installed, interpreter):
+    keys = {} if interpreter is None else {"id": str(PACKAGES / "coding_taskset.py"), "interpreter": interpreter}
+    commands = ("cat src/numbers.txt", "echo $((19 + 23)) > sum.txt; cat sum.txt")
+    replies = (*(calls("bash", command=command) for command in commands), "The sum is 42.")
+    rollouts, sampled = await play(*replies, count=2, command=AGENT, **keys)
+    assert len(sampled) == 6
+    for rollout in rollouts:
+        assert rollout.reward == 1.0
+        assert rollout.metrics["agent_exit_code"] == 0.0
+        (sample,) = rollout.samples
+        assert sample.tokens[sample.loss_mask].tolist() == [token for reply in replies for token in encode(reply)]
+        assert sample.tokens.tolist() in [prompt + ids for prompt, ids in sampled], "as the engine saw them"
+
+
+@in_one_loop
+async def test_a_program_reaches_the_model_and_nothing_else_of_the_host(installed):
+    look = "ls /root /home; curl -s http://127.0.0.1:22; cat < /dev/tcp/127.0.0.1/22; env"
+    (rollout,), _ = await play(calls("bash", command=look), "done", command=AGENT)
+    (seen,) = [text for role, text in rollout.text if role == "tool"]
+    assert "onnection refused" in seen and "SSH" not in seen
+    names = {line.partition("=")[0] for line in seen.splitlines() if "=" in line}
+    assert {"OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"} <= names
+    assert not names & {"PYTHONPATH", "HF_TOKEN", "VIRTUAL_ENV"}
+
+
+@in_one_loop
+async def test_a_program_that_fails_after_a_reply_is_scored_and_one_without_replies_fails(installed):
+    (rollout,), _ = await play("done", command=[*AGENT, "--exit", "3"])
+    assert rollout.metrics["agent_exit_code"] == 3.0
+    for command, message in (
+        ([*AGENT, "--silent"], "it called no model; it printed: nothing to do"),
+        (["/usr/bin/no-such-agent"], "no-such-agent: .*No such file"),
+        (["sh", "-c", "echo broken >&2; exit 5"], "exited 5: broken"),
+    ):
+        with pytest.raises(EnvironmentFailed, match=message):
+            await play("done", command=command)
+
+
+@in_one_loop
+async def test_only_known_names_in_braces_are_replaced(installed):
+    command = ["python3", "-c", PROGRAM, 'say {"a": {prompt}} {model} {other} {} {base_url} {api_key}']
+    (rollout,), _ = await play("done", command=command)
+    text = rollout.text[0][1]
+    assert text.startswith(
+        'say {"a": Write the sum of src/numbers.txt to sum.txt.} policy {other} {} http://127.0.0.1:'
+    )
+    assert text.endswith("/v1 " + text.rpartition(" ")[2]) and "{" not in text.rpartition(" ")[2]
+
+
+def test_a_classic_environment_refuses_a_command(installed):
+    with pytest.raises(ConfigError, match="need a v1 taskset"):
+        worker_main.load(EnvConfig(id="reverse_text", command=AGENT), Renderer(TOKENIZER), "train")
+
+
 @in_one_loop
 @pytest.mark.parametrize(
     ("command", "seconds", "exit_code", "output"),
     [
         ("echo a; echo b >&2; exit 3", None, 3, "ab"),
-        ("echo before; while :; do :; done", 3, 124, "beforethe command took longer than 3 s"),
+        ("echo before; while :; do :; done", 0.5, 124, "beforethe command took longer than 0.5 s"),
         ("kill -9 $$", None, 137, ""),
         ("printf 'a\\377'", None, 0, "a?"),
-        ("kill -9 1; kill -9 -1; echo alive", None, None, None),
         ("head -c 3000000 /dev/zero | tr '\\0' x", None, 0, "x" * 2**19),
         ("(sleep 1000 &); echo started", None, 0, "started"),
-        ("cat /proc/1/environ /proc/1/mem; echo 1 > /proc/1/fd/4", None, None, None),
-        ("touch /usr/x || touch /etc/x || echo refused", None, 0, None),
-        ("cat < /dev/tcp/127.0.0.1/22", None, 1, None),
+        ("for i in $(seq 100); do sh -c 'true & exit 0' || exit 1; done", None, 0, ""),  # they are waited for
+        ("echo x 2> /dev/null > /proc/1/fd/4 || echo refused", None, 0, "refused"),
+        ("cat 2> /dev/null < /dev/tcp/127.0.0.1/22", None, 1, ""),
     ],
 )
 async def test_runtime_commands(box, command, seconds, exit_code, output):
     result = await box.run(["bash", "-c", command], {}, seconds)
-    if exit_code is not None:
-        assert result.exit_code == exit_code
-    if output is not None:
-        assert (result.stdout + result.stderr).replace("\n", "") == output
+    assert (result.exit_code, (result.stdout + result.stderr).replace("\n", "")) == (exit_code, output)
     assert (await box.run(["echo", "next"], {})).stdout == "next\n"
-
-
-@in_one_loop
-async def test_runtime_processes_that_programs_leave_are_waited_for(box):
-    leave = "for i in $(seq 100); do sh -c 'true & exit 0' || exit 1; done; echo done"
-    assert (await box.run(["bash", "-c", leave], {}, 60)).stdout == "done\n"
-
-
-@in_one_loop
-async def test_runtime_programs_cannot_write_to_the_session(box):
-    result = await box.run(["bash", "-c", "echo x > /proc/1/fd/4; echo x > /proc/1/fd/1; ls /proc/1/fd"], {})
-    assert result.stderr.count("Permission denied") == 3
 
 
 @in_one_loop
@@ -182,11 +215,11 @@ async def test_runtime_environment_is_the_tasks_alone(box):
 
 
 @in_one_loop
-@pytest.mark.parametrize("data", [b"", b"a\0\xff", bytes(3 * 2**20)])
-async def test_runtime_files_are_read_as_written(box, data):
-    await box.write("folder/file", data)
-    assert await box.read("folder/file") == data
-    assert await box.read("/tmp/folder/file") == data
+async def test_runtime_files_are_read_as_written(box):
+    for data in (b"", b"a\0\xff", bytes(3 * 2**20)):
+        await box.write("folder/file", data)
+        assert await box.read("folder/file") == data
+        assert await box.read("/tmp/folder/file") == data
     await box.run(["rm", "-r", "folder"], {})
 
 
@@ -269,12 +302,6 @@ def test_tasks_that_need_a_container_are_refused_at_the_start(installed, args, m
     assert "\n" not in str(caught.value)
     container = {**args, "env": {"agent": {"runtime": {"type": "docker"}}}}
     worker_main.load(EnvConfig(id="coding_taskset", args=container), Renderer(TOKENIZER), "train")
-
-
-async def test_task_with_an_image_is_refused():
-    with pytest.raises(SandboxError, match="image"):
-        SandboxRuntime(SandboxRuntimeConfig().model_copy(update={"image": "python:3"}))
-    assert runtimes.runtime_is_local(SandboxRuntimeConfig())
 
 
 def test_harness_of_a_taskset_runs_in_the_sandbox(installed):

@@ -65,12 +65,8 @@ def test_workers_inherit_no_withheld_variable_and_exit_when_main_is_killed(packa
 
 
 def test_main_does_not_import_environment_dependencies():
-    code = (
-        "import sys, prime_rl.orchestrator.orchestrator_setup; "
-        "print([m for m in ('verifiers', 'datasets') if m in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.splitlines()[-1] == "[]"
+    code = "import sys, prime_rl.orchestrator.orchestrator_setup; assert not {'verifiers', 'datasets'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 async def test_fork_server_that_always_dies_raises(monkeypatch):
@@ -78,19 +74,6 @@ async def test_fork_server_that_always_dies_raises(monkeypatch):
     async with asyncio.timeout(120), worker_launcher.WorkerLauncher() as workers:
         with pytest.raises(RunError, match=r"died 5 times in a row; .* -m no_such_module 0` to see its error"):
             await workers.start(None)
-
-
-@pytest.mark.extended
-async def test_start_after_the_death_of_the_fork_server_starts_another_one():
-    """The event loop has not seen the end of the connection yet when the next worker is started."""
-    async with asyncio.timeout(240), worker_launcher.WorkerLauncher() as workers:
-        first = workers._server
-        first.kill()
-        first.wait()
-        process = await workers.start(None)
-        assert workers._server.pid != first.pid
-        assert psutil.Process(process.pid).parent().pid == workers._server.pid
-        process.connection.close()
 
 
 async def test_stopped_fork_server_raises_at_the_timeout(monkeypatch):

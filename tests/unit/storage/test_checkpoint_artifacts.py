@@ -31,25 +31,8 @@ def directory(tmp_path):
     return tmp_path
 
 
-def cut(checkpoint):
-    (checkpoint / "trainer/shard").write_bytes(b"weights")
-
-
-def empty(checkpoint):
-    for file in (checkpoint / "trainer").iterdir():
-        file.write_bytes(b"")
-
-
-def remove_part(checkpoint):
-    shutil.rmtree(checkpoint / "trainer")
-
-
 def uncommit(checkpoint):
     (checkpoint / COMMITTED).unlink()
-
-
-def damage_commit(checkpoint):
-    (checkpoint / COMMITTED).write_text("{")
 
 
 def change_manifest(checkpoint):
@@ -57,19 +40,20 @@ def change_manifest(checkpoint):
     (checkpoint / "trainer" / MANIFEST).write_text(json.dumps({**manifest, "step": 2}))
 
 
-def move(checkpoint):
-    checkpoint.rename(checkpoint.with_name("step_21"))
-
-
 DAMAGES = {
-    cut: "has 7 bytes", empty: "is not JSON", remove_part: "is missing", uncommit: "was not finished",
-    damage_commit: "is damaged", change_manifest: "is damaged", move: "belongs to step 20",
-}  # fmt: skip
+    "has 7 bytes": lambda checkpoint: (checkpoint / "trainer/shard").write_bytes(b"weights"),
+    "is not JSON": lambda checkpoint: [file.write_bytes(b"") for file in (checkpoint / "trainer").iterdir()],
+    "is missing": lambda checkpoint: shutil.rmtree(checkpoint / "trainer"),
+    "was not finished": uncommit,
+    "is damaged": lambda checkpoint: (checkpoint / COMMITTED).write_text("{"),
+    "its hash differs from COMMITTED": change_manifest,
+    "belongs to step 20": lambda checkpoint: checkpoint.rename(checkpoint.with_name("step_21")),
+}
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES.items(), ids=lambda value: getattr(value, "__name__", ""))
-def test_find_checkpoints_reports_the_reason_for_a_damaged_one(directory, damage, reason):
-    damage(directory / "step_20")
+@pytest.mark.parametrize("reason", DAMAGES)
+def test_find_checkpoints_reports_the_reason_for_a_damaged_one(directory, reason):
+    DAMAGES[reason](directory / "step_20")
     found = checkpoint_artifacts.find_checkpoints(directory)
     assert found.steps == [5, 10]
     ((name, why),) = found.broken.items()
@@ -89,8 +73,7 @@ def test_find_checkpoints_reports_unknown_names_but_not_its_own_files(directory)
     (directory / ".tmp-x").mkdir()
     checkpoint_artifacts.write_json(directory / checkpoint_artifacts.RESUME, {"step": 5, "branch": 1})
     assert checkpoint_artifacts.find_checkpoints(directory).broken == {"step_30.tmp": "is not named step_N"}
-    nothing = checkpoint_artifacts.CheckpointListing((), {})
-    assert checkpoint_artifacts.find_checkpoints(directory / "none") == nothing
+    assert checkpoint_artifacts.find_checkpoints(directory / "none") == checkpoint_artifacts.CheckpointListing((), {})
 
 
 def test_check_hashes_finds_a_flipped_bit_on_the_rank_of_the_file(directory):

@@ -10,7 +10,7 @@ from prime_rl.core.errors import RunError
 from prime_rl.core.types import PolicyVersion
 from prime_rl.entrypoints.delivery.policy_export import export_policy
 from prime_rl.storage.artifact import MANIFEST, WEIGHTS_FORMAT, ArtifactError, read_manifest
-from prime_rl.storage.delta.chain import base_of, chain_of, is_intact, read_entries, rebuild
+from prime_rl.storage.delta.chain import chain_of, is_intact, read_entries, rebuild
 from prime_rl.storage.delta.container import DeltaError
 from prime_rl.storage.tensor_hashes import hash_tensors
 from tests.support.deltas import publish_delta, publish_full, raw_tensors
@@ -52,8 +52,7 @@ def rebuilt(tmp_path, full, deltas, **options):
     return target
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize(("count", "threads"), [(0, 1), (1, 1), (3, 2)])
 def test_rebuild_of_a_chain_is_exact(tmp_path, versions, count, threads):
     weights, tensors = versions
     chain = chain_of(weights / f"step_{4 + count}")
@@ -71,19 +70,6 @@ def test_rebuild_of_a_chain_is_exact(tmp_path, versions, count, threads):
         again.mkdir()
         rebuild(target, [weights / "step_6", weights / "step_7"], again)
         assert hash_tensors(again) == {name: t.digest(name) for name, t in raw_tensors(tensors[3]).items()}
-
-
-def test_read_entries_of_a_delta_match_its_manifest(versions):
-    weights, tensors = versions
-    manifest = read_manifest(weights / "step_6", WEIGHTS_FORMAT)
-    base = base_of(weights / "step_6", manifest)
-    assert base is not None and (base.name, base.version) == ("step_5", PolicyVersion(0, 5))
-    assert base.hash == read_manifest(weights / "step_5", WEIGHTS_FORMAT)["hash"]
-    entries = read_entries(weights / "step_6", manifest)
-    assert {name: entry.result for name, (_, entry) in entries.items()} == manifest["tensors"]
-    assert entries["a"][0].name == f"{FILES[0]}.delta"
-    assert base_of(weights / "step_4", read_manifest(weights / "step_4", WEIGHTS_FORMAT)) is None
-    assert sum(read_manifest(weights / "step_6", WEIGHTS_FORMAT)["files"].values()) < tensors[0]["a"].nbytes
 
 
 def flip(path):
@@ -122,8 +108,7 @@ def test_rebuild_with_missing_or_wrong_link_raises(tmp_path, versions):
 
 def rewrite(directory, **fields):
     manifest = json.loads((directory / MANIFEST).read_text())
-    manifest = {**manifest, **{key: value for key, value in fields.items() if value != "absent"}}
-    (directory / MANIFEST).write_text(json.dumps({k: v for k, v in manifest.items() if fields.get(k) != "absent"}))
+    (directory / MANIFEST).write_text(json.dumps(manifest | fields))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +117,6 @@ def rewrite(directory, **fields):
         ("step_5", "TypeError"),
         ({"base": "step_5"}, "KeyError: 'branch'"),
         ({"base": "../step_5", "branch": 0, "step": 5, "hash": ""}, "is not named step_N"),
-        ({"base": "elsewhere", "branch": 0, "step": 5, "hash": ""}, "is not named step_N"),
         ({"base": "step_6", "branch": 0, "step": 6, "hash": ""}, "base 0.6 is not older"),
         ({"base": "step_9", "branch": 1, "step": 5, "hash": ""}, "base 1.5 is not older"),
     ],

@@ -50,11 +50,15 @@ class Killed(BaseException):
     """Stands for SIGKILL."""
 
 
+def write(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
 @pytest.fixture
 def paths(tmp_path):
-    for name, text in (KEPT | MOVED).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write(tmp_path, KEPT | MOVED)
     (tmp_path / "weights/step_2").symlink_to("/dev/shm")  # weights in memory
     return RunPaths(tmp_path)
 
@@ -78,9 +82,7 @@ def test_move_earlier_run_takes_the_run_whole_and_leaves_other_files(paths):
 
 def test_move_earlier_run_twice_gives_each_run_a_folder(paths):
     first = move_earlier_run(paths, find_earlier_run(paths))
-    for name, text in MOVED.items():
-        (paths.root / name).parent.mkdir(parents=True, exist_ok=True)
-        (paths.root / name).write_text(text)
+    write(paths.root, MOVED)
     second = move_earlier_run(paths, find_earlier_run(paths))
     assert second.name == f"{first.name}.1"
     assert contents(first) == contents(second) == MOVED
@@ -121,14 +123,19 @@ def test_move_earlier_run_killed_at_any_rename_is_undone_by_the_next_start(paths
     assert contents(target) == MOVED
 
 
-def test_undo_interrupted_move_keeps_both_of_two_files_with_one_name(paths):
+def test_undo_interrupted_move_keeps_both_of_two_files_with_one_name_but_one_format(paths):
+    (paths.root / paths.format.name).write_text("{}")
     staged = paths.earlier_dir / ".tmp-20260101_000000"
     (staged / "logs").mkdir(parents=True)
-    (staged / "logs/trainer.log").write_text("older")
+    (staged / paths.format.name).write_text("{}")  # the next start has written its own
     (staged / "logs/orchestrator.log").write_text("older")
     undo_interrupted_move(paths)
-    assert paths.log("trainer").read_text() == "log"
     assert paths.log("orchestrator").read_text() == "older"
+    assert paths.format.exists() and not any(paths.earlier_dir.glob("*"))
+    (staged / "logs").mkdir(parents=True)
+    (staged / "logs/trainer.log").write_text("older")
+    undo_interrupted_move(paths)
+    assert paths.log("trainer").read_text() == "log"
     assert (paths.earlier_dir / "20260101_000000/logs/trainer.log").read_text() == "older"
 
 
@@ -156,22 +163,18 @@ def test_move_earlier_run_refuses_links_and_mount_points_and_changes_nothing(pat
 
 
 def test_find_earlier_run_without_a_run_is_empty(tmp_path):
-    for name in (*KEPT, "run.toml", "evals/gsm8k/3f/summary.json", "logs/eval.log"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
+    user = tmp_path / "user"
+    of_the_user = ("weights/llama/model.safetensors", "samples/audio.wav", "metrics/accuracy.py", "checkpoints/best.pt")
+    of_no_run = (*KEPT, "run.toml", "evals/gsm8k/3f/summary.json", "logs/eval.log")
+    for file in (*(user / name for name in of_the_user), *(tmp_path / name for name in of_no_run)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
     (tmp_path / "weights").mkdir()
-    assert find_earlier_run(RunPaths(tmp_path)) == []
+    assert find_earlier_run(RunPaths(tmp_path)) == find_earlier_run(RunPaths(user)) == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "weights/step_1").mkdir()
     found = find_earlier_run(RunPaths(tmp_path), tmp_path / "mine")
     assert {path.name for path in found} == {"weights", "mine", "run.toml", "evals", "eval.log"}
-
-
-def test_find_earlier_run_with_folders_of_the_user_alone_is_empty(tmp_path):
-    for name in ("weights/llama/model.safetensors", "samples/audio.wav", "metrics/accuracy.py", "checkpoints/best.pt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    assert find_earlier_run(RunPaths(tmp_path)) == []
 
 
 def test_find_earlier_run_in_a_git_repository_raises(paths):
@@ -179,12 +182,3 @@ def test_find_earlier_run_in_a_git_repository_raises(paths):
     with pytest.raises(ConfigError, match=r"is a Git repository with an earlier run.*--output-dir"):
         find_earlier_run(paths)
     assert contains_run(paths)
-
-
-def test_interrupted_move_after_the_next_start_wrote_its_format_leaves_no_folder(paths):
-    temporary = paths.earlier_dir / ".tmp-20260101_000000"
-    temporary.mkdir(parents=True)
-    for folder in (temporary, paths.root):
-        (folder / paths.format.name).write_text("{}")
-    undo_interrupted_move(paths)
-    assert paths.format.exists() and not any(paths.earlier_dir.glob("*"))

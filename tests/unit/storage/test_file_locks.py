@@ -39,43 +39,38 @@ def hold(paths, seconds, **variables):
 
 
 @pytest.mark.parametrize("start", ["", "7.0"])
-def test_second_process_of_a_role_is_refused(tmp_path, monkeypatch, start):
+def test_second_process_of_a_role_is_refused_until_the_end_of_the_first(tmp_path, monkeypatch, start):
     monkeypatch.delenv(START_VARIABLE, raising=False)
     paths = RunPaths(tmp_path / "run")
-    first = hold(paths, 600, **{START_VARIABLE: start})
-    try:
-        with pytest.raises(RunError, match=rf"run is in use: process {first.pid} \(.*\) is its trainer; stop it"):
+    check_no_writer(paths, 0)
+    with hold(paths, 600, **{START_VARIABLE: start}) as first:
+        refusal = rf"run is in use: process {first.pid} \(.*\) is its trainer; stop it"
+        with pytest.raises(RunError, match=refusal):
             hold_role_lock(paths, "trainer", 0)
+        with pytest.raises(RunError, match=refusal):
+            check_no_writer(paths, 0)
         hold_role_lock(paths, "orchestrator", 0)
         monkeypatch.setenv(START_VARIABLE, "8.0")
         hold_role_lock(paths, "trainer", 0)  # it takes the run over
-    finally:
+        monkeypatch.delenv(START_VARIABLE)
         first.kill()
-        first.wait()
-
-
-def test_lock_is_free_after_the_end_of_its_process(tmp_path, monkeypatch):
-    monkeypatch.delenv(START_VARIABLE, raising=False)
-    paths = RunPaths(tmp_path)
-    with hold(paths, 0.2):
-        hold_role_lock(paths, "trainer", 120)
+    hold_role_lock(paths, "trainer", 120)
     hold_role_lock(paths, "trainer", 0)  # once more in the same process
 
 
-def test_directory_that_cannot_be_written_is_left_to_other_checks(tmp_path):
-    (tmp_path / "file").touch()
-    hold_role_lock(RunPaths(tmp_path / "file" / "run"), "trainer", 0)
-
-
-def test_directory_that_a_process_writes_is_refused(tmp_path):
+def test_run_directory_in_use_or_not_writable_is_refused(tmp_path):
     paths = RunPaths(tmp_path / "run")
-    check_no_writer(paths, 0)
-    with hold(paths, 600) as trainer:
-        with pytest.raises(RunError, match=rf"is in use: process {trainer.pid} \(.*\) is its trainer; stop it"):
-            check_no_writer(paths, 0)
-        trainer.kill()
-    check_no_writer(paths, 120)
-    hold_role_lock(paths, "trainer", 0)  # the check has released it
+    with hold_run_lock(paths), pytest.raises(ConfigError, match=rf"\(process {os.getpid()}\)"), hold_run_lock(paths):
+        pass
+    with hold_run_lock(paths):
+        pass
+    (tmp_path / "file").touch()
+    below = RunPaths(tmp_path / "file" / "run")
+    hold_role_lock(below, "trainer", 0)  # left to other checks
+    with pytest.raises(ConfigError, match="cannot be written"), hold_run_lock(below):
+        pass
+    with pytest.raises(ConfigError, match=r"file is a file; set --output-dir"):
+        hold_role_lock(RunPaths(tmp_path / "file"), "trainer")
 
 
 def test_file_system_without_locks_does_not_prevent_a_run(tmp_path, monkeypatch, capsys):
@@ -88,7 +83,7 @@ def test_file_system_without_locks_does_not_prevent_a_run(tmp_path, monkeypatch,
     assert "cannot be locked (Function not implemented): start one run at a time" in capsys.readouterr().err
 
 
-def test_wait_for_returns_when_the_path_appears(tmp_path):
+def test_wait_for_returns_when_the_path_appears_or_names_it_at_the_deadline(tmp_path):
     target = tmp_path / "later" / "step_0"
 
     def write():
@@ -100,11 +95,8 @@ def test_wait_for_returns_when_the_path_appears(tmp_path):
     wait_for(target, timeout_seconds=120, owner="the test")
     assert target.exists()
     thread.join()
-
-
-def test_wait_for_at_the_deadline_names_path_and_owner(tmp_path):
     with pytest.raises(DeadlineError, match=r"step_7, which the trainer \(log x\) should have written"):
-        wait_for(tmp_path / "step_7", timeout_seconds=0.3, owner="the trainer (log x)")
+        wait_for(tmp_path / "step_7", timeout_seconds=0.01, owner="the trainer (log x)")
 
 
 async def test_watch_directory_yields_immediately_and_after_events_until_stopped(tmp_path):
@@ -168,9 +160,3 @@ def test_run_directory_of_another_format_is_refused_and_an_older_one_accepted(tm
         assert not check_run_format(paths), "a start that is refused writes nothing"
     hold_role_lock(paths, "sft")
     assert check_run_format(paths)
-
-
-def test_run_directory_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "outputs").write_text("")
-    with pytest.raises(ConfigError, match=r"outputs is a file; set --output-dir"):
-        hold_role_lock(RunPaths(tmp_path / "outputs"), "trainer")

@@ -57,23 +57,12 @@ def machines(tmp_path):
         yield RunPaths(tmp_path / "here"), RunPaths(there)
 
 
-def test_mount_lags_and_counts_as_a_network_file_system(tmp_path):
-    here = RunPaths(tmp_path / "here")
-    here.root.mkdir()
-    with mounted(here.root, tmp_path / "there", lag_seconds=600.0) as root:
-        there = RunPaths(root)
-        assert not there.run_toml.exists()
-        here.run_toml.write_text("a")
-        assert not there.run_toml.exists(), "its absence is cached"
-        assert not is_local(there.root)
-        assert visibility_timeout(there.weights(1)) == 60
-
-
 def test_batch_is_read_complete_whenever_its_files_become_visible(machines):
     here, there = machines
     here.rollouts_dir.mkdir()
     for step in range(3):
         assert not there.rollouts(step).exists()  # the next look finds this in the cache
+        assert not is_local(there.root) and visibility_timeout(there.rollouts(step)) == 60
         shipping = threading.Thread(
             target=write_batch, args=(here.rollouts(step), make_batch(), {**FIELDS, "step": step})
         )

@@ -10,7 +10,7 @@ import pytest
 
 from prime_rl.core.errors import ConfigError
 from prime_rl.storage import model_files
-from prime_rl.storage.model_files import check_on_hub, find_model, find_tokenizer
+from prime_rl.storage.model_files import find_model, find_tokenizer
 from prime_rl.storage.wait_for import DeadlineError
 from tests.support.trickling_hub import COMMIT, Hub, run_hub
 
@@ -34,79 +34,56 @@ def use_hub(tmp_path, monkeypatch):
         yield use
 
 
-def test_find_model_returns_a_local_directory(tmp_path):
+def test_find_model_takes_a_directory_and_rejects_invalid_names_without_the_hub(tmp_path):
     assert find_model(str(tmp_path), None, 60) == tmp_path
     with pytest.raises(ConfigError, match=r"model\.revision = v1 selects .* is a directory; remove it"):
         find_model(str(tmp_path), "v1", 1.0)
-    with pytest.raises(ConfigError, match=r"model\.revision = v1"):
-        check_on_hub(str(tmp_path), "v1")
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [("./missing", "does not exist"), ("a/b/c", "does not exist"), ("no such", "neither a directory")],
-)
-def test_find_model_rejects_an_invalid_name_without_the_hub(name, problem):
-    with pytest.raises(
-        ConfigError, match=rf"tokenizer\.name = {name} {'is ' if 'neither' in problem else ''}{problem}"
+    for name, problem in (
+        ("./missing", "does not exist"),
+        ("a/b/c", "does not exist"),
+        ("no such", "is neither a directory"),
     ):
-        find_tokenizer(name, "me/model", None, 60)
+        with pytest.raises(ConfigError, match=rf"tokenizer\.name = {name} {problem}"):
+            find_tokenizer(name, "me/model", None, 60)
 
 
-def test_find_model_downloads_the_files_of_the_revision_once(use_hub):
+def test_find_model_downloads_the_files_of_the_revision_once_and_uses_them_offline(use_hub, monkeypatch):
     hub = use_hub(trickles=False)
+    description = find_tokenizer(None, "me/model", "v1.2", 60)
+    assert [file.name for file in description.iterdir()] == ["config.json"]
     directory = find_model("me/model", "v1.2", 60)
     assert sorted(file.name for file in directory.iterdir()) == ["config.json", "model.safetensors"]
     assert directory.name == COMMIT
     assert any(path.startswith("/api/models/me/model/revision/v1.2") for path in hub.requests)
     num_requests = len(hub.requests)
     assert find_model("me/model", "v1.2", 60) == directory
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model_files._download.cache_clear()
+    assert find_model("me/model", "v1.2", 60) == directory
     assert len(hub.requests) == num_requests
-
-
-def test_find_model_without_weights_downloads_only_the_description(use_hub):
-    use_hub(trickles=True)
-    directory = find_tokenizer(None, "me/model", None, 60)
-    assert [file.name for file in directory.iterdir()] == ["config.json"]
+    with pytest.raises(
+        ConfigError, match=r"model\.name = no/model is not a directory and cannot be downloaded"
+    ) as error:
+        find_model("no/model", None, 60)
+    assert "\n" not in str(error.value)
 
 
 def test_find_model_trickling_download_times_out(use_hub):
     use_hub(trickles=True)
-    with pytest.raises(
-        DeadlineError, match=r"waited 2 s for the download of me/model \(model\.download_timeout_seconds"
-    ):
-        find_model("me/model", None, 2)
+    with pytest.raises(DeadlineError, match=r"waited 1 s for the download of me/model \(model\.download_timeout_s"):
+        find_model("me/model", None, 0.6)
 
 
 def test_download_ends_with_its_process(tmp_path):
     """A killed trainer leaves no process that downloads."""
     code = "from prime_rl.storage.model_files import find_model; find_model('me/model', None, 60)"
-    with (
-        run_hub(tmp_path) as hub,
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ | hub.environment, stderr=subprocess.PIPE
-        ) as parent,
-    ):
-        assert hub.is_trickling.wait(60)
-        parent.kill()
-        assert parent.stderr is not None
-        parent.stderr.read()  # ends when the child, which has the same stderr, has exited, too
-        assert parent.wait() == -signal.SIGKILL
-
-
-def test_find_model_uses_the_cache_offline_and_explains_a_missing_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    repository = tmp_path / "models--some--model"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs/main").write_text("abc")
-    (repository / "snapshots/abc").mkdir(parents=True)
-    assert find_model("some/model", None, 60) == repository / "snapshots/abc"
-    with pytest.raises(
-        ConfigError, match=r"model\.name = no/model is not a directory and cannot be downloaded"
-    ) as caught:
-        find_model("no/model", None, 60)
-    assert "\n" not in str(caught.value)
+    with run_hub(tmp_path) as hub:
+        command, environment = [sys.executable, "-c", code], os.environ | hub.environment
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as parent:
+            assert hub.is_trickling.wait(60)
+            parent.kill()
+            parent.stderr.read()  # ends when the child, which has the same stderr, has exited, too
+            assert parent.wait() == -signal.SIGKILL
 
 
 def test_find_model_names_the_process_that_downloads_the_model(tmp_path, monkeypatch):
@@ -119,5 +96,5 @@ def test_find_model_names_the_process_that_downloads_the_model(tmp_path, monkeyp
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(DeadlineError, match=rf"process {other.pid} .*, which downloads some/model"):
-            find_model("some/model", None, 0.3)
+            find_model("some/model", None, 0.05)
         other.communicate()

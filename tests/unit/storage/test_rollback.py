@@ -36,11 +36,8 @@ def test_roll_back_archives_later_artifacts(paths, weights, rollouts):
     assert steps(paths.rollouts_dir) == ([1, 2, 3] if rollouts else [1, 2, 3, 4, 5, 6])
     assert steps(paths.rollouts_dir) + steps(aside / "rollouts") == [1, 2, 3, 4, 5, 6]
     assert [json.loads(x)["step"] for x in paths.metrics("trainer").read_text().splitlines()] == [0, 1, 2, 3]
-    assert (aside / "metrics/trainer.jsonl").read_text().splitlines() == [
-        '{"step": 4}',
-        '{"step": 5}',
-        '{"step": 1, "lo',
-    ]
+    late = (aside / "metrics/trainer.jsonl").read_text().splitlines()
+    assert late == ['{"step": 4}', '{"step": 5}', '{"step": 1, "lo']
     assert read_resume(paths.checkpoints_dir) == ResumeRecord(4, 1)
 
 

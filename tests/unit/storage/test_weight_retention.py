@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, ArtifactError, publish_artifact
@@ -33,6 +33,7 @@ def read_chain(base_of: dict[int, int | None], step: int) -> list[int]:
 
 
 @given(histories())
+@settings(max_examples=50)
 def test_removable_versions_are_those_that_nobody_needs(history: tuple[dict[int, int | None], int, set[int]]) -> None:
     base_of, sampled, needed = history
     gone = removable_versions(base_of, sampled, needed)
@@ -47,7 +48,7 @@ def publish_delta(paths: RunPaths, step: int, base: str | None) -> None:
     publish_artifact(paths.weights(step), lambda _: {**fields, **({"delta": {"base": base}} if base else {})})
 
 
-def test_remove_old_versions_keeps_bases_of_deltas(tmp_path: Path) -> None:
+def test_remove_old_versions_keeps_bases_of_deltas_and_the_newest_and_removes_damaged_ones(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     for step, base in {1: None, 2: "step_1", 3: None, 4: "step_3", 5: "../step_4", 6: "step_5"}.items():
         publish_delta(paths, step, base)
@@ -55,24 +56,10 @@ def test_remove_old_versions_keeps_bases_of_deltas(tmp_path: Path) -> None:
     assert steps_in(paths.weights_dir) == [3, 4, 5, 6]
     publish_delta(paths, 7, None)
     assert remove_old_versions(paths.weights_dir, 7, {4}) == [5, 6]
-    assert remove_old_versions(paths.weights_dir, 7, set()) == [3, 4]
-
-
-def test_remove_old_versions_keeps_the_newest(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    for step in (1, 2):
-        publish_delta(paths, step, None)
-    assert remove_old_versions(paths.weights_dir, 9, set()) == [1]
+    (paths.weights(4) / "manifest.json").write_text("{")
+    (paths.weights(3) / "manifest.json").unlink()
+    assert remove_old_versions(paths.weights_dir, 9, set()) == [3, 4]
     assert remove_old_versions(tmp_path / "nowhere", 9, set()) == []
-
-
-def test_remove_old_versions_removes_damaged_versions(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    for step in (1, 2, 3):
-        publish_delta(paths, step, None)
-    (paths.weights(1) / "manifest.json").write_text("{")
-    (paths.weights(2) / "manifest.json").unlink()
-    assert remove_old_versions(paths.weights_dir, 3, set()) == [1, 2]
 
 
 def test_hold_version_in_another_process_prevents_removal_until_it_exits(tmp_path: Path) -> None:

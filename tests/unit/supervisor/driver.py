@@ -35,12 +35,7 @@ def main():
             error=paths.error(name),
             must_finish=name != "inference",
             is_last=name == "trainer",
-            fails_alone=name.startswith("run_"),
-            is_over=lambda: (paths.root / f"{name}.over").exists(),
-            in_use=lambda: (paths.root / "in_use").exists(),
             max_restarts=config.max_restarts,
-            num_launcher_restarts=lambda: len(list(paths.root.glob(f"{name}.attempt_*"))),
-            needs_rerun=lambda: name == "orchestrator" and (paths.root / "undone").exists(),
         )
         return replace(role, restart_spec=lambda left: replace(role, argv=[*role.argv, "again", str(left)]))
 

@@ -22,20 +22,35 @@ from prime_rl.supervisor.console_progress import ConsoleProgress, LiveDisplay, S
 from prime_rl.supervisor.doctor.diagnosis import examine
 from prime_rl.supervisor.run_progress import ProcessActivities, RunProgress
 from tests.support.command import PROGRESS_TIMEOUT_SECONDS
+from tests.unit.supervisor.test_supervisor import FOREVER, REPORT
 
 
-def test_console_progress_summary_counts_lost_tokens_and_failed_groups(tmp_path):
+def write_steps(paths, *rows, first=0, roles=("orchestrator", "trainer")):
+    """Append rows of steps to the metrics of processes."""
+    paths.metrics_dir.mkdir(parents=True, exist_ok=True)
+    for role in roles:
+        with paths.metrics(role).open("a") as file:
+            file.write("".join(json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows, first)))
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return RunPaths(tmp_path)
+
+
+def console(width=200):
+    return Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+
+
+def test_console_progress_summary_counts_lost_tokens_and_failed_groups(paths):
     """Calls outside the turns of a rollout, as of a simulated user, are not lost."""
-    paths, out = RunPaths(tmp_path), io.StringIO()
-    paths.metrics_dir.mkdir()
-    row = {"step": 0, "reward/mean": 0.0, "tokens/unaccounted": 0, "tokens/lost/unused": 500}
+    row = {"reward/mean": 0.0, "tokens/unaccounted": 0, "tokens/lost/unused": 500}
     row |= {"tokens/lost/failed": 80, "tokens/lost/replayed": 5, "groups/failed": 25, "groups/ended": 89}
-    display = ConsoleProgress(paths, 10, console := Console(file=out, width=200))
-    for role in ("orchestrator", "trainer"):
-        paths.metrics(role).write_text(json.dumps(row) + "\n")
+    write_steps(paths, row)
+    display = ConsoleProgress(paths, 10, out := console())
     display.refresh()
-    console.print(display.summary())
-    rows = [line.split() for line in out.getvalue().splitlines()]
+    out.print(display.summary())
+    rows = [line.split() for line in out.file.getvalue().splitlines()]
     assert ["tokens", "lost", "85"] in rows
     assert ["groups", "failed", "25", "of", "89"] in rows
 
@@ -43,93 +58,68 @@ def test_console_progress_summary_counts_lost_tokens_and_failed_groups(tmp_path)
 def test_summary_names_commands_that_run_outside_the_checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out" / "weights" / "step_1").mkdir(parents=True)
-    console = Console(file=io.StringIO(), width=300)
-    console.print(ConsoleProgress(RunPaths(Path("out")), 10, console).summary())
+    out = console(300)
+    out.print(ConsoleProgress(RunPaths(Path("out")), 10, out).summary())
     command = f"uv run --project {shlex.quote(str(Path(__file__).parents[3]))}"
-    assert f"{command} page out" in console.file.getvalue()
-    assert f"{command} inference --model.name out/weights/step_1" in console.file.getvalue()
+    assert f"{command} page out" in out.file.getvalue()
+    assert f"{command} inference --model.name out/weights/step_1" in out.file.getvalue()
 
 
-def test_console_progress_shows_new_warnings_and_none_of_an_earlier_process(tmp_path):
-    paths, out = RunPaths(tmp_path), io.StringIO()
+def test_console_progress_shows_new_warnings_and_none_of_an_earlier_process(paths):
     paths.warnings.parent.mkdir(parents=True)
     paths.warnings.write_text(json.dumps({"text": "of the process before"}) + "\n")
-    display = ConsoleProgress(paths, 10, Console(file=out, width=20))
+    display = ConsoleProgress(paths, 10, out := console(20))
     display.refresh()
     with paths.warnings.open("a") as file:
         file.write(json.dumps({"text": "environment [red]: group 0 failed: NameError: name 'x' is not defined"}) + "\n")
     display.refresh()
     display.refresh()
-    assert out.getvalue() == "warning: environment [red]: group 0 failed: NameError: name 'x' is not defined\n"
+    expected = "warning: environment [red]: group 0 failed: NameError: name 'x' is not defined\n"
+    assert out.file.getvalue() == expected
 
 
 @pytest.mark.extended
-def test_console_progress_and_doctor_name_a_rank_that_stays_slow_and_its_host(tmp_path, request):
-    paths, out = RunPaths(tmp_path), io.StringIO()
-    paths.metrics_dir.mkdir()
-    beat = HeartbeatWriter(paths, "trainer_3", "trainer")
-    beat.start()
-    request.addfinalizer(beat.close)
+def test_console_progress_and_doctor_name_a_rank_that_stays_slow_and_its_host(paths):
     host = socket.gethostname()
-    display = ConsoleProgress(paths, None, Console(file=out, width=20))
-    shown = []
+    display, shown = ConsoleProgress(paths, None, out := console(20)), []
     # A rank that is slow by chance, then another one that stays slow.
-    slowest = [(step % 4, 1.5) for step in range(12)] + [(3, 1.1)] * 10 + [(3, 1.5)] * 25
-    for step, (rank, factor) in enumerate(slowest):
-        row = {"step": step, "time/step": 1.0, "rank/slowest": rank, "rank/slowdown": factor}
-        with paths.metrics("trainer").open("a") as file:
-            file.write(json.dumps(row) + "\n" + json.dumps({"step": step, "val/loss": 1.0}) + "\n")
-        display.refresh()
-        shown.append(out.getvalue())
-        noted = [note for note in examine(paths).notes if "is slow" in note] if step in (20, len(slowest) - 1) else []
-        assert bool(noted) == (step == len(slowest) - 1)
-    assert not shown[30] and shown[31] == shown[-1], "after ten steps, once"
-    assert f"hint: trainer rank 3 on {host} is slow: in each of the last 10 steps" in shown[-1]
-    assert "1.5 times as long as the median rank" in shown[-1] and host in noted[0]
+    slowest = [(step % 4, 1.5) for step in range(12)] + [(3, 1.1)] * 10 + [(3, 1.5)] * 15
+    with HeartbeatWriter(paths, "trainer_3", "trainer"):
+        for step, (rank, factor) in enumerate(slowest):
+            row = {"time/step": 1.0, "rank/slowest": rank, "rank/slowdown": factor}
+            write_steps(paths, row, first=step)
+            write_steps(paths, {"val/loss": 1.0}, first=step)
+            display.refresh()
+            shown.append(out.file.getvalue().count("hint: "))
+            if step == 20:
+                assert not any("is slow" in note for note in examine(paths).notes)
+        [note] = [note for note in examine(paths).notes if "is slow" in note]
+    assert (shown[30], shown[31], shown[-1]) == (0, 1, 1), "after ten steps, once"
+    assert f"hint: trainer rank 3 on {host} is slow: in each of the last 10 steps" in out.file.getvalue()
+    assert "1.5 times as long as the median rank" in out.file.getvalue() and host in note
 
 
-def test_console_progress_shows_a_resumed_run_from_its_first_new_step(tmp_path):
-    paths, out = RunPaths(tmp_path), io.StringIO()
-    paths.metrics_dir.mkdir()
-
-    def write(rewards):
+def test_console_progress_shows_a_resumed_run_from_its_first_new_step(paths):
+    def rewrite(*rewards):
         for role in ("orchestrator", "trainer"):
-            new = tmp_path / role
-            new.write_text("".join(json.dumps({"step": n, "reward/mean": r}) + "\n" for n, r in enumerate(rewards)))
-            new.rename(paths.metrics(role))
+            paths.metrics(role).rename(paths.root / role)  # another file takes its place
+        write_steps(paths, *({"reward/mean": reward} for reward in rewards))
 
-    write([0.1, 0.2, 0.3])
-    display = ConsoleProgress(paths, 3, Console(file=out, width=200))
+    write_steps(paths, *({"reward/mean": reward} for reward in (0.1, 0.2, 0.3)))
+    display = ConsoleProgress(paths, 3, out := console())
     display.refresh()
-    write([0.1, 0.2])  # the rollback to checkpoint 2
+    rewrite(0.1, 0.2)  # the rollback to checkpoint 2
     display.refresh()
-    assert (out.getvalue(), display.has_new_steps) == ("", False)
-    write([0.1, 0.2, 0.9])
+    assert (out.file.getvalue(), display.has_new_steps) == ("", False)
+    rewrite(0.1, 0.2, 0.9)
     display.refresh()
     assert display.has_new_steps
-    first, second = out.getvalue().splitlines()
+    first, second = out.file.getvalue().splitlines()
     assert first == "resumed after step 2"
     assert "step 3/3 | reward 0.9 " in second and "ETA" not in second
     assert display.progress.rewards == [0.1, 0.2, 0.9]
 
 
-def test_console_progress_skips_lines_of_evaluations(tmp_path):
-    paths, out = RunPaths(tmp_path), io.StringIO()
-    display = ConsoleProgress(paths, 10, Console(file=out, width=200))
-    paths.metrics("orchestrator").parent.mkdir(parents=True)
-    shipped = [{"step": 0, "reward/mean": 0.25, "staleness/max": 0.0}, {"step": 0, "eval/words/reward/mean": 0.75}]
-    paths.metrics("orchestrator").write_text("".join(json.dumps(line) + "\n" for line in shipped))
-    paths.metrics("trainer").write_text(json.dumps({"step": 0, "loss": 0.5}) + "\n")
-    display.refresh()
-    assert "step 1/10 | reward 0.25 " in out.getvalue()
-
-
-REPORT = """
-import json, os, pathlib, time
-path = pathlib.Path(os.environ["METRICS"]); path.parent.mkdir(parents=True, exist_ok=True)
-path.write_text("".join(json.dumps({"step": n, **row}) + "\\n" for n, row in enumerate(ROWS)))
-time.sleep(600)
-"""
 TRAINED = [{"loss": 0.5, "time/step": 2.0, "time/wait_for_batch": 0.5, "perf/tokens_per_second": 1234.0}] * 2
 SHIPPED = [{"reward/mean": reward, "staleness/max": 1, "time/step": 2.0} for reward in (0.25, 0.75)]
 
@@ -149,15 +139,7 @@ def render(display, width=60, encoding="utf-8"):
 
 
 @pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        ([], ""),
-        ([1.0], "▁"),
-        ([0, 1], "▁█"),
-        ([2, 2, 2], "▁▁▁"),
-        ([0, 0, 1, 1, 3, 3, 7, 7], "▁▂▄█"),
-        ([-1, 0, 1], "▁▅█"),
-    ],
+    ("values", "line"), [([], ""), ([2, 2, 2], "▁▁▁"), ([0, 0, 1, 1, 3, 3, 7, 7], "▁▂▄█"), ([-1, 0, 1], "▁▅█")]
 )
 def test_sparkline_shows_means_from_lowest_to_highest(values, line):
     assert sparkline(values, 4) == line
@@ -170,22 +152,15 @@ def test_live_display_shows_step_reward_staleness_and_waits():
     add_steps(progress)
     display.note("inference restarted\nmore")
     text = render(display)
-    assert "2 of 40" in text and "ETA" in text
-    assert "0.75 ▁█" in text
-    assert "1, largest 1" in text
-    assert "trainer for batches 25%, sampling for weights 50%" in text
-    assert "0.5, 1234 tokens/s" in text
-    assert "inference restarted" in text and "more" not in text
-
-
-def test_live_display_of_a_narrow_terminal_has_one_line_per_row():
-    progress = RunProgress()
-    add_steps(progress)
-    display = LiveDisplay(progress, 40)
+    for part in (
+        "2 of 40", "ETA", "0.75 ▁█", "1, largest 1", "trainer for batches 25%, sampling for weights 50%",
+        "0.5, 1234 tokens/s", "inference restarted",
+    ):  # fmt: skip
+        assert part in text
+    assert "more" not in text
     display.note("x" * 500)
     lines = render(display, width=30).splitlines()
-    assert len(lines) == 7
-    assert max(map(len, lines)) <= 30
+    assert len(lines) == 7 and max(map(len, lines)) <= 30, "one line per row"
 
 
 def test_live_display_escapes_hostile_events_and_draws_ascii_where_needed():
@@ -197,73 +172,52 @@ def test_live_display_escapes_hostile_events_and_draws_ascii_where_needed():
     assert "0.75 .@" in render(display, encoding="ascii")
 
 
-def test_console_progress_in_a_pipe_prints_lines_also_with_forced_colors(tmp_path, monkeypatch):
+def test_console_progress_of_several_runs_prints_a_line_per_step_also_with_forced_colors(tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    paths, out = RunPaths(tmp_path), io.StringIO()
-    display = ConsoleProgress(paths, 2, Console(file=out, width=200, highlight=False, markup=False))
-    paths.metrics("trainer").parent.mkdir(parents=True)
-    for role, rows in (("trainer", TRAINED), ("orchestrator", SHIPPED)):
-        paths.metrics(role).write_text("".join(json.dumps({"step": n, **row}) + "\n" for n, row in enumerate(rows)))
-    display.refresh()
-    first, second = out.getvalue().splitlines()
-    assert "| step 1/2 | reward 0.25 | loss 0.5 | staleness 1 | tokens/s 1234" in first
-    assert "| step 2/2 | reward 0.75" in second
-
-
-def test_console_progress_of_several_runs_names_each(tmp_path):
-    out = io.StringIO()
-    console = Console(file=out, width=200, highlight=False, markup=False)
+    out = console()
     for name in ("run_a", "run_b"):
         paths = RunPaths(tmp_path / name)
-        paths.metrics("trainer").parent.mkdir(parents=True)
-        display = ConsoleProgress(paths, 2, console, name)
-        for role, rows in (("trainer", TRAINED), ("orchestrator", SHIPPED)):
-            paths.metrics(role).write_text(json.dumps({"step": 0, **rows[0]}) + "\n")
+        display = ConsoleProgress(paths, 2, out, name)
+        write_steps(paths, TRAINED[0], roles=["trainer"])
+        write_steps(paths, SHIPPED[0], roles=["orchestrator"])
+        write_steps(paths, {"eval/words/reward/mean": 0.75}, roles=["orchestrator"])  # no step
         display.refresh()
-        console.print(display.summary())
-    lines = out.getvalue().splitlines()
-    assert [line.split(" | ")[1:3] for line in lines if " | " in line] == [["run_a", "step 1/2"], ["run_b", "step 1/2"]]
+        out.print(display.summary())
+    lines = out.file.getvalue().splitlines()
+    assert [line.partition(" | ")[2] for line in lines if " | " in line] == [
+        f"{name} | step 1/2 | reward 0.25 | loss 0.5 | staleness 1 | tokens/s 1234" for name in ("run_a", "run_b")
+    ]
     assert [line.split()[1] for line in lines if line.startswith("run ")] == ["run_a", "run_b"]
     assert "run_a" in render(LiveDisplay(RunProgress(), 2, "run_a"))
 
 
-def test_console_progress_names_the_bottleneck_every_ten_steps_and_at_the_end(tmp_path):
-    paths, out = RunPaths(tmp_path), io.StringIO()
-    display = ConsoleProgress(paths, 25, console := Console(file=out, width=300))
-    paths.metrics_dir.mkdir()
+def test_console_progress_names_the_bottleneck_every_ten_steps_and_at_the_end(paths):
+    display = ConsoleProgress(paths, 25, out := console(300))
     row = {"time/step": 2, "reward/mean": 0.5, "time/wait_for_batch": 1, "time/train": 1, "time/wait_for_policy": 0}
-    rows = [{"step": n, "time": 2.0 * n, **row} for n in range(25)]
-    for role in ("orchestrator", "trainer"):
-        paths.metrics(role).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_steps(paths, *({"time": 2.0 * n, **row} for n in range(25)))
     display.refresh()
-    lines = out.getvalue().splitlines()
+    lines = out.file.getvalue().splitlines()
     found = [n for n, line in enumerate(lines) if line.startswith("inference is the bottleneck")]
     assert found == [10, 21] and "step 10/25" in lines[9]
-    console.print(display.summary())
-    assert "speed" in out.getvalue()
+    out.print(display.summary())
+    assert "speed" in out.file.getvalue()
 
 
-@pytest.mark.parametrize(("event", "cause"), [
-    (None, "checkpoint"), ({"name": "trainer"}, "inference"), ({"name": "run_a"}, "inference"),
-    ({"name": "run_b"}, "checkpoint"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("event", "cause"),
+    [(None, "checkpoint"), ("trainer", "inference"), ("run_a", "inference"), ("run_b", "checkpoint")],
+)
 def test_console_progress_counts_no_downtime_of_a_restart(tmp_path, event, cause):
     paths, trainer = RunPaths(tmp_path / "run_a"), RunPaths(tmp_path)
-    display = ConsoleProgress(paths, 25, Console(file=io.StringIO()))
-    paths.metrics_dir.mkdir(parents=True)
+    display = ConsoleProgress(paths, 25, console())
     row = {"time/step": 2, "reward/mean": 0.5, "time/wait_for_batch": 0.5, "time/train": 1}
     row["time/wait_for_policy"] = 1 if cause == "checkpoint" else 0
-
-    def write(steps, pause):
-        for role in ("orchestrator", "trainer"):
-            with paths.metrics(role).open("a") as file:
-                file.write("".join(json.dumps({"step": n, "time": pause + 2.0 * n, **row}) + "\n" for n in steps))
-        display.refresh()
-
-    write(range(5), 0)
+    write_steps(paths, *({"time": 2.0 * n, **row} for n in range(5)))
+    display.refresh()
     if event is not None:
-        trainer.events.write_text(json.dumps({"time": 300.0, "event": "restarted", **event}) + "\n")
-    write(range(5, 10), 600)
+        trainer.events.write_text(json.dumps({"time": 300.0, "event": "restarted", "name": event}) + "\n")
+    write_steps(paths, *({"time": 600 + 2.0 * n, **row} for n in range(5, 10)), first=5)
+    display.refresh()
     assert display.progress.bottleneck.cause == cause
 
 
@@ -329,12 +283,9 @@ class Terminal:
 
 def test_rl_in_a_terminal_is_live_and_leaves_it_usable_after_ctrl_c(tmp_path):
     paths = RunPaths(tmp_path / "out")
-    forever = "import time; time.sleep(600)"
-    roles = {
-        "inference": forever,
-        "orchestrator": f"ROWS = {SHIPPED!r}\n{REPORT}",
-        "trainer": f"ROWS = {TRAINED!r}\n{REPORT}",
-    }
+    roles = {"inference": FOREVER}
+    for role, rows in (("orchestrator", SHIPPED), ("trainer", TRAINED)):
+        roles[role] = f"{REPORT.replace('ROWS', repr(rows))}\n{FOREVER}"
     terminal = Terminal(paths.root, roles)
     try:
         terminal.read_until("2 of 3", "▁█", "trainer for batches 25%")

@@ -26,8 +26,15 @@ HALTED = replace(WORKER, status=psutil.STATUS_STOPPED)
 BEAT = HeartbeatRecord(
     "trainer_0", "trainer", 8, "here", "boot", 1, 1, "step 3", 1, None, 0.0, None, "trainer.log", 0.0
 )
+THERE = replace(BEAT, host="node2", name="trainer_1")
 RANK = Descendant(8, 100.0, "trainer", "train", psutil.STATUS_SLEEPING)
 ROLES = {1: "orchestrator", 2: "trainer"}
+
+
+def report(state, beat=BEAT, for_seconds=90, life=KernelState.RUNNING, **fields):
+    return LivenessReport(
+        beat.name, state, beat, for_seconds, life, **({"seen_alive": True, "description": "is so"} | fields)
+    )
 
 
 class Scene:
@@ -70,29 +77,20 @@ def test_stop_tracker_does_not_count_time_in_which_it_was_suspended():
     assert stops.observe([replace(HALTED, created=200.0)], 1003) == {replace(HALTED, created=200.0): 0}, "another one"
 
 
-def test_check_stopped_process_is_reported_then_returned_once(scene):
-    assert scene.look([HALTED]) == []
-    assert scene.look([HALTED]) == []
-    assert scene.events == [("stopped", "orchestrator/7")]
-    found = [one for _ in range(9) for one in scene.look([HALTED])]
-    assert [(one.pid, one.role) for one in found] == [(7, "orchestrator")]
-    assert "was stopped (SIGSTOP?) for 5 s" in found[0].reason
-    assert scene.events == [("stopped", "orchestrator/7")]
-
-
-def test_check_process_that_continues_is_reported_and_not_returned(scene):
+def test_check_stopped_process_is_reported_then_returned_once_unless_it_continues(scene):
     for member in (HALTED, HALTED, WORKER, WORKER):
         assert scene.look([member]) == []
     assert scene.events == [("stopped", "orchestrator/7"), ("resumed", "orchestrator/7")]
+    found = [one for _ in range(9) for one in scene.look([HALTED])]
+    assert [(one.pid, one.role) for one in found] == [(7, "orchestrator")]
+    assert "was stopped (SIGSTOP?) for 5 s" in found[0].reason
+    assert scene.events[2:] == [("stopped", "orchestrator/7")]
 
 
 def test_check_traced_process_is_not_returned(scene):
-    beat = LivenessReport(
-        "trainer_0", ProcessState.DEAD, BEAT, 90, KernelState.TRACED, True, "has written no heartbeat for 90 s"
-    )
     held = replace(RANK, status=psutil.STATUS_TRACING_STOP)
     for _ in range(100):
-        assert scene.look([held], [beat]) == []
+        assert scene.look([held], [report(ProcessState.DEAD, life=KernelState.TRACED)]) == []
     assert ("traced", "trainer_0") in scene.events
 
 
@@ -112,48 +110,39 @@ def test_check_traced_process_is_not_returned(scene):
     ],
 )
 def test_check_heartbeat_states_are_reported_or_returned(scene, state, life, for_seconds, phase, killed, event):
-    report = LivenessReport("trainer_0", state, replace(BEAT, phase=phase), for_seconds, life, True, "is so")
-    found = scene.look([RANK], [report])
+    found = scene.look([RANK], [report(state, replace(BEAT, phase=phase), for_seconds, life)])
     assert [one.name for one in found] == ["trainer_0"] * killed
     assert scene.events == ([(event, "trainer_0")] if event else [])
 
 
-def test_check_foreign_process_is_reported_and_not_returned(scene):
-    foreign = LivenessReport(
-        "inference", ProcessState.STUCK, replace(BEAT, pid=99), 30, KernelState.UNKNOWN, True, "is stuck"
-    )
-    assert scene.look([RANK], [foreign]) == []
-    assert scene.events == [("stuck", "inference")]
-    assert scene.look([RANK], [replace(foreign, seen_alive=False)]) == []
-
-
+@pytest.mark.parametrize("pid", [8, 99])
 @pytest.mark.parametrize(
-    ("state", "phase"), [(ProcessState.DEAD, "step 3"), (ProcessState.STUCK, "serve"), (ProcessState.DEAD, "failed")]
+    ("state", "phase", "event"),
+    [
+        (ProcessState.DEAD, "step 3", "silent"),
+        (ProcessState.STUCK, "serve", "stuck"),
+        (ProcessState.DEAD, "failed", None),
+    ],
 )
-def test_check_foreign_heartbeat_with_a_local_pid_returns_nothing(scene, state, phase):
+def test_check_foreign_heartbeat_returns_nothing_also_with_a_local_pid(scene, state, phase, event, pid):
     """Process ids of another host or container can coincide with local ones."""
-    beat = replace(BEAT, name="inference_node2_8000", role="inference", host="node2", phase=phase)
-    foreign = LivenessReport("inference_node2_8000", state, beat, 90, KernelState.UNKNOWN, True, "is silent")
-    ours = LivenessReport("trainer_0", ProcessState.ALIVE, BEAT, 0, KernelState.RUNNING, True)
-    for _ in range(3):
-        assert scene.look([RANK], [foreign, ours]) == []
+    beat = replace(BEAT, name="inference_node2_8000", role="inference", host="node2", phase=phase, pid=pid)
+    foreign, ours = report(state, beat, life=KernelState.UNKNOWN), report(ProcessState.ALIVE, for_seconds=0)
+    for seen_alive in (True, True, False):
+        assert scene.look([RANK], [replace(foreign, seen_alive=seen_alive), ours]) == []
     assert scene.health.name_of(RANK) == "trainer_0"
-    event = {ProcessState.DEAD: "silent", ProcessState.STUCK: "stuck"}[state]
-    assert scene.events == ([] if phase == "failed" else [(event, "inference_node2_8000")]), "reported, and only once"
+    assert scene.events == ([] if event is None else [(event, beat.name)]), "reported, and only once"
 
 
 def test_check_dead_child_with_the_pid_of_a_foreign_heartbeat_is_returned(scene):
-    foreign = LivenessReport("trainer_1", ProcessState.ALIVE, replace(BEAT, host="node2"), 0, KernelState.UNKNOWN, True)
-    ours = LivenessReport(
-        "trainer_0", ProcessState.DEAD, BEAT, 61, KernelState.RUNNING, True, "has written no heartbeat for 61 s"
-    )
+    foreign, ours = report(ProcessState.ALIVE, THERE, 0, KernelState.UNKNOWN), report(ProcessState.DEAD)
     for reports in ([foreign, ours], [ours, foreign]):
         scene.health._killed.clear()
         assert [one.name for one in scene.look([RANK], reports)] == ["trainer_0"]
 
 
 def test_check_exits_of_lasting_descendants_are_reported(scene):
-    alive = LivenessReport("trainer_0", ProcessState.ALIVE, BEAT, 0, KernelState.RUNNING, True)
+    alive = report(ProcessState.ALIVE, for_seconds=0)
     passing = replace(WORKER, pid=9)
     child = Descendant(2, 1.0, "trainer", "torch.distributed.run", psutil.STATUS_SLEEPING)
     scene.look([child, RANK, WORKER], [alive])
@@ -195,6 +184,9 @@ def test_processes_keep_freed_memory_unless_the_user_says_otherwise(tmp_path, mo
 
 
 def test_restart_specs_keep_restarts_and_start_id(tmp_path):
+    roles, _ = roles_of(tmp_path)
+    assert "PRIME_RL_RESTART" not in roles["trainer"].env and "--max-restarts=0" in roles["trainer"].argv
+    assert {role.max_restarts for role in roles.values()} == {0}
     roles, paths = roles_of(tmp_path, "--max-restarts", "3", "--grace-timeout-seconds", "20")
     trainer, orchestrator = roles["trainer"], roles["orchestrator"]
     assert "--max-restarts=3" in trainer.argv
@@ -212,13 +204,6 @@ def test_restart_specs_keep_restarts_and_start_id(tmp_path):
     assert trainer.num_launcher_restarts() == 3
 
 
-def test_specs_without_restarts_have_no_restart_variable(tmp_path):
-    roles, _ = roles_of(tmp_path)
-    assert "PRIME_RL_RESTART" not in roles["trainer"].env
-    assert "--max-restarts=0" in roles["trainer"].argv
-    assert {role.max_restarts for role in roles.values()} == {0}
-
-
 def test_orchestrator_needs_rerun_while_the_trainer_is_on_a_later_branch(tmp_path):
     roles, paths = roles_of(tmp_path, "--ckpt")
     needs_rerun = roles["orchestrator"].needs_rerun
@@ -234,51 +219,37 @@ def test_orchestrator_needs_rerun_while_the_trainer_is_on_a_later_branch(tmp_pat
 
 
 @pytest.mark.parametrize("spans_nodes", [True, False])
-def test_lost_process_of_another_node_ends_its_child_only_with_several_nodes(scene, spans_nodes):
+def test_lost_process_of_another_node_ends_its_child_once_and_only_with_several_nodes(scene, spans_nodes):
     scene.health._spans_nodes = spans_nodes
-    there = replace(BEAT, host="node2", name="trainer_1")
-    silent = LivenessReport("trainer_1", ProcessState.DEAD, there, 61.0, KernelState.UNKNOWN, True, "is silent")
-    child = replace(RANK, pid=2)
+    silent = report(ProcessState.DEAD, THERE, life=KernelState.UNKNOWN)
+    child, lost = replace(RANK, pid=2), [("trainer_1", 2, "trainer", signal.SIGTERM)] if spans_nodes else []
     assert scene.look([child], []) == []
     found = scene.look([child], [silent, replace(silent, name="trainer_2")])
-    assert [(one.name, one.pid, one.role) for one in found] == ([("trainer_1", 2, "trainer")] if spans_nodes else [])
-    assert all(one.kill_signal == signal.SIGTERM for one in found), "it ends its command on the other nodes"
-    assert scene.look([child], [silent]) == [], "it is killed once"
-
-
-def test_process_started_again_is_not_ended_for_the_silence_of_its_predecessor(scene):
-    scene.health._spans_nodes = True
-    there = replace(BEAT, host="node2", name="trainer_1")
-    silent = LivenessReport("trainer_1", ProcessState.DEAD, there, 61.0, KernelState.UNKNOWN, True, "is silent")
-    scene.look([replace(RANK, pid=2)], [])
-    assert [one.pid for one in scene.look([replace(RANK, pid=2)], [silent])] == [2]
-    assert scene.look([replace(RANK, pid=3)], [silent], roles={1: "orchestrator", 3: "trainer"}) == []
-    assert scene.forgotten == ["trainer_1"]
+    assert [(one.name, one.pid, one.role, one.kill_signal) for one in found] == lost, "the others end on their nodes"
+    assert scene.look([child], [silent]) == []
+    again = {1: "orchestrator", 3: "trainer"}
+    assert scene.look([replace(RANK, pid=3)], [silent], roles=again) == [], "the silence is that of its predecessor"
+    assert scene.forgotten[:1] == ["trainer_1"] * spans_nodes
 
 
 @pytest.mark.parametrize(("names", "root"), [(("run_a", "run_b"), ""), (("run_a",), "run_a")])
-def test_check_silent_orchestrator_of_one_of_several_runs_is_named_after_its_run(tmp_path, names, root):
+def test_check_stuck_orchestrator_of_one_of_several_runs_is_named_after_its_run(tmp_path, names, root):
     """The trainer's heartbeat in the folder of a run ends with the run; the process continues."""
     runs = {name: RunPaths(tmp_path / name) for name in names}
-    now, printed = [0.0], []
-    health = HealthMonitor(
-        RunPaths(tmp_path / root), HeartbeatLimits(5, 60), EventLog(None, printed.append), lambda: now[0], runs=runs
-    )
-    health.process_tree = SimpleNamespace(scan=lambda roles: [RANK])
+    now, events = [0.0], EventLog(None, print)
+    health = HealthMonitor(RunPaths(tmp_path / root), HeartbeatLimits(5, 60), events, lambda: now[0], runs=runs)
+    member = replace(RANK, pid=os.getpid())
+    health.process_tree = SimpleNamespace(scan=lambda roles: [member])
     for paths in runs.values():
         paths.heartbeats_dir.mkdir(parents=True)
         HeartbeatWriter(paths, "trainer_0", "trainer")._write()
         writer = HeartbeatWriter(paths, "orchestrator", "orchestrator")
         writer.enter("sample batch 3", 1)
         writer._write()
-    found = []
-    for _ in range(90):
+    found, file = [], runs["run_a"].heartbeat("orchestrator")
+    for beat in range(2, 30):
         now[0] += 1
-        record = json.loads(runs["run_a"].heartbeat("orchestrator").read_text())
-        record["beat"] += 1  # alive, but without progress
-        runs["run_a"].heartbeat("orchestrator").write_text(json.dumps(record))
-        member = replace(RANK, pid=os.getpid())
-        health.process_tree = SimpleNamespace(scan=lambda roles, member=member: [member])
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"beat": beat}))  # alive, but without progress
         found += health.check({os.getpid(): "run_a"})
     assert {(one.name, one.role) for one in found} == {("run_a", "run_a")}
     assert "run_a (pid" in found[0].reason and "is stuck" in found[0].reason

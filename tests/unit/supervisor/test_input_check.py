@@ -31,18 +31,9 @@ def load_environment(rows=3, trouble=""):
 """
 
 
-def check_input(config):
-    with InputCheck() as check:
-        return check.run(config)
-
-
 FUNCTIONS = """
 def loss(inputs, beta):
     return -beta * inputs.logprobs
-
-
-def advantage(batch):
-    return [scores.rewards for scores in batch]
 """
 
 
@@ -58,6 +49,14 @@ def config(tmp_path):
     return load
 
 
+CUSTOM_LOSS = ["--trainer.loss.type", "custom", "--trainer.loss.import-path"]
+
+
+def check_input(config):
+    with InputCheck() as check:
+        return check.run(config)
+
+
 @pytest.mark.extended
 @pytest.mark.slow
 def test_check_input_counts_the_examples_of_all_environments(config, monkeypatch):
@@ -70,30 +69,15 @@ def test_check_input_counts_the_examples_of_all_environments(config, monkeypatch
     assert check_input(loaded.model_copy(update={"orchestrator": orchestrator})) == 8
 
 
-CUSTOM_LOSS = ["--trainer.loss.type", "custom", "--trainer.loss.import-path"]
-CUSTOM_ADVANTAGE = ["--orchestrator.advantage.type", "custom", "--orchestrator.advantage.import-path"]
-
-
-@pytest.mark.extended(after=1)
-@pytest.mark.slow
+@pytest.mark.extended(after=2)  # a loss is loaded without the imports of environments
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
+        ([*CUSTOM_LOSS, "{}/functions.py:los"], ["trainer.loss.import_path", "no function 'los'; did you mean loss?"]),
+        ([*CUSTOM_LOSS, "{}/functions.py:loss"], ["trainer.loss.import_path", "missing a required argument: 'beta'"]),
         (["--orchestrator.env.args.row", "3"], ["env.args.row", "did you mean rows?"]),
         (["--orchestrator.env.args.trouble", "exit"], ["loud.py: the process that loaded it exited with code 7"]),
-        pytest.param(
-            ["--orchestrator.env.args.trouble", "crash"],
-            ["the process that loaded it was killed by signal 6"],
-            marks=pytest.mark.extended,
-        ),
-        pytest.param(["--orchestrator.env.args.rows", "0"], ["has no train examples"], marks=pytest.mark.extended),
-        ([*CUSTOM_LOSS, "{}/functions.py:los"], ["trainer.loss.import_path", "no function 'los'; did you mean loss?"]),
-        pytest.param(
-            [*CUSTOM_LOSS, "{}/functions.py:loss"],
-            ["trainer.loss.import_path", "missing a required argument: 'beta'"],
-            marks=pytest.mark.extended,
-        ),
-        ([*CUSTOM_ADVANTAGE, "{}/functions.py:advantages"], ["orchestrator.advantage.import_path", "did you mean"]),
+        (["--orchestrator.env.args.trouble", "crash"], ["the process that loaded it was killed by signal 6"]),
     ],
 )
 def test_check_input_refuses_what_a_process_would_refuse(config, arguments, parts):
@@ -104,7 +88,6 @@ def test_check_input_refuses_what_a_process_would_refuse(config, arguments, part
         assert part in str(caught.value)
 
 
-@pytest.mark.slow
 def test_check_input_of_an_environment_that_hangs_ends(config):
     arguments = ["--orchestrator.env.args.trouble", "hang", "--orchestrator.env.start-timeout-seconds", "0.5"]
     with pytest.raises(RunError, match=r"did not load within 0\.5 s"):

@@ -24,11 +24,11 @@ pytestmark = pytest.mark.extended
 
 
 async def fetch(url, page):
-    """Status and body of a response of the page, as soon as it answers."""
+    """Body of a response of the page, as soon as it answers."""
 
     def get():
         with urllib.request.urlopen(url, timeout=5) as response:
-            return response.status, response.read()
+            return response.read()
 
     async with asyncio.timeout(PROGRESS_TIMEOUT_SECONDS):
         while True:
@@ -45,12 +45,18 @@ def paths(tmp_path):
     return RunPaths(tmp_path)
 
 
-async def test_page_is_served_until_the_run_ends(paths, monkeypatch):
+async def test_page_is_served_until_the_run_ends_also_on_a_full_disk(paths, monkeypatch):
     monkeypatch.setattr(launch, "_PAGE_STOP_SECONDS", 60.0)
+    paths.metrics_dir.mkdir()
+    paths.metrics("trainer").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo\n{"step": 2, "loss": 0.5}\n{"st')
+    paths.log("page").parent.mkdir()
+    paths.log("page").symlink_to("/dev/full")
     lines, tree, port = [], ProcessTree(), free_port()
     task = asyncio.ensure_future(serve_page(PageConfig(port=port), paths, lines.append, tree.ignored))
-    status, _ = await fetch(f"http://127.0.0.1:{port}/", task)
-    assert status == 200 and lines == [f"page: http://127.0.0.1:{port}, log {paths.log('page')}"]
+    overview = json.loads(await fetch(f"http://127.0.0.1:{port}/api/runs/{paths.root.name}/overview", task))
+    assert overview["headline"]["num_damaged"] == 1, "the half line at the end is not damaged, but not complete yet"
+    assert next(one["count"] for one in overview["metrics"] if one["name"] == "trainer:loss") == 2
+    assert lines == [f"page: http://127.0.0.1:{port}, log {paths.log('page')}"]
     (pid,) = tree.ignored
     assert "prime_rl_page" in psutil.Process(pid).cmdline()
     assert pid not in [member.pid for member in tree.scan({})]
@@ -81,32 +87,13 @@ async def test_page_that_does_not_end_is_killed(paths, monkeypatch):
     assert address in paths.log("page").read_text() and not address.endswith(":0"), "port 0 takes a free one"
 
 
-async def test_page_on_a_full_disk_serves_and_states_damaged_lines(paths):
-    paths.metrics_dir.mkdir()
-    paths.metrics("trainer").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo\n{"step": 2, "loss": 0.5}\n{"st')
-    paths.log("page").parent.mkdir()
-    paths.log("page").symlink_to("/dev/full")
-    port, lines = free_port(), []
-    task = asyncio.ensure_future(serve_page(PageConfig(port=port), paths, lines.append, set()))
-    url = f"http://127.0.0.1:{port}/api/runs/{paths.root.name}/overview"
-    overview = json.loads((await fetch(url, task))[1])
-    assert overview["headline"]["num_damaged"] == 1, "the half line at the end is not damaged, but not complete yet"
-    assert next(one["count"] for one in overview["metrics"] if one["name"] == "trainer:loss") == 2
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-def test_page_of_a_directory_without_a_run_says_so(tmp_path):
+def test_page_of_a_directory_without_a_run_says_so_and_a_missing_one_is_refused(tmp_path):
     command = [sys.executable, "-m", "prime_rl_page", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         lines = process.stdout.readline(), process.stdout.readline()
         process.terminate()
     assert lines[0].startswith("page: http") and "contains no run yet" in lines[1]
-
-
-def test_page_of_a_missing_directory_is_refused(tmp_path):
-    command = [sys.executable, "-m", "prime_rl_page", str(tmp_path / "typo")]
+    command[3] = str(tmp_path / "typo")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {tmp_path}/typo does not exist; pass the output_dir of a run")

@@ -15,11 +15,10 @@ from prime_rl.core.entry_point import ERROR_FILE, ReportedError, read_error_file
 from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.core.ports import claim_port
 from prime_rl.liveness.parent_process import SUPERVISED
-from prime_rl.storage.file_locks import check_no_writer, hold_run_lock
+from prime_rl.storage.file_locks import check_no_writer
 from prime_rl.storage.model_files import check_model, check_on_hub
 from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor import launch, launch_specs, preflight, slurm_launch
-from prime_rl.supervisor.launch import tail
 from prime_rl.supervisor.launch_specs import make_process_specs
 from prime_rl.supervisor.run_progress import RunProgress
 
@@ -45,10 +44,8 @@ def test_check_port_in_use_names_port_and_flag():
     assert "no.such.host.invalid" in refused(preflight.check_port, "no.such.host.invalid", 1, "--x")
 
 
-def test_check_model_without_a_directory_is_rejected(tmp_path):
+def test_check_model_without_a_model_in_the_directory_is_rejected(tmp_path):
     check_model("Qwen/Qwen3-0.6B")
-    for name in ("configs/no/model", "./model", str(tmp_path / "model")):
-        assert name in refused(check_model, name)
     assert "config.json" in refused(check_model, str(tmp_path))
     (tmp_path / "model_000650.pt").touch()
     assert "convert_nanochat_checkpoints.py" in refused(check_model, str(tmp_path))
@@ -72,28 +69,15 @@ def test_check_gpus_missing_ids_are_rejected():
     ("visible", "arguments", "named"),
     [
         ("", ["--trainer-gpus", "2"], "trainer_gpu_ids = [1, 2]"),
-        ("", ["--inference", "--trainer-gpu-ids", "0", "--inference-gpus", "2"], "trainer_gpu_ids = [0], inference_"),
+        ("-1", ["--inference", "--trainer-gpu-ids", "0", "--inference-gpus", "2"], "trainer_gpu_ids = [0], inference_"),
         ("", ["--inference"], None),
         ("0,1,2", ["--trainer-gpus", "2"], None),
     ],
 )
 def test_gpus_are_named_where_there_are_none(monkeypatch, visible, arguments, named):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert preflight.visible_gpus() == (visible.split(",") if "0" in visible else [])
     assert (preflight.gpus_that_are_not_there(RLConfig.load(arguments)) or "None").startswith(str(named))
-
-
-def test_visible_gpus_reads_cuda_visible_devices(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert preflight.visible_gpus() == ["3", "5"]
-    for nothing in ("", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
-        assert preflight.visible_gpus() == []
-
-
-def test_hold_run_lock_unwritable_directory_is_rejected(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"), hold_run_lock(RunPaths(tmp_path / "file/out")):
-        pass
 
 
 def test_unreachable_servers_lists_a_missing_server():
@@ -173,28 +157,24 @@ def test_run_in_the_directory_of_a_standalone_trainer_is_refused(earlier_run, mo
     assert earlier_run.weights(1).is_dir()
 
 
-def test_check_resume_missing_checkpoint_is_rejected(tmp_path):
+def test_check_resume_without_the_checkpoint_or_after_max_steps_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "checkpoints/step_2").mkdir(parents=True)
-    config = RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "2"])
+    output = ["--output-dir", str(tmp_path)]
+    config = RLConfig.load([*output, "--ckpt.resume-step", "2"])
     message = refused(preflight.check_resume, config)
     assert "no complete checkpoint of this step (was not finished:" in message and "complete steps: none" in message
-    latest = RLConfig.load(["--output-dir", str(tmp_path), "--ckpt.resume-step", "-1"])
+    latest = RLConfig.load([*output, "--ckpt.resume-step", "-1"])
     preflight.check_resume(latest)
     assert preflight.starts_without_checkpoint(latest)
     assert not preflight.starts_without_checkpoint(config)
-    assert not preflight.starts_without_checkpoint(RLConfig.load(["--output-dir", str(tmp_path), "--ckpt"]))
-
-
-def test_check_resume_of_a_checkpoint_after_max_steps_is_rejected(tmp_path, monkeypatch):
-    found = SimpleNamespace(steps=[2, 4], broken={})
-    monkeypatch.setattr(preflight, "find_checkpoints", lambda directory: found)
+    assert not preflight.starts_without_checkpoint(RLConfig.load([*output, "--ckpt"]))
+    monkeypatch.setattr(preflight, "find_checkpoints", lambda directory: SimpleNamespace(steps=[2, 4], broken={}))
     for step in ("-1", "4"):
-        arguments = ["--output-dir", str(tmp_path), "--ckpt.resume-step", step, "--max-steps"]
+        arguments = [*output, "--ckpt.resume-step", step, "--max-steps"]
         preflight.check_resume(RLConfig.load([*arguments, "4"]))
         message = refused(preflight.check_resume, RLConfig.load([*arguments, "3"]))
         assert "max_steps = 3, but the checkpoint to resume from has completed 4 steps" in message
-    elsewhere = ["--output-dir", str(tmp_path), "--ckpt.path", "/other/disk"]
-    message = refused(preflight.check_resume, RLConfig.load(elsewhere))
+    message = refused(preflight.check_resume, RLConfig.load([*output, "--ckpt.path", "/other/disk"]))
     assert "/other/disk has checkpoints of an earlier run (steps 2 to 4)" in message
 
 
@@ -221,8 +201,7 @@ def test_check_on_hub_names_the_reason(monkeypatch, tmp_path):
 
 def test_make_process_specs_sets_configuration_gpus_and_files(tmp_path, monkeypatch):
     monkeypatch.setattr(launch_specs, "visible_gpus", lambda: ["4", "5", "6"])
-    argv = ["--inference", "--output-dir", str(tmp_path), "--inference-gpus", "2", "--max-steps", "3"]
-    config = RLConfig.load(argv)
+    config = RLConfig.load(["--inference", "--output-dir", str(tmp_path), "--inference-gpus", "2", "--max-steps", "3"])
     paths = RunPaths(tmp_path)
     inference, orchestrator, trainer = made = make_process_specs(config, paths)
     assert [role.name for role in made] == ["inference", "orchestrator", "trainer"]
@@ -234,17 +213,11 @@ def test_make_process_specs_sets_configuration_gpus_and_files(tmp_path, monkeypa
         assert role.argv[-2:] == ["@", str(paths.config(role.name))]
         assert type(part).load(["@", str(paths.config(role.name))]) == part
     assert RLConfig.load(["@", str(paths.run_toml)]) == config
-
-
-def test_make_process_specs_without_gpu_or_server(tmp_path, monkeypatch):
     monkeypatch.setattr(launch_specs, "visible_gpus", lambda: [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    made = make_process_specs(
-        RLConfig.load(["--output-dir", str(tmp_path), "--trainer-ranks", "2"]), RunPaths(tmp_path)
-    )
-    assert [role.name for role in made] == ["orchestrator", "trainer"]
-    assert "CUDA_VISIBLE_DEVICES" not in made[1].env
-    assert "--nproc-per-node=2" in made[1].argv
+    alone = make_process_specs(RLConfig.load(["--output-dir", str(tmp_path), "--trainer-ranks", "2"]), paths)
+    assert [role.name for role in alone] == ["orchestrator", "trainer"]
+    assert "CUDA_VISIBLE_DEVICES" not in alone[1].env and "--nproc-per-node=2" in alone[1].argv
 
 
 def test_run_progress_joins_the_metrics_of_trainer_and_orchestrator():
@@ -256,24 +229,10 @@ def test_run_progress_joins_the_metrics_of_trainer_and_orchestrator():
     assert story.eta_seconds(5) is None
     assert len(list(story.add("trainer", {"step": 1, "loss": 1.0}))) == 1
     assert (story.steps, story.rewards, story.staleness) == (2, [0.5, 0.7], 1)
-    assert story.eta_seconds(5) >= 0
-    assert story.eta_seconds(None) is None
-
-
-def test_run_progress_counts_repeated_steps_once():
-    """After a restart the trainer rolls back, and both processes report these steps again."""
-    story = RunProgress()
-    for steps, reward in (((0, 1, 2), 0.1), ((1,), 0.5)):
-        for step in steps:
-            list(story.add("orchestrator", {"step": step, "reward/mean": reward}))
-            list(story.add("trainer", {"step": step}))
-    assert (story.steps, story.rewards) == (2, [0.1, 0.5])
-
-
-def test_tail_returns_the_last_lines_of_a_log(tmp_path):
-    (tmp_path / "log").write_text("\n".join(map(str, range(1000))))
-    assert tail(tmp_path / "log", lines=2) == ["998", "999"]
-    assert tail(tmp_path / "none") == []
+    assert story.eta_seconds(5) >= 0 and story.eta_seconds(None) is None
+    list(story.add("orchestrator", {"step": 0, "reward/mean": 0.4}))  # again after a restart, which rolls back
+    list(story.add("trainer", {"step": 0}))
+    assert (story.steps, story.rewards) == (1, [0.4])
 
 
 def test_error_file_keeps_the_first_error(tmp_path, monkeypatch):
@@ -310,15 +269,11 @@ def config(*arguments):
         (["--max-epochs", "2"], 25),
         (["--max-epochs", "0.5", "--max-steps", "100"], 6),
         (["--max-epochs", "2", "--max-steps", "7"], 7),
-        (["--max-steps", "7"], 7),
         ([], None),
     ],
 )
 def test_epochs_limit_the_steps_of_all_processes(arguments, steps):
     limited = launch.limit_to_epochs(config(*arguments), 100)
     assert limited.max_steps == limited.trainer.max_steps == limited.orchestrator.max_steps == steps
-
-
-def test_less_than_one_step_is_refused():
     with pytest.raises(ConfigError, match=r"max_epochs = 0\.01 of 100 examples is less than one step of 8"):
         launch.limit_to_epochs(config("--max-epochs", "0.01"), 100)

@@ -8,8 +8,7 @@ import time
 import psutil
 import pytest
 
-from tests.support.command import until
-from tests.unit.supervisor.test_supervisor import FOREVER, IMPORTS, STUBBORN, assert_gone
+from tests.unit.supervisor.test_supervisor import FOREVER, STUBBORN, assert_gone
 
 pytestmark = pytest.mark.extended
 
@@ -25,15 +24,6 @@ child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, s
 child.stdout.readline()
 print("orphan", child.pid, flush=True)
 {FOREVER}
-"""
-BEATING = """
-import os, pathlib, sys, time
-from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
-from prime_rl.storage.paths import RunPaths
-with HeartbeatWriter(RunPaths(pathlib.Path(os.environ["RUN"])), "trainer_0", "trainer", interval_seconds=0.2) as heart:
-    if "again" not in sys.argv:
-        heart.enter("step 3", deadline_seconds=0.5)
-        time.sleep(600)
 """
 
 
@@ -66,42 +56,6 @@ def test_rl_each_killed_process_is_restarted_and_the_run_completes(start):
     assert [e["event"] for e in events(run)][-1] == "finished"
 
 
-def test_rl_without_restarts_left_fails(start):
-    failing = "import sys; print('up'); raise SystemExit(3)"
-    run = start({"orchestrator": failing, "trainer": FOREVER}, "--max-restarts", "2")
-    code, output = run.end()
-    assert code == 1
-    assert len(happened(run, "restarted", "orchestrator")) == 2
-    assert "error: orchestrator exited with code 3" in output
-
-
-def test_rl_restarts_by_a_launcher_count(start):
-    """The launcher retries once, as torchrun does, and then fails: one of two restarts is left."""
-    script = "import os, pathlib, time; p = pathlib.Path(os.environ['RUN'])\n"
-    script += "if (p / 'trainer.attempt_1').exists(): raise SystemExit(1)\n"
-    script += "(p / 'trainer.attempt_1').touch()\n"
-    script += "while 'by its launcher' not in (p / 'events.jsonl').read_text(): time.sleep(0.02)\nraise SystemExit(1)"
-    run = start({"orchestrator": FOREVER, "trainer": script}, "--max-restarts", "2")
-    code, _ = run.end()
-    assert code == 1
-    assert [e["detail"] for e in happened(run, "restarted", "trainer")] == [
-        "restart 1 of 2, by its launcher",
-        "trainer exited with code 1; restart 2 of 2",
-    ]
-
-
-@pytest.mark.parametrize("then", ["raise", "time.sleep(600)"])
-def test_rl_bad_input_is_not_retried(start, then):
-    """Also below a launcher that has not given up yet."""
-    script = f"import time\n{IMPORTS}def main(): raise ConfigError('fix this')\n"
-    script += f"try: run_main(main)\nexcept SystemExit: {then}"
-    run = start({"orchestrator": FOREVER, "trainer": script}, "--max-restarts", "3")
-    code, output = run.end()
-    assert code == 2
-    assert "error: trainer: fix this (log " in output
-    assert not happened(run, "restarted", "trainer")
-
-
 def test_rl_stopped_descendant_is_killed_and_its_process_restarted(start):
     """The process has no heartbeat, and its parent exits with it."""
     child = "import time; time.sleep(600)"
@@ -128,52 +82,3 @@ sys.exit(bool(child.wait()))
     assert code == 1
     assert f"error: inference exited with code 1: inference/{second} (pid {second}, " in output
     assert "was stopped (SIGSTOP?) for " in output
-
-
-def test_rl_short_stop_is_reported_and_kills_nothing(start):
-    run = start({"orchestrator": UNTIL_DONE, "trainer": UNTIL_DONE}, "--heartbeat.warn-after-seconds", "20")
-    pid = int(run.wait_for_log("orchestrator", "up").split()[1])
-    os.kill(pid, signal.SIGSTOP)
-    file = run.output_dir / "events.jsonl"
-    until(lambda: '"stopped"' in file.read_text(), "the stop is not reported")
-    os.kill(pid, signal.SIGCONT)
-    until(lambda: '"resumed"' in file.read_text(), "the end of the stop is not reported")
-    (run.output_dir / "done").touch()
-    assert run.end()[0] == 0
-    assert not happened(run, "killed", "orchestrator")
-
-
-def test_rl_stuck_process_is_restarted(start):
-    """It writes heartbeats without progress for longer than the limit of its phase."""
-    run = start({"orchestrator": "", "trainer": BEATING}, "--max-restarts", "1", "--heartbeat.warn-after-seconds", "1")
-    code, output = run.end()
-    assert code == 0, output
-    [stuck] = happened(run, "stuck", "trainer_0")
-    assert "is stuck: no progress for" in stuck["detail"]
-    assert "phase 'step 3'" in stuck["detail"]
-    assert "killed: trainer_0 (pid" in output
-
-
-def test_rl_undone_work_restarts_the_finished_process(start):
-    """The orchestrator has exited when the trainer rolls back."""
-    again = "import os, pathlib, sys; p = pathlib.Path(os.environ['RUN'])\n"
-    again += "if 'again' in sys.argv: (p / 'undone').unlink(); (p / 'done').touch()"
-    run = start({"orchestrator": again, "trainer": UNTIL_DONE})
-    run.wait_for_log("trainer", "up")
-    (run.output_dir / "undone").touch()
-    code, output = run.end()
-    assert code == 0, output
-    assert "orchestrator is restarted: its finished work was undone" in output
-    assert [e["code"] for e in happened(run, "ended", "orchestrator")] == [0, 0]
-
-
-def test_rl_process_that_saves_after_sigterm_can_finish(start):
-    """As after the SIGTERM of a cluster scheduler."""
-    saving = "import signal, sys, time\ndef save(*_): time.sleep(1.5); print('saved', flush=True); sys.exit()\n"
-    saving += "signal.signal(signal.SIGTERM, save); print('up', flush=True); time.sleep(600)"
-    run = start({"orchestrator": FOREVER, "trainer": saving}, stop_seconds=600.0)
-    run.wait_for_log("trainer", "up")
-    run.process.send_signal(signal.SIGTERM)
-    code, _ = run.end()
-    assert code == 128 + signal.SIGTERM
-    assert "saved" in (run.output_dir / "logs/trainer.log").read_text()

@@ -18,11 +18,10 @@ from prime_rl.storage.paths import RunPaths
 from prime_rl.supervisor import child_processes
 from prime_rl.supervisor import supervisor as module
 from prime_rl.supervisor.child_processes import ChildProcess, ProcessSpec, kill_all
-from prime_rl.supervisor.lifecycle_events import EventLog
 from prime_rl.supervisor.process_tree import ProcessTree
-from prime_rl.supervisor.supervisor import SupervisorTimeouts
 from tests.support.command import PROGRESS_TIMEOUT_SECONDS, until
 from tests.support.virtual_clock import virtual_clock
+from tests.unit.supervisor.fake_children import Scene
 from tests.unit.supervisor.test_health_monitor import roles_of
 from tests.unit.supervisor.test_supervisor import FOREVER, REPORT, assert_gone
 
@@ -36,70 +35,33 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
-class FakeChild(ChildProcess):
-    """A child without a process."""
+def hold_orphans(monkeypatch, left=()):
+    """Let the end of orphans wait for the returned event; then `left` are still there."""
+    released = asyncio.Event()
 
-    def __init__(self, spec, pid):
-        self.spec, self.pid, self.exited = spec, pid, asyncio.get_running_loop().create_future()
+    async def end(find, kill_seconds):
+        await released.wait()
+        return list(left)
 
-    def end(self, code):
-        self.exited.set_result(code)
-
-
-class Scene:
-    """A run over children without processes; the test ends them."""
-
-    def __init__(self, monkeypatch, tmp_path, **fields):
-        self.children = []
-        make = {"inference": {"must_finish": False}, "orchestrator": {}, "trainer": {"is_last": True}}
-        self.roles = [
-            replace(
-                ProcessSpec(name, ["x"], {}, tmp_path / f"{name}.log", tmp_path / f"{name}.error", max_restarts=1),
-                **(make[name] | fields.get(name, {})),
-            )
-            for name in make
-        ]
-        monkeypatch.setattr(module.ChildProcess, "start", self._start)
-        monkeypatch.setattr(ProcessTree, "leftovers", lambda self, role, roles: [])
-        stopped = asyncio.get_running_loop().create_future()
-        timeouts = SupervisorTimeouts(exit_seconds=2, startup_seconds=0, culprit_seconds=1)
-        self.run = module._Supervision(self.roles, timeouts, EventLog(None, print), None, stopped)
-        self.outcome = asyncio.ensure_future(self.run.until_over())
-
-    def _start(self, spec, reason=None):
-        self.children.append(FakeChild(spec, 2**22 + len(self.children)))
-        return self.children[-1]
-
-    async def started(self, name, times=1):
-        async with asyncio.timeout(60):
-            while len(found := [child for child in self.children if child.spec.name == name]) < times:
-                await asyncio.sleep(0.1)
-        return found[-1]
+    monkeypatch.setattr(module, "kill_all", end)
+    return released
 
 
 @virtual_clock
 async def test_supervise_last_child_ends_while_orphans_are_ended_succeeds(monkeypatch, tmp_path):
-    async def end_slowly(find, kill_seconds):
-        orchestrator.end(0)
-        await asyncio.sleep(0.5)
-        return []
-
-    monkeypatch.setattr(module, "kill_all", end_slowly)
-    scene = Scene(monkeypatch, tmp_path)
-    orchestrator = await scene.started("orchestrator")
+    released, scene = hold_orphans(monkeypatch), Scene(monkeypatch, tmp_path)
     (await scene.started("trainer")).end(0)
     (await scene.started("inference")).end(-9)
+    await asyncio.sleep(0)
+    (await scene.started("orchestrator")).end(0)
+    released.set()
     assert (await scene.outcome).ok
 
 
 @virtual_clock
 async def test_supervise_bad_input_while_orphans_are_ended_is_not_delayed(monkeypatch, tmp_path):
     """A process that is about to be restarted is not the culprit."""
-
-    async def end_never(find, kill_seconds):
-        await asyncio.sleep(60)
-
-    monkeypatch.setattr(module, "kill_all", end_never)
+    hold_orphans(monkeypatch)
     scene = Scene(monkeypatch, tmp_path)
     (await scene.started("inference")).end(-9)
     (await scene.started("orchestrator")).end(2)
@@ -109,17 +71,10 @@ async def test_supervise_bad_input_while_orphans_are_ended_is_not_delayed(monkey
 
 @virtual_clock
 async def test_supervise_second_failure_while_orphans_are_ended_restarts_both(monkeypatch, tmp_path):
-    released = asyncio.Event()
-
-    async def end_when_released(find, kill_seconds):
-        await released.wait()
-        return []
-
-    monkeypatch.setattr(module, "kill_all", end_when_released)
-    scene = Scene(monkeypatch, tmp_path)
+    released, scene = hold_orphans(monkeypatch), Scene(monkeypatch, tmp_path)
     (await scene.started("inference")).end(-9)
     (await scene.started("trainer")).end(1)
-    await asyncio.sleep(4)  # longer than `straggle`: the orchestrator is not late, since the trainer is not done
+    await asyncio.sleep(4)  # longer than `exit_seconds`: the orchestrator is not late, since the trainer is not done
     assert [child.spec.name for child in scene.children] == ["inference", "orchestrator", "trainer"]
     released.set()
     await scene.started("inference", 2)
@@ -130,10 +85,7 @@ async def test_supervise_second_failure_while_orphans_are_ended_restarts_both(mo
 
 @virtual_clock
 async def test_supervise_orphan_that_does_not_end_fails_with_its_pid(monkeypatch, tmp_path):
-    async def end_in_vain(find, kill_seconds):
-        return [4711]
-
-    monkeypatch.setattr(module, "kill_all", end_in_vain)
+    hold_orphans(monkeypatch, left=[4711]).set()
     scene = Scene(monkeypatch, tmp_path)
     (await scene.started("inference")).end(-9)
     outcome = await scene.outcome
@@ -143,7 +95,7 @@ async def test_supervise_orphan_that_does_not_end_fails_with_its_pid(monkeypatch
 
 
 @virtual_clock
-async def test_supervise_start_after_waits_until_the_server_is_ready(monkeypatch, tmp_path, capsys):
+async def test_supervise_start_after_waits_until_the_server_is_ready(monkeypatch, tmp_path):
     serving = set()
     fields = {"inference": {"is_ready": serving.__contains__}, "trainer": {"start_after": "inference"}}
     scene = Scene(monkeypatch, tmp_path, **fields)
@@ -161,7 +113,7 @@ async def test_supervise_start_after_waits_until_the_server_is_ready(monkeypatch
     (await scene.started("trainer", 2)).end(0)
     orchestrator.end(0)
     assert (await scene.outcome).ok
-    assert capsys.readouterr().out.count("trainer starts when inference is ready") == 2
+    assert scene.printed.count("trainer starts when inference is ready") == 2
 
 
 @virtual_clock
@@ -182,6 +134,47 @@ async def test_supervise_start_after_an_unknown_process_is_rejected(monkeypatch,
         Scene(monkeypatch, tmp_path, trainer={"start_after": "evaluation"})
 
 
+@virtual_clock
+async def test_supervise_restarts_by_a_launcher_count(monkeypatch, tmp_path):
+    """The launcher retries once, as torchrun does, and then fails: one of two restarts is left."""
+    retries = []
+    fields = {"num_launcher_restarts": lambda: len(retries)}
+    scene = Scene(monkeypatch, tmp_path, max_restarts=2, trainer=fields)
+    trainer = await scene.started("trainer")
+    retries.append("the first")
+    await asyncio.sleep(10)
+    trainer.end(1)
+    (await scene.started("trainer", 2)).end(1)
+    assert (await scene.outcome).culprit.name == "trainer"
+    assert [line.partition(" (pid")[0] for line in scene.printed if "restart " in line] == [
+        "trainer: restart 1 of 2, by its launcher", "trainer exited with code 1; restart 2 of 2",
+    ]  # fmt: skip
+
+
+@virtual_clock
+async def test_supervise_bad_input_below_a_launcher_that_retries_ends_the_run(monkeypatch, tmp_path):
+    scene = Scene(monkeypatch, tmp_path, max_restarts=3)
+    trainer = await scene.started("trainer")
+    trainer.spec.error.write_text('{"code": 2, "message": "fix this"}')
+    assert (await scene.outcome).culprit.name == "trainer" and len(scene.children) == 3
+
+
+@virtual_clock
+async def test_supervise_undone_work_restarts_the_finished_process(monkeypatch, tmp_path):
+    """The orchestrator has exited when the trainer rolls back."""
+    undone = []
+    scene = Scene(monkeypatch, tmp_path, orchestrator={"needs_rerun": lambda: bool(undone)})
+    (await scene.started("orchestrator")).end(0)
+    await asyncio.sleep(10)
+    undone.append("by a rollback")
+    again = await scene.started("orchestrator", 2)
+    undone.clear()
+    again.end(0)
+    (await scene.started("trainer")).end(0)
+    assert (await scene.outcome).ok
+    assert any("orchestrator is restarted: its finished work was undone" in line for line in scene.printed)
+
+
 async def test_kill_all_process_without_first_thread_is_ended():
     process = subprocess.Popen([sys.executable, "-c", HALF_DEAD], stdout=subprocess.PIPE)
     process.stdout.readline()
@@ -195,30 +188,28 @@ async def test_kill_all_process_without_first_thread_is_ended():
         process.kill()
 
 
-async def test_kill_all_process_that_cannot_be_killed_is_returned(monkeypatch):
+async def test_kill_all_returns_what_cannot_be_killed_and_finds_what_starts_meanwhile(monkeypatch):
+    processes = [subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.DEVNULL) for _ in range(2)]
+    first, second = (process.pid for process in processes)
+
     def refuse(pid, number):
         raise PermissionError(1, "Operation not permitted")
 
-    process = subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.DEVNULL)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "kill", refuse)
-            assert await kill_all(lambda: [process.pid], 0.2) == [process.pid]
-    finally:
-        process.kill()
-        process.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", refuse)
+        assert await kill_all(lambda: [first], 0.05) == [first]
+    rounds = [[first], [second], []]
+    assert await kill_all(lambda: rounds.pop(0), 20) == []
+    assert_gone([first, second])
 
 
-async def test_stop_all_third_signal_gives_up_on_what_cannot_be_killed(monkeypatch, tmp_path):
+async def test_stop_all_third_signal_gives_up_on_what_cannot_be_killed(monkeypatch, role):
     """The second one skips the stop timeout."""
-    role = ProcessSpec(
-        "trainer", [sys.executable, "-c", FOREVER], dict(os.environ), tmp_path / "log", tmp_path / "error"
-    )
-    child, hurry = ChildProcess.start(role), asyncio.Event()
-    rounds = []
+    child, hurry, killing = ChildProcess.start(role), asyncio.Event(), asyncio.Event()
 
     async def kill_in_vain(find, kill_seconds, own):
-        rounds.append(list(find()))
+        assert list(find()) == [child.pid]
+        killing.set()
         await asyncio.Event().wait()
 
     monkeypatch.setattr(child_processes, "kill_all", kill_in_vain)
@@ -226,12 +217,10 @@ async def test_stop_all_third_signal_gives_up_on_what_cannot_be_killed(monkeypat
     monkeypatch.setattr(child, "terminate", lambda: None)
     try:
         ending = asyncio.ensure_future(child_processes.stop_all([child], 600, 600, hurry))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)
         hurry.set()
-        async with asyncio.timeout(30):
-            while not rounds:
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
+        await asyncio.wait_for(killing.wait(), 30)
+        await asyncio.sleep(0)
         assert not ending.done()
         hurry.set()
         assert await asyncio.wait_for(ending, 30) == [child.pid]
@@ -239,22 +228,18 @@ async def test_stop_all_third_signal_gives_up_on_what_cannot_be_killed(monkeypat
         os.kill(child.pid, signal.SIGKILL)
 
 
-async def test_kill_all_process_that_forks_while_it_dies_leaves_nothing(tmp_path):
-    """A later round finds a process that started meanwhile."""
-    processes = [subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.DEVNULL) for _ in range(2)]
-    rounds = [[processes[0].pid], [processes[1].pid], []]
-    assert await kill_all(lambda: rounds.pop(0), 20) == []
-    assert_gone([process.pid for process in processes])
+@pytest.fixture
+def role(tmp_path):
+    return ProcessSpec(
+        "trainer", [sys.executable, "-c", FOREVER], dict(os.environ), tmp_path / "log", tmp_path / "error"
+    )
 
 
-async def test_child_start_sets_the_death_signal_and_a_session_and_ignores_no_signal(tmp_path):
+async def test_child_start_sets_the_death_signal_and_a_session_and_ignores_no_signal(role):
     """A Python program sets the death signal; Python ignores SIGPIPE, which the command must not inherit."""
     script = "import ctypes, os, signal; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n))\n"
     script += "print(n.value, os.getsid(0) == os.getpid())"
-    role = ProcessSpec(
-        "trainer", [sys.executable, "-c", script], dict(os.environ), tmp_path / "log", tmp_path / "error"
-    )
-    child = ChildProcess.start(role)
+    child = ChildProcess.start(replace(role, argv=[sys.executable, "-c", script]))
     assert await asyncio.wait_for(child.exited, 120) == 0
     assert role.log.read_text().split() == ["9", "True"]
     child = ChildProcess.start(replace(role, argv=["grep", "SigIgn", "/proc/self/status"]))
@@ -343,24 +328,15 @@ def test_rl_closed_terminal_ends_only_a_run_that_belongs_to_it(tmp_path, monkeyp
         process.kill()
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
-def test_rl_signal_ignored_at_start_stays_ignored(start, number, tmp_path):
-    """As with nohup; the child processes ignore it as well."""
-    script = "import os, signal; print('ignored', signal.getsignal({}) is signal.SIG_IGN, flush=True)\n" + FOREVER
+async def test_signal_ignored_at_start_stays_ignored(number):
+    """As with nohup, and in the background of a shell."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        roles = {"orchestrator": script.format(int(number)), "trainer": FOREVER}
-        run = start(roles, "--heartbeat.warn-after-seconds", "50")  # until the stopped process below would be killed
+        async with module.stop_signals() as (stopped, _):
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await stopped is signal.SIGTERM
+            assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
-    log = run.wait_for_log("orchestrator", "up")
-    assert "ignored True" in log
-    trainer = int(run.wait_for_log("trainer", "up").split()[1])
-    run.process.send_signal(number)
-    os.kill(trainer, signal.SIGSTOP)  # what is reported after the signal shows that it was dealt with
-    until(lambda: '"stopped"' in (run.output_dir / "events.jsonl").read_text(), "rl has ended")
-    os.kill(trainer, signal.SIGCONT)
-    assert run.process.poll() is None
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end()[0] == 143

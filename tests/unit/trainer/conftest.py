@@ -1,6 +1,7 @@
 """Fixtures of several tests: a tiny model, a data set, a world of one rank, a folder for weights."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,8 +23,8 @@ def words(tmp_path_factory):
     return file
 
 
-@pytest.fixture
-def world():
+@contextmanager
+def one_rank():
     import torch
     import torch.distributed as dist
 
@@ -32,6 +33,19 @@ def world():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield World(rank=0, size=1, device=torch.device("cpu"))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def world():
+    with one_rank() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def module_world():
+    """One world for all tests of a module."""
+    with one_rank() as world:
+        yield world
 
 
 @pytest.fixture

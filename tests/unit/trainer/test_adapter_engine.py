@@ -77,6 +77,10 @@ def train(world, path):
     return [answers, len(rank_rows)]
 
 
+def train_both(world, paths):
+    return [train(world, path) for path in paths]
+
+
 def peft_gradients(path, index, rooms):
     """Return the gradients of a model by factor, computed by transformers and peft."""
     base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -97,25 +101,27 @@ def peft_gradients(path, index, rooms):
     return {name: [factor.grad.numpy() for factor in pair] for name, pair in factors.items()}
 
 
-@pytest.mark.parametrize(
-    ("size", "tied"),
-    [(2, True), (1, False), *(pytest.param(*case, marks=pytest.mark.extended) for case in ((4, False), (4, True)))],
-)
-def test_gradients_equal_those_of_peft_on_any_world(size, tied, tmp_path):
-    path = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    ranks = run_world(size, train, path, tmp_path)
-    assert len({num_rows for _, num_rows in ranks}) == 1  # a rank with fewer passes would stop the others
-    for answers, _ in ranks:
-        for index, (gradients, norm, factors) in enumerate(answers):
-            expected = peft_gradients(path, index, gradients)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model with tied embeddings, and one without."""
+    root = tmp_path_factory.mktemp("models")
+    return [str(make_tiny_model(root / str(tied), tie_word_embeddings=tied)) for tied in (True, False)]
+
+
+@pytest.mark.extended(after=1)
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_equal_those_of_peft_on_any_world(size, models, tmp_path):
+    ranks = run_world(size, train_both, models, tmp_path)
+    for number, path in enumerate(models):
+        answers = [rank[number] for rank in ranks]
+        assert len({num_rows for _, num_rows in answers}) == 1  # a rank with fewer passes would stop the others
+        for index in range(len(MODELS)):
+            gradients, norm, factors = answers[0][0][index]
             assert len(gradients) == 2 * 7 + 1
+            expected = peft_gradients(path, index, gradients)
             for name, pair in expected.items():
                 for got, wanted in zip(gradients[name], pair, strict=True):
                     np.testing.assert_allclose(got, wanted, atol=1e-5, err_msg=name)
             flat = np.concatenate([g.ravel() for pair in expected.values() for g in pair])
             assert norm == pytest.approx(np.linalg.norm(flat), rel=1e-5)
-            assert factors == answers_of(ranks[0], index)
-
-
-def answers_of(rank, index):
-    return rank[0][index][2]
+            assert all(answer[index] == [gradients, norm, factors] for answer, _ in answers)

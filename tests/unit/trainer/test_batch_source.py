@@ -1,7 +1,5 @@
 """Splitting a batch into minibatches and micro-batches, equal on every world size (I9)."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -27,8 +25,7 @@ def samples_of(minibatch):
     return [part.tolist() for row in real for part in row.tokens.split(np.diff(row.boundaries.numpy()).tolist())]
 
 
-@pytest.mark.parametrize("minibatches", [1, 3, 4, 50])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("minibatches", "size"), [(1, 2), (3, 4), (4, 1), (50, 2)])
 def test_split_batch_trains_every_sample_once_in_the_same_minibatch(minibatches, size):
     batch = make()
     alone = split_batch(batch, 0, minibatches, World(0, 1, CPU), max_tokens=60)
@@ -41,11 +38,8 @@ def test_split_batch_trains_every_sample_once_in_the_same_minibatch(minibatches,
         assert sorted(row for share in shares for row in samples_of(share)) == sorted(samples_of(minibatch))
     assert sum(minibatch.counts.tokens for minibatch in alone) == batch.loss_tokens
     assert sum(len(samples_of(m)) for m in alone) == len(batch.seq_lens)
-
-
-def test_split_batch_balances_minibatches():
-    sizes = [m.counts.tokens for m in split_batch(make(), 0, 4, World(0, 1, CPU), max_tokens=60)]
-    assert max(sizes) < 1.35 * min(sizes)
+    sizes = [minibatch.counts.tokens for minibatch in alone]
+    assert minibatches > 4 or max(sizes) < 1.35 * min(sizes)
 
 
 def test_split_batch_marks_on_policy_by_sample():
@@ -60,14 +54,11 @@ def test_split_batch_marks_on_policy_by_sample():
     assert old[0].on_policy.tolist() == [s != 0 for s in old[0].segment_ids.tolist()]
 
 
-def test_fake_batch_is_valid_and_depends_on_seed_and_step():
+def test_fake_batch_is_valid_and_depends_on_the_step():
     one, same, other = make(0), make(0), make(1)
     one.validate()
-    assert (one.tokens == same.tokens).all()
-    assert not np.array_equal(one.tokens, other.tokens)
+    assert (one.tokens == same.tokens).all() and not np.array_equal(one.tokens, other.tokens)
     assert set(np.unique(other.versions)) == {-1, 1}
-    full = make(variable_length=False)
-    assert (full.seq_lens == 30).all() and full.rows == 11
 
 
 def test_split_batch_concatenates_rows_up_to_max_tokens():
@@ -83,8 +74,7 @@ def test_split_batch_concatenates_rows_up_to_max_tokens():
     assert np.concatenate(lengths).tolist() == batch.seq_lens.tolist()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("max_tokens", [60, 150])
+@pytest.mark.parametrize(("size", "max_tokens"), [(2, 60), (4, 150)])
 def test_split_batch_cuts_micro_batches_equally_on_every_rank(size, max_tokens):
     """The costliest rows of all ranks meet in one forward pass, and the cheapest in another: nobody waits for long."""
     batch = make(batch_size=44)
@@ -112,71 +102,27 @@ def sums(dealt, costs):
     return [sum(costs[row] for row in real(rows)) for rows in dealt]
 
 
-def longest_first(costs, world):
-    """Longest processing time first with equal counts, in plain loops."""
-    count = -(-len(costs) // world)
-    dealt, loads = [[] for _ in range(world)], [0.0] * world
-    for row in sorted(range(len(costs)), key=lambda row: (-costs[row], row)):
-        rank = min((r for r in range(world) if len(dealt[r]) < count), key=lambda r: (loads[r], r))
-        dealt[rank].append(row)
-        loads[rank] += costs[row]
-    return dealt
-
-
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(cost, max_size=40), st.integers(1, 9))
-def test_assign_rows_gives_every_row_once_with_equal_counts(costs, world):
+def test_assign_rows_gives_every_row_once_with_equal_counts_and_sums(costs, world):
     dealt = assign_rows(costs, world)
     assert [len(rows) for rows in dealt] == [-(-len(costs) // world)] * world
     assert sorted(row for rows in dealt for row in real(rows)) == list(range(len(costs)))
     assert all(rows == sorted(real(rows)) + [PADDING_ROW] * rows.count(PADDING_ROW) for rows in dealt)
-    assert assign_rows(np.array(costs), world) == dealt
-
-
-@settings(deadline=None)
-@given(st.lists(cost, min_size=1, max_size=40), st.integers(1, 9))
-def test_assign_rows_spread_is_at_most_that_of_a_round(costs, world):
     ordered = sorted(costs, reverse=True) + [0.0] * (-len(costs) % world)
-    spread = max(ordered[i] - ordered[i + world - 1] for i in range(0, len(ordered), world))
-    loads = sums(assign_rows(costs, world), costs)
-    assert max(loads) - min(loads) <= spread + 1e-12 * max(loads)
+    largest_spread = max([ordered[i] - ordered[i + world - 1] for i in range(0, len(ordered), world)], default=0)
+    loads = sums(dealt, costs)
+    assert max(loads) - min(loads) <= largest_spread + 1e-12 * max(loads)
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(cost, min_size=1, max_size=40), st.integers(1, 9))
 def test_assign_rows_of_sorted_rows_keeps_rounds(costs, world):
     """So no rank waits longer in a forward pass than it must: the sum of the costliest of each place is the least."""
-    costs = sorted(costs, reverse=True)
-    dealt = assign_rows(costs, world)
+    dealt = assign_rows(np.array(sorted(costs, reverse=True)), world)
     for place in range(len(dealt[0])):
         rows = {rows[place] for rows in dealt} - {PADDING_ROW}
         assert rows == set(range(place * world, min((place + 1) * world, len(costs))))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=7), st.integers(2, 3))
-def test_assign_rows_largest_sum_is_within_proven_ratio(costs, world):
-    count = -(-len(costs) // world)
-    best = min(
-        max(sum(c for c, rank in zip(costs, ranks, strict=True) if rank == r) for r in range(world))
-        for ranks in itertools.product(range(world), repeat=len(costs))
-        if max(ranks.count(r) for r in range(world)) <= count
-    )
-    assert max(sums(assign_rows(costs, world), costs)) <= (2 - 1 / world) * best + 1e-9
-
-
-def test_assign_rows_balances_better_than_longest_first():
-    """Costs as packing makes them: within a factor of two, the number a multiple of the world's."""
-    random = np.random.default_rng(0)
-    ours, theirs = [], []
-    for world, rows in itertools.product((2, 4, 8), (16, 32, 64)):
-        for _ in range(20):
-            costs = random.uniform(1, 2, rows)
-            mean = costs.sum() / world
-            ours.append(max(sums(assign_rows(costs, world), costs)) / mean)
-            theirs.append(max(sums(longest_first(costs, world), costs)) / mean)
-    assert np.mean(ours) < 1.01
-    assert np.mean(ours) < np.mean(theirs)
 
 
 @pytest.mark.parametrize(("costs", "world"), [([3.0, 3.0, 3.0], 2), ([9, 7, 5, 1], 3), ([2.0], 4)])
@@ -187,10 +133,8 @@ def test_assign_rows_gives_each_rank_the_largest_sum_in_turn(costs, world):
 
 
 def test_uneven_rows_of_a_batch_make_no_rank_the_slow_one():
-    batch, worlds = (
-        make(batch_size=3, micro_batch_size=1, variable_length=False),
-        [World(rank, 2, CPU) for rank in (0, 1)],
-    )
+    batch = make(batch_size=3, micro_batch_size=1, variable_length=False)
+    worlds = [World(rank, 2, CPU) for rank in (0, 1)]
     parts = [[split_batch(batch, step, 1, world, max_tokens=30)[0] for world in worlds] for step in (0, 1)]
     shares = [[sum(len(row.scored) for row in part.rows) for part in ranks] for ranks in parts]
     assert shares[0] == shares[1][::-1]

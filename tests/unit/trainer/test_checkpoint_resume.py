@@ -59,14 +59,6 @@ def succeed(outcome):
     return error
 
 
-def fail(outcome, code):
-    found, error = outcome
-    assert found == code and "Traceback" not in error, error[-3000:]
-    line = error.splitlines()[-1]
-    assert line.startswith("error: "), error[-3000:]
-    return line
-
-
 def metrics_of(root):
     lines = [json.loads(line) for line in RunPaths(root).metrics("trainer").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(TIMES) and k != "time"} for line in lines]
@@ -86,67 +78,57 @@ def weights_hash(root, step):
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    """Eight steps of the trainer in one go, with checkpoints along the way."""
+    """Five steps of the trainer in one go, with checkpoints along the way."""
     root = tmp_path_factory.mktemp("whole")
-    ship(root, 8)
-    succeed(trainer(model, root, "--max-steps", "8", "--ckpt.interval", "3"))
+    ship(root, 5)
+    succeed(trainer(model, root, "--max-steps", "5", "--ckpt.interval", "2"))
     return root
 
 
-@pytest.fixture(scope="module")
-def halves(model, tmp_path_factory):
-    """Four steps, then four more, as they are typed."""
-    root = tmp_path_factory.mktemp("halves")
-    ship(root, 8)
-    succeed(trainer(model, root, "--max-steps", "4", "--ckpt"))
-    succeed(trainer(model, root, "--max-steps", "8", "--ckpt.resume-step", "4"))
-    return root
-
-
-def test_resumed_rl_is_bit_identical(whole, halves):
-    assert metrics_of(halves) == metrics_of(whole)
-    assert [line["step"] for line in metrics_of(halves)] == list(range(8))
-    assert weights_hash(halves, 8) == weights_hash(whole, 8)
-    one, two = (saved_tensors(RunPaths(root).checkpoint(8) / "trainer") for root in (whole, halves))
+def test_resumed_rl_is_bit_identical_and_archives_later_steps(whole, model, tmp_path):
+    paths = RunPaths(tmp_path / "run")
+    shutil.copytree(whole, paths.root)
+    paths.checkpoint(4).rename(paths.checkpoint(3))
+    (paths.checkpoint(3) / COMMITTED).unlink()
+    error = succeed(trainer(model, paths.root, "--max-steps", "5", "--ckpt.resume-step", "2", "--ckpt.interval", "2"))
+    assert "step_3 is not used: was not finished" in error and "resumed from" in error
+    assert metrics_of(paths.root) == metrics_of(whole)
+    assert [line["step"] for line in metrics_of(whole)] == list(range(5))
+    assert weights_hash(paths.root, 5) == weights_hash(whole, 5)
+    one, two = (saved_tensors(RunPaths(root).checkpoint(5) / "trainer") for root in (whole, paths.root))
     assert one.keys() == two.keys() >= {"rng/0"}
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
-
-def test_checkpoints_rows_and_branches_of_a_resumed_run(whole, halves):
-    assert find_checkpoints(RunPaths(whole).checkpoints_dir).steps == [3, 6, 8], "each third, and the last"
-    assert find_checkpoints(RunPaths(halves).checkpoints_dir).steps == [4, 8]
-    rows = [(RunPaths(whole).rollouts(step) / ROWS_FILE).exists() for step in range(8)]
-    assert rows == [False] * 3 + [True] * 5, "kept for kept checkpoints"
-    manifests = [read_manifest(RunPaths(halves).weights(step), WEIGHTS_FORMAT) for step in (3, 4, 5)]
-    assert [manifest["branch"] for manifest in manifests] == [0, 1, 1]
-    aside = RunPaths(halves).abandoned(0) / "weights" / "step_4"
-    assert read_manifest(aside, WEIGHTS_FORMAT)["hash"] == manifests[1]["hash"]
+    versions = [read_manifest(paths.weights(step), WEIGHTS_FORMAT)["branch"] for step in (1, 2, 5)]
+    assert versions == [0, 1, 1]
+    aside = paths.abandoned(0)
+    assert sorted(path.name for path in (aside / "weights").iterdir()) == ["step_2", "step_3", "step_4", "step_5"]
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step_3", "step_5"]
+    assert [json.loads(x)["step"] for x in (aside / "metrics/trainer.jsonl").read_text().splitlines()] == [2, 3, 4]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(("ranks", "signalled"), [(1, 0), pytest.param(2, 1, marks=pytest.mark.extended)])
-def test_trainer_sigterm_saves_a_checkpoint_from_which_it_resumes(whole, model, tmp_path, ranks, signalled):
+def test_checkpoints_and_their_rows_are_kept_at_each_interval_and_the_end(whole):
+    assert find_checkpoints(RunPaths(whole).checkpoints_dir).steps == [2, 4, 5]
+    rows = [(RunPaths(whole).rollouts(step) / ROWS_FILE).exists() for step in range(5)]
+    assert rows == [False] * 2 + [True] * 3
+
+
+@pytest.mark.extended(after=1)
+@pytest.mark.parametrize(("ranks", "signalled", "resumes"), [(1, 0, False), (1, 0, True), (2, 1, True)])
+def test_trainer_sigterm_saves_a_checkpoint_from_which_it_resumes(whole, model, tmp_path, ranks, signalled, resumes):
     """SIGTERM ends the wait for a batch, on all ranks; the checkpoint is no multiple of the interval."""
-    ship(tmp_path, 5)
-    stop_in_phase(tmp_path, "wait for batch 5", signalled)
-    wait = ["--wait-timeout-seconds", "240"]
-    code, error = trainer(model, tmp_path, "--max-steps", "8", "--ckpt.interval", "3", *wait, ranks=ranks)
+    ship(tmp_path, 3)
+    stop_in_phase(tmp_path, "wait for batch 3", signalled)
+    arguments = ["--max-steps", "5", "--ckpt.interval", "2"]
+    code, error = trainer(model, tmp_path, *arguments, "--wait-timeout-seconds", "240", ranks=ranks)
     assert code == 128 + signal.SIGTERM, error[-3000:]
-    assert find_checkpoints(RunPaths(tmp_path).checkpoints_dir).steps == [3, 5]
+    assert find_checkpoints(RunPaths(tmp_path).checkpoints_dir).steps == [2, 3]
     assert read_heartbeat(RunPaths(tmp_path).heartbeat("trainer_0")).phase == "ended"
-    ship(tmp_path, 8, first=5)
-    succeed(trainer(model, tmp_path, "--max-steps", "8", "--ckpt.resume-step", "-1", ranks=ranks))
-    if ranks == 1:
-        assert metrics_of(tmp_path) == metrics_of(whole)
-        assert weights_hash(tmp_path, 8) == weights_hash(whole, 8)
-
-
-def test_trainer_sigterm_without_checkpoints_exits_at_once(model, tmp_path):
-    ship(tmp_path, 1)
-    stop_in_phase(tmp_path, "wait for batch 1")
-    code, _ = trainer(model, tmp_path, "--max-steps", "8", "--wait-timeout-seconds", "240")
-    assert code == -signal.SIGTERM
-    assert not RunPaths(tmp_path).checkpoints_dir.exists()
+    if resumes:
+        ship(tmp_path, 5, first=3)
+        succeed(trainer(model, tmp_path, *arguments, "--ckpt.resume-step", "-1", ranks=ranks))
+        assert ranks == 2 or metrics_of(tmp_path) == metrics_of(whole)
+        assert ranks == 2 or weights_hash(tmp_path, 5) == weights_hash(whole, 5)
 
 
 @pytest.mark.extended
@@ -162,79 +144,10 @@ def test_sft_sigterm_saves_a_checkpoint_from_which_it_resumes(model, words, tmp_
 
 
 @pytest.mark.extended
-def test_kept_batches_reproduce_the_run(model, tmp_path):
-    """Neither a commit deletes them nor, without checkpoints, the next step."""
-    run, again = tmp_path / "run", tmp_path / "again"
-    ship(run, 3)
-    succeed(trainer(model, run, "--max-steps", "3", "--keep-batches", "--ckpt.interval", "1"))
-    shutil.copytree(run / "rollouts", again / "rollouts")
-    succeed(trainer(model, again, "--max-steps", "3", "--keep-batches"))
-    for root in (run, again):
-        assert all((RunPaths(root).rollouts(step) / ROWS_FILE).exists() for step in range(3))
-    assert weights_hash(again, 3) == weights_hash(run, 3)
-
-
-@pytest.mark.extended
-def test_resume_of_earlier_step_archives_later_ones(whole, model, tmp_path):
-    root = tmp_path / "run"
-    shutil.copytree(whole, root)
-    shutil.copytree(RunPaths(root).checkpoint(8), RunPaths(root).checkpoint(5))
-    (RunPaths(root).checkpoint(5) / COMMITTED).unlink()
-    error = succeed(trainer(model, root, "--max-steps", "8", "--ckpt.resume-step", "6", "--ckpt.interval", "3"))
-    assert "step_5 is not used: was not finished" in error and "resumed from" in error
-    assert metrics_of(root) == metrics_of(whole)
-    assert weights_hash(root, 8) == weights_hash(whole, 8)
-    aside = RunPaths(root).abandoned(0)
-    assert sorted(p.name for p in (aside / "weights").iterdir()) == ["step_6", "step_7", "step_8"]
-    assert [p.name for p in (aside / "checkpoints").iterdir()] == ["step_8"]
-    assert [json.loads(x)["step"] for x in (aside / "metrics/trainer.jsonl").read_text().splitlines()] == [6, 7]
-
-
-def test_resume_of_damaged_checkpoint_exits(whole, model, tmp_path):
-    root = tmp_path / "run"
-    shutil.copytree(whole, root)
-    shard = next((RunPaths(root).checkpoint(6) / "trainer").glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[100] ^= 1
-    shard.write_bytes(content)
-    line = fail(trainer(model, root, "--max-steps", "8", "--ckpt.resume-step", "6"), 1)
-    assert str(shard) in line
-    assert RunPaths(root).weights(8).exists()  # nothing was put aside
-
-
-@pytest.mark.extended
-def test_resume_of_another_model_or_command_exits(whole, model, words, tmp_path):
-    root = tmp_path / "run"
-    shutil.copytree(whole, root)
-    more = ["--max-steps", "8", "--ckpt.resume-step", "6"]
-    line = fail(trainer(model, root, *more, "--model.debug.num-layers", "1"), 2)
-    assert "model.layers.1" in line and "model.debug.num_layers was None" in line
-    line = fail(trainer(model, root, *more, "--optim.type", "muon"), 2)
-    assert "optim.type = muon" in line and "adamw" in line
-    assert "was written by trainer" in fail(sft(model, words, root, *more), 2)
-
-
-def test_resume_of_a_missing_step_or_without_resume_step_exits(whole, model):
-    line = fail(trainer(model, whole, "--max-steps", "8", "--ckpt.resume-step", "5"), 2)
-    assert "5" in line and "3, 6, 8" in line
-    assert find_checkpoints(RunPaths(whole).checkpoints_dir).steps == [3, 6, 8]
-    assert fail(trainer(model, whole, "--max-steps", "8", "--ckpt"), 2).startswith("error: output_dir:")
-
-
-def test_invalid_checkpoint_folder_exits_before_first_step(model, tmp_path):
-    (tmp_path / "file").touch()
-    ship(tmp_path / "run", 1)
-    line = fail(trainer(model, tmp_path / "run", "--max-steps", "1", "--ckpt.path", tmp_path / "file"), 2)
-    assert line.startswith(f"error: ckpt.path: cannot create {tmp_path / 'file'}")
-    assert not RunPaths(tmp_path / "run").metrics("trainer").exists()
-
-
-@pytest.mark.extended
-def test_resume_with_changed_settings_logs_them(halves, model, tmp_path):
-    root = tmp_path / "run"
-    shutil.copytree(halves, root)
-    error = succeed(trainer(model, root, "--max-steps", "5", "--ckpt.resume-step", "4", "--optim.beta1", "0.5"))
-    assert "optim.beta1 was 0.9 when the checkpoint was written and is 0.5" in error
+def test_kept_batches_are_deleted_by_no_commit(model, tmp_path):
+    ship(tmp_path, 3)
+    succeed(trainer(model, tmp_path, "--max-steps", "3", "--keep-batches", "--ckpt.interval", "1"))
+    assert all((RunPaths(tmp_path).rollouts(step) / ROWS_FILE).exists() for step in range(3))
 
 
 @pytest.mark.extended
@@ -251,52 +164,15 @@ def test_resumed_sft_is_bit_identical(model, words, tmp_path):
     assert weights_hash(halves, 4) != weights_hash(halves, 8)
 
 
-def steps_of(root):
-    return [line["step"] for line in metrics_of(root) if "loss" in line]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("changed", [["--data.batch-size", "3"], ["--data.batch-size", "1"], ["--data.seq-len", "48"]])
-def test_resumed_sft_pass_with_changed_settings_publishes_at_its_end(model, words, tmp_path, changed):
-    """Without max_steps; a decaying schedule ends with the pass."""
-    schedule = ["--scheduler.type", "linear", "--data.seq-len", "96"]
-    succeed(sft(model, words, tmp_path, *schedule, "--ckpt.interval", "2"))
-    total = len(steps_of(tmp_path))
-    assert total >= 4
-    succeed(sft(model, words, tmp_path, *schedule, "--ckpt.resume-step", "2", *changed))
-    steps = steps_of(tmp_path)
-    assert steps == list(range(len(steps))) and len(steps) != total
-    assert RunPaths(tmp_path).weights(len(steps)).exists()
-    rates = [line["lr"] for line in metrics_of(tmp_path) if "lr" in line]
-    assert rates[-1] == pytest.approx(1e-2 / len(steps))
-
-
 @pytest.mark.extended
 def test_sft_resumed_at_its_end_publishes_a_missing_version(model, words, tmp_path):
     succeed(sft(model, words, tmp_path, "--max-steps", "3", "--ckpt.interval", "2"))
-    line = fail(sft(model, words, tmp_path, "--max-steps", "2", "--ckpt.resume-step", "3"), 2)
-    assert "max_steps = 2, but the checkpoint to resume from has completed 3 steps; increase" in line
     assert not RunPaths(tmp_path).weights(2).exists()
-    succeed(sft(model, words, tmp_path, "--max-steps", "2", "--ckpt.resume-step", "2"))
-    assert RunPaths(tmp_path).weights(2).exists()
+    resume = ["--max-steps", "2", "--ckpt.resume-step", "2"]
+    succeed(sft(model, words, tmp_path, *resume))
     published = weights_hash(tmp_path, 2)
-    succeed(sft(model, words, tmp_path, "--max-steps", "2", "--ckpt.resume-step", "2"))
+    succeed(sft(model, words, tmp_path, *resume))
     assert weights_hash(tmp_path, 2) == published
-
-
-@pytest.mark.extended
-def test_sft_resumed_without_parts_trains_the_new_data_from_their_start(model, words, tmp_path):
-    other = tmp_path / "other.jsonl"
-    other.write_text("".join(words.read_text().splitlines(keepends=True)[::-2]))
-    run = tmp_path / "run"
-    succeed(sft(model, words, run, "--max-steps", "2", "--ckpt"))
-    resume = ["--max-steps", "4", "--ckpt.resume-step", "2"]
-    assert f"the contents of {other} (data.name) have changed" in fail(sft(model, other, run, *resume), 2)
-    skipped = ["--ckpt.skip-dataloader", "--ckpt.skip-optimizer", "--ckpt.skip-scheduler", "--ckpt.skip-progress"]
-    succeed(sft(model, other, run, *resume, *skipped))
-    assert steps_of(run) == [0, 1, 2, 3]
-    assert [line["progress/step"] for line in metrics_of(run)] == [1, 2, 3, 4]
-    assert metrics_of(run)[2]["progress/samples"] < metrics_of(run)[1]["progress/samples"]
 
 
 @pytest.mark.extended

@@ -13,7 +13,7 @@ from prime_rl.core.types import PolicyVersion
 from prime_rl.storage.artifact import WEIGHTS_FORMAT, read_manifest
 from prime_rl.storage.delta.chain import chain_of, rebuild
 from prime_rl.storage.paths import steps_in
-from prime_rl.storage.tensor_hashes import RawTensor, hash_tensors
+from prime_rl.storage.tensor_hashes import hash_tensors
 from prime_rl.trainer.weight_sync import gather_plan, transport
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.test_publish_worlds import Training
@@ -63,42 +63,41 @@ def kinds(directory):
     return "".join("f" if len(chain_of(directory / f"step_{step}")) == 1 else "d" for step in steps_in(directory))
 
 
-@pytest.mark.extended(after=1)
-@pytest.mark.parametrize(("interval", "expected"), [(3, "fddfddf"), (1, "fffffff"), (10, "fdddddf"), (None, "fffffff")])
-def test_full_interval_first_last_and_every_nth_are_full(tiny, world, weights, interval, expected):
-    training = Training(tiny, world, deltas(interval))
-    publish_steps(training, weights, 7, last=7)
-    assert kinds(weights) == expected
-    manifests = [read_manifest(weights / f"step_{step}", WEIGHTS_FORMAT) for step in range(1, 8)]
-    assert "delta" not in manifests[-1], "nothing follows the last one"
-    assert ["delta" in manifest for manifest in manifests[:-1]] == [interval is not None] * 6
-    assert (weights / "step_7/config.json").exists() and (weights / "step_7/tokenizer.json").exists()
+def test_first_last_and_every_nth_version_is_full(tiny, world, weights, tmp_path):
+    """With `weight_broadcast.directory` a base lies beside its delta, where the links lead too."""
+    training = Training(tiny, world, deltas(3, directory=tmp_path / "memory"))
+    publish_steps(training, weights, 6, last=6)
+    assert kinds(weights) == "fddfdf"
+    manifests = [read_manifest(weights / f"step_{step}", WEIGHTS_FORMAT) for step in range(1, 7)]
+    assert ["delta" in manifest for manifest in manifests] == [True] * 5 + [False], "nothing follows the last one"
+    assert (weights / "step_6/config.json").exists() and (weights / "step_6/tokenizer.json").exists()
+    assert not (weights / "step_6").is_symlink()
+    resolved = (weights / "step_3").resolve()
+    assert [path.parent for path in chain_of(resolved)] == [resolved.parent] * 3
+    assert made_of(resolved, tmp_path)[0] == made_of(weights / "step_3", tmp_path)[0] == manifests[2]["tensors"]
 
 
-def test_rebuilt_deltas_equal_full_versions(tiny, world, weights, tmp_path):
+def test_rebuilt_deltas_equal_full_versions(tiny, world, weights, tmp_path, monkeypatch):
     """Bit by bit, with the canary, in two files and bfloat16; and they are small."""
-    plan_limit, gather_plan._LEAST_FILE_BYTES = gather_plan._LEAST_FILE_BYTES, 1
-    try:
-        options = {"shard_bytes": 100_000, "canary": torch.float32, "dtype": torch.bfloat16}
+    options = {"shard_bytes": 100_000, "canary": torch.float32, "dtype": torch.bfloat16}
+    with monkeypatch.context() as patched:
+        patched.setattr(gather_plan, "_LEAST_FILE_BYTES", 1)
         one, other = (Training(tiny, world, deltas(interval), **options) for interval in (10, None))
-        assert not isinstance(other.publisher._transport, transport.DeltaTransport), "it keeps nothing"
-    finally:
-        gather_plan._LEAST_FILE_BYTES = plan_limit
-    publish_steps(one, weights, 5)
-    publish_steps(other, tmp_path / "full", 5)
-    assert kinds(weights) == "fdddd"
-    for step in range(1, 6):
+    publish_steps(one, weights, 3)
+    publish_steps(other, tmp_path / "full", 3)
+    assert (kinds(weights), kinds(tmp_path / "full")) == ("fdd", "fff")
+    for step in range(1, 4):
         full = read_manifest(tmp_path / f"full/step_{step}", WEIGHTS_FORMAT)
         changes = read_manifest(weights / f"step_{step}", WEIGHTS_FORMAT)
+        assert "delta" not in full, "it keeps nothing"
         assert all(changes[key] == full[key] for key in ("tensors", "hash", "canary", "step", "branch"))
         hashes, target = made_of(weights / f"step_{step}", tmp_path)
         assert hashes == full["tensors"]
         assert {path.name for path in target.iterdir()} == set(full["files"]) | {"manifest.json"}
         if step > 1:
-            assert len([name for name in changes["files"] if name.endswith(".delta")]) > 1
-            assert set(changes["files"]) == {f"{Path(n).stem}.delta" for n in full["files"] if n.startswith("model-")}
-            tensors = sum(size for name, size in full["files"].items() if name.endswith(".safetensors"))
-            assert sum(changes["files"].values()) < 0.15 * tensors
+            files = {name: size for name, size in full["files"].items() if name.startswith("model-")}
+            assert len(files) > 1 and changes["files"].keys() == {f"{Path(name).stem}.delta" for name in files}
+            assert sum(changes["files"].values()) < 0.15 * sum(files.values())
 
 
 def publish_on_ranks(world, argument):
@@ -163,32 +162,8 @@ def test_delta_without_changes_is_small(tiny, world, weights, tmp_path):
     assert made_of(weights / "step_2", tmp_path)[0] == hash_tensors(tiny)
 
 
-def test_deltas_in_directory_have_base_beside_them(tiny, world, weights, tmp_path):
-    """`weight_broadcast.directory`: a base lies beside its delta, where the links lead too."""
-    training = Training(tiny, world, deltas(10, directory=tmp_path / "memory"))
-    publish_steps(training, weights, 4, last=4)
-    assert kinds(weights) == "fddf"
-    resolved = (weights / "step_3").resolve()
-    assert [path.parent for path in chain_of(resolved)] == [resolved.parent] * 3
-    expected = read_manifest(weights / "step_3", WEIGHTS_FORMAT)["tensors"]
-    assert made_of(resolved, tmp_path)[0] == made_of(weights / "step_3", tmp_path)[0] == expected
-    assert not (weights / "step_4").is_symlink()
-
-
 def test_delta_with_adapters_is_refused():
     """An adapter changes everywhere, so the two do not go together."""
-    model = {"name": "x", "lora": {"publish": "adapter"}}
     with pytest.raises(ValueError, match=r"weight_broadcast\.delta does not support adapters"):
-        TrainerConfig(model=model, weight_broadcast={"type": "filesystem", "delta": {}})
-    merged = TrainerConfig(
-        model={"name": "x", "lora": {}}, weight_broadcast={"type": "filesystem", "delta": {"full_interval": 4}}
-    )
-    assert merged.weight_broadcast.delta.full_interval == 4
-
-
-def test_raw_tensors_equal_file(tmp_path):
-    tensors = {"a": torch.randn(3, 5).to(torch.bfloat16), "b": torch.randn(2), "c": torch.zeros(0, 4)}
-    hashes = transport.write_safetensors(tmp_path / "model.safetensors", tensors)
-    raw = transport.raw_tensors(tensors)
-    assert all(isinstance(tensor, RawTensor) for tensor in raw.values())
-    assert {name: tensor.digest(name) for name, tensor in raw.items()} == hashes == hash_tensors(tmp_path)
+        TrainerConfig(model={"lora": {"publish": "adapter"}}, weight_broadcast=deltas(4))
+    assert TrainerConfig(model={"lora": {}}, weight_broadcast=deltas(4)).weight_broadcast.delta.full_interval == 4

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.configs.base_model import TokenizerConfig
@@ -23,9 +22,8 @@ from prime_rl.trainer import memory_savings
 from prime_rl.trainer.memory_savings import ActivationOffload, offload_state, prepare_optimizer
 from prime_rl.trainer.micro_batch import make_micro_batch, masked_row
 from prime_rl.trainer.model import lm_head
-from prime_rl.trainer.model.policy_model import PolicyModel, load_tokenizer
+from prime_rl.trainer.model.policy_model import load_tokenizer
 from prime_rl.trainer.optim.optimizers import build_optimizer
-from prime_rl.trainer.packing_check import measure_packing
 from prime_rl.trainer.parallel.device_mesh import Layout
 from prime_rl.trainer.parallel.process_group import RankConsensus, World
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
@@ -95,31 +93,31 @@ def trace(model, ranks=1, minibatches=1, loss=None, optim=None, blank=False, str
     return set(device.reads)
 
 
-LOSSES = {
-    "gspo": {"type": "gspo"},
-    "kl": {"type": "aipo", "kl": {"coef": 0.1}},  # needs a reference model
-    "icepop_teacher": {"type": "icepop", "teacher_tau": 0.5},
-}
-
-
+KL = {"type": "aipo", "kl": {"coef": 0.1}}  # needs a reference model
+MASK_READS = {f"lm_head.py:{name}" for name in ("kept_threshold", "_find_threshold", "_lowest_kept_logit")}
+BALANCE_READS = {"policy_model.py:reduce"}
+# name -> (model, keys, reads besides those that are always allowed)
 STEPS = {
-    **{name: ("dense", {"loss": loss}) for name, loss in LOSSES.items()},
-    "decoupled_ppo with minibatches": ("dense", {"minibatches": 2, "loss": {"type": "decoupled_ppo"}}),
-    "adapters and their base as reference": ("dense", {"lora": {"rank": 4}, "loss": LOSSES["kl"]}),
-    "muon": ("dense", {"ranks": 2, "optim": MuonConfig()}),
-    "two ranks, and a row without trained tokens": ("untied", {"ranks": 2, "minibatches": 2, "blank": True}),
-    "context parallelism": ("dense", {"ranks": 2, "cp": {"degree": 2}}),
-    "longrope": ("longrope", {}),
+    "reference model and minibatches": ("dense", {"minibatches": 2, "loss": KL}, set()),
+    "sampling mask": ("dense", {"streams": {"top_p": 0.9, "min_p": 0.1}}, MASK_READS),
+    "gspo": ("dense", {"loss": {"type": "gspo"}}, set()),
+    "icepop with teacher": ("dense", {"loss": {"type": "icepop", "teacher_tau": 0.5}}, set()),
+    "decoupled_ppo with minibatches": ("dense", {"minibatches": 2, "loss": {"type": "decoupled_ppo"}}, set()),
+    "adapters and their base as reference": ("dense", {"lora": {"rank": 4}, "loss": KL}, set()),
+    "muon": ("dense", {"ranks": 2, "optim": MuonConfig()}, set()),
+    "two ranks, and a row without trained tokens": ("untied", {"ranks": 2, "minibatches": 2, "blank": True}, set()),
+    "context parallelism": ("dense", {"ranks": 2, "cp": {"degree": 2}}, set()),
+    "longrope": ("longrope", {}, set()),
+    "attention sinks": ("sinks", {"debug": {}}, BALANCE_READS),
+    "experts": ("experts", {"ranks": 2}, BALANCE_READS),
 }
-EXPERTS = {"attention sinks": ("sinks", {"debug": {}}), "experts": ("experts", {"ranks": 2})}
 
 
 @pytest.mark.extended(after=2)
-@pytest.mark.parametrize("case", [*STEPS, *EXPERTS])
+@pytest.mark.parametrize("case", STEPS)
 def test_step_reads_nothing_inside_a_row(models, case):
-    model, keys = (STEPS | EXPERTS)[case]
-    balance = {"policy_model.py:reduce"} if case in EXPERTS else set()
-    assert trace(models / model, **keys) == ALLOWED | balance
+    model, keys, reads = STEPS[case]
+    assert trace(models / model, **keys) == ALLOWED | reads
 
 
 @pytest.mark.extended
@@ -131,16 +129,6 @@ def test_step_with_offloads_runs(models, ac, monkeypatch):
     assert locked and all(buffer.device.type == "cpu" and not buffer.is_pinned() for buffer in locked)
 
 
-@pytest.mark.parametrize(("ranks", "dim"), [(2, 0), (4, 0), (8, 1)])
-def test_fewer_experts_than_ranks_are_sharded_inside(models, ranks, dim):
-    config = TrainerConfig(model={"name": str(models / "experts")})
-    with fake_cuda(ranks):
-        policy = make_policy(config.model, 0, World(0, ranks, DEVICE))
-        stacks = [parameter for parameter in policy.parameters() if parameter.ndim == 3]
-        assert {parameter.placements for parameter in stacks} == {(Shard(dim),)}
-        assert all(parameter.to_local().numel() * ranks == parameter.numel() for parameter in stacks)
-
-
 @pytest.mark.parametrize(("name", "own"), [("dense", False), ("untied", True)])
 def test_untied_embedding_and_head_are_fsdp_units(models, name, own):
     config = TrainerConfig(model={"name": str(models / name)})
@@ -150,18 +138,7 @@ def test_untied_embedding_and_head_are_fsdp_units(models, name, own):
             assert isinstance(module, FSDPModule) == own
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", ["dense", "sinks"])
-def test_packing_check_reads_nothing_before_the_comparison(models, name):
-    with fake_cuda(1) as device:
-        policy = make_policy(TrainerConfig(model={"name": str(models / name)}).model, 0, World(0, 1, DEVICE))
-        device.reads.clear()
-        difference = measure_packing(policy, DEVICE, (24, 64))
-        assert difference.others.shape == (32,) and [len(one) for one in difference.alone] == [23, 63]
-    assert set(device.reads) == set()
-
-
-def test_forward_with_expert_parallelism_reads_once_per_layer(models):
+def test_forward_with_expert_parallelism_reads_once_per_layer_and_prefetches_blocks(models):
     """60 tokens choose two experts each; each of two layers reads twice two numbers."""
     config = TrainerConfig(model={"name": str(models / "experts"), "ep": 2})
     row = make_micro_batch(np.arange(60), np.arange(60) > 0, [60])
@@ -171,22 +148,10 @@ def test_forward_with_expert_parallelism_reads_once_per_layer(models):
         device.reads.clear()
         logprobs, _ = policy(row.to(DEVICE))
         assert logprobs.device == DEVICE
+        one, two = (block._get_fsdp_state() for block in policy.blocks)
     assert device.reads == ["fsdp.py:forward"] * 4 * 2
-
-
-def test_blocks_with_expert_parallelism_are_prefetched(models):
-    config = TrainerConfig(model={"name": str(models / "experts"), "ep": 2})
-    with fake_cuda(4):
-        one, two = make_policy(config.model, 0, World(0, 4, DEVICE)).blocks
-        assert len(one._get_fsdp_state()._states_to_forward_prefetch) == 2, "a block and its experts"
-        assert len(two._get_fsdp_state()._states_to_backward_prefetch) == 2
-
-
-def test_step_with_sampling_mask_reads_in_the_mask_only(models):
-    reads = trace(models / "dense", streams={"top_p": 0.9, "min_p": 0.1})
-    assert reads - ALLOWED == {
-        f"lm_head.py:{name}" for name in ("kept_threshold", "_find_threshold", "_lowest_kept_logit")
-    }
+    assert len(one._states_to_forward_prefetch) == 2, "a block and its experts"
+    assert len(two._states_to_backward_prefetch) == 2
 
 
 def test_offloaded_state_is_on_the_device_for_three_parts_at_most(monkeypatch):
@@ -258,15 +223,3 @@ def test_publication_reads_nothing_from_the_device_in_the_training_thread(models
         publication.wait()
     assert device.reads == []
     assert [len(fields[0]["canary"][name]) for name in ("token_ids", "logprobs")] == [64, 63]
-
-
-def test_read_inside_a_row_is_detected(models, monkeypatch):
-    """Tests the detection itself with a forward pass that reads one value."""
-    forward = PolicyModel.forward
-
-    def reading(self, row):
-        row.temperature.max().item()
-        return forward(self, row)
-
-    monkeypatch.setattr(PolicyModel, "forward", reading)
-    assert trace(models / "dense") - ALLOWED == {"test_fake_cuda.py:reading"}

@@ -59,25 +59,19 @@ def share_of(model, ranks, rank, **keys):
 EXPERTS = 128 * 3 * 768 * 2048
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 6, 8, 12, 24, 48, 64, 96, 192, 256, 384, 512, 768, 1024])
+@pytest.mark.parametrize("ranks", [3, 48, 1024])
 def test_experts_are_divided_evenly_where_the_ranks_divide_any_dimension(models, ranks, said):
-    shares = [share_of(models / "a3b", ranks, rank) for rank in {0, ranks // 2, ranks - 1}]
+    shares = [share_of(models / "a3b", ranks, rank) for rank in {0, ranks - 1}]
     assert set(shares) == {(EXPERTS // ranks, EXPERTS)} and said() == []
 
 
 @pytest.mark.parametrize(
     ("ranks", "keys", "factor"),
     [
-        (5, {}, 1.02),
         (40, {}, 1.25),
-        (160, {}, 1.25),
-        (320, {}, 2.5),
-        (1000, {}, 7.8125),
-        (64, {"reshard_ranks": 8}, 1),
         (256, {"reshard_ranks": 8}, 2),  # FSDP cannot reshard other dimensions than the first to fewer ranks
         (160, {"ep": 32}, 1.25),
         (160, {"ep": 32, "dp_replicate": 5}, 1),
-        (1000, {"ep": 8, "dp_replicate": 125}, 1),
     ],
 )
 def test_padded_experts_are_logged_in_one_line(models, ranks, keys, factor, said):
@@ -104,14 +98,18 @@ class CountedSlice:
         return part
 
 
-LAYOUTS = [(ranks, {}) for ranks in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 40, 64, 96, 160)]
-LAYOUTS += [(4, {"ep": 2}), (8, {"ep": 4}), (12, {"ep": 4}), (16, {"ep": 4}), (24, {"ep": 4}), (12, {"ep": 2, "tp": 2})]
-LAYOUTS += [(16, {"tp": 2}), (24, {"dp_replicate": 2}), (32, {"ep": 4, "dp_replicate": 2}), (24, {"cp": {"degree": 2}})]
-
-
-@pytest.mark.extended(after=6)
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
-@pytest.mark.parametrize(("ranks", "keys"), LAYOUTS)
+@pytest.mark.extended(after=3)
+@pytest.mark.parametrize(
+    ("name", "ranks", "keys"),
+    [
+        ("qwen3", 12, {"ep": 2, "tp": 2}),
+        ("mixtral", 3, {}),
+        ("qwen3", 24, {"dp_replicate": 2}),
+        ("mixtral", 160, {}),
+        ("qwen3", 32, {"ep": 4, "dp_replicate": 2}),
+        ("qwen3", 24, {"cp": {"degree": 2}}),
+    ],
+)
 def test_each_rank_reads_exactly_the_elements_that_it_holds(models, name, ranks, keys, monkeypatch):
     reads = []
     lazy = HFWeights._lazy

@@ -30,65 +30,50 @@ def make(n=37, width=16, vocabulary=101, dtype=torch.float32):
     return hidden, weight, targets, temperature
 
 
-@pytest.mark.parametrize("softcap", [None, 0.5, 3.0])
-@pytest.mark.parametrize("chunk", [1, 8, 37, 1024])
-def test_chunked_logprobs_equal_autograd_over_full_logits(chunk, softcap):
-    hidden, weight, targets, temperature = make()
-    gradient = torch.linspace(-2, 2, len(hidden))
-    expected, entropy = full(hidden, weight, targets, temperature, softcap)
-    wanted = torch.autograd.grad(expected, [hidden, weight], gradient)
-    logprobs, measured, _ = token_logprobs(hidden, weight, targets, temperature, chunk, softcap=softcap)
-    got = torch.autograd.grad(logprobs, [hidden, weight], gradient)
-    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(measured, entropy, rtol=1e-5, atol=1e-5)
-    for a, b in zip(got, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+def check(leaves, doubles, case, softcap, chunk, tolerance):
+    """Values and gradients in chunks are those of autograd over full logits, in double precision."""
+    targets, temperature = case
+    gradient = torch.linspace(-2, 2, len(targets), dtype=torch.float64)
+    expected, wanted_entropy = full(*doubles, targets, temperature, softcap)
+    wanted = torch.autograd.grad(expected, doubles, gradient)
+    device = leaves[0].device
+    logprobs, entropy, _ = token_logprobs(*leaves, targets.to(device), temperature.to(device), chunk, softcap=softcap)
+    assert logprobs.dtype == entropy.dtype == torch.float32 and not entropy.requires_grad
+    got = torch.autograd.grad(logprobs, leaves, gradient.to(device, torch.float32))
+    torch.testing.assert_close(logprobs.cpu().double(), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(entropy.cpu().double(), wanted_entropy, rtol=0, atol=tolerance)
+    half = leaves[0].dtype == torch.bfloat16
+    for leaf, slope, wanted_slope in zip(leaves, got, wanted, strict=True):
+        assert slope.dtype == leaf.dtype
+        torch.testing.assert_close(
+            slope.cpu().double(), wanted_slope, rtol=0.02 if half else 1e-4, atol=0.05 if half else 2e-5
+        )
 
 
-def test_entropy_has_no_gradient():
-    _, entropy, _ = token_logprobs(*make())
-    assert not entropy.requires_grad
-
-
-@pytest.mark.parametrize("chunk", [8, 64])
-def test_half_precision_weights_give_float32_logprobs(chunk):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("chunk", "softcap"), [(1, None), (8, 0.5), (37, 3.0), (1024, None)])
+def test_chunked_logprobs_equal_autograd_over_full_logits(chunk, softcap, dtype):
     """The logits are never rounded to half precision, which would cost up to 0.03 here."""
-    hidden, weight, targets, temperature = make(dtype=torch.bfloat16)
-    logprobs, entropy, _ = token_logprobs(hidden, weight, targets, temperature, chunk)
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    logprobs.sum().backward()
-    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
-    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected, _ = full(*doubles, targets, temperature)
-    expected.sum().backward()
-    torch.testing.assert_close(logprobs, expected.float(), rtol=0, atol=1e-5)
-    torch.testing.assert_close(hidden.grad.double(), doubles[0].grad, rtol=0.02, atol=0.05)
-    torch.testing.assert_close(weight.grad.double(), doubles[1].grad, rtol=0.02, atol=0.05)
+    *leaves, targets, temperature = make(dtype=dtype)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    check(leaves, doubles, (targets, temperature), softcap, chunk, tolerance=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("chunk", "softcap"), [(8, None), (64, 3.0)])
+def test_cuda_logprobs_equal_double_precision(dtype, chunk, softcap):
+    *leaves, targets, temperature = make(dtype=dtype)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in leaves]
+    check(leaves, doubles, (targets, temperature), softcap, chunk, tolerance=1e-3)
 
 
 @pytest.mark.parametrize(("vocabulary", "tokens"), [(151_936, 1664), (32_000, 8320), (5_000_000, 128)])
 def test_default_chunk_on_cuda_is_a_multiple_of_the_tile(vocabulary, tokens):
     assert lm_head.default_chunk(vocabulary, cuda=True) == tokens
     assert tokens % 128 == 0 and (tokens == 128 or tokens * vocabulary * 4 <= 2**30)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("chunk", [8, 64])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_cuda_logprobs_equal_double_precision(dtype, chunk, softcap):
-    hidden, weight, targets, temperature = make(dtype=dtype)
-    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected, entropy = full(*doubles, targets, temperature, softcap)
-    expected.sum().backward()
-    leaves = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
-    logprobs, measured, _ = token_logprobs(*leaves, targets.cuda(), temperature.cuda(), chunk, softcap=softcap)
-    logprobs.sum().backward()
-    torch.testing.assert_close(logprobs.cpu().double(), expected, rtol=0, atol=1e-3)
-    torch.testing.assert_close(measured.cpu().double(), entropy, rtol=0, atol=1e-3)
-    for leaf, double in zip(leaves, doubles, strict=True):
-        torch.testing.assert_close(leaf.grad.cpu().double(), double.grad, rtol=0.02, atol=0.05)
 
 
 def test_logprobs_of_no_tokens_have_a_gradient():

@@ -72,16 +72,24 @@ def tensors(row):
     )
 
 
+def golden_row(row):
+    return golden.Row(**{key: v if key in ("mask", "segments") else np.float32(v) for key, v in row.items()})
+
+
+def assert_equal(losses, inputs, expected):
+    """Losses and gradients of the tokens are those of a golden version; returns the gradients."""
+    (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
+    for found, wanted in zip((losses.detach(), gradient), expected, strict=True):
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=2e-5, atol=2e-6)
+    return gradient
+
+
 def check(name, variant, row):
     """Loss and gradient of every token are the formula's; returns what the loss answered."""
     config, inputs = config_of(name, variant), tensors(row)
     output = build_loss(config)(inputs)
-    (gradient,) = torch.autograd.grad(output.loss.sum(), inputs.logprobs)
     keys = config.model_dump(exclude={"type", "normalization", "fixed_length", "kl"})
-    as_read = {key: np.float32(values) if key not in ("mask", "segments") else values for key, values in row.items()}
-    losses, slopes = golden.GOLDEN[name](golden.Row(**as_read), **keys)
-    np.testing.assert_allclose(output.loss.detach().numpy(), losses, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
+    gradient = assert_equal(output.loss, inputs, golden.GOLDEN[name](golden_row(row), **keys))
     assert not (output.low | output.high | output.masked)[~inputs.mask].any()
     if name in ("ppo", "grpo", "gspo", "decoupled_ppo"):
         assert not gradient[output.low | output.high].any(), "a clipped token has no gradient"
@@ -93,6 +101,10 @@ def test_loss_equals_golden_version(name, variant):
     outputs = [check(name, variant, draw(seed)) for seed in range(4)]
     touched = sum(int((o.low | o.high).sum()) for o in outputs)
     assert (touched > 0) == (name != "reinforce")  # what is clipped or masked was among it
+    one = {key: values[:1] for key, values in draw(0).items()}
+    check(name, variant, one | {"mask": np.array([True])})
+    none = check(name, variant, draw(1) | {"mask": np.zeros(48, bool)})
+    assert (none.loss == 0).all()
 
 
 def test_every_loss_has_a_golden_version():
@@ -111,29 +123,17 @@ EXTREMES = {
 }
 
 
+PAIR = {"mask": [True] * 2, "segments": [0, 0], "advantages": [0.0] * 2}
+
+
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize(("name", "variant"), CASES)
 def test_loss_of_extreme_inputs_is_finite(name, variant, extreme):
     """I10: for log-ratios of +-90 and log-probabilities of minus infinity, loss and gradient are finite, and right."""
+    row = EXTREMES[extreme] | PAIR | {"proximal": [-1.5, -2.0], "reference": [-INF, -2.0]}
     for advantage in (1.5, -1.5, 0.0):
-        values = EXTREMES[extreme]
-        row = values | {
-            "advantages": [advantage, 0.5],
-            "mask": [True, True],
-            "segments": [0, 0],
-            "proximal": [-1.5, -2.0],
-            "reference": [-INF, -2.0],
-        }
-        output = check(name, variant, row)
+        output = check(name, variant, row | {"advantages": [advantage, 0.5]})
         assert torch.isfinite(output.loss).all()
-
-
-@pytest.mark.parametrize(("name", "variant"), CASES)
-def test_loss_of_one_or_no_token_is_finite(name, variant):
-    one = {key: values[:1] for key, values in draw(0).items()}
-    check(name, variant, one | {"mask": np.array([True])})
-    output = check(name, variant, draw(1) | {"mask": np.zeros(48, bool)})
-    assert (output.loss == 0).all()
 
 
 @pytest.mark.parametrize("field", ["sampler", "advantages", "logprobs", "proximal", "reference"])
@@ -151,15 +151,10 @@ def test_masked_tokens_do_not_affect_the_gradient(name, variant, field):
 @pytest.mark.parametrize("straight_through", [False, True])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_penalty_equals_formula(estimator, straight_through):
-    for row in (draw(0), EXTREMES["all e^90"] | {"reference": [-95.0, -INF], "mask": [True] * 2, "segments": [0, 0]}):
-        inputs = tensors({"advantages": [0.0] * 2, **row})
+    for row in (draw(0), EXTREMES["all e^90"] | PAIR | {"reference": [-95.0, -INF]}):
+        inputs = tensors(row)
         value = kl_penalty(inputs.logprobs, inputs.ref_logprobs, inputs.mask, estimator, straight_through)
-        (gradient,) = torch.autograd.grad(value.sum(), inputs.logprobs)
-        as_read = {key: np.float32(v) if key not in ("mask", "segments") else v for key, v in row.items()}
-        as_read.setdefault("advantages", [0.0] * 2)
-        losses, slopes = golden.kl(golden.Row(**as_read), estimator, straight_through)
-        np.testing.assert_allclose(value.detach().numpy(), losses, rtol=2e-5, atol=2e-6)
-        np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
+        assert_equal(value, inputs, golden.kl(golden_row(row), estimator, straight_through))
 
 
 @pytest.mark.parametrize("straight_through", [False, True])
@@ -189,16 +184,10 @@ def test_kl_penalty_with_importance_weight_has_the_gradient_of_the_kl_off_policy
 
 @pytest.mark.parametrize("extreme", [None, *EXTREMES])
 def test_distillation_equals_formula(extreme):
-    row = draw(3)
-    if extreme:
-        row = EXTREMES[extreme] | {"reference": [-3.0, -INF], "advantages": [0, 0], "mask": [1, 1], "segments": [0, 0]}
+    row = EXTREMES[extreme] | PAIR | {"reference": [-3.0, -INF]} if extreme else draw(3)
     inputs = tensors(row)
     value = distillation(inputs.logprobs, inputs.sampler_logprobs, inputs.ref_logprobs, inputs.mask, ratio_clip=1.5)
-    (gradient,) = torch.autograd.grad(value.sum(), inputs.logprobs)
-    as_read = {key: np.float32(v) if key not in ("mask", "segments") else v for key, v in row.items()}
-    losses, slopes = golden.distillation(golden.Row(**as_read), ratio_clip=1.5)
-    np.testing.assert_allclose(value.detach().numpy(), losses, rtol=2e-5, atol=2e-6)
-    np.testing.assert_allclose(gradient.numpy(), slopes, rtol=2e-5, atol=2e-6)
+    assert_equal(value, inputs, golden.distillation(golden_row(row), ratio_clip=1.5))
 
 
 def test_cross_entropy_is_negative_logprob():
@@ -207,10 +196,6 @@ def test_cross_entropy_is_negative_logprob():
     assert loss.tolist() == [1.0, 0.0, 1e4, 0.0]
     loss.sum().backward()
     assert logprobs.grad.tolist() == [-1.0, 0.0, 0.0, 0.0]
-
-
-def half_advantage(inputs, scale=0.5):
-    return torch.where(inputs.mask, -scale * inputs.advantages * inputs.logprobs, 0.0)
 
 
 def one_number(inputs):
@@ -229,41 +214,30 @@ def half_an_output(inputs):
     return LossOutput(inputs.logprobs, None, None, None)
 
 
-def since_the_step_began(inputs):
-    return inputs.logprobs - inputs.proximal_logprobs
+def since_the_step_began(inputs, scale):
+    return scale * (inputs.logprobs - inputs.proximal_logprobs)
 
 
 def custom(function, proximal=False, **kwargs):
     where = f"tests.unit.trainer.test_losses:{function}"
-    return config_of("custom", {"import_path": where, "kwargs": kwargs, "proximal": proximal})
+    return build_loss(config_of("custom", {"import_path": where, "kwargs": kwargs, "proximal": proximal}))
 
 
-def test_custom_loss_with_proximal_always_gets_proximal_logprobs():
-    """Before the first update they are the trainer's own, as constants."""
-    loss = build_loss(custom("since_the_step_began", proximal=True))
-    row = draw(0)
-    later = tensors(row)
-    np.testing.assert_allclose(loss(later).loss.detach(), row["logprobs"] - row["proximal"], rtol=1e-4, atol=1e-6)
-    row.pop("proximal")
-    first = tensors(row)
-    output = loss(first).loss
-    assert not output.any()
-    assert (torch.autograd.grad(output.sum(), first.logprobs)[0] == 1).all()
-
-
-def test_custom_loss_is_called_with_kwargs():
-    inputs = tensors(draw(0))
-    halves, doubles = (build_loss(custom("half_advantage", **keys))(inputs) for keys in ({}, {"scale": 2.0}))
-    torch.testing.assert_close(4 * halves.loss, doubles.loss)
-    assert not halves.masked.any()
+def test_custom_loss_gets_kwargs_and_proximal_logprobs():
+    """Before the first update those are the trainer's own, as constants."""
+    loss, row = custom("since_the_step_began", proximal=True, scale=2.0), draw(0) | {"mask": np.ones(48, bool)}
+    inputs = tensors(row)
+    output = loss(inputs)
+    assert_equal(output.loss, inputs, (2 * (row["logprobs"] - row["proximal"]), np.full(48, 2)))
+    assert not output.masked.any()
+    inputs = tensors({key: values for key, values in row.items() if key != "proximal"})
+    assert_equal(loss(inputs).loss, inputs, (np.zeros(48), np.full(48, 2)))
 
 
 def test_custom_loss_without_trained_tokens_needs_no_gradient():
     """The backward pass of such a row runs all the same: the other ranks wait for it."""
     inputs = tensors(draw(0) | {"mask": np.zeros(48, bool), "logprobs": np.full(48, -INF)})
-    loss = build_loss(custom("without_gradient"))(inputs).loss.sum()
-    assert loss == 0
-    assert not torch.autograd.grad(loss, inputs.logprobs)[0].any()
+    assert_equal(custom("without_gradient")(inputs).loss, inputs, (np.zeros(48), np.zeros(48)))
 
 
 @pytest.mark.parametrize(
@@ -278,5 +252,5 @@ def test_custom_loss_without_trained_tokens_needs_no_gradient():
 )
 def test_invalid_custom_loss_raises_one_line(function, said):
     with pytest.raises(ConfigError, match=said) as raised:
-        build_loss(custom(function))(tensors(draw(0)))
+        custom(function)(tensors(draw(0)))
     assert "\n" not in str(raised.value)

@@ -63,19 +63,41 @@ def test_metrics_equal_explicit_counts(mixture):
     assert set(policy.routing.reduce(lambda counts: counts, CPU).values()) == {None}
 
 
-def test_dense_model_has_no_metrics(tmp_path):
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
-    policy = load_policy(TrainerModelConfig(name=str(tmp_path)), seed=0)
+def test_dense_model_has_no_metrics(tiny):
+    policy = load_policy(TrainerModelConfig(name=str(tiny)), seed=0)
     policy(pack(segments(64)))
     assert policy.routing.reduce(lambda counts: counts, CPU) == {}
 
 
-class Products(TorchDispatchMode):
-    """Records the dtypes of matrix products."""
+FAMILIES = {
+    "Qwen3MoeConfig": {"num_experts": 4},
+    "Qwen2MoeConfig": {"num_experts": 4},
+    "MixtralConfig": {"num_local_experts": 4},
+    "OlmoeConfig": {"num_experts": 4},
+    "FlexOlmoConfig": {"num_experts": 4},
+    "GptOssConfig": {"num_local_experts": 4},
+    "GraniteMoeConfig": {"num_local_experts": 4},
+    "PhimoeConfig": {"num_local_experts": 4},
+    "MiniMaxM2Config": {"num_local_experts": 4},
+    "Glm4MoeConfig": {"n_routed_experts": 4},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "Ernie4_5_MoeConfig": {"moe_num_experts": 4, "moe_layer_start_index": 0},
+    "HunYuanMoEV1Config": {"num_experts": 4, "moe_topk": 2},
+    "AfmoeConfig": {"num_experts": 4, "num_dense_layers": 0},
+}
 
-    def __init__(self):
+
+class Products(TorchDispatchMode):
+    """Records the dtypes of the matrix products of a module."""
+
+    def __init__(self, module):
         super().__init__()
-        self.dtypes = []
+        self.dtypes, self.forward = [], module.forward
+        module.forward = self.run
+
+    def run(self, *arguments):
+        with self:
+            return self.forward(*arguments)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket.__name__ in ("mm", "addmm", "linear"):
@@ -83,69 +105,22 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-FAMILIES = {
-    "Qwen3MoeConfig": {"num_experts": 4, "moe_intermediate_size": 16},
-    "Qwen2MoeConfig": {"num_experts": 4, "moe_intermediate_size": 16},
-    "MixtralConfig": {"num_local_experts": 4},
-    "OlmoeConfig": {"num_experts": 4},
-    "FlexOlmoConfig": {"num_experts": 4},
-    "GptOssConfig": {"num_local_experts": 4, "head_dim": 8},
-    "GraniteMoeConfig": {"num_local_experts": 4},
-    "PhimoeConfig": {"num_local_experts": 4},
-    "MiniMaxM2Config": {"num_local_experts": 4, "head_dim": 8},
-    "Glm4MoeConfig": {"n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 0, "head_dim": 8},
-    "Dots1Config": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 0,
-    },
-    "Ernie4_5_MoeConfig": {"moe_num_experts": 4, "moe_intermediate_size": 16, "moe_layer_start_index": 0},
-    "HunYuanMoEV1Config": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
-    "AfmoeConfig": {"num_experts": 4, "moe_intermediate_size": 16, "num_dense_layers": 0, "head_dim": 8},
-}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_routers_of_half_precision_models_multiply_in_float32(family):
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": 0}
     config = getattr(transformers, family)(**sizes, **FAMILIES[family])
+    config.update({"moe_intermediate_size": 16, "first_k_dense_replace": 0})
     torch.manual_seed(0)
     options = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
     causal_lm = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     PolicyModel(causal_lm)
-    routers = {}
-    for block in (module for module in causal_lm.modules() if "experts" in module._modules):
-        router, products = block._modules.get("gate", block._modules.get("router")), Products()
-        router.forward = within(products, router.forward)
-        routers[router] = products
+    blocks = [module for module in causal_lm.modules() if "experts" in module._modules]
+    routers = [block._modules.get("gate", block._modules.get("router")) for block in blocks]
+    products = list(map(Products, routers))
     before = {name: id(parameter) for name, parameter in causal_lm.named_parameters()}
     causal_lm(torch.arange(8)[None]).logits.float().square().sum().backward()
-    assert [products.dtypes for products in routers.values()] == [[torch.float32]] * 2
+    assert [product.dtypes for product in products] == [[torch.float32]] * 2
     assert {name: id(parameter) for name, parameter in causal_lm.named_parameters()} == before
     weights = [parameter for router in routers for parameter in router.parameters() if parameter.grad is not None]
     assert len(weights) >= 2 and all(weight.grad.dtype == weight.dtype for weight in weights)
-
-
-def within(mode, forward):
-    def run(*arguments):
-        with mode:
-            return forward(*arguments)
-
-    return run
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_router_in_float32_is_compiled_with_its_block_in_one_graph(backend):
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=4,
-        num_experts_per_tok=2, moe_intermediate_size=16, vocab_size=32,
-    )  # fmt: skip
-    causal_lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    PolicyModel(causal_lm)
-    block, states = causal_lm.model.layers[0].mlp, torch.randn(1, 7, 32, dtype=torch.bfloat16)
-    torch._dynamo.reset()
-    compiled = torch.compile(block.forward, backend=backend, fullgraph=True)
-    torch.testing.assert_close(compiled(states), block(states), rtol=0, atol=0)

@@ -4,17 +4,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
@@ -36,9 +33,7 @@ from prime_rl.trainer.weights.policy_loading import make_policy
 from tests.support.command import PROGRESS_TIMEOUT_SECONDS
 from tests.unit.trainer.world import run_command
 
-SCRIPT = Path(__file__).parents[3] / "src/prime_rl/trainer/rl/train.py"
 STEPS = 3
-RANKS = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
 RUNS = {
     "run_alpha": {"optim": {"lr": 1e-3}, "batch": 10},
     "run_beta": {
@@ -111,7 +106,7 @@ def alone(tiny, tmp_path_factory):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_runs_in_company_end_as_alone(alone, tiny, tmp_path, ranks):
     """Three runs on two slots: the third joins when one has finished."""
     with ExitStack() as stack:
@@ -163,7 +158,7 @@ def make_advantages_infinite(batch):
 
 
 @pytest.mark.extended
-@RANKS
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_failing_run_leaves_no_trace_in_another(alone, tiny, tmp_path, ranks):
     """A batch that is not finite, a gradient that is not, and an unknown key; the healthy run is bit-identical."""
     with ExitStack() as stack:
@@ -186,7 +181,7 @@ def test_failing_run_leaves_no_trace_in_another(alone, tiny, tmp_path, ranks):
 
 
 @pytest.mark.extended
-@RANKS
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_slot_of_a_run_that_ends_goes_to_the_one_that_waits_longest(tiny, tmp_path, ranks):
     """Orchestrators that end, a folder that is removed, a run that starts again with another configuration."""
     endless = {"max_steps": 99}
@@ -212,56 +207,12 @@ def test_slot_of_a_run_that_ends_goes_to_the_one_that_waits_longest(tiny, tmp_pa
 
 
 @pytest.mark.extended
-def test_trainer_ends_when_no_orchestrator_is_left(tiny, tmp_path):
-    with training(tmp_path, tiny) as trainer:
-        with ExitStack() as stack:
-            alpha = announce(stack, tmp_path, "run_alpha", tiny, max_steps=99)
-            await_phase(alpha, f"wait for batch {STEPS}")
-        code, error = trainer.result()
-    assert code == 0, error
-    assert phase_of(alpha) == "ended"
-
-
-BEAT = """
-import sys, time
-from pathlib import Path
-from prime_rl.liveness.heartbeat_writer import HeartbeatWriter
-from prime_rl.storage.paths import RunPaths
-with HeartbeatWriter(RunPaths(Path(sys.argv[1])), "orchestrator", "orchestrator", interval_seconds=0.2):
-    time.sleep(600)
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_run_without_its_orchestrator_gives_its_slot_to_one_that_waits(tiny, tmp_path, number):
-    limits = ["--heartbeat.dead-after-seconds", "2", "--heartbeat.warn-after-seconds", "1"]
-    with ExitStack() as stack, training(tmp_path, tiny, 1, *limits) as trainer:
-        gamma = announce(stack, tmp_path, "run_gamma", tiny, max_steps=99)
-        with ExitStack() as announcing:
-            alpha = announce(announcing, tmp_path, "run_alpha", tiny, max_steps=99)
-        orchestrator = stack.enter_context(subprocess.Popen([sys.executable, "-c", BEAT, str(alpha.root)]))
-        stack.callback(orchestrator.kill)
-        for run in (alpha, gamma):
-            await_phase(run, f"wait for batch {STEPS}")
-        beta = announce(stack, tmp_path, "run_beta", tiny)
-        await_phase(beta, "wait for a slot: 2 runs use this trainer, position 1")
-        orchestrator.send_signal(number)
-        wait_for(beta.weights(STEPS), PROGRESS_TIMEOUT_SECONDS, "the trainer")
-        stack.close()
-        code, error = trainer.result()
-    assert code == 0, error
-    assert phase_of(alpha) == "ended"
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_stopped_runs_resume_as_if_not_stopped(alone, tiny, tmp_path, ranks):
     """A checkpoint of each run, then SIGTERM; a later trainer, with other ranks, resumes them."""
-    checkpoints = {"ckpt": {"interval": STEPS - 1}}
     names = ("run_alpha", "run_beta")
     with ExitStack() as stack, training(tmp_path, tiny) as trainer:
-        paths = [announce(stack, tmp_path, name, tiny, **checkpoints) for name in names]
+        paths = [announce(stack, tmp_path, name, tiny, ckpt={"interval": STEPS - 1}) for name in names]
         for run in paths:  # the last batch is not there yet
             run.rollouts(STEPS - 1).rename(run.root / "later")
         for run in paths:
@@ -286,6 +237,7 @@ def test_stopped_runs_resume_as_if_not_stopped(alone, tiny, tmp_path, ranks):
 _ARRIVALS = st.lists(st.dictionaries(st.integers(0, 7), st.integers(1, 30)), min_size=1, max_size=20)
 
 
+@settings(max_examples=50)
 @given(_ARRIVALS, st.integers(1, 8))
 def test_turns_take_every_row_once_and_let_no_run_wait(arrivals, budget):
     """Rows arrive between iterations; a run gets its share of the budget in each, or a turn in the next ones."""
@@ -323,82 +275,48 @@ def test_run_continues_in_a_trainer_of_its_own(alone, tiny, tmp_path):
     assert difference(weights(run), alone["run_alpha"]) <= 1e-5
 
 
-@pytest.mark.extended
-def test_runs_resume_their_checkpoints_when_a_rank_is_killed(alone, tiny, tmp_path):
-    """torchrun restarts all ranks; runs with and without recorded checkpoints end as if nothing had happened."""
-    with ExitStack() as stack:
-        names = ("run_alpha", "run_beta")
-        paths = [announce(stack, tmp_path, name, tiny, ckpt={"interval": 1}) for name in names]
-        for run in paths:  # the last batch is not there yet
-            run.rollouts(STEPS - 1).rename(run.root / "later")
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-        trainer = stack.enter_context(
-            subprocess.Popen(
-                [*command, "--max-restarts=1", SCRIPT, *arguments(tmp_path, tiny)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        )
-        stack.callback(trainer.kill)
-        for run in paths:
-            await_phase(run, f"wait for batch {STEPS - 1}")
-        first = trainer_of(tmp_path)
-        os.kill(json.loads(RunPaths(tmp_path).heartbeat("trainer_1").read_text())["pid"], signal.SIGKILL)
-        wait_until(tmp_path, lambda: trainer_of(tmp_path) != first, PROGRESS_TIMEOUT_SECONDS, "a restart")
-        for run in paths:
-            (run.root / "later").rename(run.rollouts(STEPS - 1))
-        assert trainer.wait(PROGRESS_TIMEOUT_SECONDS) == 0
-    for name, run in zip(names, paths, strict=True):
-        assert difference(weights(run), alone[name]) <= 1e-5, name
-        assert json.loads((run.weights(STEPS) / "manifest.json").read_text())["branch"] == 1
-
-
-@pytest.mark.parametrize("fails", ["used folder", "optimizer", "restore"])
-def test_run_that_cannot_join_leaves_no_process_group(tiny, tmp_path, world, monkeypatch, fails):
-    config = TrainerConfig(
-        model={"name": str(tiny), "lora": {"rank": 2}, "seq_len": 80}, output_dir=tmp_path / "run_a", device="cpu"
-    )
-    if fails == "used folder":
-        ship(config.run_paths, 4, 0, 1)
-        config.run_paths.weights(1).mkdir(parents=True)
-    elif fails == "optimizer":
-        monkeypatch.setattr(trained_run, "build_objective", refuse)
-    else:
-        monkeypatch.setattr(trained_run.TrainedRun, "restore", refuse)
-    policy = make_policy(config.model, 0, world, shared=True)
-    heartbeat = HeartbeatWriter(config.run_paths, "trainer_0", "trainer")
-    with join_nodes(config.run_paths, world, heartbeat) as directory:
-        shared = trained_run.PolicyOfRuns(policy, load_tokenizer(config.tokenizer, config.model), world, directory)
-        before = set(dist.distributed_c10d._world.pg_map)
-        with pytest.raises(ConfigError):
-            ActiveRun(0, config, shared, heartbeat)
-        assert set(dist.distributed_c10d._world.pg_map) == before
-
-
-def test_each_row_of_all_minibatches_is_trained_once(tiny, tmp_path, world):
-    config = TrainerConfig(
-        model={"name": str(tiny), "lora": {"rank": 2}, "seq_len": 80}, output_dir=tmp_path / "run_a", device="cpu",
-        max_steps=1, num_minibatches=2,
-    )  # fmt: skip
+@pytest.fixture
+def open_run(tiny, tmp_path, world):
+    """Open a run of the shared policy, whose batches have `size` samples."""
+    model = {"name": str(tiny), "lora": {"rank": 2}, "seq_len": 80}
+    config = TrainerConfig(model=model, output_dir=tmp_path / "run_a", device="cpu", max_steps=1, num_minibatches=2)
     ship(config.run_paths, 12, 0, 1)
     policy = make_policy(config.model, 0, world, shared=True)
     heartbeat = HeartbeatWriter(config.run_paths, "trainer_0", "trainer")
     with join_nodes(config.run_paths, world, heartbeat) as directory:
         shared = trained_run.PolicyOfRuns(policy, load_tokenizer(config.tokenizer, config.model), world, directory)
-        run = ActiveRun(0, config, shared, heartbeat)
-        run.read()
-        with run.active():
-            run.begin()
-        left, num_jobs = [len(rows) for rows, _ in run._minibatches], 0
-        assert len(left) == 2 and min(left) > 1
-        while run.batch is not None:
-            run_jobs(policy, world, [run.job(1)])
-            run.update()
-            run.finish()
-            num_jobs += 1
-            assert num_jobs <= sum(left)
-        assert num_jobs == sum(left) and run.is_finished
-        run.close()
+        yield lambda: ActiveRun(0, config, shared, heartbeat)
 
 
-def refuse(*args):
-    raise ConfigError("no")
+@pytest.mark.parametrize("fails", ["used folder", "optimizer", "restore"])
+def test_run_that_cannot_join_leaves_no_process_group(open_run, tmp_path, monkeypatch, fails):
+    def refuse(*args):
+        raise ConfigError("no")
+
+    if fails == "used folder":
+        RunPaths(tmp_path / "run_a").weights(1).mkdir(parents=True)
+    elif fails == "optimizer":
+        monkeypatch.setattr(trained_run, "build_objective", refuse)
+    else:
+        monkeypatch.setattr(trained_run.TrainedRun, "restore", refuse)
+    before = set(dist.distributed_c10d._world.pg_map)
+    with pytest.raises(ConfigError):
+        open_run()
+    assert set(dist.distributed_c10d._world.pg_map) == before
+
+
+def test_each_row_of_all_minibatches_is_trained_once(open_run, world):
+    run = open_run()
+    run.read()
+    with run.active():
+        run.begin()
+    left, num_jobs = [len(rows) for rows, _ in run._minibatches], 0
+    assert len(left) == 2 and min(left) > 1
+    while run.batch is not None:
+        run_jobs(run._policy, world, [run.job(1)])
+        run.update()
+        run.finish()
+        num_jobs += 1
+        assert num_jobs <= sum(left)
+    assert num_jobs == sum(left) and run.is_finished
+    run.close()

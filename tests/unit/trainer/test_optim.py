@@ -1,12 +1,9 @@
 """Parameter groups, schedules and optimizers."""
 
-import math
-import weakref
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl.configs.sft import SFTConfig
@@ -21,7 +18,6 @@ from prime_rl.configs.training.optim import (
     SGDConfig,
 )
 from prime_rl.core.errors import ConfigError
-from prime_rl.trainer.optim import optimizers
 from prime_rl.trainer.optim.optimizers import Muon, build_optimizer, orthogonalise
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.rl.batch_source import split_batch
@@ -32,10 +28,6 @@ from tests.unit.trainer.test_train_step import OBJECTIVE, ROOM, make_batch
 from tests.unit.trainer.world import run_world
 
 
-def factors(config, steps, peak=1.0):
-    return [schedule_factor(config, peak, step, steps) for step in range(steps)]
-
-
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
@@ -44,13 +36,17 @@ def factors(config, steps, peak=1.0):
         (ConstantSchedulerConfig(warmup_steps=3), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
         (LinearSchedulerConfig(factor=0.5, min_lr=0.1), [0.5, 0.4, 0.3, 0.2]),  # scales all but the floor
         (LinearSchedulerConfig(warmup_steps=1, decay_steps=4, min_lr=0.2), [0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4]),
-        (LinearSchedulerConfig(warmup_steps=2), [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
         # Longer than the run: the peak is reached all the same.
         (LinearSchedulerConfig(warmup_steps=2, decay_steps=100), [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
+        (
+            CosineSchedulerConfig(min_lr=0.1),
+            [1.0, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 0.5**0.5) / 2],
+        ),
     ],
 )
 def test_schedule_factors_of_a_run(config, wanted):
-    assert factors(config, len(wanted)) == pytest.approx(wanted)
+    factors = [schedule_factor(config, 1.0, step, len(wanted)) for step in range(len(wanted))]
+    assert factors == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(("warmup", "steps", "warns"), [(5, 4, True), (5, 5, False), (5, None, False)])
@@ -67,15 +63,7 @@ def test_schedule_floor_is_a_rate_that_stays():
     assert schedule_factor(ConstantSchedulerConfig(), 0.5, 10**6, None) == 1.0
 
 
-def test_schedule_cosine_is_half_in_the_middle():
-    config = CosineSchedulerConfig(min_lr=0.1)
-    values = factors(config, 10)
-    assert values[0] == 1.0
-    assert values[5] == pytest.approx(0.55)
-    assert values[1] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 10)) / 2)
-    assert values == sorted(values, reverse=True)
-
-
+@settings(max_examples=30)
 @given(
     kind=st.sampled_from([LinearSchedulerConfig, CosineSchedulerConfig]),
     warmup=st.integers(0, 20),
@@ -123,6 +111,7 @@ def test_parameter_groups_have_rates_of_their_roles(models, tied):
     policy = load(models[tied])
     config = AdamWConfig(lr=1.0, embedding_lr=2.0, unembedding_lr=3.0, matrix_lr=4.0, weight_decay=0.1)
     optimizer = build_optimizer(config, policy)
+    assert isinstance(optimizer, torch.optim.AdamW)
     names = {id(p): name for name, p in policy.named_parameters()}
     groups = {group["role"]: group for group in optimizer.param_groups}
     members = {role: {names[id(p)] for p in group["params"]} for role, group in groups.items()}
@@ -155,14 +144,10 @@ def test_parameter_groups_omit_frozen_parameters(models):
     policy.blocks[0].mlp.up_proj.weight.requires_grad_(True)
     (group,) = build_optimizer(MuonConfig(), policy).param_groups
     assert (group["role"], len(group["params"])) == ("matrix", 1)
-
-
-def test_build_optimizer_selects_type(models):
-    policy = load(models[True])
-    assert isinstance(build_optimizer(SGDConfig(), policy), torch.optim.SGD)
-    assert isinstance(build_optimizer(SGDConfig(momentum=0), policy), torch.optim.SGD)
-    adamw = build_optimizer(AdamWConfig(beta2=0.9), policy)
-    assert isinstance(adamw, torch.optim.AdamW) and adamw.defaults["betas"] == (0.9, 0.9)
+    adamw = build_optimizer(AdamWConfig(beta2=0.95), policy)
+    assert isinstance(adamw, torch.optim.AdamW) and adamw.defaults["betas"] == (0.9, 0.95)
+    sgd = build_optimizer(SGDConfig(momentum=0), policy)
+    assert isinstance(sgd, torch.optim.SGD) and sgd.defaults["momentum"] == 0
 
 
 # Muon against NumPy, and equal weights for any sharding (I9)
@@ -244,12 +229,6 @@ def test_muon_equals_numpy(nesterov, adjust_lr):
         else:
             wanted = numpy_muon(weight, mine, 0.02, 0.95, 0.1, nesterov, adjust_lr == "original")
         np.testing.assert_allclose(parameter.detach(), wanted, atol=2e-6, err_msg=str(SHAPES[i]))
-
-
-def test_orthogonalise_brings_singular_values_near_one():
-    matrix = torch.randn(3, 40, 24, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalise(matrix))
-    assert values.min() > 0.3 and values.max() < 1.3
     assert torch.equal(orthogonalise(torch.zeros(4, 3)), torch.zeros(4, 3)), "an adapter's B begins with no gradient"
 
 
@@ -321,27 +300,3 @@ def test_muon_training_does_not_depend_on_world_size(tmp_path):
         assert answer["weights"].keys() == alone["weights"].keys()
         for name, values in answer["weights"].items():
             np.testing.assert_allclose(values, alone["weights"][name], atol=2e-5, err_msg=f"{copies} {name}")
-
-
-def test_updates_are_formed_one_exchange_at_a_time(monkeypatch):
-    """All of them would be 6 bytes for every parameter of the rank's shards, on CUDA."""
-    formed, alive = [], []
-    lerp, iterate = torch.Tensor.lerp, optimizers.orthogonalise
-
-    def forming(*args):
-        update = lerp(*args)
-        formed.append(weakref.ref(update))
-        return update
-
-    def iterating(*args):
-        alive.append(sum(update() is not None for update in formed))
-        return iterate(*args)
-
-    monkeypatch.setattr(torch.Tensor, "lerp", forming)
-    monkeypatch.setattr(optimizers, "orthogonalise", iterating)
-    parameters = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(6)]
-    for parameter in parameters:
-        parameter.grad = torch.randn(4, 4)
-    Muon([{"params": parameters, "role": "matrix", "lr": 0.1, "weight_decay": 0.0}], lr=0.1).step()
-    assert len(alive) == 6
-    assert max(alive) <= 2  # the one that is computed, and the one before, which the loop still names

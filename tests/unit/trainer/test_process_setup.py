@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import weakref
+from contextlib import ExitStack, closing
 from datetime import timedelta
 
 import pytest
@@ -41,20 +42,13 @@ def _refusals(world, cases):
     return found
 
 
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory):
-    ranks = run_world(2, _refusals, {name: case[:2] for name, case in CASES.items()}, tmp_path_factory.mktemp("world"))
-    assert ranks[0] == ranks[1], "all ranks raise the same error"
-    return ranks[0]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_check_rank_settings_refuses_what_decides_the_result(refusals, name):
-    expected = CASES[name][2]
-    assert (name in refusals) is (expected is not None)
-    if expected is not None:
-        assert refusals[name].startswith(expected) and "at rank 1 on " in refusals[name]
-        assert refusals[name].endswith("; give all ranks the same")
+def test_check_rank_settings_refuses_what_decides_the_result(tmp_path):
+    refusals, other = run_world(2, _refusals, {name: case[:2] for name, case in CASES.items()}, tmp_path)
+    assert refusals == other, "all ranks raise the same error"
+    assert refusals.keys() == {name for name, case in CASES.items() if case[2]}
+    for name, message in refusals.items():
+        assert message.startswith(CASES[name][2]) and "at rank 1 on " in message
+        assert message.endswith("; give all ranks the same")
 
 
 class Cycle:
@@ -62,35 +56,34 @@ class Cycle:
         self.me = self
 
 
-def test_garbage_is_collected_at_the_interval_only():
-    garbage = GarbageCollection(3)
-    try:
-        alive = []
-        for step in range(4, 9):
-            watched = weakref.ref(Cycle())
-            for _ in range(3000):  # more than the thresholds of automatic collection
-                Cycle()
-            garbage.step_done(step)
-            alive.append(watched() is not None)
-        assert alive == [True, False, True, True, False]  # steps 5 and 8 end a third step
-        assert not gc.isenabled()
-    finally:
-        garbage.close()
+@pytest.fixture
+def collect():
+    """Start the collection at an interval, which is ended after the test."""
+    with ExitStack() as stack:
+        yield lambda interval: stack.enter_context(closing(GarbageCollection(interval)))
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_garbage_of_objects_that_survived_a_collection_is_collected_later():
-    garbage = GarbageCollection(1)
-    try:
-        kept = Cycle()
-        watched = weakref.ref(kept)
-        for step in range(3):
-            garbage.step_done(step)
-        del kept
-        garbage.step_done(3)
-        assert watched() is None
-    finally:
-        garbage.close()
+def test_garbage_is_collected_at_the_interval_only(collect):
+    garbage, alive = collect(3), []
+    for step in range(4, 9):
+        watched = weakref.ref(Cycle())
+        for _ in range(3000):  # more than the thresholds of automatic collection
+            Cycle()
+        garbage.step_done(step)
+        alive.append(watched() is not None)
+    assert alive == [True, False, True, True, False]  # steps 5 and 8 end a third step
+    assert not gc.isenabled()
+
+
+def test_garbage_of_objects_that_survived_a_collection_is_collected_later(collect):
+    garbage, kept = collect(1), Cycle()
+    watched = weakref.ref(kept)
+    garbage.step_done(0)
+    garbage.step_done(1)
+    del kept
+    garbage.step_done(2)
+    assert watched() is None
 
 
 # A request to stop reaches the trainer by SIGTERM, or by the file that `rl` and the other ranks write
@@ -146,10 +139,7 @@ def test_stop_request_under_rl_leaves_sigterm_alone(tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest(tmp_path, 0, ALONE):
         assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_stop_request_without_checkpoints_never_stops(tmp_path):
-    assert not StopRequest(None, 0, ALONE).agree(3)
+    assert not StopRequest(None, 0, ALONE).agree(3), "without checkpoints"
 
 
 # Ranks of a restart attempt use their own part of torchrun's store
@@ -158,34 +148,27 @@ def test_stop_request_without_checkpoints_never_stops(tmp_path):
 TIMEOUT = timedelta(seconds=60)
 
 
-def place(monkeypatch, attempt, rank=0, size=1):
-    variables = {"TORCHELASTIC_RESTART_COUNT": attempt, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": size, "RANK": rank}
+def place(monkeypatch, agent, attempt, rank=0, size=1):
+    """The part of torchrun's own store `agent`, which outlives the attempts."""
+    variables = {
+        "TORCHELASTIC_RESTART_COUNT": attempt, "LOCAL_WORLD_SIZE": 1, "WORLD_SIZE": size, "RANK": rank,
+        "TORCHELASTIC_USE_AGENT_STORE": True, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    return _rendezvous_options(TIMEOUT)
+    if size > 1:
+        monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(agent, rank, size)]))
+    options = _rendezvous_options(TIMEOUT)
+    assert (options["rank"], options["world_size"]) == (rank, size)
+    return options["store"]
 
 
-@pytest.fixture
-def agent(monkeypatch):
-    """torchrun's own store, which outlives the attempts."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
-    variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    for name, value in {**variables, "GLOO_SOCKET_IFNAME": "lo"}.items():
-        monkeypatch.setenv(name, value)
-    return store
-
-
-def test_store_of_an_attempt_does_not_contain_earlier_attempts(agent, monkeypatch):
-    first, second = place(monkeypatch, 0), place(monkeypatch, 1)
-    first["store"].set("address", "of a rank that dies")
-    assert first["store"].check(["address"])
-    assert not second["store"].check(["address"])
-    assert (second["rank"], second["world_size"]) == (0, 1)
-
-
-def test_store_on_several_nodes_is_the_same_if_they_count_attempts_differently(agent, monkeypatch):
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(agent, int(os.environ["RANK"]), 2)]))
-    first, second = place(monkeypatch, 0, size=2), place(monkeypatch, 1, rank=1, size=2)
-    first["store"].set("address", "of a rank")
-    assert second["store"].check(["address"])
-    assert (second["rank"], second["world_size"]) == (1, 2)
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_store_of_an_attempt_contains_earlier_attempts_of_other_nodes_only(monkeypatch, num_nodes):
+    """Several nodes may count the attempts differently."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT)
+    first, second = place(monkeypatch, agent, 0, 0, num_nodes), place(monkeypatch, agent, 1, num_nodes - 1, num_nodes)
+    first.set("address", "of a rank")
+    assert first.check(["address"])
+    assert second.check(["address"]) is (num_nodes == 2)

@@ -24,7 +24,7 @@ from prime_rl.storage.wait_for import DeadlineError, wait_for
 from prime_rl.storage.weights.transfer_channel import TransferDescriptor
 from prime_rl.trainer.fsdp import shard_policy
 from prime_rl.trainer.model.policy_model import load_tokenizer
-from prime_rl.trainer.parallel.process_group import World, join_world
+from prime_rl.trainer.parallel.process_group import join_world
 from prime_rl.trainer.weight_sync import gather_plan, publisher, transport
 from prime_rl.trainer.weight_sync.publisher import Publisher, canary_row, measure_canary, unsharded_copy
 from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
@@ -88,24 +88,30 @@ def test_start_with_slow_disk_returns_and_publishes_weights_of_its_step(tiny, wo
     assert metrics["weight_sync/bytes"] >= (weights / "step_1/model.safetensors").stat().st_size
 
 
-def test_update_waits_until_weights_are_copied(tiny, world, weights, monkeypatch):
-    training, may_copy, updated = Training(tiny, world), threading.Event(), threading.Event()
-    run = Publisher._run
+@pytest.mark.parametrize("late", ["copy", "canary"])
+def test_update_waits_until_weights_are_copied_and_scored(tiny, world, weights, monkeypatch, late):
+    config, may_go_on, updated = TrainerModelConfig(name=str(tiny)), threading.Event(), threading.Event()
+    owner, name = (Publisher, "_run") if late == "copy" else (publisher, "measure_canary")
+    original = getattr(owner, name)
 
-    def late(*arguments):
-        assert may_copy.wait(PATIENCE_SECONDS)
-        run(*arguments)
+    def wait_first(*arguments):
+        assert may_go_on.wait(PATIENCE_SECONDS)
+        return original(*arguments)
 
-    monkeypatch.setattr(Publisher, "_run", late)
+    canary_model = lambda: unsharded_copy(training.policy, config, world, torch.float32)  # noqa: E731
+    training = Training(tiny, world, canary=torch.float32, canary_model=canary_model)
+    expected = measure_canary(training.policy, canary_row(training.policy.vocabulary))()
+    monkeypatch.setattr(owner, name, wait_first)
     training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
     updating = threading.Thread(target=lambda: (training.update(), updated.set()), daemon=True)
     updating.start()
     assert not updated.wait(0.3)
-    may_copy.set()
+    may_go_on.set()
     assert updated.wait(PATIENCE_SECONDS)
-    updating.join()
     training.publisher.close()
     assert hash_tensors(weights / "step_1") == hash_tensors(tiny)
+    manifest = read_manifest(weights / "step_1", WEIGHTS_FORMAT)
+    assert manifest["canary"]["logprobs"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_start_waits_for_previous_version_and_skips_none(tiny, world, weights, slow_disk, monkeypatch):
@@ -238,8 +244,7 @@ def test_canary_equals_published_model(tiny, world, weights):
     assert canary["logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("options", [{}, {"lora": {"rank": 4}}, {"ac": {}}])
+@pytest.mark.parametrize(("tied", "options"), [(True, {}), (False, {"ac": {}}), (True, {"lora": {"rank": 4}})])
 def test_unsharded_copy_equals_policy_after_every_update(tmp_path, world, tied, options):
     config = TrainerModelConfig(name=str(make_tiny_model(tmp_path, tied)), **options)
     policy = make_policy(config, 0, world)
@@ -252,35 +257,7 @@ def test_unsharded_copy_equals_policy_after_every_update(tmp_path, world, tied, 
         mine, its = measure_canary(policy, row)(), measure_canary(canary_model, row)()
         assert its == pytest.approx(mine, abs=1e-6) and its != before
         before = its
-
-
-def test_unsharded_copy_of_other_precision_is_none(tiny, world):
-    config = TrainerModelConfig(name=str(tiny), dtype="bfloat16")
-    policy = make_policy(config, 0, world)
-    assert unsharded_copy(policy, config, world, torch.bfloat16) is None  # masters are in float32
-    assert unsharded_copy(policy, config, World(0, 2, world.device), torch.float32) is None
-
-
-def test_slow_canary_delays_only_the_update(tiny, world, weights, monkeypatch):
-    config, may_score, updated = TrainerModelConfig(name=str(tiny)), threading.Event(), threading.Event()
-
-    def late(policy, row):
-        assert may_score.wait(PATIENCE_SECONDS)
-        return measure_canary(policy, row)
-
-    monkeypatch.setattr(publisher, "measure_canary", late)
-    canary_model = lambda: unsharded_copy(training.policy, config, world, torch.float32)  # noqa: E731
-    training = Training(tiny, world, canary=torch.float32, canary_model=canary_model)
-    training.publisher.start(weights / "step_1", PolicyVersion(0, 1))
-    expected = measure_canary(training.policy, canary_row(training.policy.vocabulary))()  # as the next step would
-    updating = threading.Thread(target=lambda: (training.update(), updated.set()), daemon=True)
-    updating.start()
-    assert not updated.wait(0.3)
-    may_score.set()
-    assert updated.wait(PATIENCE_SECONDS)
-    training.publisher.close()
-    manifest = read_manifest(weights / "step_1", WEIGHTS_FORMAT)
-    assert manifest["canary"]["logprobs"] == pytest.approx(expected, abs=1e-6)
+    assert unsharded_copy(policy, config, world, torch.bfloat16) is None  # another precision than that of the weights
 
 
 def test_failing_canary_fails_the_publication_but_not_the_update(tiny, world, weights, monkeypatch):
@@ -311,11 +288,10 @@ def test_directory_versions_are_linked_and_last_is_at_its_target(tiny, world, we
     assert steps_in(weights) == [2] and list(memory.glob("*/*")) == []
 
 
-@pytest.mark.parametrize(("delta", "versions"), [(None, 2), ({"full_interval": 10}, 3)])
-def test_directory_without_free_space_raises(tiny, world, tmp_path, monkeypatch, delta, versions):
+def test_directory_without_free_space_raises(tiny, world, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(ConfigError, match=rf"t\.directory: .* has 0\.0 GiB free, but {versions} versions need"):
-        Training(tiny, world, FileBroadcastConfig(directory=tmp_path / "memory", delta=delta))
+    with pytest.raises(ConfigError, match=r"t\.directory: .* has 0\.0 GiB free, but 3 versions need"):
+        Training(tiny, world, FileBroadcastConfig(directory=tmp_path / "memory", delta={"full_interval": 10}))
 
 
 def _hold_in_memory(world, argument):

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -32,7 +31,7 @@ def make_publisher(world, path, tokenizer_path, dtype=torch.float32, **options):
     return Publisher(policy, tokenizer, dtype, world, **options)
 
 
-@pytest.mark.extended(after=8)
+@pytest.mark.extended(after=6)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_publish_reload_gives_the_same_model(name, world, tmp_path, tiny):
     reference = save(ARCHITECTURES[name](), tmp_path / "base")
@@ -49,9 +48,20 @@ def test_publish_reload_gives_the_same_model(name, world, tmp_path, tiny):
     assert hash_tensors(target) == hash_tensors(tmp_path / "base")
 
 
-def test_publish_writes_manifest_and_companions(world, tmp_path, tiny):
-    target = tmp_path / "weights" / "step_7"
-    make_publisher(world, tiny, tiny).publish(target, PolicyVersion(2, 7))
+@pytest.fixture
+def publish(world, tmp_path, tiny):
+    """Publish the tiny model once more; return the directory of the version."""
+
+    def publish(*dtype, **options):
+        target = tmp_path / "weights" / "step_7"
+        make_publisher(world, tiny, tiny, *dtype, **options).publish(target, PolicyVersion(2, 7))
+        return target
+
+    return publish
+
+
+def test_publish_writes_manifest_and_companions(publish, tiny):
+    target = publish()
     manifest = read_manifest(target, WEIGHTS_FORMAT)
     assert (manifest["branch"], manifest["step"]) == (2, 7)
     assert manifest["tensors"] == hash_tensors(target)
@@ -59,36 +69,26 @@ def test_publish_writes_manifest_and_companions(world, tmp_path, tiny):
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
     assert tokenizer.chat_template
     assert tokenizer("ab")["input_ids"] == transformers.AutoTokenizer.from_pretrained(tiny)("ab")["input_ids"]
-    assert not list(target.parent.glob(".tmp*"))
+    assert [path.name for path in target.parent.iterdir()] == ["step_7"]
+    with pytest.raises(RunError, match="exists already"):
+        publish()
 
 
-def test_publish_dtype_is_in_files_and_config(world, tmp_path, tiny):
-    target = tmp_path / "weights" / "step_1"
-    make_publisher(world, tiny, tiny, torch.bfloat16).publish(target, PolicyVersion(0, 1))
+def test_publish_dtype_is_in_files_and_config(publish):
+    target = publish(torch.bfloat16)
     with safe_open(target / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in hash_tensors(target)} == {"BF16"}
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_publish_large_model_writes_shards_and_index(world, tmp_path, tiny):
-    target = tmp_path / "weights" / "step_1"
-    make_publisher(world, tiny, tiny, shard_bytes=60_000).publish(target, PolicyVersion(0, 1))
+def test_publish_large_model_writes_shards_and_index(publish, tiny):
+    target = publish(shard_bytes=60_000)
     index = json.loads((target / "model.safetensors.index.json").read_text())
-    files = sorted(p.name for p in target.glob("*.safetensors"))
+    files = sorted(path.name for path in target.glob("*.safetensors"))
     assert len(files) > 1 and files == sorted(set(index["weight_map"].values()))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert hash_tensors(target) == hash_tensors(tiny)
-    tokens = torch.arange(3, 20)[None]
-    with torch.no_grad():
-        models = [transformers.AutoModelForCausalLM.from_pretrained(p) for p in (target, tiny)]
-        assert torch.equal(*(model(tokens).logits for model in models))
-
-
-def test_publish_existing_target_raises(world, tmp_path, tiny):
-    publisher, target = make_publisher(world, tiny, tiny), tmp_path / "weights" / "step_1"
-    publisher.publish(target, PolicyVersion(0, 1))
-    with pytest.raises(RunError, match="exists already"):
-        publisher.publish(target, PolicyVersion(0, 1))
+    transformers.AutoModelForCausalLM.from_pretrained(target)
 
 
 def fail_to_publish(world: World, argument: list[str]):
@@ -124,10 +124,3 @@ def test_publish_error_on_rank_0_raises_on_all_ranks(tmp_path, tiny):
     assert leader == other and len(leader) == 2
     assert hash_tensors(tmp_path / "fine" / "step_1") == hash_tensors(tiny)
     assert not (tmp_path / "full" / "step_1").exists()
-
-
-def test_publish_files_are_readable_with_numpy(world, tmp_path, tiny):
-    target = tmp_path / "weights" / "step_1"
-    make_publisher(world, tiny, tiny).publish(target, PolicyVersion(0, 1))
-    with safe_open(target / "model.safetensors", "np") as file:
-        assert np.isfinite(file.get_tensor("model.norm.weight")).all()

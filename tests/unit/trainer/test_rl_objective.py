@@ -85,8 +85,12 @@ def test_objective_does_not_depend_on_rows_and_ranks(name, normalization):
         assert loss == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         torch.testing.assert_close(other, gradient, rtol=1e-5, atol=1e-7)
         assert others.keys() == means.keys()
+        assert not [key for key in means if key.startswith(("loss/", "kl/"))], "without streams there are no parts"
         for key, pair in means.items():
             assert others[key] == pytest.approx(pair, rel=1e-5, abs=1e-6)
+    empty = dataclasses.replace(make_batch(), loss_mask=np.zeros_like(make_batch().loss_mask))
+    loss, gradient, _ = evaluate(objective, empty)
+    assert loss == 0 and (gradient == 0).all()
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "fixed"])
@@ -116,12 +120,6 @@ def test_token_count_ignores_masks_of_the_loss():
     bounded, _, means = evaluate(build_objective(config_of(type="icepop", token_mask_high=1.0), 1), batch)
     assert 0 < means["importance_ratio/masked"][0] < means["importance_ratio/masked"][1] == batch.loss_tokens
     assert everything != bounded
-
-
-def test_default_normalizations_are_those_of_the_papers():
-    fitting = {name: config_of(type=name).normalization for name in LOSSES}
-    others = dict.fromkeys(LOSSES, "token")
-    assert fitting == others | {"grpo": "sequence", "gspo": "sequence", "dr_grpo": "fixed"}
 
 
 STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
@@ -177,9 +175,10 @@ def test_padding_rows_have_the_same_metric_names():
     assert {"rl", "kl", "ce", "ref_kl", "kl/reference"} <= set(names[0])
 
 
-def test_objective_without_streams_reports_no_parts():
-    _, _, means = evaluate(build_objective(config_of(type="aipo"), SEQ_LEN), make_batch())
-    assert not [name for name in means if name.startswith(("loss/", "kl/"))]
+def test_default_normalizations_are_those_of_the_papers():
+    fitting = {name: config_of(type=name).normalization for name in LOSSES}
+    others = dict.fromkeys(LOSSES, "token")
+    assert fitting == others | {"grpo": "sequence", "gspo": "sequence", "dr_grpo": "fixed"}
 
 
 def test_metrics_of_a_batch_without_policy_gradient_are_over_its_trained_tokens():
@@ -196,11 +195,3 @@ def test_missing_reference_raises(streams):
     objective = rl_objective(build_loss(config_of(type="aipo")), kl=None if streams else KLConfig())
     with pytest.raises(RunError, match="ref_kl_weights" if streams else "loss.kl"):
         evaluate(objective, make_batch(streams))
-
-
-def test_objective_without_trained_tokens_is_zero():
-    batch = make_batch(STREAMS)
-    batch = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
-    for name in LOSSES:
-        loss, gradient, _ = evaluate(build_objective(config_of(type=name), SEQ_LEN), batch)
-        assert loss == 0 and (gradient == 0).all()

@@ -81,6 +81,9 @@ def test_packed_samples_have_the_logprobs_of_single_ones_for_all_rope_types(kind
         packed = policy(pack(parts))[0]
         alone = torch.cat([policy(pack([part]))[0] for part in parts])
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+    if "longrope" in policy.causal_lm.config.rope_parameters["rope_type"]:  # the fixed frequencies are not published
+        published = policy.causal_lm.config.rope_parameters
+        assert {key: published[key] for key in FACTORS} == FACTORS
 
 
 @pytest.mark.parametrize("max_model_len", [ORIGINAL, ORIGINAL + 1])
@@ -97,44 +100,34 @@ def test_frequencies_equal_those_of_vllm(kind, max_model_len, monkeypatch, tmp_p
         torch.testing.assert_close(got[:count], wanted[:count], rtol=1e-5, atol=1e-5)
 
 
-def vllms_default(path):
-    """The max_model_len that vLLM takes by itself."""
-    from vllm.config import ModelConfig
-
-    return ModelConfig(model=str(path), skip_tokenizer_init=True).max_model_len
+def load(path, **keys):
+    return load_policy(TrainerModelConfig(name=str(path), seq_len=LONGEST, **keys), seed=0)
 
 
 def test_longrope_without_max_model_len_uses_vllms_default(tmp_path):
     save(config("longrope"), tmp_path)
-    chosen = {
-        keys: rotary(load_policy(TrainerModelConfig(name=str(tmp_path), **dict(keys)), seed=0)).inv_freq
-        for keys in [
-            (("seq_len", LONGEST),),
-            (("seq_len", LONGEST), ("max_model_len", vllms_default(tmp_path))),
-            (("seq_len", LONGEST), ("max_model_len", LONGEST)),
-        ]
-    }
-    left_out, default, long = chosen.values()
+    left_out, default, long = (
+        rotary(load(tmp_path, **keys)).inv_freq
+        for keys in ({}, {"max_model_len": ORIGINAL}, {"max_model_len": LONGEST})
+    )
     assert torch.equal(left_out, default) and not torch.allclose(left_out, long)
+
+
+@pytest.mark.extended
+def test_default_length_of_longrope_in_vllm_is_the_original_one(tmp_path):
+    from vllm.config import ModelConfig
+
+    save(config("longrope"), tmp_path)
+    assert ModelConfig(model=str(tmp_path), skip_tokenizer_init=True).max_model_len == ORIGINAL
 
 
 def test_longrope_without_a_known_default_requires_max_model_len(tmp_path):
     keys = {**SMALL, "hidden_size": 4 * HEAD_DIM, "max_position_embeddings": LONGEST}
     save(transformers.LlamaConfig(**keys, rope_parameters=dict(ROPES["longrope"])), tmp_path)
     with pytest.raises(ConfigError, match=r"^model\.max_model_len: .* longrope .* set both") as caught:
-        load_policy(TrainerModelConfig(name=str(tmp_path), seq_len=LONGEST), seed=0)
+        load(tmp_path)
     assert "\n" not in str(caught.value)
-    load_policy(TrainerModelConfig(name=str(tmp_path), seq_len=LONGEST, max_model_len=LONGEST), seed=0)
-
-
-@pytest.mark.parametrize("make", [lambda: config("longrope"), phimoe])
-def test_fixed_frequencies_are_not_published(make, tmp_path):
-    save(make(), tmp_path)
-    policy = load_policy(TrainerModelConfig(name=str(tmp_path), seq_len=LONGEST, max_model_len=LONGEST), seed=0)
-    published = policy.causal_lm.config.rope_parameters
-    assert published["short_factor"] == FACTORS["short_factor"]
-    assert published["long_factor"] == FACTORS["long_factor"]
-    assert published["rope_type"] == "longrope"
+    load(tmp_path, max_model_len=LONGEST)
 
 
 def test_dynamic_frequencies_beyond_their_positions_are_refused(tmp_path):

@@ -12,20 +12,11 @@ from prime_rl.trainer.model.lm_head import SamplingMask, kept_threshold, token_l
 from prime_rl.trainer.rl.rl_objective import rl_objective
 from prime_rl.trainer.train_step import Counts, ScoredRow
 from prime_rl.trainer.weights.policy_loading import load_policy
-from tests.support.tiny_model import make_tiny_model
 
 SETTINGS = [  # top_k, top_p, min_p
-    (0, 1.0, 0.0),
-    (5, 1.0, 0.0),
-    (0, 0.9, 0.0),
-    (0, 1.0, 0.1),
-    (7, 0.8, 0.02),
-    (1, 1.0, 0.0),
-    (0, 1e-6, 0.0),
-    (0, 1.0, 1.0),
-    (400, 0.999, 1e-4),  # more than there are tokens
-    (50, 0.5, 0.3),
-]
+    (0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (7, 0.8, 0.02), (1, 1.0, 0.0), (0, 1e-6, 0.0),
+    (0, 1.0, 1.0), (400, 0.999, 1e-4), (50, 0.5, 0.3),
+]  # fmt: skip
 
 
 def kept_by_definition(logits, top_k, top_p, min_p):
@@ -75,20 +66,20 @@ def test_threshold_of_a_wide_nucleus_is_found():
         np.testing.assert_array_equal(mine.numpy(), kept_by_definition(row.double().numpy(), 0, 0.9, 0.0))
 
 
-def test_threshold_keeps_ties():
-    logits = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0]] * 2)
-    kept = logits >= kept_threshold(logits, truncation([(2, 1.0, 0.0), (0, 0.75, 0.0)]))[:, None]
-    assert kept.tolist() == [[True, True, True, True, False]] * 2
+@pytest.mark.parametrize(
+    ("logits", "settings", "kept"),
+    [
+        ([3.0, 2.0, 2.0, 2.0, 1.0], (2, 1.0, 0.0), [True, True, True, True, False]),  # ties
+        ([3.0, 2.0, 2.0, 2.0, 1.0], (0, 0.75, 0.0), [True, True, True, True, False]),
+        ([np.nextafter(np.float32(1), np.float32(2)), 1.0, 0.0], (1, 1.0, 0.0), [True, False, False]),
+    ],
+)
+def test_threshold_keeps_ties_and_separates_neighbouring_floats(logits, settings, kept):
+    logits = torch.tensor([logits])
+    assert (logits >= kept_threshold(logits, truncation([settings]))[:, None]).tolist() == [kept]
 
 
-def test_threshold_separates_neighbouring_floats():
-    one = torch.tensor(1.0)
-    logits = torch.stack([torch.nextafter(one, one + 1), one, one - 1])[None]
-    kept = logits >= kept_threshold(logits, truncation([(1, 1.0, 0.0)]))[:, None]
-    assert kept.tolist() == [[True, False, False]]
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+@pytest.mark.parametrize("chunk", [1, 7, None])
 def test_masked_logprobs_and_gradients_equal_the_renormalised_ones(chunk):
     """Tokens with different cuts, and with none, in one row; some of them left out by these logits."""
     settings = SETTINGS * 4
@@ -129,9 +120,9 @@ def test_masked_logprobs_of_extreme_logits_are_finite():
     assert all(torch.isfinite(x).all() for x in (logprobs, entropy, *gradients))
 
 
-def test_metric_is_reported_for_batches_with_sampling_parameters_only(tmp_path):
+def test_metric_is_reported_for_batches_with_sampling_parameters_only(tiny):
     """Mixed rows: of the tokens with a cut, the share that the policy's own would leave out."""
-    policy = load_policy(TrainerModelConfig(name=str(make_tiny_model(tmp_path))), seed=0)
+    policy = load_policy(TrainerModelConfig(name=str(tiny)), seed=0)
     tokens, mask = np.arange(6, 30), np.arange(24) % 12 > 3
     plain = make_micro_batch(tokens, mask, [12, 12])
     top_k = np.repeat([0, 3], 12).astype(np.int32)
@@ -150,8 +141,8 @@ def test_metric_is_reported_for_batches_with_sampling_parameters_only(tmp_path):
     assert (logprobs[12:] > policy(plain)[0][12:] + 1e-3)[mask[12:]].all()
 
 
-def test_row_without_trained_tokens_has_a_mask(tmp_path):
-    policy = load_policy(TrainerModelConfig(name=str(make_tiny_model(tmp_path))), seed=0)
+def test_row_without_trained_tokens_has_a_mask(tiny):
+    policy = load_policy(TrainerModelConfig(name=str(tiny)), seed=0)
     logprobs, *_, left_out = policy(masked_row({"top_p": np.dtype(np.float32)}))
     logprobs.sum().backward()
     assert not left_out.any()

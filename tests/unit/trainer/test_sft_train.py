@@ -1,10 +1,6 @@
 """Supervised fine-tuning as a process: falling loss, determinism, world size."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from prime_rl.trainer.data import sft_dataset
 from tests.support.tiny_model import make_tiny_model
 from tests.unit.trainer.world import run_command
 
-ROOT = Path(__file__).parents[3]
 STEPS = 6
 VALIDATE = ("--val.fraction", "0.2", "--val.interval", "4")
 
@@ -53,19 +48,17 @@ def first(inputs, tmp_path_factory):
     return root, sft(inputs, root, "--max-steps", STEPS, "--weights-interval", "4", *VALIDATE)
 
 
-@pytest.mark.extended
-def test_sft_reduces_and_reports_the_loss(first):
-    _, (lines, _) = first
+def test_sft_reduces_the_losses_validates_and_publishes(first):
+    root, (lines, validations) = first
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
     assert {"grad_norm", "entropy", "lr", "perf/mfu", "time/train", "tokens"} <= lines[0].keys()
-
-
-def test_sft_validates_at_start_interval_and_end(first):
-    _, (_, validations) = first
     assert [line["step"] for line in validations] == [0, 4, STEPS]
     losses = [line["val/loss"] for line in validations]
     assert losses[0] > losses[1] > losses[2]
+    assert sorted(path.name for path in RunPaths(root).weights_dir.iterdir()) == ["step_4", "step_6"]
+    assert read_manifest(RunPaths(root).weights(6), WEIGHTS_FORMAT)["step"] == 6
+    assert "time/publish" in lines[3] and "time/publish" not in lines[4]
 
 
 def test_validation_loss_is_mean_over_held_out_tokens(first, inputs):
@@ -85,30 +78,22 @@ def test_validation_loss_is_mean_over_held_out_tokens(first, inputs):
     assert validations[-1]["val/loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.extended(after=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data.name", "gone.jsonl"], "error: data.name: gone.jsonl does not exist"),
         (["--data.prompt-column", "q", "--data.completion-column", "a"], "words.jsonl:1: there is no column 'q', only"),
+        (["--data.seq-len", "4"], "no example has a trained token"),
+        (["--data.name", "gone.jsonl"], "error: data.name: gone.jsonl does not exist"),
         (["--val.name", "gone.jsonl"], "error: val.name: gone.jsonl does not exist"),
         (["--data.streaming"], "max_steps: the number of steps of a streaming dataset is unknown"),
-        (["--data.seq-len", "4"], "no example has a trained token"),
     ],
 )
 def test_sft_with_invalid_input_exits_with_one_line(inputs, tmp_path, arguments, message):
-    common = ["--model.name", inputs / "model", "--data.name", inputs / "words.jsonl", "--output-dir", tmp_path]
-    code, error = run_command("sft", [*common, "--device", "cpu", *arguments])
+    code, error = run_command("sft", sft_arguments(inputs, tmp_path, *arguments))
     assert code == 2
     assert message in error and "Traceback" not in error
     assert len([line for line in error.splitlines() if " WARNING " not in line]) == 1
-
-
-def test_sft_publishes_weights_at_interval_and_end(first):
-    root, (lines, _) = first
-    published = sorted(p.name for p in RunPaths(root).weights_dir.iterdir())
-    assert published == ["step_4", "step_6"]
-    assert read_manifest(RunPaths(root).weights(6), WEIGHTS_FORMAT)["step"] == 6
-    assert "time/publish" in lines[3] and "time/publish" not in lines[4]
 
 
 @pytest.mark.extended
@@ -122,37 +107,14 @@ def test_sft_repeated_gives_equal_bytes(first, inputs, tmp_path):
         assert one.read_bytes() == two.read_bytes()
 
 
-@pytest.fixture(scope="module")
-def two_ranks(inputs, tmp_path_factory):
-    root = tmp_path_factory.mktemp("two")
-    # Several rows form a micro-batch on the two ranks.
+@pytest.mark.extended
+def test_sft_on_two_ranks_equals_one(first, inputs, tmp_path):
+    """The world size does not change supervised fine-tuning (I9); several rows form a micro-batch on the two ranks."""
     more = ["--max-steps", STEPS, "--data.micro-batch-size", "2", *VALIDATE]
-    code, error = run_command("sft", sft_arguments(inputs, root, *more), ranks=2)
+    code, error = run_command("sft", sft_arguments(inputs, tmp_path, *more), ranks=2)
     assert code == 0, error[-3000:]
-    return metrics_of(root)
-
-
-@pytest.mark.extended
-def test_sft_with_torchrun_writes_output_of_ranks_to_files_and_rank_0_to_console(inputs, tmp_path):
-    """The file that the README names, with torchrun's flags for the output of the ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command += ["--local-ranks-filter", "0", "--log-dir", str(tmp_path / "logs"), "--redirects", "3", "--tee", "3"]
-    command += [str(ROOT / "src/prime_rl/trainer/sft/train.py")]
-    command += sft_arguments(inputs, tmp_path / "run", "--max-steps", "2")
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    console = done.stdout + done.stderr
-    assert done.returncode == 0, console[-3000:]
-    assert "default0" in console
-    assert "default1" not in console, "rank 1 is filtered out"
-    assert {path.parent.name for path in (tmp_path / "logs").rglob("stderr.log")} == {"0", "1"}
-
-
-@pytest.mark.extended
-def test_sft_on_two_ranks_equals_one(first, two_ranks):
-    """The world size does not change supervised fine-tuning (I9)."""
     _, (ones, validations) = first
-    lines, validated = two_ranks
+    lines, validated = metrics_of(tmp_path)
     for one, two in zip(ones, lines, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
@@ -161,7 +123,7 @@ def test_sft_on_two_ranks_equals_one(first, two_ranks):
 
 
 def test_sft_without_max_steps_makes_one_pass(inputs, tmp_path):
-    lines, _ = sft(inputs, tmp_path, "--scheduler.type", "linear", "--data.batch-size", "4")
-    assert 1 < len(lines) < 20
+    lines, _ = sft(inputs, tmp_path, "--scheduler.type", "linear", "--data.batch-size", "8")
+    assert 1 < len(lines) < 10
     assert RunPaths(tmp_path).weights(len(lines)).exists()
     assert lines[-1]["lr"] < lines[0]["lr"]

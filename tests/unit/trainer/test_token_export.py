@@ -21,19 +21,15 @@ from prime_rl.trainer.train_step import Counts, ScoredRow
 from tests.support.command import until
 from tests.unit.trainer.test_rl_train import STEPS, base_arguments, metrics_of, run, ship
 
-EXPORT = ("--token-export.interval", "2")
-
 
 @pytest.fixture(scope="module")
 def roots(tiny, tmp_path_factory):
     """Train the same batches on one rank and on two."""
-    found = {}
-    for ranks, more in (
-        (1, ()), (2, ("--token-export.keep-last", "1", "--ckpt.interval", "1", "--ckpt.keep-last", "1")),
-    ):  # fmt: skip
+    found, keep = {}, ("--token-export.keep-last", "1", "--ckpt.interval", "1", "--ckpt.keep-last", "1")
+    for ranks, more in ((1, ()), (2, keep)):
         found[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
         ship(found[ranks])
-        code, error = run(base_arguments(tiny, found[ranks], *EXPORT, *more), ranks)
+        code, error = run(base_arguments(tiny, found[ranks], "--token-export.interval", "2", *more), ranks)
         assert code == 0, error
     return found
 
@@ -62,10 +58,7 @@ def test_export_does_not_depend_on_the_ranks(roots):
     one, two = (load_file(RunPaths(root).rollouts(2) / TRAIN_FILE) for root in roots.values())
     for name in NAMES:
         np.testing.assert_allclose(two[name], one[name], rtol=1e-3, atol=1e-4)
-
-
-def test_newest_exports_keep_their_rows(roots):
-    for ranks, kept in ((1, [True, False, True]), (2, [False, False, True])):
+    for ranks, kept in ((1, [True, False, True]), (2, [False, False, True])):  # the newest exports keep their rows
         folders = [RunPaths(roots[ranks]).rollouts(step) for step in range(STEPS)]
         assert [(folder / TRAIN_FILE).exists() for folder in folders] == kept
         assert [(folder / ROWS_FILE).exists() for folder in folders] == kept

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -54,13 +55,13 @@ def test_describe_first_failure_ignores_ranks_that_torchrun_terminated(ranks, sa
     assert cause is None if said is None else cause.startswith(said)
 
 
-def test_describe_first_failure_reports_oom_kill(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kills", "said"), [(3, "the kernel has killed a process because memory ran out"), (4, "perhaps")]
+)
+def test_describe_first_failure_reports_oom_kill(monkeypatch, kills, said):
     monkeypatch.setattr("prime_rl.trainer.torchrun.describe_signal", os_errors.describe_signal)
     monkeypatch.setattr(os_errors, "count_oom_kills", lambda: 4)
-    assert "the kernel has killed a process because memory ran out" in (
-        describe_first_failure(failed(r0=(-9, 1)), kills=3) or ""
-    )
-    assert "perhaps" in (describe_first_failure(failed(r0=(-9, 1)), kills=4) or "")
+    assert said in (describe_first_failure(failed(r0=(-9, 1)), kills) or "")
 
 
 def test_main_sets_launcher_pid_for_ranks(monkeypatch):
@@ -74,47 +75,45 @@ def test_main_sets_launcher_pid_for_ranks(monkeypatch):
 
 def test_rank_exits_if_torchrun_died_during_imports():
     """The next one to start on this directory would find it at work."""
-    program = (
-        "import sys; from prime_rl.liveness.parent_process import die_with_parent; die_with_parent(int(sys.argv[1]))"
-    )
-    for parent, code in ((os.getpid(), 0), (1, 1)):
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(parent)], capture_output=True, timeout=PROGRESS_TIMEOUT_SECONDS
-        )
-        assert done.returncode == code, done.stderr
+    program = "import sys; from prime_rl.liveness.parent_process import die_with_parent; die_with_parent(1)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=PROGRESS_TIMEOUT_SECONDS)
+    assert done.returncode == 1, done.stderr
     assert b"the process that started this one has exited" in done.stderr
+
+
+@contextmanager
+def torchrun_of(tmp_path, body, *prefix):
+    """Start a real torchrun whose only rank runs `body`, which finds a directory `here`; kill it in the end."""
+    imports = "import pathlib, signal, sys, time\nhere = pathlib.Path(sys.argv[1])\n"
+    (tmp_path / "rank.py").write_text(imports + body)
+    command = [*prefix, *TORCHRUN, "--nproc-per-node=1", str(tmp_path / "rank.py"), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+WAIT = "while not (here / 'go').exists(): time.sleep(0.05)\n"
 
 
 @pytest.mark.extended
 def test_torchrun_signal_ignored_at_start_stays_ignored(tmp_path):
-    """A real torchrun under nohup, which gets SIGHUP as its terminal is closed; SIGTERM ends it."""
-    rank = "import os, pathlib, signal, sys, time; hup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN\n"
-    rank += "pathlib.Path(sys.argv[1], 'up').write_text(str(hup))\n"
-    rank += "while not pathlib.Path(sys.argv[1], 'go').exists(): time.sleep(0.05)\n"
-    (tmp_path / "rank.py").write_text(rank)
-    command = ["nohup", *TORCHRUN, "--nproc-per-node=1", str(tmp_path / "rank.py"), str(tmp_path)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    try:
+    """A real torchrun under nohup, which gets SIGHUP as its terminal is closed."""
+    body = "(here / 'up').write_text(str(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN))\n" + WAIT
+    with torchrun_of(tmp_path, body, "nohup") as process:
         until((tmp_path / "up").exists, "the rank")
         process.send_signal(signal.SIGHUP)
         (tmp_path / "go").touch()
         assert process.wait(PROGRESS_TIMEOUT_SECONDS) == 0
         assert (tmp_path / "up").read_text() == "True"
-    finally:
-        process.kill()
 
 
 @pytest.mark.extended
 def test_torchrun_second_sigterm_does_not_interrupt_the_wait_for_the_ranks(tmp_path):
     """A rank that saves a checkpoint for longer than the time between two signals."""
-    (tmp_path / "rank.py").write_text(
-        "import pathlib, signal, sys, time\nhere = pathlib.Path(sys.argv[1])\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (here / 'asked').touch())\n(here / 'up').touch()\n"
-        "while not (here / 'go').exists(): time.sleep(0.05)\n(here / 'saved').touch()\n"
-    )
-    command = [*TORCHRUN, "--nproc-per-node=1", str(tmp_path / "rank.py"), str(tmp_path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    try:
+    body = "signal.signal(signal.SIGTERM, lambda *_: (here / 'asked').touch())\n(here / 'up').touch()\n"
+    with torchrun_of(tmp_path, body + WAIT + "(here / 'saved').touch()\n") as process:
         for name in ("up", "asked"):
             until((tmp_path / name).exists, name)
             process.send_signal(signal.SIGTERM)
@@ -124,8 +123,6 @@ def test_torchrun_second_sigterm_does_not_interrupt_the_wait_for_the_ranks(tmp_p
         assert process.wait(PROGRESS_TIMEOUT_SECONDS) == 128 + signal.SIGTERM
         assert (tmp_path / "saved").exists()
         assert b"Traceback" not in process.stderr.read()
-    finally:
-        process.kill()
 
 
 @pytest.mark.extended
@@ -138,14 +135,13 @@ def test_cause_replaces_error_files_of_other_ranks(tmp_path):
     error.write_text(json.dumps({"code": 1, "message": "rank 0 lost another rank", "attempt": "0"}))
     command = [*TORCHRUN, "--nproc-per-node=2", str(tmp_path / "rank.py")]
     environment = {**os.environ, "PRIME_RL_ERROR_FILE": str(error), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    done = subprocess.run(command, env=environment, timeout=120, capture_output=True)
-    assert done.returncode == 1
-    assert "rank 1 (pid " in json.loads(error.read_text())["message"]
-    assert "was killed by SIGKILL" in json.loads(error.read_text())["message"]
+    assert subprocess.run(command, env=environment, timeout=120, capture_output=True).returncode == 1
+    message = json.loads(error.read_text())["message"]
+    assert "rank 1 (pid " in message and "was killed by SIGKILL" in message
 
 
 RANK = """
-import json, os, sys
+import json, os
 import psutil, torch
 from torch import distributed
 
@@ -154,11 +150,9 @@ ours = torch.ones(1)
 distributed.all_reduce(ours)
 assert ours.item() == 2
 if distributed.get_rank() == 0:
-    listening = {}
-    for process in (psutil.Process(os.getppid()), psutil.Process()):
-        sockets = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        listening[process.pid == os.getpid()] = sorted(c.laddr.ip for c in sockets)
-    print(json.dumps({"agent": listening[False], "rank": listening[True], "at": os.environ["MASTER_ADDR"]}))
+    connections = [psutil.Process(pid).net_connections("inet") for pid in (os.getppid(), os.getpid())]
+    listening = [[c.laddr.ip for c in some if c.status == psutil.CONN_LISTEN] for some in connections]
+    print(json.dumps([*listening, [os.environ["MASTER_ADDR"]]]))
 distributed.barrier()
 """
 
@@ -172,10 +166,7 @@ def test_stores_and_gloo_listen_on_loopback_only(tmp_path):
     env = {key: value for key, value in os.environ.items() if key not in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
-    addresses = json.loads(done.stdout)
-    assert addresses["agent"] and set(addresses["agent"]) == {"127.0.0.1"}, addresses
-    assert addresses["rank"] and set(addresses["rank"]) == {"127.0.0.1"}, addresses
-    assert addresses["at"] == "127.0.0.1"
+    assert [set(addresses) for addresses in json.loads(done.stdout)] == [{"127.0.0.1"}] * 3, "of torchrun and its rank"
 
 
 # The start of a rank: limits of its process, and the GPUs that it supports
@@ -196,21 +187,23 @@ def test_rank_raises_the_limit_of_open_files(tmp_path):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Simulate one GPU; set its name and capability in the returned dict."""
-    found = {"name": "Tesla T4", "capability": (7, 5)}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    """Simulate one GPU of the capability that the test sets in the returned dict."""
+    found = {"capability": (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: found["capability"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: found["name"])
-    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
-    for name, value in (("get_rank", 0), ("get_world_size", 1), ("destroy_process_group", None)):
-        monkeypatch.setattr(f"torch.distributed.{name}", lambda value=value: value)
+    values = {
+        "cuda.is_available": True,
+        "cuda.device_count": 1,
+        "cuda.set_device": None,
+        "cuda.get_device_name": "Tesla T4",
+    }
+    values |= {"init_process_group": None, "get_rank": 0, "get_world_size": 1, "destroy_process_group": None}
+    for name, value in values.items():
+        owner = "torch" if "cuda" in name else "torch.distributed"
+        monkeypatch.setattr(f"{owner}.{name}", lambda *_, value=value, **__: value)
     return found
 
 
-@pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5)])
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize(("capability", "dtype"), [((6, 1), "auto"), ((7, 5), "auto"), ((7, 5), "bfloat16")])
 def test_old_gpu_without_bfloat16_is_refused_in_one_line(gpu, capability, dtype):
     gpu["capability"] = capability
     message = r"Tesla T4 has compute capability .*set model\.dtype='float32'"
@@ -232,33 +225,27 @@ def test_supported_gpu_is_used(gpu, capability, dtype):
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
-@pytest.fixture
-def choose(monkeypatch):
+@pytest.mark.parametrize(
+    ("rank", "name", "variables", "interface"),
+    [
+        (0, "localhost", {}, "lo"),  # the other node is this machine, too
+        (1, "localhost", {}, "lo"),
+        (1, "no-such-host.invalid", {}, "lo"),
+        (1, "192.0.2.7", {}, None),  # the name is reachable
+        (1, "localhost", {VARIABLE: "eth7"}, "eth7"),  # the user has set one
+    ],
+)
+def test_interface_to_the_other_node_replaces_the_loopback_name(monkeypatch, rank, name, variables, interface):
     """Choose the interface of rank 0 or 1, each on a node of its own, whose host has this name."""
-
-    def choose(rank, name, **variables):
-        monkeypatch.delenv(VARIABLE, raising=False)
-        monkeypatch.setattr(socket, "gethostname", lambda: name)
-        for key, value in {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": str(rank), **variables}.items():
-            monkeypatch.setenv(key, value)
-        store = dist.HashStore()
-        if rank == 0:
-            store.set("prime_rl/main_address", "127.0.0.1")
-        choose_gloo_interface(store, rank, 2)
-        return os.environ.get(VARIABLE)
-
-    return choose
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["localhost", "no-such-host.invalid"])
-def test_interface_to_the_other_node_replaces_the_loopback_name(choose, rank, name):
-    assert choose(rank, name) == "lo"  # the other node is this machine, too
-
-
-def test_interface_is_kept_if_the_name_is_reachable_or_the_user_has_set_one(choose):
-    assert choose(1, "192.0.2.7") is None
-    assert choose(1, "localhost", **{VARIABLE: "eth7"}) == "eth7"
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    for key, value in {"MASTER_ADDR": "127.0.0.1", "GROUP_RANK": str(rank), **variables}.items():
+        monkeypatch.setenv(key, value)
+    store = dist.HashStore()
+    if rank == 0:
+        store.set("prime_rl/main_address", "127.0.0.1")
+    choose_gloo_interface(store, rank, 2)
+    assert os.environ.get(VARIABLE) == interface
 
 
 # The commands start without torch, and explain in one line how to install it

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from prime_rl.trainer.optim.optimizers import build_optimizer
 from prime_rl.trainer.parallel.process_group import World
 from prime_rl.trainer.rl.batch_source import fake_batch, split_batch
 from prime_rl.trainer.rl.rl_objective import rl_objective
-from prime_rl.trainer.train_step import TrainStep
+from prime_rl.trainer.train_step import Counts, Minibatch, TrainStep
 from prime_rl.trainer.weight_sync.publisher import Publisher
 from prime_rl.trainer.weights.policy_loading import load_policy, make_policy
 from tests.support.tiny_model import make_tiny_model
@@ -32,7 +33,8 @@ VOCABULARY = 103
 ROOM = 100  # one row of a batch, or two short ones
 OBJECTIVE = rl_objective(build_loss(AIPOLossConfig()))
 # name -> (tied embeddings, minibatches)
-CASES = {"tied": (True, 1), "untied": (False, 1), "minibatches": (True, 3)}
+CASES = {"tied": (True, 1), "untied": (False, 3)}
+STEPS = 2
 
 
 def make_batch(step):
@@ -53,32 +55,33 @@ def make_engine(world, path, lr=1e-3):
 
 
 def train_everything(world: World, argument: str):
-    """Runs on every rank: three steps of each case; publishes what comes out."""
+    """Runs on every rank: the steps of each case; publishes the result."""
     root, results = Path(argument), {}
-    for name, (tied, minibatches) in CASES.items():
-        source = root / ("tied" if tied else "untied")
-        policy, engine = make_engine(world, source)
-        steps = [engine.step(split_batch(make_batch(n), n, minibatches, world, ROOM), OBJECTIVE, 1.0) for n in range(3)]
+    for name, (_, minibatches) in CASES.items():
+        policy, engine = make_engine(world, root / name)
+        steps = [
+            engine.step(split_batch(make_batch(n), n, minibatches, world, ROOM), OBJECTIVE, 1.0) for n in range(STEPS)
+        ]
         results[name] = [dataclasses.asdict(step) for step in steps]
-        tokenizer = load_tokenizer(TokenizerConfig(), TrainerModelConfig(name=str(source)))
-        target = root / f"out_{name}_{world.size}"
-        Publisher(policy, tokenizer, torch.float32, world).publish(target, PolicyVersion(0, 3))
+        tokenizer = load_tokenizer(TokenizerConfig(), TrainerModelConfig(name=str(root / name)))
+        Publisher(policy, tokenizer, torch.float32, world).publish(
+            root / f"out_{name}_{world.size}", PolicyVersion(0, STEPS)
+        )
     return results
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
     root = tmp_path_factory.mktemp("worlds")
-    make_tiny_model(root / "tied", tie_word_embeddings=True)
-    make_tiny_model(root / "untied", tie_word_embeddings=False)
+    for name, (tied, _) in CASES.items():
+        make_tiny_model(root / name, tie_word_embeddings=tied)
     results = {size: run_world(size, train_everything, str(root), root) for size in (1, 2)}  # four: test_parallel.py
     return root, results
 
 
-@pytest.mark.extended(after=1)
 @pytest.mark.parametrize("case", CASES)
 def test_train_step_does_not_depend_on_world_size(worlds, case):
-    """I9: loss, gradient norm, every mean and the resulting weights are those of one rank, and the same on all."""
+    """I9: loss, gradient norm, every mean and the published weights are those of one rank, and the same on all."""
     root, results = worlds
     alone = results[1][0][case]
     for rank in results[2]:
@@ -88,13 +91,17 @@ def test_train_step_does_not_depend_on_world_size(worlds, case):
             assert other[key] == pytest.approx(mine[key], rel=1e-5, abs=1e-5)
         assert other["means"] == pytest.approx(mine["means"], rel=1e-4, abs=1e-5)
         assert mine["skipped"] == other["skipped"] == 0
-    one, many = (load_file(root / f"out_{case}_{n}" / "model.safetensors") for n in (1, 2))
-    assert one.keys() == many.keys()
+    before, one, many = (
+        load_file(root / name / "model.safetensors") for name in (case, f"out_{case}_1", f"out_{case}_2")
+    )
+    assert before.keys() == one.keys() == many.keys()
+    assert ("lm_head.weight" in one) == (case == "untied"), "a tied head is written once"
+    assert not torch.equal(before["model.embed_tokens.weight"], one["model.embed_tokens.weight"])
     for name, tensor in one.items():
         torch.testing.assert_close(many[name], tensor, rtol=0, atol=2e-4)
 
 
-def test_gradient_equals_plain_pytorch(worlds, tmp_path):
+def test_gradient_equals_plain_pytorch(worlds):
     """The engine's loss and norm against one unsharded forward and backward pass over the whole batch."""
     root, results = worlds
     policy = load_policy(TrainerModelConfig(name=str(root / "tied")), seed=0)
@@ -113,32 +120,14 @@ def test_gradient_equals_plain_pytorch(worlds, tmp_path):
     assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_published_weights_are_the_trained_ones_and_tied_heads_are_written_once(worlds):
-    root, _ = worlds
-    before = load_file(root / "tied" / "model.safetensors")
-    after = load_file(root / "out_tied_2" / "model.safetensors")
-    assert "lm_head.weight" not in after
-    assert before.keys() == after.keys()
-    assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
-    assert "lm_head.weight" in load_file(root / "out_untied_2" / "model.safetensors")
-
-
-def test_minibatches_take_one_update_each(worlds):
-    _, results = worlds
-    one, three = results[1][0]["tied"][0], results[1][0]["minibatches"][0]
-    assert one["grad_norm"] != pytest.approx(three["grad_norm"], rel=1e-3)
-    # The mismatch is measured before the first update only, over the tokens of the first minibatch.
-    assert one["means"]["mismatch_kl"] != three["means"]["mismatch_kl"]
-
-
 def digest(policy):
     state = [p.full_tensor().detach().numpy().tobytes() for p in policy.parameters()]
     return hashlib.sha256(b"".join(state)).hexdigest()
 
 
 @pytest.fixture
-def lone_engine(world, tmp_path):
-    return world, *make_engine(world, make_tiny_model(tmp_path))
+def lone_engine(world, tiny):
+    return world, *make_engine(world, tiny)
 
 
 def poisoned(field, value):
@@ -148,22 +137,26 @@ def poisoned(field, value):
     return dataclasses.replace(batch, **{field: values})
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("field", ["advantages", "logprobs"])
-def test_non_finite_inputs_skip_the_update(lone_engine, field, value):
-    """I10: whatever a batch holds, no weight becomes non-finite; what cannot be used is skipped and counted."""
+@pytest.mark.parametrize(
+    ("field", "value", "is_skipped"),
+    [
+        ("advantages", np.nan, True),
+        ("advantages", -np.inf, True),
+        ("logprobs", np.nan, True),
+        ("logprobs", np.inf, False),  # an infinite ratio is clamped, so the step is usable
+        ("logprobs", -np.inf, False),
+    ],
+)
+def test_non_finite_inputs_skip_the_update(lone_engine, field, value, is_skipped):
+    """I10: no weight becomes non-finite; a step that cannot be used is skipped and counted."""
     world, policy, engine = lone_engine
     before = digest(policy)
     result = engine.step(split_batch(poisoned(field, value), 0, 1, world, ROOM), OBJECTIVE, 1.0)
-    for parameter in policy.parameters():
-        assert torch.isfinite(parameter.full_tensor()).all()
-    if field == "logprobs" and not np.isnan(value):
-        assert result.skipped == 0  # an infinite ratio is clamped, so the step is usable
-    else:
-        assert (result.skipped, result.grad_norm, result.loss) == (1, None, None)
-        assert digest(policy) == before
-    good = engine.step(split_batch(make_batch(1), 1, 1, world, ROOM), OBJECTIVE, 1.0)
-    assert good.skipped == 0 and digest(policy) != before
+    assert all(torch.isfinite(parameter.full_tensor()).all() for parameter in policy.parameters())
+    assert result.skipped == is_skipped
+    assert (digest(policy) == before) is is_skipped
+    if is_skipped:
+        assert (result.grad_norm, result.loss) == (None, None)
 
 
 def test_non_finite_minibatch_does_not_affect_others(lone_engine):
@@ -176,8 +169,10 @@ def test_non_finite_minibatch_does_not_affect_others(lone_engine):
 
 def test_three_skipped_steps_raise(lone_engine):
     world, _, engine = lone_engine
-    bad = split_batch(poisoned("advantages", np.nan), 0, 1, world, ROOM)
-    good = split_batch(make_batch(0), 0, 1, world, ROOM)
+    bad, good = (
+        [Minibatch(split_batch(batch, 0, 1, world, ROOM)[0].rows[:1], Counts(1))]
+        for batch in (poisoned("advantages", np.nan), make_batch(0))
+    )
     for minibatches in (bad, bad, good, bad, bad):
         engine.step(minibatches, OBJECTIVE, 1.0)
     with pytest.raises(RunError, match="3 consecutive steps"):
@@ -227,15 +222,37 @@ def test_parts_of_the_loss_add_up_to_it(lone_engine):
     assert sum(parts) == pytest.approx(result.loss, rel=1e-5) and parts[0] != pytest.approx(result.loss, rel=1e-2)
 
 
+def test_layer_norms_equal_the_norms_of_the_gradients(world, tiny):
+    policy = make_policy(TrainerModelConfig(name=str(tiny)), 0, world)
+    optimizer, norms = build_optimizer(SGDConfig(lr=1e-2), policy), {}
+
+    def record(*_):
+        gradients = {name: p.grad.full_tensor().double() for name, p in policy.causal_lm.named_parameters()}
+        norms.update((name, gradient.norm().item()) for name, gradient in gradients.items())
+
+    optimizer.register_step_pre_hook(record)
+    minibatches = split_batch(make_batch(0), 0, 1, world, ROOM)
+    result = TrainStep(policy, optimizer, world, 1e9).step(minibatches, OBJECTIVE, 1.0, layer_norms=True)
+    parts = {
+        "layer_0": [".layers.0."], "layer_1": [".layers.1."], "embedding": ["embed_tokens"], "mlp": [".mlp."],
+        "attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "norm": ["norm"],
+    }  # fmt: skip
+    wanted = {
+        f"grad_norm/{key}": math.hypot(*(norm for name, norm in norms.items() if any(word in name for word in some)))
+        for key, some in parts.items()
+    }
+    assert result.layer_norms == pytest.approx(wanted, rel=1e-5)
+    assert result.grad_norm == pytest.approx(math.hypot(*norms.values()), rel=1e-5)
+
+
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3, None])
-def test_update_has_length_of_clipped_gradient(world, tmp_path, max_norm):
+def test_update_has_length_of_clipped_gradient(world, tiny, max_norm):
     """Plain gradient descent at rate 1 moves the weights by the gradient itself."""
-    policy = make_policy(TrainerModelConfig(name=str(make_tiny_model(tmp_path))), 0, world)
+    policy = make_policy(TrainerModelConfig(name=str(tiny)), 0, world)
     descent = SGDConfig(lr=1.0, momentum=0, weight_decay=0)
     engine = TrainStep(policy, build_optimizer(descent, policy), world, max_norm)
     before = [p.full_tensor().detach().clone() for p in policy.parameters()]
-    minibatches = split_batch(make_batch(0), 0, 1, world, ROOM)
-    result = engine.step(minibatches, OBJECTIVE, 1.0)
+    result = engine.step(split_batch(make_batch(0), 0, 1, world, ROOM), OBJECTIVE, 1.0)
     moved = [(p.full_tensor().detach() - b).double() for p, b in zip(policy.parameters(), before, strict=True)]
     length = sum(difference.square().sum() for difference in moved).sqrt().item()
     assert result.grad_norm > 1e-2

@@ -20,81 +20,63 @@ from tests.support.command import until
 from tests.unit.trainer.world import run_world
 
 
-def join(world, directories):
-    """Runs on two ranks, each a node: the first then raises an error, with a silent host in its heartbeat."""
-    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    paths = RunPaths(Path(directories[world.rank]))
+def join(world, arguments):
+    """Runs on every rank; returns the use of the directory, or the error and what its directory then contains.
+
+    With `error`, the ranks raise it in the block, the first with a silent host in its heartbeat.
+    """
+    ranks_per_node = arguments["ranks_per_node"]
+    node, local = divmod(world.rank, ranks_per_node)
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": str(local)}
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(arguments.get("is_restart", False) and node))
+    paths = RunPaths(Path(arguments["directories"][node]))
     heartbeat = HeartbeatWriter(paths, f"trainer_{world.rank}", "trainer")
     try:
-        with join_nodes(paths, world, heartbeat):
+        with join_nodes(paths, world, heartbeat, is_shared=arguments.get("is_shared", True)) as directory:
             heartbeat.report_silent_hosts({"node7": 21.4} if world.rank == 0 else {})
-            raise RunError("the step failed")
+            if "error" in arguments:
+                raise RunError(arguments["error"])
+            return [directory.num_writers, directory.is_main]
     except (ConfigError, RunError) as error:
-        return [type(error).__name__, str(error), sorted(map(str, paths.root.iterdir()))]
+        return [type(error).__name__, str(error), sorted(map(str, paths.root.glob("*")))]
+
+
+def join_on(num_ranks, tmp_path, directories, ranks_per_node=1, **more):
+    arguments = {"directories": list(map(str, directories)), "ranks_per_node": ranks_per_node, **more}
+    return run_world(num_ranks, join, arguments, tmp_path)
 
 
 def test_nodes_with_one_directory_start_and_errors_name_the_silent_host(tmp_path):
-    shared = tmp_path / "run"
-    first, second = run_world(2, join, [str(shared), str(shared)], tmp_path)
-    assert first[:2] == ["RunError", "the step failed; no message from node7 for 21 s"]
-    assert second[:2] == ["RunError", "the step failed"]
-    assert second[2] == [], "the file of the comparison is removed"
+    first, second = join_on(2, tmp_path, [tmp_path / "run"] * 2, error="the step failed")
+    assert first == ["RunError", "the step failed; no message from node7 for 21 s", []], "the compared file is removed"
+    assert second == ["RunError", "the step failed", []]
 
 
 def test_nodes_with_different_directories_raise_config_error_on_all_ranks(tmp_path):
     mine, other = tmp_path / "mine", tmp_path / "other"
-    answers = run_world(2, join, [str(mine), str(other)], tmp_path)
-    for kind, message, files in answers:
-        assert kind == "ConfigError"
+    for kind, message, files in join_on(2, tmp_path, [mine, other]):
+        assert kind == "ConfigError" and files == []
         assert f"output_dir: {other} on" in message and f"is not {mine} on" in message
-        assert files == []
-
-
-def use_own_directories(world, directory):
-    """Runs on three ranks: two on the first node, one on the second, which has been restarted if `directory` is ''."""
-    node, local = divmod(world.rank, 2)
-    restarted = str(int(not directory and node))
-    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(local), "TORCHELASTIC_RESTART_COUNT": restarted}
-    paths = RunPaths(Path(directory or ".") / f"node{node}")
-    heartbeat = HeartbeatWriter(paths, f"trainer_{world.rank}", "trainer")
-    try:
-        with join_nodes(paths, world, heartbeat, is_shared=False) as directory:
-            return [directory.num_writers, directory.is_main]
-    except ConfigError as error:
-        return str(error)
 
 
 def test_nodes_with_own_directories_write_versions_on_the_first(tmp_path):
-    assert run_world(3, use_own_directories, str(tmp_path), tmp_path) == [[2, True], [2, False], [2, True]]
-
-
-def test_restart_of_nodes_with_own_directories_raises_config_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    answers = run_world(3, use_own_directories, "", tmp_path)
-    assert all(
-        answer.startswith("nodes_share_directory = false: the trainer cannot be restarted") for answer in answers
-    )
+    own = {"directories": [tmp_path / "node0", tmp_path / "node1"], "ranks_per_node": 2, "is_shared": False}
+    assert join_on(3, tmp_path, **own) == [[2, True], [2, False], [2, True]]
+    for kind, message, _ in join_on(3, tmp_path, **own, is_restart=True):
+        assert kind == "ConfigError"
+        assert message.startswith("nodes_share_directory = false: the trainer cannot be restarted")
 
 
 def test_directory_that_cannot_be_written_raises_config_error_with_the_host(tmp_path):
     mine, other = tmp_path / "mine", tmp_path / "other"
     mine.mkdir()
     other.touch()
-    answers = run_world(2, join_only, [str(mine), str(other)], tmp_path)
-    for kind, message in answers:
+    for kind, message, _ in join_on(2, tmp_path, [mine, other]):
         assert kind == "ConfigError"
         assert message == f"output_dir: cannot create {other}: File exists (on {os.uname().nodename})"
 
 
-def join_only(world, directories):
-    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    paths = RunPaths(Path(directories[world.rank]))
-    with pytest.raises(ConfigError) as raised, join_nodes(paths, world, HeartbeatWriter(paths, "trainer", "trainer")):
-        pass
-    return [type(raised.value).__name__, str(raised.value)]
-
-
-WARN_SECONDS = 0.4
+WARN_SECONDS = 0.1
 
 
 class Socket(socket.socket):
@@ -193,10 +175,6 @@ def test_silent_node_is_named_on_all_nodes_and_when_it_is_back(start, said):
     for line in (r"no message from node2 for \d+ s; limit", "messages from node2 arrive again after"):
         assert len(re.findall(line, lines)) == 2, "nodes 0 and 1, once each"
     assert len(re.findall(r"no message from node0 for \d+ s; limit", lines)) == 1, "node 2"
-
-
-def test_first_node_without_network_is_named_by_the_others(start):
-    nodes = start(3)
     nodes.sockets[0].is_cut = True
     nodes.wait_for({"node1", "node2"}, {"node0"}, {"node0"})
 

@@ -1,14 +1,12 @@
 """Starts real processes without the cost of their imports: a fork server has imported torch and transformers.
 
-`run_world` runs a function on several gloo ranks with torchrun's environment, `run_command` runs an entry point,
-`run_script` a Python file.
+`run_world` runs a function on several gloo ranks with torchrun's environment, `run_command` runs an entry point.
 """
 
 import importlib
 import json
 import multiprocessing
 import os
-import runpy
 import sys
 import tempfile
 import traceback
@@ -65,35 +63,24 @@ def run_world(size, function, argument, tmp_path, timeout=200, lost=()):
 def run_command(command, arguments, timeout=120, env=None, ranks=1):
     """Run the entry point `command` ("trainer", "sft") on each rank; return rank 0's exit code and its stderr."""
     arguments = list(map(str, arguments))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
     with tempfile.NamedTemporaryFile("r") as error:
-        return _run_all(_run_main, [(command, arguments)] * ranks, error, timeout, env)
-
-
-def run_script(path, arguments, timeout=240):
-    """Run the Python file `path` as a program; fail with its stderr if its exit code is not 0."""
-    with tempfile.NamedTemporaryFile("r") as error:
-        code, text = _run_all(_run_file, [(str(path), list(map(str, arguments)))], error, timeout, None)
-    assert code == 0, text
-
-
-def _run_all(function, calls, error, timeout, env):
-    """Start a process for each call, as the ranks of one world if there are several."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if len(calls) > 1 else None
-    processes = []
-    for rank, call in enumerate(calls):
-        settings = {"OMP_NUM_THREADS": "1", **(_rank_environment(rank, len(calls), store.port) if store else {})}
-        stderr = error.name if rank == 0 else os.devnull
-        processes.append(_context.Process(target=function, args=(*call, stderr, settings | (env or {}))))
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout)
-    alive = [process for process in processes if process.is_alive()]
-    for process in alive:
-        process.kill()
-    if alive:
-        raise TimeoutError(f"{calls[0][0]} did not end within {timeout} s: {error.read()[-3000:]}")
-    return processes[0].exitcode, error.read()
+        processes = []
+        for rank in range(ranks):
+            settings = {"OMP_NUM_THREADS": "1", **(_rank_environment(rank, ranks, store.port) if store else {})}
+            stderr = error.name if rank == 0 else os.devnull
+            call = (command, arguments, stderr, settings | (env or {}))
+            processes.append(_context.Process(target=_run_main, args=call))
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout)
+        alive = [process for process in processes if process.is_alive()]
+        for process in alive:
+            process.kill()
+        if alive:
+            raise TimeoutError(f"{command} did not end within {timeout} s: {error.read()[-3000:]}")
+        return processes[0].exitcode, error.read()
 
 
 def _rank_environment(rank, size, port):
@@ -109,21 +96,11 @@ def _rank_environment(rank, size, port):
 
 
 def _run_main(command, arguments, error, env):
-    _prepare_process([command, *arguments], error, env)
-    importlib.import_module(f"prime_rl.entrypoints.{command}").main()
-
-
-def _run_file(path, arguments, error, env):
-    _prepare_process([path, *arguments], error, env)
-    sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(path, run_name="__main__")
-
-
-def _prepare_process(arguments, error, env):
     with Path(error).open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.argv = arguments
+    sys.argv = [command, *arguments]
     os.environ |= env
+    importlib.import_module(f"prime_rl.entrypoints.{command}").main()
 
 
 def _run_rank(rank, size, port, function, argument, result):

@@ -75,22 +75,17 @@ def test_diagnose_stopped_process_is_reported_before_it_is_silent(name):
     assert result.problems[0].hint == f"`kill -CONT {before.heartbeat.pid}` continues it"
 
 
-def test_diagnose_foreign_process_with_the_pid_of_a_stopped_one_does_not_hide_it():
-    """A server of another host is silent; an environment worker of this one, with the same number, is stopped."""
-    foreign = report(
-        replace(INFERENCE.heartbeat, pid=77, host="node2"), ProcessState.SILENT, "is silent", KernelState.UNKNOWN
-    )
-    result = with_(foreign, stopped=(StoppedProcess(77, "orchestrator/77", "python -m env_worker", False),))
-    assert [p.culprit for p in result.problems] == ["inference", "orchestrator/77"]
-    assert next(p for p in result.processes if p.name == "inference").state is ProcessState.SILENT
-
-
 def test_diagnose_stopped_descendant_without_heartbeat_is_reported():
-    result = with_(stopped=(StoppedProcess(77, "orchestrator/77", "python -m env_worker", False),))
+    worker = StoppedProcess(77, "orchestrator/77", "python -m env_worker", False)
+    result = with_(stopped=(worker,))
     assert result.culprit == "orchestrator/77"
     assert "orchestrator/77 (pid 77, python -m env_worker) is stopped" in result.problems[0].text
-    held = with_(stopped=(StoppedProcess(77, "orchestrator/77", "python -m env_worker", True),))
+    held = with_(stopped=(replace(worker, traced=True),))
     assert held.healthy and "debugger" in held.notes[0]
+    server = replace(INFERENCE.heartbeat, pid=77, host="node2")  # of another host, with the same number
+    result = with_(report(server, ProcessState.SILENT, "is silent", KernelState.UNKNOWN), stopped=(worker,))
+    assert [p.culprit for p in result.problems] == ["inference", "orchestrator/77"]
+    assert next(p for p in result.processes if p.name == "inference").state is ProcessState.SILENT
 
 
 def test_diagnose_phase_beyond_its_limit_without_progress_is_stuck():
@@ -102,17 +97,13 @@ def test_diagnose_phase_beyond_its_limit_without_progress_is_stuck():
     assert with_(report(replace(late, phase_deadline_s=None), for_seconds=6.0), watched_seconds=6.0).healthy
 
 
-def test_chain_of_processes_waiting_for_each_other_ends():
-    ring = report(beat("orchestrator", "wait for version 12", "trainer"))
-    result = with_(ring)
+def test_chain_ends_at_a_ring_and_follows_the_dead_one_of_several_ranks():
+    result = with_(report(beat("orchestrator", "wait for version 12", "trainer")))
     assert [p.name for p in result.chain] == ["trainer_0", "orchestrator"]
     assert chain(result.chain, result.processes).endswith("trainer, which waits for the first")
-
-
-def test_chain_of_several_ranks_follows_the_dead_one():
-    ranks = [report(beat(f"trainer_{n}", "step 3")) for n in range(2)]
     dead = report(replace(beat("trainer_1", "step 3"), pid=99), ProcessState.DEAD, "is gone")
-    result = diagnose(replace(RUN, reports=(ranks[0], dead, report(beat("orchestrator", "ship", "trainer")))))
+    waiting = report(beat("orchestrator", "ship", "trainer"))
+    result = diagnose(replace(RUN, reports=(report(beat("trainer_0", "step 3")), dead, waiting)))
     assert [p.name for p in result.chain] == ["orchestrator", "trainer_1"]
     assert result.culprit == "trainer_1"
 
@@ -141,9 +132,9 @@ def test_diagnose_finished_or_stopped_run_is_healthy():
     assert result.healthy and result.notes == ("inference (pid 13 on node7) wrote no last heartbeat",)
     stopped = diagnose(replace(RUN, owner=None, events=(STARTED, done | {"detail": "stopped by SIGTERM"})))
     assert (stopped.state, stopped.healthy) == (RunState.STOPPED, True)
-    without_rl = replace(RUN, reports=ENDED, owner=None, events=())
-    assert diagnose(replace(without_rl, trained={"step": 59})).state is RunState.FINISHED
-    assert diagnose(replace(without_rl, trained={"step": 30})).state is RunState.STOPPED
+    for step, state in ((59, RunState.FINISHED), (30, RunState.STOPPED)):
+        alone = replace(RUN, reports=ENDED, owner=None, events=(), trained={"step": step})
+        assert diagnose(alone).state is state, "without `rl`"
 
 
 def test_diagnose_failed_run_reports_culprit_cause_and_resume_command():
@@ -156,6 +147,10 @@ def test_diagnose_failed_run_reports_culprit_cause_and_resume_command():
     assert "checkpoint 20" in result.problems[0].hint and "--ckpt.resume-step -1" in result.problems[0].hint
     explained = diagnose(replace(facts, errors={"trainer": "the loss is not finite"}))
     assert explained.problems[0].text.startswith("trainer was killed by SIGKILL: the loss is not finite; log")
+    line = "trainer: the line of the console (log /elsewhere/trainer.log)"
+    error = {"time": 999.1, "event": "error", "name": "trainer", "detail": line}
+    [problem] = diagnose(replace(facts, events=(STARTED, failed, error))).problems
+    assert (problem.text, problem.culprit) == (line, "trainer")
     assert with_(events=(STARTED, failed, STARTED)).state is RunState.RUNNING, "it was resumed"
     of_run = STARTED, failed | {"name": "run_a"}
     assert with_(events=of_run).state is RunState.RUNNING, "the other runs continue"
@@ -172,20 +167,24 @@ def test_diagnose_run_with_all_processes_killed_is_dead():
 
 
 def test_diagnose_run_without_rl_names_the_process_that_failed_first():
-    failed = report(beat("trainer_0", "failed", written=NOW - 9), ProcessState.DEAD, "has failed", KernelState.GONE)
-    later = report(beat("orchestrator", "failed"), ProcessState.DEAD, "has failed", KernelState.GONE)
-    facts = replace(RUN, reports=(later, failed), owner=None, events=())
-    assert diagnose(facts).culprit == "trainer_0"
-    assert diagnose(facts).problems[0].text == "trainer_0 (pid 11 on node7) has failed; log /run/logs/trainer.log"
-    known = replace(failed, heartbeat=replace(failed.heartbeat, error="no GPU"))
-    text = diagnose(replace(facts, reports=(later, known))).problems[0].text
-    assert text == "trainer_0 (pid 11 on node7) has failed: no GPU; log /run/logs/trainer.log"
-    killed = report(beat("trainer_0", "step 3", written=NOW - 9), ProcessState.DEAD, "is gone", KernelState.GONE)
-    text = diagnose(replace(facts, reports=(later, killed))).problems[0].text
-    assert "and trainer_0 wrote no last heartbeat" in text
-    other = replace(known, heartbeat=replace(known.heartbeat, name="trainer_1", written=NOW))
-    text = diagnose(replace(facts, reports=(killed, other))).problems[0].text
-    assert "trainer_1 (pid 11 on node7) has failed: no GPU; trainer_0 wrote no last heartbeat" in text
+    def gone(name, phase, error=None, written=NOW, description="has failed"):
+        heartbeat = replace(beat(name, phase, written=written), error=error)
+        return report(heartbeat, ProcessState.DEAD, description, KernelState.GONE)
+
+    def first_of(*reports):
+        return diagnose(replace(RUN, reports=reports, owner=None, events=())).problems[0].text
+
+    later = gone("orchestrator", "failed")
+    where = "trainer_0 (pid 11 on node7)"
+    assert (
+        first_of(later, gone("trainer_0", "failed", None, NOW - 9)) == f"{where} has failed; log /run/logs/trainer.log"
+    )
+    known = gone("trainer_0", "failed", "no GPU", NOW - 9)
+    assert first_of(later, known) == f"{where} has failed: no GPU; log /run/logs/trainer.log"
+    killed = gone("trainer_0", "step 3", None, NOW - 9, "is gone")
+    assert "and trainer_0 wrote no last heartbeat" in first_of(later, killed)
+    text = first_of(killed, gone("trainer_1", "failed", "no GPU"))
+    assert "trainer_1 (pid 14 on node7) has failed: no GPU; trainer_0 wrote no last heartbeat" in text
 
 
 def test_diagnose_full_disk_or_no_process_is_a_problem():
@@ -196,30 +195,33 @@ def test_diagnose_full_disk_or_no_process_is_a_problem():
     assert diagnose(RunFacts(Path("/run"))).state is RunState.QUIET
 
 
-def test_diagnose_notes_checkpoints_branch_and_restarts():
+def test_diagnose_notes_warnings_environments_checkpoints_branch_and_restarts():
     again = {"time": 940.0, "event": "restarted", "name": "orchestrator", "detail": "was killed by SIGKILL"}
+
+    def warning(kind, env, count, text):
+        return {"time": RUN.now - 60, "kind": kind, "env": env, "count": count, "text": text}
+
     result = with_(
         events=(STARTED, again, again | {"time": 970.0}),
         broken={"step_30.tmp": "is not a name of a checkpoint", "step_30": "was not finished: COMMITTED is missing"},
         resume=ResumeRecord(20, 1),
-    )
+        settings=Settings(60, 2, host_environments=("coding",)),
+        warnings=(
+            warning("worker", "a", 1, "first"), warning("group", "b", 1, "other"), warning("worker", "a", 10, "tenth"),
+            {"time": RUN.now, "text": "of an earlier release"},
+        ),
+    )  # fmt: skip
     assert result.healthy
-    assert result.notes == (
+    assert sorted(result.notes) == [
+        "branch 1 began at step 20",
         "checkpoint step_30 is being written, or was not finished",
         "checkpoint step_30.tmp is not usable: is not a name of a checkpoint",
-        "branch 1 began at step 20",
+        'environment coding may execute model output on this machine (runtime = "subprocess")',
+        "of an earlier release (0 s ago)",
         "orchestrator was restarted 2 times; the last time 30 s ago: was killed by SIGKILL",
-    )
-
-
-def test_diagnose_bottleneck_counts_no_time_before_a_resume():
-    times = [2.0 * n + (500 if n >= 20 else 0) for n in range(10, 25)]
-    row = {"time/step": 2.0, "time/train": 1.0, "time/wait_for_batch": 1.0, "time/wait_for_policy": 0.0}
-    rows = [{**row, "step": step, "time": time} for step, time in enumerate(times, 10)]
-    lines = {"trainer": rows, "orchestrator": rows}
-    facts = replace(RUN, lines=lines, events=(), resume=ResumeRecord(20, 1))
-    found = diagnose(facts).bottleneck
-    assert found.cause == "inference" and "50%" in found.evidence and "last 4 steps" in found.evidence
+        "other (60 s ago)",
+        "tenth (60 s ago)",
+    ]
 
 
 def test_add_runs_names_a_stopped_trainer_once():
@@ -269,11 +271,6 @@ def test_is_settled_only_after_each_process_wrote_a_heartbeat():
     assert not is_settled(first, [*later[:-1], report(late)]), "possibly stuck: observe whether it makes progress"
 
 
-def test_diagnose_environment_that_runs_programs_on_this_machine_is_noted():
-    (note,) = with_(settings=Settings(60, 2, host_environments=("coding",))).notes
-    assert note == 'environment coding may execute model output on this machine (runtime = "subprocess")'
-
-
 def test_diagnose_batches_without_learning_signal_are_a_finding():
     batches = tuple({"step": step, "batch/zero_advantage_groups": 1.0, "reward/mean": 0.0} for step in range(3))
     [finding] = diagnose(replace(RUN, lines={"orchestrator": batches})).findings
@@ -281,31 +278,10 @@ def test_diagnose_batches_without_learning_signal_are_a_finding():
     assert diagnose(replace(RUN, lines={"orchestrator": batches[:2]})).findings == ()
 
 
-def test_diagnose_bottleneck_counts_steps_since_the_last_start():
-    trained = [
-        {"step": n, "time": 3.0 * n, "time/step": 3, "time/wait_for_batch": 2, "time/train": 1} for n in range(9)
-    ]
-    shipped = [{"step": n, "time": 3.0 * n, "time/step": 3, "time/wait_for_policy": 0} for n in range(9)]
-    facts = replace(RUN, events=(), lines={"trainer": tuple(trained), "orchestrator": tuple(shipped)})
-    assert str(diagnose(facts).bottleneck).startswith("inference is the bottleneck: the trainer waited 67% and")
-    assert diagnose(replace(facts, events=({"time": 20.0, "event": "restarted"},))).bottleneck is None
-
-
-def test_diagnose_failed_run_has_the_line_of_the_console():
-    line = "orchestrator: environment x does not load (log /elsewhere/orchestrator.log)"
-    failed = {"time": 999.0, "event": "failed", "name": "orchestrator", "detail": "exited with code 2"}
-    error = {"time": 999.1, "event": "error", "name": "orchestrator", "detail": line}
-    result = diagnose(replace(RUN, reports=ENDED, owner=None, events=(STARTED, failed, error)))
-    assert (result.problems[0].text, result.culprit) == (line, "orchestrator")
-
-
-def test_diagnose_notes_the_latest_warning_of_each_kind_and_environment():
-    def warning(kind, env, count, text):
-        return {"time": RUN.now - 60, "kind": kind, "env": env, "count": count, "text": text}
-
-    warnings = (
-        warning("worker", "a", 1, "first"), warning("group", "b", 1, "other"), warning("worker", "a", 10, "tenth"),
-        {"time": RUN.now, "text": "of an earlier release"},
-    )  # fmt: skip
-    notes = diagnose(replace(RUN, warnings=warnings)).notes
-    assert notes[:3] == ("tenth (60 s ago)", "other (60 s ago)", "of an earlier release (0 s ago)")
+def test_diagnose_bottleneck_counts_steps_since_the_last_start_or_resume():
+    row = {"time/step": 2.0, "time/train": 1.0, "time/wait_for_batch": 1.0, "time/wait_for_policy": 0.0}
+    rows = [{**row, "step": n, "time": 2.0 * n + (500 if n >= 20 else 0)} for n in range(10, 25)]
+    facts = replace(RUN, lines={"trainer": rows, "orchestrator": rows}, events=(), resume=ResumeRecord(20, 1))
+    found = str(diagnose(facts).bottleneck)
+    assert found.startswith("inference is the bottleneck: the trainer waited 50% and") and "last 4 steps" in found
+    assert diagnose(replace(facts, events=({"time": 545.0, "event": "restarted"},))).bottleneck is None

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from loguru import logger
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -45,14 +44,12 @@ def test_loss_mask_covers_assistant_tokens_and_end_only(tokenizer):
     (sequence,) = encode({"messages": CHAT}, tokenizer)
     assert learned(sequence, tokenizer) == ["hello<|im_end|>", "bye <|im_end|>"]
     assert tokenizer.decode(sequence.tokens) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-
-
-def test_prompt_tokens_equal_those_of_sampling(tokenizer):
-    (sequence,) = encode({"messages": CHAT}, tokenizer)
     prompt = tokenizer.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=False)
-    assert sequence.tokens[: len(prompt)].tolist() == prompt
-    assert not sequence.loss_mask[: len(prompt)].any()
-    assert sequence.loss_mask[len(prompt)]
+    assert sequence.tokens[: len(prompt)].tolist() == prompt, "as in sampling"
+    assert sequence.loss_mask[len(prompt)] and not sequence.loss_mask[: len(prompt)].any()
+    padded = [{**m, "tool_calls": None, "name": None} for m in CHAT]
+    (same,) = encode({"messages": padded, "tools": None}, tokenizer)
+    assert (same.tokens == sequence.tokens).all(), "None is ignored"
 
 
 @pytest.mark.parametrize(
@@ -84,6 +81,9 @@ def test_loss_mask_includes_unanswered_message(tokenizer):
     (sequence,) = encode({"messages": CHAT[:4]}, tokenizer, loss_mask={"user": True})
     assert learned(sequence, tokenizer) == ["hi<|im_end|>", "hello<|im_end|>", "and?<|im_end|>"]
     assert encode({"messages": CHAT[:2]}, tokenizer) == []
+    weighted = [CHAT[1], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
+    (sequence,) = encode({"messages": weighted}, tokenizer)
+    assert learned(sequence, tokenizer) == ["bye <|im_end|>"], "weight 0 is not learned"
 
 
 def call(name, arguments):
@@ -201,13 +201,6 @@ def test_template_with_ambiguous_tokens_raises(template, mask, match):
         encode({"messages": CHAT}, tokenizer, loss_mask=mask)
 
 
-def test_error_of_template_is_reported():
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(RowError, match="roles must alternate"):
-        encode({"messages": CHAT}, tokenizer)
-
-
 @pytest.mark.parametrize(
     ("example", "match"),
     [
@@ -237,28 +230,7 @@ def test_invalid_columns_raise_one_line(tokenizer, example, match):
         encode(example, tokenizer)
 
 
-def test_none_in_a_message_is_ignored(tokenizer):
-    padded = [{**m, "tool_calls": None, "name": None} for m in CHAT]
-    (sequence,) = encode({"messages": padded, "tools": None}, tokenizer)
-    (plain,) = encode({"messages": CHAT}, tokenizer)
-    assert (sequence.tokens == plain.tokens).all()
-
-
-@pytest.fixture
-def warnings():
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
-    yield lines
-    logger.remove(sink)
-
-
-def test_message_of_weight_zero_is_not_learned(tokenizer):
-    chat = [CHAT[1], {**CHAT[2], "weight": 0}, CHAT[3], {**CHAT[4], "weight": 1}]
-    (sequence,) = encode({"messages": chat}, tokenizer)
-    assert learned(sequence, tokenizer) == ["bye <|im_end|>"]
-
-
-def test_template_that_drops_calls_is_refused_and_other_losses_are_named_once(tokenizer, warnings):
+def test_template_that_drops_calls_is_refused_and_other_losses_are_named_once(tokenizer, said):
     plain = make_tokenizer()
     plain.chat_template = THINKING_STRIPPED
     with pytest.raises(RowError, match="does not render the tool_calls of message 1"):
@@ -272,7 +244,7 @@ def test_template_that_drops_calls_is_refused_and_other_losses_are_named_once(to
     chat = [CHAT[1], {**CHAT[2], "reasoning_content": "because", "plan": "p"}, {"role": "narrator", "content": "x"}]
     for number in (1, 2):
         encoder.encode({"messages": chat, "tools": TOOLS, "id": 1}, f"a.jsonl:{number}")
-    assert all(line.startswith("a.jsonl:1: ") for line in warnings)
+    assert all(line.startswith("a.jsonl:1: ") for line in said())
     for part in (
         "reasoning_content of message 1",
         "definitions of `tools`",
@@ -280,13 +252,13 @@ def test_template_that_drops_calls_is_refused_and_other_losses_are_named_once(to
         "role 'narrator'",
         "not read: id;",
     ):
-        assert sum(part in line for line in warnings) == 1, part
+        assert sum(part in line for line in said()) == 1, part
 
 
-def test_complete_rendering_warns_of_nothing(tokenizer, warnings):
+def test_complete_rendering_warns_of_nothing(tokenizer, said):
     chat = [CHAT[1], call("add", {"note": 'say "hi"\nand <b>', "n": 1}), {"role": "tool", "content": "2"}, CHAT[4]]
     encode({"messages": chat, "tools": TOOLS}, tokenizer)
-    assert warnings == []
+    assert said() == []
 
 
 TURNS_END_WITH_NEXT_ROLE = (
@@ -295,17 +267,17 @@ TURNS_END_WITH_NEXT_ROLE = (
 )
 
 
-def test_marker_of_next_turn_is_the_end_of_a_turn(tokenizer, warnings):
+def test_marker_of_next_turn_is_the_end_of_a_turn(tokenizer, said):
     glm = make_tokenizer()
     glm.chat_template = TURNS_END_WITH_NEXT_ROLE
     (sequence,) = encode({"messages": CHAT}, glm)
     assert learned(sequence, glm) == ["hello<|im_start|>", "bye <|im_start|>"]
     assert glm.decode(sequence.tokens) == glm.apply_chat_template(CHAT, tokenize=False) + "<|im_start|>"
-    assert warnings == []
+    assert said() == []
     glm.chat_template = TURNS_END_WITH_NEXT_ROLE.replace("<|im_start|>", "#")
     (sequence,) = encode({"messages": CHAT}, glm)
     assert learned(sequence, glm) == ["hello", "bye "]
-    assert ["learn to stop" in line for line in warnings] == [True]
+    assert ["learn to stop" in line for line in said()] == [True]
 
 
 def sentencepiece_tokenizer(prepend, bos=False):
@@ -358,9 +330,9 @@ def test_chat_has_the_tokens_of_the_whole_text():
     assert show_sequence(sequence, tokenizer).count("«") == 2
 
 
-def test_first_message_of_the_assistant_is_not_learned(tokenizer, warnings):
+def test_first_message_of_the_assistant_is_not_learned(tokenizer, said):
     (sequence,) = encode({"messages": [CHAT[2], *CHAT[3:]]}, tokenizer)
-    assert learned(sequence, tokenizer) == ["bye <|im_end|>"] and "has no prompt" in warnings[0]
+    assert learned(sequence, tokenizer) == ["bye <|im_end|>"] and "has no prompt" in said()[0]
     assert encode({"messages": [CHAT[2]]}, tokenizer) == []
 
 

@@ -21,23 +21,16 @@ def load(path, **options):
     return [row for which in config.sets for row in sft_dataset.open_dataset(config, *which)]
 
 
-def test_read_rows_of_all_formats(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_read_rows_of_all_formats(tmp_path, encoding):
     line = json.dumps(ROW)
-    (tmp_path / "x.jsonl").write_text(f"{line}\n\n{line}")
-    (tmp_path / "array.json").write_text(f"\n [{line}, {line}]")
-    (tmp_path / "lines.json").write_text(f"{line}\n{line}\n")
+    texts = {"x.jsonl": f"{line}\n\n{line}", "array.json": f"\n [{line}, {line}]", "lines.json": f"{line}\n{line}\n"}
+    for name, text in {**texts, "x.csv": "prompt,completion\na,b\na,b\n"}.items():
+        (tmp_path / name).write_text(text, encoding=encoding)
+        assert [row for _, row in load(tmp_path / name)] == [ROW, ROW]
     assert [where for where, _ in load(tmp_path / "x.jsonl")] == [f"{tmp_path}/x.jsonl:1", f"{tmp_path}/x.jsonl:3"]
-    assert [row for _, row in load(tmp_path / "array.json")] == [ROW, ROW]
-    assert [row for _, row in load(tmp_path / "lines.json")] == [ROW, ROW]
+    (tmp_path / "x.csv").unlink()
     assert len(load(tmp_path)) == 6
-
-
-def test_read_rows_skips_byte_order_mark(tmp_path):
-    for name, text in (("x.jsonl", "{}"), ("array.json", "[{}]"), ("lines.json", "{}")):
-        (tmp_path / name).write_text(text.replace("{}", json.dumps(ROW)), encoding="utf-8-sig")
-        assert [row for _, row in load(tmp_path / name)] == [ROW]
-    (tmp_path / "x.csv").write_text("prompt,completion\na,b\n", encoding="utf-8-sig")
-    assert [row for _, row in load(tmp_path / "x.csv")] == [ROW]
 
 
 @pytest.mark.parametrize(
@@ -54,27 +47,16 @@ def test_read_rows_skips_byte_order_mark(tmp_path):
         ("x.csv", "a,b\n1,2\n", r"x.csv:2: the columns are \['a', 'b'\]"),
         ("x.parquet", "nonsense", "x.parquet is not parquet: Parquet magic bytes not found"),
         ("x.txt", "a", "x.txt has none of the suffixes .jsonl"),
+        ("x.jsonl", None, "x.jsonl does not exist"),
+        (".", None, "contains no file"),
     ],
 )  # fmt: skip
-def test_invalid_row_raises_with_its_location(tmp_path, name, content, match):
-    (tmp_path / name).write_text(content)
+def test_invalid_data_raise_with_their_location(tmp_path, name, content, match):
+    if content is not None:
+        (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=match) as error:
         load(tmp_path / name)
     assert "\n" not in str(error.value)
-
-
-def test_find_files_of_missing_path_raises(tmp_path):
-    for name in (tmp_path / "none.jsonl", "none.jsonl", tmp_path / "none"):
-        with pytest.raises(ConfigError, match="does not exist"):
-            load(name)
-    with pytest.raises(ConfigError, match="contains no file"):
-        load(tmp_path)
-
-
-def test_missing_column_raises(tmp_path):
-    (tmp_path / "x.jsonl").write_text(json.dumps(ROW))
-    with pytest.raises(ConfigError, match=r"x.jsonl:1: there is no column 'question', only \['completion', 'prompt'\]"):
-        load(tmp_path / "x.jsonl", prompt_column="question", completion_column="answer")
 
 
 def test_find_files_selects_subsets_and_splits(tmp_path):
@@ -97,34 +79,16 @@ def test_find_files_selects_subsets_and_splits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"subsets": ["a", "b"], "probabilities": [1.0]}, "probabilities has 1 entries for 2 subsets"),
-        ({"name": "a,b", "splits": ["train"]}, "splits has 1 entries for 2 names"),
-        ({"name": "a,b", "subsets": ["c"]}, "one name"),
-        ({"name": "a,b", "probabilities": [0, 0]}, "probabilities must not be"),
-        ({"name": "a,b", "probabilities": "inf,1"}, "finite"),
-        ({"name": "a,b", "streaming": True}, "needs probabilities"),
-        ({"prompt_column": "q"}, "must be set together"),
-        ({"loss_mask": {"assistant": False}}, "no message is trained on"),
-    ],
-)
-def test_inconsistent_data_keys_raise(options, match):
-    with pytest.raises(ValueError, match=match):
-        SFTDataConfig(**options)
-
-
-def test_list_keys_accept_commas():
-    config = SFTConfig.load(["--data.name", "a.jsonl,b.jsonl", "--data.probabilities", "3,1", "--val.name", "c.jsonl"])
-    assert isinstance(config.data, SFTDataConfig) and config.val is not None
-    assert (config.data.name, config.data.probabilities) == (["a.jsonl", "b.jsonl"], [3.0, 1.0])
-    assert config.val.name == ["c.jsonl"]
-    assert SFTConfig.load(["--val"]).val is not None
-
-
-@pytest.mark.parametrize(
     ("arguments", "match"),
     [
+        (["--data.subsets", "a,b", "--data.probabilities", "1"], "probabilities has 1 entries for 2 subsets"),
+        (["--data.name", "a,b", "--data.splits", "train"], "splits has 1 entries for 2 names"),
+        (["--data.name", "a,b", "--data.subsets", "c"], "one name"),
+        (["--data.name", "a,b", "--data.probabilities", "0,0"], "probabilities must not be"),
+        (["--data.name", "a,b", "--data.probabilities", "inf,1"], "finite"),
+        (["--data.name", "a,b", "--data.streaming"], "needs probabilities"),
+        (["--data.prompt-column", "q"], "must be set together"),
+        (["--no-data.loss-mask.assistant"], "no message is trained on"),
         (["--data.type", "fake"], "max_steps: fake data are unlimited"),
         (["--data.type", "fake", "--max-steps", "1", "--val"], "val: data.type is fake"),
         (["--data.streaming", "--max-steps", "1", "--val"], "set val.name or val.split"),
@@ -132,7 +96,7 @@ def test_list_keys_accept_commas():
         (["--data.name", __file__, "--val.split", "test"], "is a file without splits; set val.name"),
     ],
 )
-def test_inconsistent_run_keys_raise(arguments, match):
+def test_inconsistent_keys_raise(arguments, match):
     with pytest.raises(ConfigError, match=match):
         SFTConfig.load(arguments)
 
@@ -140,11 +104,8 @@ def test_inconsistent_run_keys_raise(arguments, match):
 def tool_rows():
     """Two rows whose tools have different arguments, so that a table fills the other's with None."""
     for name, arguments in (("read", {"path": "a"}), ("add", {"x": 1})):
-        properties = {key: {"type": "string"} for key in arguments}
-        tool = {
-            "type": "function",
-            "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
-        }
+        parameters = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+        tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         yield {"messages": turns, "tools": [tool]}
