@@ -208,11 +208,11 @@ def sample_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     for rollout in rollouts:
         counts.update(rollout.sample_counts)
         forks = sum(count for name, count in rollout.sample_counts.items() if name.startswith("false_forks/"))
-        branches += max(1, len(rollout.samples) - forks)
+        branches += max(1, len(rollout.samples) - forks) if rollout.samples else 0
     samples = sum(len(rollout.samples) for rollout in rollouts)
     return {
         "samples/per_rollout": samples / len(rollouts),
-        "samples/per_branch": samples / branches,
+        "samples/per_branch": samples / branches if branches else math.nan,
         **{f"samples/{name}": count for name, count in counts.items()},
     }
 

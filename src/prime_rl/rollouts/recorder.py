@@ -86,8 +86,8 @@ class Recorder:
         self._seed = seed
         self._keep_messages = keep_messages
         self._num_calls = 0
-        self._call_ids = set[str]()
-        self._false_forks = Counter[str]()
+        self._num_tool_calls = 0
+        self._false_forks: dict[Turn, tuple[str, Turn]] = {}  # the cause, and the turn that it continues or repeats
         self._builder = SampleBuilder(branching=renderer is not None and renderer.strategy == "branching")
         self._conversations: list[list[Exchange]] = []
 
@@ -150,7 +150,11 @@ class Recorder:
         }
         samples = self._builder.samples(lambda turn: masks.get(turn, False), owners if len(parts) > 1 else None)
         given = sum(int(np.sum(np.broadcast_to(mask, reply.completion_tokens))) for reply, mask in trained.items())
-        counts = {f"false_forks/{cause}": count for cause, count in self._false_forks.items()}
+        counts = Counter(
+            f"false_forks/{cause}"
+            for turn, (cause, origin) in self._false_forks.items()
+            if all(one in masks and np.any(masks[one]) for one in (turn, origin))
+        )
         if samples:
             counts["tokens_trained_twice"] = sum(int(sample.loss_mask.sum()) for sample in samples) - given
         is_truncated = is_truncated or any(reply.is_truncated for reply in trained)
@@ -160,7 +164,7 @@ class Recorder:
             kept = () if is_plain else tuple(messages)
             return Rollout(
                 samples, reward, metrics, is_truncated, text,
-                credits=parts, messages=kept, tools=tools, weights=weights or {}, sample_counts=counts,
+                credits=parts, messages=kept, tools=tools, weights=weights or {}, sample_counts=dict(counts),
             )  # fmt: skip
         spans = [reply.versions for reply in trained]
         known = [span for span in spans if span is not None]
@@ -170,7 +174,7 @@ class Recorder:
             messages=tuple(messages),
             tools=tools,
             weights=weights or {},
-            sample_counts=counts,
+            sample_counts=dict(counts),
             completion_tokens=sum(reply.completion_tokens for reply in trained),
             versions=(min(old for old, _ in known), max(new for _, new in known)) if has_versions else None,
         )  # fmt: skip
@@ -182,7 +186,7 @@ class Recorder:
         # Rendering tens of megabytes, which an agent may send, would keep the event loop of all rollouts for minutes.
         if (size := sum(len(message["content"]) for message in messages)) > self._max_characters:
             raise PromptTooLong(f"the messages have {size} characters, seq_len is {self._seq_len}")
-        prompt, base, cause = self._prompt(self._renderer, messages, tools)
+        prompt, base, fork = self._prompt(self._renderer, messages, tools)
         available = self._seq_len - len(prompt.ids)
         if available <= 0:
             raise PromptTooLong(f"the prompt has {len(prompt.ids)} tokens, seq_len is {self._seq_len}")
@@ -190,46 +194,50 @@ class Recorder:
         if minimum := sampling.get("min_tokens"):
             limits["min_tokens"] = min(minimum, limits["max_tokens"])
         generation = await sampler.generate(prompt.ids.tolist(), {**sampling, **limits})
-        self._remember(Exchange(messages, prompt, generation, tools), base)
         parsed = self._renderer.parse(prompt, generation, tools)
         if stops := sampling.get("stop"):  # vLLM keeps the stop string in the tokens, other servers return no such text
             text_length, ids = self._renderer.text_length, generation.token_ids.tolist()
             searched = text_length(ids) - text_length(ids[: limits.get("min_tokens", 0)])
             parsed = replace(parsed, content=_before_stop(parsed.content, stops, searched))
-        call_ids = tuple(map(self._name_call, parsed.calls))
+        call_ids = self._name_calls(parsed.calls, messages)
         turn = self._builder.add(prompt.ids, generation)
-        if cause is not None and (turn.parent is None or turn.parent.sequence is not turn.sequence):
-            self._false_forks[cause] += 1
+        if fork is not None and (turn.parent is None or turn.parent.sequence is not turn.sequence):
+            self._false_forks[turn] = fork
+        self._remember(Exchange(messages, prompt, generation, tools, turn), base)
         sampled = len(generation.token_ids)
         return Reply(parsed, call_ids, generation.is_truncated, len(prompt.ids), sampled, tools, turn)
 
-    def _name_call(self, call: ToolCall) -> str:
-        """Return the id of a call: the model's if no other call has it, because its template writes it into results.
+    def _name_calls(self, calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple[str, ...]:
+        """Return an id for each call: the model's if it is new in the conversation, as templates write it into results.
 
         Otherwise nine letters and digits, the format that the strictest templates require.
         """
-        own = f"call{len(self._call_ids):05d}"
-        call_id = own if call.id in self._call_ids else call.id or own
-        self._call_ids.add(call_id)
-        return call_id
+        known = {call.get("id") for message in messages for call in message.get("tool_calls", ())}
+        names = list[str]()
+        for number, call in enumerate(calls, self._num_tool_calls):
+            names.append(call.id if call.id and call.id not in known else f"call{number:05d}")
+            known.add(names[-1])
+        self._num_tool_calls += len(calls)
+        return tuple(names)
 
     def _prompt(
         self, renderer: Renderer, messages: list[Message], tools: list[dict[str, Any]]
-    ) -> tuple[Prompt, Exchange | None, str | None]:
-        """Render a prompt; return it with the exchange that it extends, and why it extends none although it could."""
-        cause = None
+    ) -> tuple[Prompt, Exchange | None, tuple[str, Turn] | None]:
+        """Render a prompt; return it with the exchange that it extends, and the cause and turn of a false fork."""
+        fork = None
         if renderer.strategy == "interleaved":
             # Usually the last exchange; an earlier one if a harness goes back or the template renders it differently.
             known = [exchange for conversation in reversed(self._conversations) for exchange in reversed(conversation)]
             known.sort(key=lambda exchange: -len(exchange.messages))  # the longest first, of these the latest
-            cause = "repeated" if any(exchange.messages == messages for exchange in known) else None
+            same = next((one.turn for one in known if one.messages == messages), None)
+            fork = None if same is None else ("repeated", same)
             bases = (exchange for exchange in known if messages[: len(exchange.messages)] == exchange.messages)
             for exchange in islice(bases, _MAX_EXTENSION_TRIES):
                 if (prompt := renderer.extend_prompt(exchange, messages, tools or None)) is not None:
                     messages[: len(exchange.messages)] = exchange.messages  # store equal messages once
-                    return prompt, exchange, cause
-            cause = cause or _false_fork(renderer, known, messages, tools)
-        return renderer.render_prompt(messages, tools or None), None, cause
+                    return prompt, exchange, fork
+            fork = fork or _false_fork(renderer, known, messages, tools)
+        return renderer.render_prompt(messages, tools or None), None, fork
 
     def _remember(self, exchange: Exchange, base: Exchange | None) -> None:
         """Store an exchange as the end of its conversation, which keeps only the exchange before it."""
@@ -239,47 +247,46 @@ class Recorder:
 
 
 def _false_fork(
-    renderer: Renderer,
-    known: Sequence[Exchange],
-    messages: list[Message],
-    tools: list[dict[str, Any]],
-) -> str | None:
-    """Return why a prompt that continues a conversation does not extend its tokens; None if the agent edited it.
+    renderer: Renderer, known: Sequence[Exchange], messages: list[Message], tools: list[dict[str, Any]]
+) -> tuple[str, Turn] | None:
+    """Return why a prompt does not extend the tokens of a turn that it continues, and that turn; None if it edits it.
 
     `cut`: the last reply was cut. `tools`: other tools are offered. `rendering`: the template writes the past
     differently. `system`: only the system prompt differs. `form`: only white space or reasoning differ.
-
-    Args:
-        renderer: parses replies.
-        known: recent turns, none with the messages of the prompt.
-        messages: of the prompt.
-        tools: that it offers.
     """
-    base = next((one for one in known if messages[: len(one.messages)] == one.messages), None)
-    if base is not None:
-        reply = messages[len(base.messages)]
-        parsed = renderer.parse(base.prompt, base.generation, base.tools)
-        calls = [call["function"]["name"] for call in reply.get("tool_calls", ())]
-        if reply["role"] != "assistant" or calls != [call.name for call in parsed.calls]:
-            return None
-        if _words(reply["content"]) != _words(parsed.content):
-            return None
-        changed = "tools" if (tools or None) != (base.tools or None) else "rendering"
-        return "cut" if base.generation.is_truncated else changed
     for exchange in known:
-        if len(messages) <= len(exchange.messages) or messages[len(exchange.messages)]["role"] != "assistant":
+        if exchange.turn is None or not _has_reply(renderer, exchange, messages):
             continue
         pairs = [(one, other) for one, other in zip(exchange.messages, messages, strict=False) if one != other]
-        if all(one["role"] == other["role"] and one["role"] in ("system", "developer") for one, other in pairs):
-            return "system"
-        if all(
+        cause = None
+        if not pairs:
+            changed = "tools" if (tools or None) != (exchange.tools or None) else "rendering"
+            cause = "cut" if exchange.generation.is_truncated else changed
+        elif all(one["role"] == other["role"] and one["role"] in ("system", "developer") for one, other in pairs):
+            cause = "system"
+        elif all(
             one["role"] == other["role"]
             and one.get("tool_calls") == other.get("tool_calls")
             and _words(one["content"]) == _words(other["content"])
             for one, other in pairs
         ):
-            return "form"
+            cause = "form"
+        if cause is not None:
+            return cause, exchange.turn
     return None
+
+
+def _has_reply(renderer: Renderer, exchange: Exchange, messages: Sequence[Message]) -> bool:
+    """Return whether the message after those of a turn is its reply, with or without its reasoning."""
+    if len(messages) <= len(exchange.messages):
+        return False
+    message = messages[len(exchange.messages)]
+    parsed = renderer.parse(exchange.prompt, exchange.generation, exchange.tools)
+    return (
+        message["role"] == "assistant"
+        and [call["function"]["name"] for call in message.get("tool_calls", ())] == [one.name for one in parsed.calls]
+        and _words(message["content"]) == _words(parsed.content)
+    )
 
 
 def _words(content: str) -> list[str]:

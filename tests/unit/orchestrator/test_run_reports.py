@@ -74,11 +74,12 @@ def test_sample_metrics_count_samples_branches_and_false_forks():
     forks = {"false_forks/system": 1, "tokens_trained_twice": 0}
     rollouts = [
         replace(make_rollout(1.0, 3), samples=(one, one, one), sample_counts=forks),  # a true branch and a false fork
-        replace(make_rollout(1.0, 3), sample_counts={"false_forks/system": 2, "tokens_trained_twice": 0}),  # untrained
+        make_rollout(1.0, 3),
+        replace(make_rollout(1.0, 3), samples=()),
     ]
     assert sample_metrics(rollouts) == {
-        "samples/per_rollout": 2, "samples/per_branch": pytest.approx(4 / 3), "samples/false_forks/system": 3,
-        "samples/tokens_trained_twice": 0,
+        "samples/per_rollout": pytest.approx(4 / 3), "samples/per_branch": pytest.approx(4 / 3),
+        "samples/false_forks/system": 1, "samples/tokens_trained_twice": 0,
     }  # fmt: skip
 
 

@@ -29,6 +29,8 @@ CONTINUED = [*FIRST, REPLIED, NEXT]
         (CONTINUED, {"tools": [OTHER_TOOL]}, {"tools": 1}, 2),
         (CONTINUED, {"history": "template", "reply": "<think>\nhm\n</think>\n\ntwo"}, {"rendering": 1}, 2),
         ([SYSTEM, ASKED, REPLIED | {"content": "three"}, NEXT], {}, {}, 2),  # edited
+        ([SYSTEM | {"content": "It is Tuesday."}, ASKED, REPLIED | {"content": "three"}, NEXT], {}, {}, 2),
+        ([SYSTEM, ASKED | {"content": " How  many? "}, REPLIED | {"content": "three"}, NEXT], {}, {}, 2),
         ([SYSTEM, {"role": "user", "content": "Summary"}], {}, {}, 2),
         ([SYSTEM, ASKED, NEXT], {}, {}, 2),  # without the reply
         (FIRST, {"strategy": "branching"}, {}, 2),
@@ -66,3 +68,15 @@ async def test_tokens_that_two_samples_train_are_counted(monkeypatch):
     assert counts == {"tokens_trained_twice": len(answer("tools", "two"))}
     masked = np.arange(reply.completion_tokens) > 0
     assert recorder.rollout({reply: masked}, [], 1.0, {}, False).sample_counts["tokens_trained_twice"] == masked.sum()
+
+
+async def test_forks_of_replies_that_are_not_trained_do_not_count():
+    class Engine:
+        async def generate(self, prompt_ids, sampling):
+            return generation(answer("tools", "two"))
+
+    recorder = Recorder(Engine(), make_renderer("tools"), 10_000)
+    for _ in range(3):
+        await recorder.ask(FIRST, None, {})
+    counts = recorder.rollout({recorder.replies[-1]: True}, [], 1.0, {}, False).sample_counts
+    assert counts == {"tokens_trained_twice": 0}

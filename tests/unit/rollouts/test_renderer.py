@@ -124,7 +124,8 @@ def test_extend_appends_tool_results(shape):
     text = written(shape, ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, [ADD])
     ids = answer(shape, text)
     last = exchange(renderer, ASKED, ids, [ADD])
-    assert renderer.parse(last.prompt, last.generation, [ADD]).calls == (ToolCall("add", '{"a": 2, "b": 2}'),)
+    call_id = CALL["id"] if shape == "mistral" else ""  # its template writes ids
+    assert renderer.parse(last.prompt, last.generation, [ADD]).calls == (ToolCall("add", '{"a": 2, "b": 2}', call_id),)
     messages = follow(renderer, last, [TOOL], [ADD])
     prompt = renderer.extend_prompt(last, messages, [ADD])
     assert prompt is not None and same(prompt, renderer.render_prompt(messages, [ADD]))

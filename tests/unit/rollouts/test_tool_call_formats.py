@@ -19,6 +19,7 @@ from prime_rl.rollouts.rendering.completion_parsers import (
     glm45,
     gpt_oss,
     kimi_k2,
+    mistral,
     parser_of_template,
 )
 from prime_rl.rollouts.rendering.messages import Generation, Parsed, ToolCall, normalise
@@ -140,12 +141,76 @@ def test_messages_of_gpt_oss_are_separated():
     assert gpt_oss(f"{thought}<|start|>assistant<|channel|>final<|message|>4") == Parsed("4", (), "hm")
     assert gpt_oss("<|channel|>analysis<|message|>hm") == Parsed("", (), "hm")
     assert gpt_oss("four") == Parsed("four")
+    assert gpt_oss("<|channel|>final") == Parsed("")
+    assert gpt_oss(head, TOOLS).calls == (ToolCall("get_time", "{}"),)
 
 
 @pytest.mark.parametrize("name", ["functions.get_time:0", "get_time:0", "functions.get_time"])
 def test_id_of_kimi_is_kept_if_it_has_a_number(name):
     text = f"<|tool_calls_section_begin|><|tool_call_begin|>{name}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     assert kimi_k2(text).calls == (ToolCall("get_time", "{}", name if ":" in name else ""),)
+
+
+def test_ids_of_mistral_are_kept():
+    named = '[TOOL_CALLS]get_time[CALL_ID]abc123def[ARGS]{"city": "x"}[TOOL_CALLS]get_time[ARGS]{}'
+    assert mistral(named).calls == (
+        ToolCall("get_time", '{"city": "x"}', "abc123def"),
+        ToolCall("get_time", "{}"),
+    )
+    (call,) = mistral('[TOOL_CALLS][{"name": "get_time", "arguments": {}, "id": "abcdefghi"}]').calls
+    assert call.id == "abcdefghi"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>get_ti",
+        "tags: <tool_call> and",
+        "<tool_call>get_time\n<arg_key>city</arg_key>\n<arg_value>x</arg_value>\n",
+        "<tool_call>get_time\n<arg_key>city</arg_key>\n<arg_value>x",
+    ],
+)
+def test_cut_call_of_glm_stays_content(text):
+    assert glm45(text) == Parsed(text)
+
+
+def test_call_ends_the_reasoning():
+    tokenizer = make_byte_tokenizer(QWEN)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call><function=<think>\n"
+    renderer = Renderer(tokenizer, RenderingConfig(reasoning_parser="think"))
+    text = "I need it.\n<tool_call>\n<function=get_time>\n</function>\n</tool_call><|im_end|>"
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    made = Generation(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), False)
+    parsed = renderer.parse(renderer.render_prompt([{"role": "user", "content": "q"}]), made, TOOLS)
+    assert parsed == Parsed("", (ToolCall("get_time", "{}"),), "I need it.")
+
+
+def test_template_without_a_known_format_is_reported_once(said):
+    tokenizer = make_byte_tokenizer(("<|im_end|>",))
+    tokenizer.chat_template = SHAPES["chatml"].template
+    renderer, ids = Renderer(tokenizer), np.array([5, 0], np.int32)
+    made = Generation(ids, np.zeros(2, np.float32), np.zeros(2, np.int32), False)
+    prompt = renderer.render_prompt([{"role": "user", "content": "q"}])
+    renderer.parse(prompt, made)
+    assert said() == []
+    for _ in range(2):
+        renderer.parse(prompt, made, TOOLS)
+    (line,) = said()
+    assert "set rendering.tool_call_parser" in line
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "x",
+        {"properties": ["a"]},
+        *({"properties": {"a": schema}} for schema in ({"type": None}, {"type": 5}, {"type": [{}]}, {"anyOf": 3}, 7)),
+    ],
+)
+def test_odd_schemas_leave_values_as_text(parameters):
+    tools = [{"function": {"name": ["f"]}}, {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    (call,) = glm45("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", tools).calls
+    assert json.loads(call.arguments) == {"a": "1"}
 
 
 @pytest.mark.parametrize(
@@ -159,6 +224,9 @@ def test_id_of_kimi_is_kept_if_it_has_a_number(name):
         ("12", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, 12),
         ("true", {"type": ["string", "number"]}, "true"),
         ('{"a": 1}', {"$ref": "#/$defs/Point"}, {"a": 1}),
+        ("1", {"$ref": "#/$defs/Color"}, "1"),
+        ("1", {"enum": [1, 2]}, 1),
+        ("1", {"enum": ["1", "2"]}, "1"),
         ("[1]", {"type": "array"}, [1]),
         ("three", {"type": "integer"}, "three"),
         ("True", {"type": "boolean"}, True),
@@ -168,7 +236,9 @@ def test_id_of_kimi_is_kept_if_it_has_a_number(name):
     ],
 )
 def test_value_has_the_type_of_the_schema(value, schema, result):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    definitions = {"Point": {"type": "object"}, "Color": {"type": "string", "enum": ["1"]}}
+    parameters = {"properties": {"a": schema}, "$defs": definitions}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     (call,) = glm45(f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>", tools).calls
     assert json.loads(call.arguments) == {"a": result}
 
@@ -193,8 +263,24 @@ def test_number_of_calls_in_a_block_is_limited():
     ],
 )  # fmt: skip
 def test_hostile_text_takes_linear_time(name, piece):
+    check_time(name, piece * (500_000 // len(piece)))
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "piece"),
+    [
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>", "</parameter><parameter=b>1"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value><arg_key>b</arg_key><arg_value>1"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=b>", "[1, "),
+    ],
+)
+def test_many_openings_before_a_long_text_take_linear_time(name, opening, piece):
+    check_time(name, opening * MAX_CALLS + piece * (500_000 // len(piece)))
+
+
+def check_time(name, text):
     opening = {"kimi_k2": "<|tool_calls_section_begin|>", "minimax_m2": "<minimax:tool_call>"}.get(name, "")
-    text = opening + piece * (500_000 // len(piece))
+    text = opening + text
     start = time.process_time()
     parsed = PARSERS[name](text, TOOLS)
     assert time.process_time() - start < 5  # quadratic time would be hours
@@ -208,12 +294,13 @@ def test_hostile_text_takes_linear_time(name, piece):
         ("{{ '<｜tool▁calls▁begin｜>' }}", "deepseek_v3"),
         ("{{ '<minimax:tool_call>' }}", "minimax_m2"),
         ("<tool_call>{{ name }}<arg_key>", "glm45"),
-        ("<|start|>assistant<|channel|>final", "gpt_oss"),
+        ("<|start|>assistant<|channel|>final<|message|>", "gpt_oss"),
         ("<tool_call>\n<function=name>", "qwen3_coder"),
         (SHAPES["tools"].template, "hermes"),
         (SHAPES["llama3"].template, "llama3_json"),
         (SHAPES["mistral"].template, "mistral"),
-        (SHAPES["chatml"].template, "hermes"),
+        ('<|eot_id|><tool_call>{{ call }}</tool_call> "parameters": ', "hermes"),
+        ('<|eot|>{"name": {{ name }}, "parameters": ', "llama3_json"),
     ],
 )
 def test_format_is_found_in_the_template(template, parser):

@@ -28,7 +28,7 @@ Parser = Callable[[str, Sequence[Tool]], Parsed]
 
 def hermes(text: str, tools: Sequence[Tool] = ()) -> Parsed:
     """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Hermes, Qwen 2.5 and Qwen 3."""
-    return _between(text, "<tool_call>", "</tool_call>", lambda start: _json_call(text, start), calls_per_block=1)
+    return _between(text, "<tool_call>", "</tool_call>", _json_call, calls_per_block=1)
 
 
 def qwen3_coder(text: str, tools: Sequence[Tool] = ()) -> Parsed:
@@ -49,12 +49,11 @@ def minimax_m2(text: str, tools: Sequence[Tool] = ()) -> Parsed:
 def kimi_k2(text: str, tools: Sequence[Tool] = ()) -> Parsed:
     """Parse `functions.name:0` and JSON arguments between the special tokens of Kimi K2; the calls have these ids."""
 
-    def parse_at(start: int) -> tuple[ToolCall, int] | None:
-        head = _KIMI_HEAD.match(text, start)
-        found = None if head is None else _arguments_call(text, head[2], head.end(), "<|tool_call_end|>")
-        if head is None or found is None:
-            return None
-        return replace(found[0], id=head[1] if ":" in head[1] else ""), found[1]
+    def parse_at(text: str, start: int) -> tuple[ToolCall | None, int]:
+        if (head := _KIMI_HEAD.match(text, start)) is None:
+            return None, start
+        call, end = _arguments_call(text, head[2], head.end(), "<|tool_call_end|>")
+        return call and replace(call, id=head[1] if ":" in head[1] else ""), end
 
     return _between(text, "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", parse_at)
 
@@ -62,9 +61,10 @@ def kimi_k2(text: str, tools: Sequence[Tool] = ()) -> Parsed:
 def deepseek_v3(text: str, tools: Sequence[Tool] = ()) -> Parsed:
     """Parse the calls of DeepSeek V3, R1 and V3.1 (special tokens around JSON), and of V3.2 and V4 (DSML elements)."""
 
-    def parse_at(start: int) -> tuple[ToolCall, int] | None:
-        head = _DEEPSEEK_HEAD.match(text, start)
-        return None if head is None else _arguments_call(text, head[1] or head[2], head.end(), "<｜tool▁call▁end｜>")
+    def parse_at(text: str, start: int) -> tuple[ToolCall | None, int]:
+        if (head := _DEEPSEEK_HEAD.match(text, start)) is None:
+            return None, start
+        return _arguments_call(text, head[1] or head[2], head.end(), "<｜tool▁call▁end｜>")
 
     if (markup := next((markup for markup in _DSML if markup.opening in text), None)) is not None:
         return _parse_markup(markup, text, tools)
@@ -77,16 +77,14 @@ def gpt_oss(text: str, tools: Sequence[Tool] = ()) -> Parsed:
     The body of a call that is malformed, or made without `tools`, is content.
     """
     if "<|message|>" not in text:
-        return Parsed(text)
+        return Parsed("" if "<|channel|>" in text else text)  # cut in its header
     parts: dict[str, list[str]] = {"content": [], "analysis": []}
     calls: list[ToolCall] = []
     for message in text.split("<|start|>"):
         header, _, rest = message.partition("<|message|>")
         body = _HARMONY_END.split(rest, maxsplit=1)[0]
         channel, recipient = _HARMONY_CHANNEL.search(header), _HARMONY_RECIPIENT.search(header)
-        found = decode_json(body, 0) if recipient and tools and len(calls) < MAX_CALLS else None
-        is_whole = found is not None and skip(body, found[1]) == len(body)
-        call = _call(recipient[1], found[0]) if recipient and found and is_whole else None
+        call = _whole_call(recipient[1], body) if recipient and tools and len(calls) < MAX_CALLS else None
         if call is not None:
             calls.append(call)
         else:
@@ -101,10 +99,9 @@ def llama3_json(text: str, tools: Sequence[Tool] = ()) -> Parsed:
     calls: list[ToolCall] = []
     position = 0
     while body.startswith("{", position) and len(calls) < MAX_CALLS:
-        found = _json_call(body, position)
-        if found is None:
+        call, position = _json_call(body, position)
+        if call is None:
             break
-        call, position = found
         calls.append(call)
         position = skip(body, position, "; \n\t\r")
     return Parsed("", tuple(calls)) if calls and position == len(body) else Parsed(text)
@@ -125,26 +122,26 @@ PARSERS: dict[str, Parser] = {
 }
 """By the value of `tool_call_parser`.."""
 
-# Text that only templates with this format contain. A template of Hermes has the tags of others, so it is not here.
-_MARKERS: dict[Parser, tuple[str, ...]] = {
-    kimi_k2: ("<|tool_calls_section_begin|>",),
-    deepseek_v3: ("<｜tool▁calls▁begin｜>", "｜DSML｜"),
-    minimax_m2: ("<minimax:tool_call>",),
-    glm45: ("<arg_key>",),
-    gpt_oss: ("<|channel|>",),
-    mistral: ("[TOOL_CALLS]",),
-    qwen3_coder: ("<function=",),
-    llama3_json: ('"parameters": ', "<|eot_id|>"),
-}
+# Text of which a template with this format contains one, and what else it needs.
+_MARKERS: list[tuple[Parser, tuple[str, ...], str]] = [
+    (kimi_k2, ("<|tool_calls_section_begin|>",), ""),
+    (deepseek_v3, ("<｜tool▁calls▁begin｜>", "｜DSML｜"), ""),
+    (minimax_m2, ("<minimax:tool_call>",), ""),
+    (glm45, ("<arg_key>",), "<tool_call>"),
+    (gpt_oss, ("<|channel|>",), "<|message|>"),
+    (mistral, ("[TOOL_CALLS]",), ""),
+    (qwen3_coder, ("<function=",), "<tool_call>"),
+    (hermes, ("<tool_call>",), ""),
+    (llama3_json, ("<|eot_id|>", "<|eot|>"), '"parameters": '),
+]
 
 
-def parser_of_template(template: str) -> Parser:
-    """Return the parser of the calls that a chat template writes; `hermes` if it has no format that is known."""
-    for parser, markers in _MARKERS.items():
-        is_there = [marker in template for marker in markers]
-        if all(is_there) if parser is llama3_json else any(is_there):
+def parser_of_template(template: str) -> Parser | None:
+    """Return the parser of the calls that a chat template writes; None if it has no format that is known."""
+    for parser, markers, other in _MARKERS:
+        if other in template and any(marker in template for marker in markers):
             return parser
-    return hermes
+    return None
 
 
 def split_reasoning(text: str, opened: bool = False) -> tuple[str | None, str]:
@@ -162,14 +159,17 @@ def split_reasoning(text: str, opened: bool = False) -> tuple[str | None, str]:
     return reasoning.strip("\n"), rest.lstrip("\n") if closing else ""
 
 
+_ParseAt = Callable[[str, int], tuple[ToolCall | None, int]]
+"""(text, position) -> a call and its end, or None and the position up to which there is none."""
+
+
 def _between(
-    text: str,
-    opening: str,
-    closing: str,
-    parse_at: Callable[[int], tuple[ToolCall, int] | None],
-    calls_per_block: int = MAX_CALLS,
+    text: str, opening: str, closing: str, parse_at: _ParseAt, calls_per_block: int = MAX_CALLS, needs_end: bool = False
 ) -> Parsed:
-    """Parse blocks of calls. A block that does not consist of calls stays content; its end may be missing at last."""
+    """Parse blocks of calls. A block that does not consist of calls stays content.
+
+    Unless `needs_end`, the last block may lack its end.
+    """
     calls: list[ToolCall] = []
     kept: list[str] = []
     position = 0
@@ -177,12 +177,15 @@ def _between(
     for _ in range(MAX_CALLS):
         if start < 0 or len(calls) >= MAX_CALLS:
             break
-        found, end = list[ToolCall](), start + len(opening)
-        while len(found) < calls_per_block and (call := parse_at(end)) is not None:
-            found.append(call[0])
-            end = skip(text, call[1])
-        if not found or not (text.startswith(closing, end) or end == len(text)):
-            start = text.find(opening, start + len(opening))
+        found, call, end = list[ToolCall](), None, start + len(opening)
+        while len(found) < calls_per_block:
+            call, end = parse_at(text, end)
+            if call is None:
+                break
+            found.append(call)
+            end = skip(text, end)
+        if not found or not (text.startswith(closing, end) or (end == len(text) and not needs_end)):
+            start = text.find(opening, end)
             continue
         calls += found
         kept.append(text[position:start].rstrip())
@@ -193,13 +196,13 @@ def _between(
     return Parsed("".join([*kept, text[position:]]).strip(), tuple(calls))
 
 
-def _json_call(text: str, position: int) -> tuple[ToolCall, int] | None:
+def _json_call(text: str, position: int) -> tuple[ToolCall | None, int]:
     found = decode_json(text, position)
     if found is None or not isinstance(found[0], dict):
-        return None
+        return None, position
     value, end = found
     call = _call(value.get("name"), value.get("arguments", value.get("parameters")))
-    return None if call is None else (call, end)
+    return (call, end) if call is not None else (None, position)
 
 
 def _call(name: Any, arguments: Any) -> ToolCall | None:
@@ -213,16 +216,21 @@ def _call(name: Any, arguments: Any) -> ToolCall | None:
     return None
 
 
-def _arguments_call(text: str, name: str, position: int, closing: str) -> tuple[ToolCall, int] | None:
+def _whole_call(name: str, body: str) -> ToolCall | None:
+    found = decode_json(body, 0) if body.strip() else ({}, len(body))
+    return _call(name, found[0]) if found is not None and skip(body, found[1]) == len(body) else None
+
+
+def _arguments_call(text: str, name: str, position: int, closing: str) -> tuple[ToolCall | None, int]:
     """Parse the JSON object of arguments at `position` up to `closing`; DeepSeek V3 writes it in a block of code."""
-    found = decode_json(text, position)
+    found = ({}, position) if text.startswith(closing, skip(text, position)) else decode_json(text, position)
     call = None if found is None else _call(name, found[0])
     if found is None or call is None:
-        return None
+        return None, position
     end = skip(text, found[1], "` \n\t\r")
     if text.startswith(closing, end):
         return call, end + len(closing)
-    return (call, end) if end == len(text) else None
+    return (call if end == len(text) else None), end
 
 
 _KIMI_HEAD = re.compile(
@@ -300,34 +308,46 @@ _KINDS = {"true": {"type": "string"}, "false": {"type": "object"}}
 
 def _parse_markup(markup: _Markup, text: str, tools: Sequence[Tool]) -> Parsed:
     """Parse calls with arguments as elements. A value is text, or JSON if the tool's schema declares another type."""
-    functions = [tool.get("function", tool) for tool in tools]
-    schemas = {function.get("name"): (function.get("parameters") or {}).get("properties") for function in functions}
 
-    def parse_at(position: int) -> tuple[ToolCall, int] | None:
+    def parse_at(text: str, position: int) -> tuple[ToolCall | None, int]:
         head = markup.head.match(text, position)
         if head is None:
-            return None
-        position, schema, arguments = head.end(), schemas.get(head[1]) or {}, dict[str, Any]()
+            return None, position
+        position, values = head.end(), dict[str, tuple[str, list[str]]]()
         while (parameter := markup.parameter.match(text, position)) is not None:
             end = text.find(markup.value_end, parameter.end())
             if end < 0:
-                return None
-            value, (key, *is_text) = text[parameter.end() : end], parameter.groups()
-            if markup.has_lines:
-                value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = _typed(value, _KINDS[is_text[0]] if is_text else schema.get(key))
+                return None, parameter.end()
+            key, *is_text = parameter.groups()
+            values[key] = text[parameter.end() : end], is_text
             position = skip(text, end + len(markup.value_end))
         if not text.startswith(markup.end, position):
-            return None
+            return None, position
+        root = _parameters_of(head[1], tools)
+        properties = root.get("properties")
+        schemas = properties if isinstance(properties, Mapping) else {}
+        arguments = dict[str, Any]()
+        for key, (value, is_text) in values.items():
+            if markup.has_lines:
+                value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key] = _typed(value, _types_of(_KINDS[is_text[0]] if is_text else schemas.get(key), root))
         call = _call(head[1], arguments)
-        return None if call is None else (call, position + len(markup.end))
+        return call, position + len(markup.end)
 
-    return _between(text, markup.opening, markup.closing, parse_at, MAX_CALLS if markup.end else 1)
+    calls_per_block = MAX_CALLS if markup.end else 1
+    return _between(text, markup.opening, markup.closing, parse_at, calls_per_block, needs_end=not markup.end)
 
 
-def _typed(value: str, schema: Any) -> Any:
-    """Return the value that `value` has by its schema: text if this is allowed and nothing else fits."""
-    types, written = _types_of(schema), _PYTHON_LITERALS.get(value, value)
+def _parameters_of(name: str, tools: Sequence[Tool]) -> Mapping[str, Any]:
+    functions = [tool.get("function", tool) for tool in tools]
+    found = (one.get("parameters") for one in functions if isinstance(one, Mapping) and one.get("name") == name)
+    parameters = next(found, None)
+    return parameters if isinstance(parameters, Mapping) else {}
+
+
+def _typed(value: str, types: set[str]) -> Any:
+    """Return the value that `value` has by the types of its schema: text if this is allowed and nothing else fits."""
+    written = _PYTHON_LITERALS.get(value, value)
     found = decode_json(written, 0) if types - {"string"} else None
     if found is None or skip(written, found[1]) != len(written):
         return value
@@ -343,15 +363,31 @@ _JSON_TYPES: Mapping[type, set[str]] = {
 }  # fmt: skip
 
 
-def _types_of(schema: Any, depth: int = 3) -> set[str]:
-    """Return the types that a schema declares, those of its alternatives included; empty if it declares none."""
+def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 4) -> set[str]:
+    """Return the types that a schema declares, those of its alternatives included; empty if it declares none.
+
+    `root` is the schema in which its references are.
+    """
     if not isinstance(schema, Mapping) or not depth:
         return set()
-    declared = schema.get("type", ["object"] if "$ref" in schema else [])
-    types = {declared} if isinstance(declared, str) else set(declared)
+    declared = schema.get("type")
+    types = {kind for kind in ([declared] if isinstance(declared, str) else _items(declared)) if isinstance(kind, str)}
+    if not types:
+        for value in _items(schema.get("enum")):
+            types |= {"string"} if isinstance(value, str) else _JSON_TYPES.get(type(value), set())
     for key in ("anyOf", "oneOf", "allOf"):
-        types |= {kind for part in schema.get(key) or () for kind in _types_of(part, depth - 1)}
+        for part in _items(schema.get(key)):
+            types |= _types_of(part, root, depth - 1)
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
+        target: Any = root
+        for name in reference[2:].split("/"):
+            target = target.get(name) if isinstance(target, Mapping) else None
+        types |= _types_of(target, root, depth - 1)
     return types
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _mistral_list(text: str) -> tuple[ToolCall, ...]:
@@ -359,17 +395,23 @@ def _mistral_list(text: str) -> tuple[ToolCall, ...]:
     if found is None or not isinstance(found[0], list) or text[found[1] :].strip() or len(found[0]) > MAX_CALLS:
         return ()
     items = [item if isinstance(item, dict) else {} for item in found[0]]
-    calls = tuple(call for item in items if (call := _call(item.get("name"), item.get("arguments"))) is not None)
-    return calls if len(calls) == len(items) else ()
+    calls = [_with_id(_call(item.get("name"), item.get("arguments")), item.get("id")) for item in items]
+    return tuple(call for call in calls if call is not None) if None not in calls else ()
 
 
 def _mistral_named(text: str) -> tuple[ToolCall, ...]:
     calls: list[ToolCall] = []
     for part in text.split("[TOOL_CALLS]", MAX_CALLS):
-        name, _, arguments = part.partition("[ARGS]")
+        head, _, arguments = part.partition("[ARGS]")
+        name, _, call_id = head.partition("[CALL_ID]")
         found = decode_json(arguments, 0)
         call = None if found is None or arguments[found[1] :].strip() else _call(name.strip(), found[0])
         if call is None:
             return ()
-        calls.append(call)
+        calls.append(_with_id(call, call_id.strip()) or call)
     return tuple(calls)
+
+
+def _with_id(call: ToolCall | None, call_id: Any) -> ToolCall | None:
+    is_id = isinstance(call_id, str) and re.fullmatch(r"[A-Za-z0-9]{9}", call_id)  # the format of Mistral
+    return call and replace(call, id=call_id if is_id else "")

@@ -104,7 +104,7 @@ class Reply:
 
     Attributes:
         parsed: the sampled message.
-        call_ids: an id for each tool call, unique in the rollout.
+        call_ids: an id for each tool call, unique in its conversation.
         is_truncated: cut by a token limit.
         prompt_tokens: number of tokens in the prompt.
         completion_tokens: number of sampled tokens.

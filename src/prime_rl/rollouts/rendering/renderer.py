@@ -17,17 +17,19 @@ from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
+from loguru import logger
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from prime_rl.configs.rendering import RenderingConfig
 from prime_rl.core.errors import ConfigError, summarize_exception
-from prime_rl.rollouts.rendering.completion_parsers import PARSERS, gpt_oss, parser_of_template, split_reasoning
+from prime_rl.rollouts.rendering.completion_parsers import PARSERS, gpt_oss, hermes, parser_of_template, split_reasoning
 from prime_rl.rollouts.rendering.messages import (
     Generation,
     Message,
     Parsed,
     ToolCall,
+    Turn,
     normalise,
     with_text_arguments,
 )
@@ -61,6 +63,7 @@ class Exchange:
     prompt: Prompt
     generation: Generation
     tools: list[Any] | None = None
+    turn: Turn | None = None
 
 
 class Renderer:
@@ -87,10 +90,9 @@ class Renderer:
                 f"tokenizer {tokenizer.name_or_path} has no chat template; set tokenizer.name to one that has a "
                 "template, or rendering.chat_template to a file"
             )
-        kind = self._config.tool_call_parser
-        self._parse = (
-            PARSERS[kind] if kind != "auto" else parser_of_template(str(self._template or tokenizer.chat_template))
-        )
+        kind, template = self._config.tool_call_parser, str(self._template or tokenizer.chat_template)
+        found = parser_of_template(template) if kind == "auto" else PARSERS[kind]
+        self._parse, self._has_unknown_calls = found or hermes, found is None
         self._special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     @classmethod
@@ -240,6 +242,12 @@ class Renderer:
         ids = generation.token_ids.tolist()
         if ids and not generation.is_truncated and ids[-1] in self._special:
             ids = ids[:-1]
+        if tools and self._has_unknown_calls:
+            self._has_unknown_calls = False  # once
+            logger.warning(
+                "the chat template has no format of tool calls that is known, so only <tool_call>{...}</tool_call> is "
+                "read; set rendering.tool_call_parser"
+            )
         text = self._decode(ids)
         parsed, before = self._read(text, _opens_reasoning(prompt.text), tools)
         content, reasoning = parsed.content, parsed.reasoning
@@ -255,6 +263,10 @@ class Renderer:
         if self._parse is gpt_oss:  # its messages have channels, with and without tools
             return self._parse(text, tools or ()), ""
         reasoning, rest = split_reasoning(text, opened)
+        if tools and reasoning and not rest and "</think>" not in text:  # as in vLLM, a call ends the reasoning
+            called = self._parse(reasoning, tools)
+            if called.calls:
+                return Parsed("", called.calls, called.content), called.content
         parsed = self._parse(rest, tools) if tools else Parsed(rest)
         return replace(parsed, reasoning=reasoning), text[: len(text) - len(rest)]
 
