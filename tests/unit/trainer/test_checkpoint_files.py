@@ -295,7 +295,7 @@ def test_kill_during_save_keeps_earlier_checkpoints(point, complete, tiny, tmp_p
 
 
 def test_background_save_contains_its_step(tiny, tmp_path, world, monkeypatch):
-    """Training goes on in place while the copies are written."""
+    """Training continues while the copies are written."""
     checkpoints, policy, *_, progress = restore(world, tiny, tmp_path, save_async=True)
     expected, gate, save = weights_of(policy), threading.Event(), checkpoints._save
     monkeypatch.setattr(checkpoints, "_save", lambda *arguments: (gate.wait(60), save(*arguments)))
