@@ -249,12 +249,17 @@ class OrchestratorConfig(RunConfig, RolloutsConfig):
 
     def doubtful(self, prefix: str = "") -> Iterator[str]:
         """Report completions that are longer than a sample can be."""
-        longest = self.sampling.max_tokens
-        if longest is not None and longest > self.seq_len:
-            yield (
-                f"{prefix}sampling.max_tokens = {longest} is above {prefix}seq_len = {self.seq_len}, which counts "
-                "the prompt too: completions end there"
-            )
+        samplings = [("sampling", self.sampling)]
+        samplings += [("env.sampling", env.sampling_with(self.sampling)) for env in self.env if env.sampling]
+        if self.eval is not None:
+            own = [env.sampling_with(self.eval.sampling) for env in self.eval.env if env.sampling]
+            samplings += [("eval.sampling", self.eval.sampling), *(("eval.env.sampling", each) for each in own)]
+        for key, sampling in samplings:
+            if sampling.max_tokens is not None and sampling.max_tokens > self.seq_len:
+                yield (
+                    f"{prefix}{key}.max_tokens = {sampling.max_tokens} is above {prefix}seq_len = {self.seq_len}, "
+                    "which counts the prompt too: completions end there"
+                )
 
     def without_effect_alone(self) -> Iterator[tuple[str, str]]:
         """Report checkpoint keys that only the trainer uses."""

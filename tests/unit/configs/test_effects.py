@@ -40,6 +40,10 @@ def _in_workdir(workdir):
         (RLConfig, "--inference-gpu-ids 3", "inference_gpu_ids starts no server without an .inference. block"),
         (TrainerConfig, "--orchestrator.wandb.id x", "orchestrator has no effect on the trainer; give it to the"),
         (RLConfig, "--seq-len 512 --orchestrator.sampling.max-tokens 5000", r".*max_tokens = 5000.*seq_len = 512"),
+        (OrchestratorConfig, "--seq-len 512 --env {'id':'a','sampling':{'max_tokens':5000}}",
+         r"env\.sampling\.max_tokens = 5000"),
+        (RLConfig, "--seq-len 512 --orchestrator.eval.env.id a --orchestrator.eval.sampling.max-tokens 5000",
+         r"orchestrator\.eval\.sampling\.max_tokens = 5000"),
         (RLConfig, "--max-steps 60 --trainer.scheduler.warmup-steps 500", ".*warmup_steps = 500.*max_steps = 60"),
         (RLConfig, "--orchestrator.batch-size 8 --trainer.num-minibatches 3", ".*minibatches = 3.*batch_size = 8|.*"
          "batch_size = 8.*minibatches = 3"),
