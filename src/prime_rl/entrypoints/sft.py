@@ -14,7 +14,7 @@ def main() -> None:
     from prime_rl.trainer.data.training_files import check_files
 
     require_packages("torch")
-    check_model(config.model.name)
+    check_model(config.model.name, not config.model.debug.random_init)
     if config.data.type == "sft":
         check_files(config.data)
     if config.show_sample:

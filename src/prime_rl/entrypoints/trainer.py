@@ -13,7 +13,7 @@ def main() -> None:
     from prime_rl.storage.model_files import check_model
 
     require_packages("torch")
-    check_model(config.model.name)
+    check_model(config.model.name, not config.model.debug.random_init)
     from prime_rl.trainer.rank_start import start_rank
 
     with start_rank(config.log, config.run_paths, settings=config.run_settings) as heartbeat:

@@ -53,8 +53,11 @@ def find_tokenizer(name: str | None, model: str, revision: str | None, timeout_s
     return _find(name, None, timeout_seconds, False, "tokenizer.name")
 
 
-def check_model(name: str) -> None:
-    """Raise ConfigError for a path that is no model directory, and for a name that the hub cannot have."""
+def check_model(name: str, with_weights: bool = True) -> None:
+    """Raise ConfigError for a path that is no model directory, and for a name that the hub cannot have.
+
+    `with_weights`: whether the directory must contain weights.
+    """
     path = Path(name).expanduser()
     if not path.is_dir():
         _check_hub_name(name, "model.name")
@@ -65,6 +68,11 @@ def check_model(name: str) -> None:
         )
     elif not (path / "config.json").is_file():
         raise ConfigError(f"model.name = {name} is not a model: the directory has no config.json")
+    elif with_weights and not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model.name = {name} is a model without weights: the directory has no *.safetensors; save it with "
+            "save_pretrained() of transformers"
+        )
 
 
 def check_on_hub(name: str, revision: str | None) -> None:

@@ -37,8 +37,9 @@ def check_before_start(config: RLConfig) -> None:
     check_loggers_installed(
         [*config.trainer.metric_loggers, *(logger for run in runs for logger in run.metric_loggers)]
     )
-    for name in {config.trainer.model.name, config.model.name, *(run.model.name for run in runs)}:
-        check_model(name)
+    check_model(config.trainer.model.name, not config.trainer.model.debug.random_init)
+    for name in {config.model.name, *(run.model.name for run in runs)}:
+        check_model(name, with_weights=False)
     if config.nodes:
         check_gpus_of_nodes(config, check_nodes(config))
         return

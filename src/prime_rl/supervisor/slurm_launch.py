@@ -37,7 +37,7 @@ def submit_to_slurm(config: RLConfig) -> str:
         raise ConfigError(f"slurm: {TEMPLATES} does not exist; `rl --slurm` needs a checkout of prime-rl")
     for run in config.orchestrators.values():
         check_resume(run)
-    check_model(config.trainer.model.name)
+    check_model(config.trainer.model.name, not config.trainer.model.debug.random_init)
     with hold_run_lock(paths):
         undo_interrupted_move(paths)
         if config.slurm.nodes > 1:  # on one node, `rl` does it in the job

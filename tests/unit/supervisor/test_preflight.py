@@ -50,6 +50,9 @@ def test_check_model_without_a_model_in_the_directory_is_rejected(tmp_path):
     (tmp_path / "model_000650.pt").touch()
     assert "convert_nanochat_checkpoints.py" in refused(check_model, str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
+    check_model(str(tmp_path), with_weights=False)
+    assert "no *.safetensors" in refused(check_model, str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
     check_model(str(tmp_path))
 
 
