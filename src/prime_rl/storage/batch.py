@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -234,14 +235,14 @@ def read_progress(paths: RunPaths, step: int) -> Progress:
 
 
 def keep_shown_tokens(folder: Path) -> None:
-    """Write the tokens of the first groups of a batch, at most 32,768, to a small file, unless it exists.
+    """Write the tokens of a batch's groups of lowest and highest reward, at most 32,768, to a small file.
 
-    The file has the arrays that the page shows and, with the prefix `train.`, those of the trainer. Nothing depends on
-    it, so a full disk or a damaged file leaves it out.
+    An existing file stays. The file has the arrays that the page shows and, with the prefix `train.`, those of the
+    trainer. Nothing depends on it, so a full disk or a damaged file leaves it out.
     """
     rows, target = folder / ROWS_FILE, folder / SHOWN_FILE
-    samples = folder.parents[1] / "samples"
-    is_shown = not samples.is_dir() or (samples / f"{folder.name}.jsonl").exists()  # a relay copies no samples
+    samples = folder.parents[1] / "samples" / f"{folder.name}.jsonl"
+    is_shown = not samples.parent.is_dir() or samples.exists()  # a relay copies no samples
     if target.exists() or not rows.exists() or not is_shown:
         return
     temporary = target.with_name(f".tmp-{SHOWN_FILE}")
@@ -249,7 +250,9 @@ def keep_shown_tokens(folder: Path) -> None:
         with safe_open(rows, framework="numpy") as batch:
             arrays = {name: batch.get_tensor(name) for name in ("seq_lens", "sample_group", "sample_rollout")}
             ends = np.cumsum(arrays["seq_lens"], dtype=np.int64)
-            order = np.lexsort((arrays["sample_rollout"], arrays["sample_group"]))
+            places_of = {group: place for place, group in enumerate(_groups_by_interest(samples))}
+            place = [places_of.get(group, len(places_of)) for group in arrays["sample_group"].tolist()]
+            order = np.lexsort((arrays["sample_rollout"], arrays["sample_group"], place))
             order = order[arrays["seq_lens"][order] <= MAX_SHOWN_TOKENS]
             fitting = np.cumsum(arrays["seq_lens"][order], dtype=np.int64) <= MAX_SHOWN_TOKENS
             chosen = np.sort(order[fitting])
@@ -263,8 +266,25 @@ def keep_shown_tokens(folder: Path) -> None:
                 shown |= {f"train.{name}": _cut(train, name, parts) for name in train.keys()}  # noqa: SIM118
         temporary.write_bytes(save(shown))
         temporary.replace(target)
-    except (OSError, SafetensorError):
+    except (OSError, SafetensorError, msgspec.MsgspecError):
         temporary.unlink(missing_ok=True)
+
+
+class _Reward(msgspec.Struct):
+    group_id: int
+    reward: float
+
+
+def _groups_by_interest(samples: Path) -> list[int]:
+    """Return the groups of a file of rollouts, in turns those of lowest and of highest mean reward; none without it."""
+    rewards = dict[int, list[float]]()
+    if samples.exists():
+        decoder = msgspec.json.Decoder(_Reward)
+        with samples.open("rb") as lines:
+            for row in map(decoder.decode, lines):
+                rewards.setdefault(row.group_id, []).append(row.reward)
+    ordered = sorted(rewards, key=lambda group: (np.mean(rewards[group]), group))
+    return [ordered[place // 2] if place % 2 == 0 else ordered[-1 - place // 2] for place in range(len(ordered))]
 
 
 def _cut(file: Any, name: str, parts: Sequence[NDArray[np.int64]]) -> NDArray[np.generic]:

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,21 +74,33 @@ def test_validate_refuses_an_empty_row():
         batch.validate()
 
 
-@pytest.mark.parametrize("max_gap", [1, 4096])
-def test_deleted_rows_leave_the_tokens_of_the_first_groups(tmp_path, monkeypatch, max_gap):
+@pytest.mark.parametrize(
+    ("max_gap", "rewards", "groups", "place"),
+    [
+        (1, None, [0, 1], [3, 4, 9, 10]),  # the second and the fourth sample
+        (4096, None, [0, 1], [3, 4, 9, 10]),
+        (1, [0.5, 0.5, 0.0, 0.5, 1.0], [2, 4], [0, 1, 2, 11, 12]),
+    ],
+)
+def test_deleted_rows_leave_the_tokens_of_groups_of_extreme_reward(
+    tmp_path, monkeypatch, max_gap, rewards, groups, place
+):
     """They are read at once, or in a part for each sample where these are far from each other."""
-    monkeypatch.setattr(batch_files, "MAX_SHOWN_TOKENS", 4)
+    monkeypatch.setattr(batch_files, "MAX_SHOWN_TOKENS", len(place))
     monkeypatch.setattr(batch_files, "_MAX_GAP", max_gap)
     batch = replace(make_batch(((3, 2), (4,), (2, 2))), sample_group=np.array([2, 0, 3, 1, 4], np.int64))
-    place = [3, 4, 9, 10]  # the second and the fourth sample
     paths = RunPaths(tmp_path)
+    if rewards is not None:
+        rows = [{"group_id": group, "reward": reward, "messages": []} for group, reward in enumerate(rewards)]
+        paths.samples_dir.mkdir()
+        paths.samples(0).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     folder = paths.rollouts(0)
     write_batch(folder, batch, {"branch": 0, "step": 0, "async_level": 2})
     values = np.arange(len(batch.tokens), dtype=np.float32)
     save_file({"entropy": values}, folder / TRAIN_FILE)
     delete_rows(paths, below=1)
     shown = load_file(folder / SHOWN_FILE)
-    assert shown["sample_group"].tolist() == [0, 1]
+    assert sorted(shown["sample_group"].tolist()) == groups
     np.testing.assert_array_equal(shown["tokens"], batch.tokens[place])
     np.testing.assert_array_equal(shown["train.entropy"], values[place])
     (folder / ROWS_FILE).write_bytes(b"damaged")

@@ -228,7 +228,7 @@ def token_detail(paths: RunPaths, texts: TokenTexts, step: int, group_id: int, r
     if samples and samples[0]["text"] is None:
         notes.append("The run has no tokenizer file, so tokens are shown as numbers.")
     if not samples:
-        which = "contains no" if is_whole else "is trained, and its first groups were kept without the"
+        which = "contains no" if is_whole else "is trained, and what is kept of it has no"
         notes.append(f"Batch {step} {which} tokens of this rollout.")
     return {"samples": samples, "token_note": " ".join(notes) or None}
 
