@@ -134,6 +134,11 @@ class OnlineEvaluator:
 
         Versions that are not newer than the last one are ignored: a restored server may briefly have an older one.
         """
+        self._enqueue_due(version)
+        if (self._repeated or self._waiting) and (self._runner is None or self._runner.done()):
+            self._runner = tasks.create_task(self._run())
+
+    def _enqueue_due(self, version: int) -> None:
         if version <= self._seen:
             return
         for schedule in self._schedules:
@@ -146,8 +151,6 @@ class OnlineEvaluator:
                 self.num_skipped += max(0, schedule.num_due(passed, version) - 1) if is_known else 0
                 self._enqueue(schedule, version)
         self._seen = version
-        if (self._repeated or self._waiting) and (self._runner is None or self._runner.done()):
-            self._runner = tasks.create_task(self._run())
 
     async def before_switch(self) -> None:
         """Wait for a pinned evaluation on the training servers, at most `hold_seconds`; called before each switch."""
@@ -160,6 +163,7 @@ class OnlineEvaluator:
 
     async def finish(self, version: int) -> None:
         """Evaluate the last version if necessary, and wait for all evaluations."""
+        self._enqueue_due(version)
         for schedule in self._schedules:
             if self._latest.get(schedule.prefix) != version:
                 self._enqueue(schedule, version)

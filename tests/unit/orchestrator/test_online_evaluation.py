@@ -62,18 +62,19 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("visited", "evaluated", "skipped"),
+    ("visited", "last", "evaluated", "skipped"),
     [
         # 4 was skipped: training was faster than switching. Servers that return sample from the base model briefly.
-        ([0, 0, 1, 2, 0, 1, 2, 3, 0, 5, 6, 7], [0, 2, 5, 6, 7], 0),
-        ([0, 3, 9], [0, 3, 9], 2),  # 3 in place of 2, 9 in place of 8; 4 and 6 are skipped
+        ([0, 0, 1, 2, 0, 1, 2, 3, 0, 5, 6, 7], 7, [0, 2, 5, 6, 7], 0),
+        ([0, 3, 9], 9, [0, 3, 9], 2),  # 3 in place of 2, 9 in place of 8; 4 and 6 are skipped
+        ([0, 3], 7, [0, 3, 7], 1),  # the last switch is seen at the end only; 4 is skipped
     ],
 )
-async def test_online_eval_due_versions_and_the_last_are_evaluated_once(tmp_path, visited, evaluated, skipped):
+async def test_online_eval_due_versions_and_the_last_are_evaluated_once(tmp_path, visited, last, evaluated, skipped):
     run = Run(tmp_path, FakePool())
     await run.visit(*visited)
     for _ in range(2):
-        await run.evaluator.finish(visited[-1])
+        await run.evaluator.finish(last)
     assert run.versions == evaluated
     assert run.evaluator.num_skipped == run.metrics["eval/skipped"] == skipped
 
