@@ -138,13 +138,14 @@ class ActiveRun:
             ConfigError, RunError: the run failed before or has ended, or the server does not answer in
                 `wait_timeout_seconds`.
         """
-        if self._is_stopped:  # a server that is not the run's own may sample from another policy by now
-            raise RunError("the run has ended, and its server with it; ask within the `with` block")
         deadline = time.monotonic() + self.config.orchestrator.wait_timeout_seconds
-        while not answers(f"{self.base_url.removesuffix('/v1')}/health"):
-            self._rl.check()
-            if self._rl.exit_code is not None:
+        while True:
+            self.check()
+            # A server that is not the run's own may sample from another policy by now.
+            if self._is_stopped or self._rl.exit_code is not None:
                 raise RunError("the run has ended, and its server with it; ask within the `with` block")
+            if answers(f"{self.base_url.removesuffix('/v1')}/health"):
+                return
             if time.monotonic() > deadline:
                 raise RunError(f"{self.base_url} does not answer; log {self.paths.log('inference')}")
             time.sleep(POLL_SECONDS)
