@@ -309,6 +309,7 @@ def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser, pa
     for run, steps in ((paths, 50), (other, 25)):
         with run.run_toml.open("a") as file:
             file.write(f"max_steps = {steps}\n[orchestrator]\nmax_steps = {steps}\n")  # trainer.optim.max_steps
+            file.write(f'[trainer.loss]\ntype = "{"token" if paths is run else "sequence"}"\n')
     with page_process(paths.root, other.root) as (_, address):
         watched = WatchedTab(browser)
         watched.page.goto(f"{address}/#view=compare")
@@ -319,6 +320,7 @@ def test_comparison_of_two_runs_shows_both_and_their_settings(paths, browser, pa
         keys = watched.page.locator("table").last.locator("tbody tr td:first-child").all_text_contents()
         assert len([key for key in keys if "max_steps" in key]) == 1, keys
         assert wait_for_chart(watched.page, "Reward")[-1] == 39
+        wait_for_chart(watched.page, "Loss (of different types)")
         watched.check(("http", urlsplit(address).netloc))
 
 

@@ -51,7 +51,9 @@ export class CompareView {
       segments([["step", "Step"], ["time", "Time since start", hasTime ? "" : "The metrics of some runs have no time."]], options.x, (x) => setState({ x: x === "step" ? null : x }), "horizontal axis"),
       element("label", {}, "Smoothing", element("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: options.smooth, onchange: (event) => setState({ smooth: Number(event.target.value) || null }) })));
     replaceChildren(this.node, this.table(hidden), element("div", { style: { height: "14px" } }), toolbar, grid, this.differences(shown.filter((run) => !run.is_trainer)));
-    for (const [name, title, unit, format] of charts) {
+    const losses = new Set(shown.map((run) => JSON.stringify([...flatten(run.config)].filter(([key]) => /(^|\.)loss\.type$/.test(key)).map(([, value]) => value))));
+    for (const [name, usual, unit, format] of charts) {
+      const title = name === "trainer:loss" && losses.size > 1 ? "Loss (of different types)" : usual;
       const lines = shown.filter((run) => run.store.get(name).step.length).map((run) => ({ label: run.label, colour: run.colour, start: firstTime(run.store), data: () => run.store.get(name) }));
       if (lines.length === 0) continue;
       const chart = new LineChart({ title, unit, format, lines, options });
