@@ -62,6 +62,7 @@ def test_install_exits_with_1_if_a_step_fails(tmp_path):
     tools = fake_uv(tmp_path, "exit 2")
     done = install(cwd=tmp_path, home=tmp_path, PATH=f"{tools}:/usr/bin:/bin")
     assert done.returncode == 1 and done.stdout.endswith("sync --locked --extra cpu\n")
+    assert "3.11 or 3.12 is needed" in done.stderr
 
 
 def test_install_finds_its_checkout_with_cdpath_and_a_driver(tmp_path):

@@ -464,12 +464,19 @@ def test_dry_run_prints_a_file_that_loads_to_the_same_values_and_writes_nothing(
     assert root.load(["@", "my.toml"]) == root.load(arguments)
 
 
-def test_entry_points_report_one_line_and_exit_2(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["rl", "--trainer.optm.lr", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--trainer.optm.lr", "1"], "error: unknown key --trainer.optm.lr; did you mean --trainer.optim.lr?\n"),
+        ([], "error: nothing to run; usage: uv run rl @ FILE.toml"),
+    ],
+)
+def test_entry_points_report_one_line_and_exit_2(arguments, error, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["rl", *arguments])
     with pytest.raises(SystemExit, match="2"):
         rl.main()
-    error = "error: unknown key --trainer.optm.lr; did you mean --trainer.optim.lr?\n"
-    assert tuple(capsys.readouterr()) == ("", error)
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(error) and err.count("\n") == 1
 
 
 def test_heartbeat_limits_reach_all_processes_and_warn_before_dead():

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+from zlib import crc32
 
 import pytest
 import verifiers as vf
@@ -360,15 +361,20 @@ def test_missing_classic_api_raises_with_the_install_command(load_classic, monke
     [
         ("import no_such_module_at_all", "cannot be imported: ModuleNotFoundError: No module named 'no_such_modul"),
         ("x = 1", r"defines no load_environment\(\); write"),
+        ("def load_environment(): return None", r"load_environment\(\) of environment 'faulty_\d+' returned NoneType"),
+        (
+            "def load_environment():\n  try: 1 / 0\n  except Exception as error: raise ValueError('bad') from error",
+            r" does not load: ValueError: bad \(from ZeroDivisionError: division by zero\)$",
+        ),
         (
             "from prime_rl import ConfigError\ndef load_environment(): raise ConfigError('data_path is missing')",
-            r"^environment 'faulty_\d' with env.args = {} does not load: data_path is missing$",
+            r"^environment 'faulty_\d+' with env.args = {} does not load: data_path is missing$",
         ),
     ],
 )
 def test_package_that_does_not_load_raises_config_error(tmp_path, monkeypatch, code, message):
     with pytest.raises(ConfigError, match=message) as error:
-        load_module(tmp_path, monkeypatch, f"faulty_{len(code) % 10}", code)
+        load_module(tmp_path, monkeypatch, f"faulty_{crc32(code.encode())}", code)
     assert "\n" not in str(error.value)
 
 
