@@ -249,10 +249,12 @@ def _rl_toml(name: str, template: str, examples: _Examples, hardware: _Hardware)
         longest = max(_size(prompt) for prompt, _ in examples.pairs) + max_tokens + 3
         if template == "agent":
             longest += 600  # the definition of the tool
+        seq_len = 64 * ceil(longest / 64)
         values = {
             "model.name": f'"{_MODEL}"',
             "trainer.optim.lr": "3e-3",
-            "seq_len": str(64 * ceil(longest / 64)),
+            "trainer.model.seq_len": str(max(4096, seq_len)),
+            "seq_len": str(seq_len),
             "orchestrator.sampling.max_tokens": str(max_tokens),
         }
     elif hardware.preset == "2x80gb":
