@@ -20,7 +20,8 @@ from prime_rl.rollouts.clients.inference_client import InferenceError, Inference
 from prime_rl.rollouts.clients.openai_chat_client import PromptTooLong
 from prime_rl.rollouts.clients.raw_openai_client import AnsweredCall, PolicyEndpoint, context_of, raw_client
 from prime_rl.rollouts.group_attempts import Attempt, EnvironmentFailed, UnsupportedEnvironment, as_number
-from prime_rl.rollouts.recorder import Recorder, policy_call
+from prime_rl.rollouts.policy_call import policy_call
+from prime_rl.rollouts.recorder import Recorder
 from prime_rl.rollouts.rendering.messages import Reply, Turn
 
 _RETURNED = frozenset({"logprobs", "return_token_ids"})

@@ -24,7 +24,8 @@ from prime_rl.rollouts.group_attempts import (
     as_number,
     contain_failures,
 )
-from prime_rl.rollouts.recorder import Recorder, policy_call
+from prime_rl.rollouts.policy_call import policy_call
+from prime_rl.rollouts.recorder import Recorder
 from prime_rl.rollouts.rendering.messages import Reply, normalise
 from prime_rl.rollouts.separate.values import CONTEXT_OVERFLOW
 
