@@ -23,7 +23,8 @@ _HINTS = {
     "environment": "raise orchestrator.workers_per_env, or make the environment faster",
     "grader": "make the reward function faster or asynchronous, or raise orchestrator.workers_per_env",
     "orchestrator": "raise orchestrator.workers_per_env, or give the orchestrator more CPU cores",
-    "trainer": "add trainer GPUs (without GPUs: cores), or lower model.seq_len or batch_size",
+    "trainer": "add trainer GPUs (without GPUs: cores), put more tokens into a forward pass (trainer.model.seq_len, in "
+    "sft data.micro_batch_size), or lower batch_size",
     "other runs": "add trainer GPUs (without GPUs: cores), or lower max_concurrent_runs",
     "staleness bound": "raise async_level: trainer and inference wait for each other",
     "evaluation": "raise eval.interval, lower eval.num_examples, or give it servers of its own (eval.base_url)",

@@ -258,7 +258,7 @@ def test_gpu_recipe_is_the_documented_one(workdir):
     assert config.model.name == "willcb/Qwen2.5-0.5B-Reverse-SFT"
     assert (config.max_steps, config.trainer.optim.lr) == (30, 3e-6)
     assert (config.orchestrator.batch_size, config.orchestrator.rollouts_per_example) == (128, 16)
-    assert config.orchestrator.seq_len == config.trainer.model.seq_len == 128
+    assert (config.orchestrator.seq_len, config.trainer.model.seq_len) == (128, 1024)
 
 
 @pytest.mark.parametrize(
