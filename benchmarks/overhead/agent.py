@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-SESSIONS, TURNS = int(os.environ["AGENT_SESSIONS"]), int(os.environ["AGENT_TURNS"])
+SESSIONS, TURNS = int(os.environ.get("AGENT_SESSIONS", 1)), int(os.environ.get("AGENT_TURNS", 1))
 _state: dict[str, Any] = {"open": 0, "event": None, "client": None}
 
 
