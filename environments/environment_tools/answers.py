@@ -29,6 +29,19 @@ def final_part(text: str) -> str:
     return tail[-TAIL:]
 
 
+def gold_text(answer: str) -> str:
+    r"""Return the right answer of a data set without the reasoning before it and the `\boxed{}` around it.
+
+    Raises:
+        ValueError: nothing is left, so no reply could be right.
+    """
+    text = final_part(answer).strip()
+    boxed = last_boxed(text)
+    if not (text := text if boxed is None else boxed):
+        raise ValueError(f"the answer is only reasoning or an empty box: {answer[-60:]!r}")
+    return text
+
+
 def last_tagged(text: str, tag: str = "answer") -> str | None:
     """Return the content of the last <tag>...</tag>, stripped; None if there is none or it is too long."""
     head, closed, _ = text.rpartition(f"</{tag}>")

@@ -9,7 +9,7 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-from .answers import final_part, last_boxed
+from .answers import final_part, gold_text, last_boxed
 from .math_grading import MathGrader
 from .prompts import make_prompt
 from .rows import Row, Source, pick, text_of
@@ -59,7 +59,7 @@ def math_example(row: Row, system_prompt: str) -> dict[str, Any]:
 
     The question is the column `question`, `problem` or `prompt`. The right answer is the column `answer`, or
     `ground_truth` of the column `verification_info` (an object or its JSON), or what is boxed in the column `solution`;
-    a `\boxed{}` around it is taken off.
+    reasoning before it and a `\boxed{}` around it are removed.
 
     Raises:
         ValueError: the row has no question or no answer.
@@ -70,8 +70,7 @@ def math_example(row: Row, system_prompt: str) -> dict[str, Any]:
 def gold_answer(row: Row) -> str:
     """Return the right answer of a row (see `math_example`)."""
     if row.get("answer") is not None:
-        answer = text_of(row, "answer")
-        return last_boxed(answer) or answer
+        return gold_text(text_of(row, "answer"))
     info = row.get("verification_info")
     if isinstance(info, str):
         try:
@@ -79,8 +78,7 @@ def gold_answer(row: Row) -> str:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"'verification_info' is not JSON ({error})") from error
     if isinstance(info, Mapping):
-        answer = text_of(info, "ground_truth")
-        return last_boxed(answer) or answer
+        return gold_text(text_of(info, "ground_truth"))
     if row.get("solution") is not None:
         boxed = last_boxed(text_of(row, "solution"))
         if not boxed:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from .environment_tools.answers import final_part, last_boxed
+from .environment_tools.answers import final_part, gold_text, last_boxed
 from .environment_tools.letters import LETTERS, stated_letter
 from .environment_tools.math_grading import MathGrader
 from .environment_tools.numbers import final_number, number_of, show_number
@@ -19,12 +19,12 @@ class Grader(ABC):
     """Compares replies with the answers of the data set."""
 
     def gold(self, answer: str) -> str:
-        r"""Return the right answer in the form that `grade` takes, without a `\boxed{}` around it.
+        """Return the right answer in the form that `grade` takes; see `gold_text`.
 
         Raises:
             ValueError: it is no answer of the kind that `grade` compares.
         """
-        return last_boxed(answer) or answer
+        return gold_text(answer)
 
     @abstractmethod
     async def grade(self, text: str, answer: str) -> float:
