@@ -11,7 +11,7 @@ from typing import Any
 
 from .environment_tools.answers import final_part, gold_text, last_boxed
 from .environment_tools.letters import LETTERS, stated_letter
-from .environment_tools.math_grading import MathGrader
+from .environment_tools.math_grading import MathGrader, Verdict
 from .environment_tools.numbers import final_number, number_of, show_number
 
 
@@ -91,9 +91,13 @@ class MathVerifyGrader(Grader):
     def __init__(self) -> None:
         self.processes = MathGrader()
 
+    async def verdict(self, text: str, answer: str) -> Verdict:
+        """Return whether the answers are equal, and why that could not be graded."""
+        return await self.processes.grade(answer, last_boxed(final_part(text)) or "")
+
     async def grade(self, text: str, answer: str) -> float:
         """1 if the answers are equal."""
-        return float((await self.processes.grade(answer, last_boxed(final_part(text)) or "")).correct)
+        return float((await self.verdict(text, answer)).correct)
 
     def close(self) -> None:
         """End the processes."""

@@ -7,7 +7,7 @@ import verifiers.v1 as vf
 
 from .environment import example_of
 from .environment_tools.rows import Row, Source, pick
-from .graders import Grader, make_grader
+from .graders import Grader, MathVerifyGrader, make_grader
 
 
 class DatasetData(vf.TaskData):
@@ -53,8 +53,13 @@ class GradedTask(DatasetTask):
 
     @vf.reward
     async def correct_answer(self, trace: vf.Trace) -> float:
-        """Grade the last reply; called by verifiers."""
-        return await self.grader.grade(trace.last_reply or "", self.data.answer)
+        """Grade the last reply, and record `grading_failed` of math-verify; called by verifiers."""
+        reply = trace.last_reply or ""
+        if not isinstance(self.grader, MathVerifyGrader):
+            return await self.grader.grade(reply, self.data.answer)
+        verdict = await self.grader.verdict(reply, self.data.answer)
+        trace.record_metric("grading_failed", float(verdict.failure is not None))
+        return float(verdict.correct)
 
 
 class DatasetTaskset(vf.Taskset[DatasetTask, DatasetConfig]):

@@ -91,6 +91,13 @@ async def test_the_reward_of_an_agent_is_added_to_that_of_the_task(load, returne
     assert rollout.metrics.get("steps") == (3.0 if "steps" in returned else None)
 
 
+async def test_answer_that_the_math_grader_cannot_grade_is_counted(load):
+    environment = load(ONE_TURN % "pass", grader="math")
+    for reply, expected in ((r"\boxed{8}", (1.0, 0.0)), (r"\boxed{9^{9^{9^9}}}", (0.0, 1.0))):
+        ((rollout,), _) = await play(environment, reply)
+        assert (rollout.reward, rollout.metrics.get("grading_failed")) == expected
+
+
 async def test_the_agent_of_the_page_is_trained_on_its_three_attempts(load):
     page = (Path(__file__).parents[3] / "docs/agents.md").read_text()
     (agent,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def solve" in block]
