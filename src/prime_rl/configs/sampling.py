@@ -98,7 +98,13 @@ TRAINED_SAMPLING: dict[str, TrainedSampling] = {
     "top_p": TrainedSampling(
         "same distribution",
         "the trainer excludes the same tokens",
-        (Refusal("below 0.01", lambda value: value < 0.01, f"{_ONE_TOKEN}; set it to 0.01 or more"),),
+        (
+            Refusal(
+                "below 0.1",
+                lambda value: value < 0.1,
+                f"{_ONE_TOKEN}, wherever its probability is above top_p; set it to 0.1 or more",
+            ),
+        ),
     ),
     "top_k": TrainedSampling(
         "same distribution",

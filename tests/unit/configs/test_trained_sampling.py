@@ -12,7 +12,7 @@ OTHER_VALUES = {
 }  # fmt: skip
 """A value of each key that is not the default."""
 REFUSED_VALUES = {
-    "temperature": [0, 0.005], "top_p": [0.001], "top_k": [1], "min_p": [0.95, 1], "min_tokens": [1, 6],
+    "temperature": [0, 0.005], "top_p": [0.001, 0.09], "top_k": [1], "min_p": [0.95, 1], "min_tokens": [1, 6],
     "repetition_penalty": [0.9, 1.1],
 }  # fmt: skip
 
