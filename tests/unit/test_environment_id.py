@@ -1,6 +1,7 @@
 """Every spelling of an environment's id, for `rl`, the workers and evaluations alike."""
 
 import importlib
+import itertools
 import sys
 from functools import cache
 from pathlib import Path
@@ -24,8 +25,10 @@ def _installed_environments_are_found_once():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working directory with files of a user."""
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path/broken.py").write_text("raise KeyError('no license')\n")
     names = ("my_env", "path/other_env", "path/json", "own_package/__init__", "path/my-env", "reverse_text")
-    for path in ("path", "no_package", "own_package/x"):
+    for path in ("no_package", "own_package/x"):
         (tmp_path / path).mkdir(parents=True)
     for name in (*names, "own_package/x/x"):
         (tmp_path / f"{name}.py").write_text("LOADED = True\n")
@@ -141,6 +144,7 @@ def package(tmp_path, monkeypatch):
     (inner / "gym.py").write_text("def load_environment():\n    return 'loaded'\n")
     (inner / "broken/__init__.py").write_text("raise KeyError('no license')\n")
     monkeypatch.syspath_prepend(str(root))
+    monkeypatch.setenv("PYTHONPATH", str(root))
     yield root
     for name in [name for name in sys.modules if name.startswith("package_of_a_test")]:
         del sys.modules[name]
@@ -173,8 +177,12 @@ def test_identity_of_a_module_in_a_package_includes_the_whole_package(package):
 
 
 @pytest.mark.extended(after=2)
-@pytest.mark.parametrize("given", ["good", "no_such_env", "package_of_a_test.envs.missing", "path/missing.py"])
-@pytest.mark.parametrize("command", ["rl", "orchestrator", "eval"])
+@pytest.mark.parametrize("command, given", [
+    ("rl", "json"),
+    *itertools.product(["rl", "orchestrator", "eval"],
+                       ["no_such_env", "good", "package_of_a_test.envs.missing", "path/missing.py", "path/broken.py"]),
+    ("rl", "os.path"), ("rl", "my_env"),
+])  # fmt: skip
 def test_dry_run_refuses_the_ids_that_a_run_refuses(command, given, package, folder, monkeypatch, capsys):
     env_id = "package_of_a_test.envs.gym" if given == "good" else given
     key = "--orchestrator.env.id" if command == "rl" else "--env.id"
@@ -186,6 +194,10 @@ def test_dry_run_refuses_the_ids_that_a_run_refuses(command, given, package, fol
         assert caught.value.code == 0 and env_id in output.out
         return
     assert caught.value.code == 2 and not output.out
+    if given in ("json", "os.path", "my_env", "path/broken.py"):  # found, but no environment
+        problem = "cannot be imported: KeyError" if "broken" in given else "defines no load_environment()"
+        assert output.err.count("\n") == 1 and given in output.err and problem in output.err
+        return
     prefix = "orchestrator." if command == "rl" else ""
     with pytest.raises(ConfigError) as refused:
         identify_environments([EnvConfig(id=env_id)], f"{prefix}env", print, print)

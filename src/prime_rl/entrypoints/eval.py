@@ -30,8 +30,10 @@ def main() -> None:
 
 def _check_environments(config: "EvalConfig") -> None:
     from prime_rl.evaluation.eval_plan import check_installed
+    from prime_rl.supervisor.input_check import check_imports
 
     check_installed(config.env)
+    check_imports(config.env, config.client.api_key_var)
 
 
 def _compare(argv: list[str]) -> None:

@@ -32,8 +32,10 @@ def main() -> None:
 
 def _check_environments(config: "OrchestratorConfig") -> None:
     from prime_rl.rollouts.environment_id import check_environments
+    from prime_rl.supervisor.input_check import check_imports
 
     check_environments(config, "")
+    check_imports([*config.env, *(config.eval.env if config.eval is not None else ())], config.client.api_key_var)
 
 
 if __name__ == "__main__":

@@ -47,14 +47,16 @@ def main() -> None:
 
 
 def _check_environments(config: "RLConfig") -> None:
-    """Raise ConfigError for a missing environment; a job of Slurm looks for it on its own node."""
+    """Raise ConfigError for an environment that cannot be imported; a job of Slurm imports it on its own node."""
     from prime_rl.core.import_utils import packages_unlike_the_lock
     from prime_rl.rollouts.environment_id import check_environments
+    from prime_rl.supervisor.input_check import check_imports
 
     if (text := packages_unlike_the_lock()) is not None:
         print(f"warning: {text}", file=sys.stderr)
     for run in config.orchestrators.values() if config.slurm is None else ():
         check_environments(run, "orchestrator.")
+        check_imports([*run.env, *(run.eval.env if run.eval is not None else ())], run.client.api_key_var)
 
 
 if __name__ == "__main__":

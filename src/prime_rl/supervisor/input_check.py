@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +22,7 @@ from prime_rl.core.errors import ConfigError, RunError
 from prime_rl.liveness.parent_process import die_with_parent
 
 if TYPE_CHECKING:
+    from prime_rl.configs.environment import EnvConfig, EvalEnvConfig
     from prime_rl.configs.orchestrator import OrchestratorConfig
     from prime_rl.configs.rl import RLConfig
     from prime_rl.configs.training.loss import LossConfig
@@ -68,6 +70,22 @@ class InputCheck:
             finally:
                 child.end()
         return self._child.result(limit_seconds)
+
+
+def check_imports(environments: Sequence["EnvConfig | EvalEnvConfig"], api_key_var: str) -> None:
+    """Import environments that are installed here, without their data, for a dry run. Raises as `InputCheck.run`."""
+    from prime_rl.configs.environment import EnvConfig
+    from prime_rl.rollouts.separate.added_environments import with_added_packages
+    from prime_rl.rollouts.separate.interpreters import needs_interpreter
+
+    here = [env for env in environments if not (env.install or needs_interpreter(with_added_packages(env)))]
+    child = _Child("modules")
+    try:
+        values = {"env": [env.model_dump(mode="json", include={*EnvConfig.model_fields}) for env in here]}
+        child.send(values, withheld_from_environments([api_key_var], values))
+        child.result(sum(env.start_timeout_seconds for env in here))
+    finally:
+        child.end()
 
 
 class _Child:
@@ -142,6 +160,12 @@ def main() -> None:
         key = "trainer.loss.import_path"
         function = load_function(values["import_path"], key)
         check_call(function, 1, values["kwargs"], f"{key} = {values['import_path']!r}")
+    elif what == "modules":
+        from prime_rl.configs.environment import EnvConfig
+        from prime_rl.rollouts.workers.worker_main import check_import
+
+        for env in values["env"]:
+            check_import(EnvConfig.model_validate(env))
     else:
         from prime_rl.configs.orchestrator import OrchestratorConfig
         from prime_rl.orchestrator.orchestrator_setup import load_input

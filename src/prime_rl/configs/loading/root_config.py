@@ -43,7 +43,8 @@ Usage: uv run {command} [@ FILE.toml ...] [--key value ...] [--help | --help-all
 
 Sources of values, strongest first: command line, files (later files are stronger), PRIME_A__B in the environment or in
 .env, defaults. `--flag` and `--no-flag` set a switch; `--block` switches an optional block on, `--no-block` off;
-`--block @ FILE.toml` reads a file into a block; `--key None` unsets. `--dry-run` prints the resolved values and exits.
+`--block @ FILE.toml` reads a file into a block; `--key None` unsets. `--dry-run` prints the resolved values and exits;
+environments are imported for it, which takes some seconds, but neither their data nor the model is loaded.
 """
 
 KeyPath = tuple[str, ...]

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
+from types import ModuleType
 
 import uvloop
 
@@ -27,7 +28,7 @@ from prime_rl.rollouts.clients.inference_client import InferenceClient, Inferenc
 from prime_rl.rollouts.clients.openai_chat_client import ChatServer
 from prime_rl.rollouts.environment_backend import LAST_CLASSIC, EnvironmentBackend
 from prime_rl.rollouts.environment_id import find_environment
-from prime_rl.rollouts.group_attempts import GroupAccount, check_scores, config_errors
+from prime_rl.rollouts.group_attempts import GroupAccount, check_arguments, check_scores, config_errors
 from prime_rl.rollouts.rendering.renderer import Renderer
 from prime_rl.rollouts.separate.crash_record import CrashRecord, current_group
 from prime_rl.rollouts.separate.values import exports_taskset
@@ -133,6 +134,30 @@ def load(
         from prime_rl.rollouts.verifiers.separate_environment import SeparateEnvironment
 
         return SeparateEnvironment(config, config.id, renderer, split, keep_messages, warn)
+    module, is_taskset = _import(config)
+    if is_taskset:
+        from prime_rl.rollouts.verifiers.verifiers_v1 import TasksetEnvironment
+
+        return TasksetEnvironment(config, module.__name__, renderer, split, keep_messages, warn)
+    from prime_rl.rollouts.verifiers.verifiers_classic import ClassicEnvironment
+
+    return ClassicEnvironment(config, module.__name__, renderer, split, keep_messages, warn)
+
+
+def check_import(config: EnvConfig) -> None:
+    """Import an environment without its data. Raises ConfigError as `load`, for what is wrong without them."""
+    module, is_taskset = _import(config)
+    if not is_taskset:
+        check_arguments(module.load_environment, config.args, config.id)
+    elif not exports_taskset(module):
+        raise ConfigError(
+            f"environment {config.id!r} ({module.__file__}) defines no load_environment(), and names no v1 taskset in "
+            "`__all__`"
+        )
+
+
+def _import(config: EnvConfig) -> tuple[ModuleType, bool]:
+    """Import the module of an environment, and return whether it is used as a v1 taskset."""
     found = find_environment(config.id)
     has_classic_api = importlib.util.find_spec("verifiers.legacy") is not None
     needs_classic_api = ConfigError(
@@ -146,15 +171,10 @@ def load(
             raise needs_classic_api from error
         reason = summarize_exception(error, full=True)
         raise ConfigError(f"environment {config.id!r} cannot be imported: {reason}") from error
-    if not hasattr(module, "load_environment") or (config.has_agent and exports_taskset(module)):
-        from prime_rl.rollouts.verifiers.verifiers_v1 import TasksetEnvironment
-
-        return TasksetEnvironment(config, module.__name__, renderer, split, keep_messages, warn)
-    if not has_classic_api:
+    is_taskset = not hasattr(module, "load_environment") or (config.has_agent and exports_taskset(module))
+    if not (is_taskset or has_classic_api):
         raise needs_classic_api
-    from prime_rl.rollouts.verifiers.verifiers_classic import ClassicEnvironment
-
-    return ClassicEnvironment(config, module.__name__, renderer, split, keep_messages, warn)
+    return module, is_taskset
 
 
 def _check_prompts(backend: EnvironmentBackend, env: EnvConfig, seq_len: int, warn: Callable[[str], None]) -> list[int]:
