@@ -208,6 +208,26 @@ def test_dropped_version_stops_at_its_next_tensor(gated):
     assert model.loaded == [1.0], "of the base model, once"
 
 
+def test_end_waits_for_the_threads_that_hold_tensors(gated, monkeypatch):
+    """Such a thread would abort a process that exits."""
+    one, model, root = gated
+    go = threading.Event()
+    monkeypatch.setattr(shadow.ShadowWeights, "free_replaced", lambda _: go.wait(TIMEOUT_SECONDS))
+    _stage_all(one, root)
+    one.load("v6")
+    _stage(one, root, 5)
+    assert model.entered.wait(TIMEOUT_SECONDS)
+    threads = [thread for thread in threading.enumerate() if thread.name in ("stage", "free")]
+    assert {thread.name for thread in threads} == {"stage", "free"}
+    end = threading.Thread(target=one.end)
+    end.start()
+    assert _until(lambda: one.state("v5")["state"] == "gone") and end.is_alive()
+    go.set()
+    model.gate.set()
+    end.join(TIMEOUT_SECONDS)
+    assert not [thread for thread in threads if thread.is_alive()]
+
+
 def test_damaged_copy_of_a_delta_is_rebuilt_while_it_is_staged(gated):
     """Its sizes and times are those of its marker, so only the hashes of the tensors show the damage."""
     one, model, root = gated

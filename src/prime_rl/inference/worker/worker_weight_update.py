@@ -10,6 +10,7 @@ memory. If `shadow_weights` does not support the model (quantized, with adapters
 the checkpoint is verified, and vLLM's layer-wise reload reads and verifies it again during the pause.
 """
 
+import atexit
 import logging
 import math
 import threading
@@ -51,6 +52,9 @@ State = Literal["staging", "staged", "failed", "gone"]
 
 _AHEAD_BYTES = 256 * 2**20
 
+_END_SECONDS = 5.0
+"""What the exit of a worker waits for each of its threads at most: one may wait for a file system that hangs."""
+
 _DTYPES = {code: getattr(torch, name) for name, code in SAFETENSORS_NAMES.items()}
 
 
@@ -65,6 +69,7 @@ class WeightUpdateExtension:
         """Set up the worker, with the directories of the loaded weights and of the delta cache; called once, first."""
         patches.die_with_parent()  # the engine, which may also be this process
         self.weight_update = WorkerWeightUpdate(self, Path(base), DeltaCache(Path(cache)))
+        atexit.register(self.weight_update.end)
         patches.score_prompts_by_their_own_adapter(self.model_runner)
         patches.keep_seeds_of_chunked_prompts(self.model_runner)
 
@@ -115,6 +120,7 @@ class WorkerWeightUpdate:
         self._receiver = WeightReceiver(worker)
         self._versions: dict[str, StagedVersion] = {}  # at most one per slot
         self._last_thread: threading.Thread | None = None  # newest one of the base slot, also of a dropped version
+        self._threads: list[threading.Thread] = []  # that may run
         self._slots = AdapterSlots(worker.model_runner) if worker.vllm_config.lora_config is not None else None
         self._kept: frozenset[str] | None = None
         self._unsupported: str | None = None
@@ -139,13 +145,12 @@ class WorkerWeightUpdate:
         version = StagedVersion(key, Path(directory), hashes, number, config or {}, request)
         is_base = version.slot == POLICY_ADAPTER
         previous = self._last_thread if is_base else None
-        thread = threading.Thread(target=self._stage, args=(version, previous), name="stage", daemon=True)
         for other in self._staged_in(version.slot):
             self.drop(other.key)
+        self._versions[key] = version
+        thread = self._start_thread("stage", self._stage, version, previous)
         if is_base:
             self._last_thread = thread
-        self._versions[key] = version
-        thread.start()
 
     def empty_adapter(self, number: int) -> None:
         """Replace an adapter by one that adds nothing. Must be called during a pause, unless the number is new."""
@@ -188,7 +193,17 @@ class WorkerWeightUpdate:
         runner = self._worker.model_runner
         runner.reset_encoder_cache()
         runner.reset_mm_cache()
-        threading.Thread(target=version.shadow.free_replaced, name="free", daemon=True).start()
+        self._start_thread("free", version.shadow.free_replaced)
+
+    def end(self) -> None:
+        """Drop all versions and wait for the threads, before the interpreter ends.
+
+        A thread that holds or frees tensors while it ends would abort the process.
+        """
+        for key in [*self._versions]:
+            self.drop(key)
+        for thread in self._threads:
+            thread.join(_END_SECONDS)
 
     def measure(self) -> dict[str, Any]:
         """Measure the shortest possible switch: copying the bytes, and vLLM's own processing.
@@ -218,6 +233,12 @@ class WorkerWeightUpdate:
         shadow.process(lambda: None)
         self._synchronize()
         return {"bytes": shadow.bytes, "copy_s": copy_seconds, "process_s": time.perf_counter() - start}
+
+    def _start_thread(self, name: str, work: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=work, args=args, name=name, daemon=True)
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+        thread.start()
+        return thread
 
     def _staged_in(self, slot: int) -> list[StagedVersion]:
         return [version for version in self._versions.values() if version.slot == slot]
