@@ -366,7 +366,10 @@ class ExampleEncoder:
         return np.array(offsets, np.int64).reshape(-1, 2)
 
     def _tokens_of_pieces(self, draft: _Draft, pieces: Sequence[str]) -> tuple[list[int], list[bool]]:
-        """Tokenise pieces separately, without offsets. Raises ConfigError if one is learned partly."""
+        """Tokenise pieces separately, without offsets.
+
+        Raises ConfigError if one is learned partly, or if the tokenizer adds to the text where a piece begins.
+        """
         ids, mask = list[int](), list[bool]()
         for start, piece in zip([0, *draft.borders], pieces, strict=True):
             spans = [(max(a, start), min(b, start + len(piece))) for a, b in draft.learned]
@@ -375,6 +378,14 @@ class ExampleEncoder:
                 raise ConfigError("data.loss_mask: system, user and tool messages need a fast tokenizer")
             tokens = self._encoding(piece)["input_ids"] if piece else []
             ids, mask = ids + tokens, mask + [bool(spans)] * len(tokens)
+        whole = self._decode(self._encoding(draft.text)["input_ids"])
+        if (joined := self._decode(ids)) != whole:
+            at = next((n for n, (a, b) in enumerate(zip(joined, whole, strict=False)) if a != b), 0)
+            before, after = (text[max(at - 9, 0) : at + 9] for text in (whole, joined))
+            raise ConfigError(
+                f"tokenizer.name: prompt and answer are tokenised separately, which changes {before!r} to {after!r}; "
+                "it needs a fast tokenizer"
+            )
         return ids, mask
 
     def _encoding(self, text: str, **options: Any) -> BatchEncoding:

@@ -306,6 +306,15 @@ def test_text_has_the_tokens_of_the_whole_text(prepend, prompt, completion):
     assert learned(sequence, tokenizer)[0].endswith("cd</s>") and learned(sequence, tokenizer)[0] != "abcd</s>"
 
 
+def test_slow_tokenizer_that_adds_a_space_to_each_piece_is_refused(monkeypatch):
+    monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
+    tokenizer = sentencepiece_tokenizer(True)
+    with pytest.raises(ConfigError, match="changes 'abcd' to 'ab cd'; it needs a fast tokenizer"):
+        encode({"prompt": "ab", "completion": "cd"}, tokenizer)
+    (sequence,) = encode({"prompt": "ab</s>", "completion": "cd"}, sentencepiece_tokenizer(False))
+    assert learned(sequence, tokenizer) == ["cd</s>"]
+
+
 def test_text_gets_the_special_tokens_that_the_tokenizer_adds():
     for bos in (False, True):
         tokenizer = sentencepiece_tokenizer(True, bos)
