@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from scripts.prime_rl_train import leave_torchrun
 
 from prime_rl.configs.eval import EvalConfig
 from prime_rl.configs.inference import InferenceConfig
@@ -309,6 +310,20 @@ def test_commands_of_an_environments_readme_name_it(workdir, page):
 def test_counts_and_ids_of_the_command_line_replace_those_of_a_file(name, flags, inference, trainer):
     config = RLConfig.load(["@", str(ROOT / f"configs/prime_rl/{name}.toml"), *flags.split()])
     assert (config.inference_gpu_ids, config.trainer_gpu_ids) == (list(inference), list(trainer))
+
+
+@pytest.mark.parametrize("name", ["default", "distributed"])
+def test_torchrun_over_nodes_is_documented_with_all_gpus_of_each_node(workdir, name):
+    (row,) = [
+        row for row in (ROOT / "configs/aqua_rat/README.md").read_text().split("\n") if "torchrun --nnodes" in row
+    ]
+    (line,) = re.findall(r"`uv run rl @ FILE (.*?)`", row)
+    config = RLConfig.load(["@", f"configs/aqua_rat/{name}.toml", *shlex.split(line)])
+    assert (len(config.nodes), config.inference_nodes) == (4, 3)
+    assert (len(config.inference_gpu_ids), len(config.trainer_gpu_ids)) == (8, 8)
+    with pytest.raises(ConfigError) as refused:
+        leave_torchrun({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "32", "RANK": "0"})
+    assert f"uv run rl @ FILE {line} " in str(refused.value)
 
 
 @pytest.mark.parametrize("role", ["inference", "trainer"])
