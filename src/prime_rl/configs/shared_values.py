@@ -342,6 +342,10 @@ def assign_gpus(state: ConfigState) -> None:
     tp, copies = (number(state, f"inference.parallel.{key}") for key in ("tp", copies_key))
     serves = state.is_on("inference")
     needed = (tp or 1) * copies if serves and copies is not None else None
+    copies_origin = state.origin(f"inference.parallel.{copies_key}")
+    given = [state.origin(key).rank for key in ("inference_gpus", "inference_gpu_ids") if state.is_set(key)]
+    if needed is not None and given and copies_origin.rank > max(given):
+        state.put("inference_gpus", needed, copies_origin)
     _ids_from_count(state, "inference", 0, needed)
     ids = ids_of(state, "inference_gpu_ids", [0])
     start = 0 if over_nodes and not has_shared_nodes(state) else max(ids, default=-1) + 1
@@ -349,7 +353,7 @@ def assign_gpus(state: ConfigState) -> None:
     if not serves:
         return
     degree, rest = divmod(len(ids), tp or 1)
-    weaker = state.origin(f"inference.parallel.{copies_key}").rank < state.origin("inference_gpu_ids").rank
+    weaker = copies_origin.rank < state.origin("inference_gpu_ids").rank
     if rest or (copies is not None and copies != degree and not weaker):
         parallel = f"tp * {copies_key} = {tp or 1} * {copies}" if copies is not None else f"tp = {tp}"
         raise ConfigError(

@@ -305,6 +305,8 @@ def test_commands_of_an_environments_readme_name_it(workdir, page):
         ("--inference-gpu-ids None --inference-gpus 8 --trainer-gpus 4", range(8), range(8, 12)),
         ("--inference-gpu-ids 2,3 --trainer-gpu-ids 0,1", range(2, 4), range(2)),
         ("--inference-gpus 6 --inference.parallel.tp 3 --trainer-gpu-ids 6,7", range(6), range(6, 8)),
+        ("--inference.parallel.dp 2 --trainer-gpu-ids 6,7", range(2), range(6, 8)),
+        ("--inference.parallel.dp 2 --inference.parallel.tp 2 --trainer-gpu-ids 6", range(4), range(6, 7)),
     ],
 )
 def test_counts_and_ids_of_the_command_line_replace_those_of_a_file(name, flags, inference, trainer):
@@ -314,10 +316,8 @@ def test_counts_and_ids_of_the_command_line_replace_those_of_a_file(name, flags,
 
 @pytest.mark.parametrize("name", ["default", "distributed"])
 def test_torchrun_over_nodes_is_documented_with_all_gpus_of_each_node(workdir, name):
-    (row,) = [
-        row for row in (ROOT / "configs/aqua_rat/README.md").read_text().split("\n") if "torchrun --nnodes" in row
-    ]
-    (line,) = re.findall(r"`uv run rl @ FILE (.*?)`", row)
+    page = (ROOT / "configs/aqua_rat/README.md").read_text()
+    (line,) = re.findall(r"\| `torchrun --nnodes.*`uv run rl @ FILE (.*?)`", page)
     config = RLConfig.load(["@", f"configs/aqua_rat/{name}.toml", *shlex.split(line)])
     assert (len(config.nodes), config.inference_nodes) == (4, 3)
     assert (len(config.inference_gpu_ids), len(config.trainer_gpu_ids)) == (8, 8)
@@ -331,6 +331,15 @@ def test_a_file_with_ids_overrides_a_count_of_the_environment(workdir, monkeypat
     monkeypatch.setenv(f"PRIME_{role.upper()}_GPUS", "3")
     (workdir / "t.toml").write_text(f"{role}_gpu_ids = [4, 5]\n[inference]\n")
     assert getattr(RLConfig.load(["@", "t.toml"]), f"{role}_gpu_ids") == [4, 5]
+
+
+def test_copies_of_the_command_line_replace_a_count_of_a_file_and_contradict_one_beside_them(workdir):
+    (workdir / "t.toml").write_text("inference_gpus = 3\ntrainer_gpus = 1\n[inference]\n")
+    config = RLConfig.load(["@", "t.toml", "--inference.parallel.dp", "2"])
+    assert (config.inference_gpu_ids, config.trainer_gpu_ids) == ([0, 1], [2])
+    for flags in ("--inference-gpus 3", "--inference-gpu-ids 0,1,2"):
+        with pytest.raises(ConfigError, match=r"inference has 3 GPUs .* but inference\.parallel\.tp \* dp = 1 \* 2"):
+            RLConfig.load(["@", "t.toml", "--inference.parallel.dp", "2", *flags.split()])
 
 
 @pytest.mark.parametrize("role", ["inference", "trainer"])
