@@ -230,6 +230,7 @@ DOCUMENTED_PATHS = [
     "configs/reverse_text/sft_cpu.toml",
     "configs/sft/gsm8k.toml",
     "configs/debug/synthesize.toml",
+    "configs/debug/synthesize_multi_turn.toml",
     *(f"configs/{folder}/{name}.toml" for folder in ("aqua_rat", "prime_rl")
       for name in ("default", "small_scale", "distributed", "full_dataset")),
     "configs/aqua_rat/cpu.toml",
