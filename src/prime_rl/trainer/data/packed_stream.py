@@ -74,9 +74,11 @@ class InMemorySource:
 class RowStream:
     """The rows of a `datasets.IterableDataset`, with their locations."""
 
-    def __init__(self, dataset: Any, locate: Callable[[int, Mapping[str, Any]], LocatedRow]) -> None:
-        """`locate` turns an example and its number, from 1, into a row."""
-        self.dataset, self._locate = dataset, locate
+    def __init__(
+        self, dataset: Any, locate: Callable[[int, Mapping[str, Any]], LocatedRow], fingerprint: str | None = None
+    ) -> None:
+        """`locate` turns an example and its number, from 1, into a row; `fingerprint` identifies the contents."""
+        self.dataset, self._locate, self.fingerprint = dataset, locate, fingerprint
         self._rewound, self._examples = dataset.state_dict(), iter(dataset)
 
     def seek(self, position: Any) -> None:

@@ -51,7 +51,8 @@ from prime_rl.trainer.parallel.process_group import RankConsensus, World
 # with zeros, so these differ from it in the fourth number.
 _HOLD_OUT, _VALIDATE, _SHARES = (0, 0, 1), (0, 0, 2), (0, 0, 3)
 _ENCODED_PER_RANK = 16
-_END_BYTES = 2**20
+_BLOCK_BYTES, _NUM_BLOCKS = 2**16, 64
+"""What is hashed of a streamed file: so many evenly spread blocks, with the first and the last byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +155,16 @@ def open_dataset(config: SFTDataConfig, name: str, subset: str | None, split: st
         rows: Sequence[LocatedRow] = list(read_local(name, subset, split))
         checked = rows
     else:
-        dataset = load_saved(name, split) if is_saved(name) else _load_from_hub(name, subset, split, config.streaming)
+        saved = is_saved(name)
+        dataset, commit = (
+            (load_saved(name, split), None) if saved else _load_from_hub(name, subset, split, config.streaming)
+        )
 
         def locate(number: int, example: Any) -> LocatedRow:
             return f"row {number} of {name}", columns_without_none(example)
 
         if config.streaming:
-            return RowStream(dataset.to_iterable_dataset() if is_saved(name) else dataset, locate)
+            return RowStream(dataset.to_iterable_dataset() if saved else dataset, locate, commit)
         rows = MappedRows(dataset, locate)
         checked = [rows[i] for i in range(min(1, len(rows)))]  # all rows have the same columns
     if not rows:
@@ -176,24 +180,28 @@ def identify(
     """Return the name of an opened data set, and what identifies its contents when a run resumes.
 
     Files in memory are hashed whole. Streamed files, which may be larger than memory, are identified by their sizes and
-    their first and last MiB. Data of the `datasets` library have a fingerprint: on the hub it changes with the
-    repository. A stream from the hub has none.
+    4 MiB in evenly spread blocks. Data of the `datasets` library have a fingerprint: on the hub it changes with the
+    repository. A stream from the hub has its commit.
     """
     if is_saved(name):
         return name, str(load_saved(name, split)._fingerprint)
     if not is_local(name):
-        return name, rows.fingerprint if isinstance(rows, MappedRows) else None
-    hash_one = _hash_ends if config.streaming else hash_file
+        return name, rows.fingerprint if isinstance(rows, MappedRows | RowStream) else None
+    hash_one = _hash_blocks if config.streaming else hash_file
     return name, settings_digest({"files": [hash_one(file) for file in find_files(name, subset, split)]})
 
 
-def _hash_ends(file: Path) -> str:
-    """Hash the size of a file, and its first and last MiB."""
+def _hash_blocks(file: Path) -> str:
+    """Hash the size of a file and blocks of it; all of a file that is not larger than them together."""
     size = file.stat().st_size
+    if size <= _NUM_BLOCKS * _BLOCK_BYTES:
+        return hash_file(file)
+    digest = xxhash.xxh3_128(b"%d " % size)
     with file.open("rb") as content:
-        first = content.read(_END_BYTES)
-        content.seek(max(0, size - _END_BYTES))
-        return xxhash.xxh3_128(b"%d " % size + first + content.read()).hexdigest()
+        for block in range(_NUM_BLOCKS):
+            content.seek((size - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1))
+            digest.update(content.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def stream_files(files: list[Path]) -> RowStream:
@@ -209,13 +217,17 @@ def _examples_of(files: list[Path]) -> Iterator[dict[str, Any]]:
         yield from ({"where": where, "columns": columns} for where, columns in read_rows(file))
 
 
-def _load_from_hub(name: str, subset: str | None, split: str, streaming: bool) -> Any:
-    from datasets import load_dataset
+def _load_from_hub(name: str, subset: str | None, split: str, streaming: bool) -> tuple[Any, str | None]:
+    """Return a data set and, of a stream, the commit of the hub that it reads."""
+    from datasets import load_dataset, load_dataset_builder
 
     problem = f"data.name: cannot load {name!r} as a local path or from the hub"
     kinds = (OSError, ValueError, RuntimeError)  # not found, no such configuration or split, a script
     with translate_error(kinds, lambda error: ConfigError(f"{problem}: {summarize_exception(error)}")):
-        return load_dataset(name, subset, split=split, streaming=streaming)
+        if not streaming:
+            return load_dataset(name, subset, split=split), None
+        builder = load_dataset_builder(name, subset)
+        return builder.as_streaming_dataset(split=split), builder.hash
 
 
 def interleave(

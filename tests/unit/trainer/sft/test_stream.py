@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -311,17 +312,27 @@ def restored(batches, state):
     return batches
 
 
-def test_contents_of_streamed_files_are_their_size_and_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(sft_dataset, "_END_BYTES", 4)
+def test_contents_of_streamed_files_are_their_size_and_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft_dataset, "_BLOCK_BYTES", 2)
+    monkeypatch.setattr(sft_dataset, "_NUM_BLOCKS", 3)
     file, config = tmp_path / "x.jsonl", SFTDataConfig(name=[str(tmp_path / "x.jsonl")], streaming=True)
 
     def identity(text):
         file.write_text(text)
         return sft_dataset.identify(config, str(file), None, "train", [])
 
-    texts = ("0123456789", "1123456789", "0123456788", "01234456789")
-    assert len({identity(text) for text in texts}) == 4
-    assert identity("0123456789") == identity("0123xx6789"), "nothing else is read"
+    texts = ("0123456789", "1123456789", "0123456788", "0123x56789", "01234456789", "012345", "01x345")
+    assert len({identity(text) for text in texts}) == len(texts)
+    assert identity("0123456789") == identity("01xx45xx89"), "nothing else is read"
+
+
+def test_contents_of_a_stream_from_the_hub_are_its_commit(monkeypatch):
+    config = SFTDataConfig(name=["owner/name"], streaming=True)
+    stream = Dataset.from_list([{"prompt": "a"}]).to_iterable_dataset()
+    builder = SimpleNamespace(hash="a1b2", as_streaming_dataset=lambda split: stream)
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda name, subset: builder)
+    rows = sft_dataset.open_dataset(config, "owner/name", None, "train")
+    assert sft_dataset.identify(config, "owner/name", None, "train", rows) == ("owner/name", "a1b2")
 
 
 def test_contents_of_data_sets_of_the_library_are_their_fingerprints(tmp_path):
