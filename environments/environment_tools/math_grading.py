@@ -24,10 +24,14 @@ _MAX_DIGITS = 4
 _FACTORIAL = re.compile(rf"[0-9]{{{_MAX_DIGITS + 1},}}\s*[)}}]?\s*!|![\s)}}]*!")
 _EXPONENT = re.compile(rf"(?:\^|\*\*)[\s{{(+-]*[0-9]{{{_MAX_DIGITS + 1},}}")
 _TOWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*([0-9]+)[\s})]*(?:\^|\*\*)[\s{(+-]*([0-9]+)[\s})]*(\^|\*\*)?")
-_EQUALS = re.compile(r"(?<![<>!=:])=(?!=)")
-# What may stand before "= 18": x, x_1, f(3), AB, a + b, \\angle ABC, Area. Neither 2x nor x^2.
+_EQUALS = re.compile(
+    r"(?<![<>!=:]):?=(?![=>])|(?<![<>!=])==(?![=>])|--?>|[≡→⟶⇒⟹↔⇔⟺]"
+    r"|\\(?:equiv|implies|iff|to|in(?![tf])|(?:[Ll]ong)?(?:[Ll]eft)?[Rr]ightarrow)"
+)
+# What may stand before "= 18": x, x_1, f(3), AB, a + b, (x, y), \\angle ABC, \\vec v, Area. Neither 2x nor x^2.
 _NAME = re.compile(
-    r"\\?(?:(?:angle|overline|text|mathrm|textbf|triangle|ell|operatorname)\b\s*)?\{?\|?[A-Za-z][A-Za-z ']{0,30}\|?\}?"
+    r"\((?:\s*[A-Za-z]\s*,)+\s*[A-Za-z]\s*\)|\\?(?:(?:angle|overline|text|mathrm|textbf|triangle|ell|operatorname|"
+    r"mathbf|boldsymbol|vec|hat|bar)\b\s*)?\{?\|?[A-Za-z][A-Za-z ']{0,30}\|?\}?"
     r"(?:_\{?\w{1,9}\}?)?'*\s*(?:\([^()=^]{1,20}\))?(?:\s*\+\s*[A-Za-z](?:_\{?\w{1,9}\}?)?)*"
 )
 _RELATION = re.compile(r"\s*(?:[<>≤≥≠]|\\(?:[lgn]eq?|[lg]t|[lg]eqslant|not)(?![A-Za-z]))")
@@ -56,6 +60,12 @@ _UNIT = re.compile(
     r"|(?:(?<=[\s~])|(?=[A-Za-z]{2}))(?P<plain>[A-Za-z][A-Za-z ./]*))"
     r"\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?$"
 )
+_TEXT = r"\\(?:text[a-z]*|mbox|math(?:rm|it|bf))\s*\{"
+_OR = re.compile(rf"{_TEXT}\s*,?\s*(or|and)\s*\}}")
+_CONSTANTS = (r"\pi", "π", "e", "i", r"\infty", "∞")
+_REMARK = re.compile(rf"[\w)}}\]%|](?:\\[,;:! ]|[\s~])*{_TEXT}(?! (?:or|and) \}})(.*)", re.DOTALL)
+_MODULUS = re.compile(r"\s*\\pmod\s*(?:\{[^{}]*\}|[0-9])$")
+_ABOUT = re.compile(r"\\approx|≈")
 _VARIABLE = re.compile(r"[0-9]([A-Za-z])$")
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
 
@@ -116,7 +126,10 @@ class MathGrader:
             GraderBroken: the process does not start.
         """
         gold, answer = (
-            _REPEATING.sub(_as_fraction, _DEGREE.sub(r"^\\circ ", _FINAL_PERIOD.sub("", text.strip())))
+            _OR.sub(
+                r"\\text{ \1 }",
+                _REPEATING.sub(_as_fraction, _DEGREE.sub(r"^\\circ ", _FINAL_PERIOD.sub("", text.strip()))),
+            )
             for text in (gold, answer)
         )
         if same_text(gold, answer):
@@ -146,7 +159,11 @@ class MathGrader:
             return Verdict(correct=False)
         if is_too_large(answer):
             return Verdict(correct=False, failure="too large")
-        answers = [answer] if _EQUALS.search(gold) else answer_parts(answer)
+        if not _MODULUS.search(gold):
+            answer = _MODULUS.sub("", answer)
+        answers = answer_parts(gold, answer)
+        if any(remark(part) not in ("", remark(gold)) for part in answers):
+            return Verdict(correct=False)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, gold, answers)
 
     def _ask(self, gold: str, answers: list[str]) -> Verdict:
@@ -195,18 +212,40 @@ def same_text(gold: str, answer: str) -> bool:
     return gold == answer != ""
 
 
-def answer_parts(answer: str) -> list[str]:
-    """Return the sides of an equation without mere names: 18 of `x = 18`, and 36/2 and 18 of `x = 36/2 = 18`.
+def answer_parts(gold: str, answer: str) -> list[str]:
+    r"""Return the sides of an equation without mere names: 18 of `x = 18`, and 36/2 and 18 of `x = 36/2 = 18`.
 
-    All of them must be the answer. math-verify looks at the last one only, so `3 = 4` would be 4. Values of one name,
-    such as `x = 3, x = 4`, are a list: 3, 4.
+    Arrows separate sides too, as in `36/2 \Rightarrow 18`. All sides must be the answer. math-verify looks at the last
+    one only, so `3 = 4` would be 4. Values of one name, such as `x = 3, x = 4`, are a list: 3, 4.
+    An equation stays whole if `gold` is one, unless it has more sides.
     """
+    num_right, num_given = (len(_EQUALS.split(text)) for text in (gold, answer))
+    if num_right > 1 and (num_given <= num_right or _SEPARATOR.search(gold)):
+        return [answer]
+    sides = [side.strip() for side in _ABOUT.split(answer.lstrip(" ="))]
+    answer = next((side for side in sides if side and not _is_name(side)), "") if len(sides) > 1 else sides[0]
     equations = [_EQUALS.split(part) for part in _SEPARATOR.split(answer)]
     names = {sides[0].strip() for sides in equations}
-    if len(equations) > 1 == len(names) and all(len(sides) == 2 for sides in equations) and _NAME.fullmatch(*names):
+    are_values = all(len(sides) == 2 for sides in equations) and all(map(_NAME.fullmatch, names))
+    if len(equations) > 1 == len(names) and are_values:
         return [", ".join(value.strip() for _, value in equations)]
     parts = [part.strip() for part in _EQUALS.split(answer)]
-    return [part for part in parts if len(parts) == 1 or not _NAME.fullmatch(part)] or parts
+    first = [] if _NAME.fullmatch(parts[0]) else parts[:1]
+    return [*first, *(part for part in parts[1:] if not _is_name(part))] or parts
+
+
+def _is_name(text: str) -> bool:
+    return text not in _CONSTANTS and _NAME.fullmatch(text) is not None
+
+
+def remark(answer: str) -> str:
+    r"""Return the words behind a value that are no unit, such as `wrong` of `4 \text{ (wrong)}`; "" if there are none.
+
+    math-verify drops them, and all that follows.
+    """
+    match = _REMARK.search(answer)
+    words = "" if match is None else re.sub(r"\\[A-Za-z]+|[\\{}]", " ", match[1])
+    return "" if is_unit(words) else "".join(words.lower().split())
 
 
 def split_unit(answer: str) -> tuple[str, str]:

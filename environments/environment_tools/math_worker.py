@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+from functools import partial
 from typing import Any, TextIO
 
 
@@ -21,12 +22,15 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to stderr; only verdicts reach the parent
     logging.disable(logging.WARNING)  # math-verify warns that we time it ourselves
-    from math_verify import parse, verify  # type: ignore[import-untyped]
+    from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
+
+    # The box as a whole: of what it cannot parse, math-verify would take the last number. Its own timeouts are Python
+    # signal handlers, which would take the alarm from us.
+    boxes = (LatexExtractionConfig(boxed_match_priority=0),)
+    read = partial(parse, extraction_config=boxes, extraction_mode="first_match", parsing_timeout=None)
 
     def grade(request: dict[str, Any]) -> dict[str, Any]:
-        # Timeouts of math-verify's own are Python signal handlers, which would take the alarm from us.
-        gold = parse(_boxed(request["gold"]), parsing_timeout=None)
-        answers = (parse(_boxed(answer), parsing_timeout=None) for answer in request["answers"])
+        gold, *answers = (read(_boxed(text)) for text in (request["gold"], *request["answers"]))
         return {"correct": all(verify(gold, answer, timeout_seconds=None) for answer in answers)}
 
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

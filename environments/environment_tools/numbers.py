@@ -121,7 +121,8 @@ or and to plus minus times less more than not no but over by divided multiplied 
 hundredth thousandth one two three four five six seven eight nine ten eleven twelve thirteen twenty thirty forty fifty
 hundred thousand million billion trillion dozen dozens lakh crore bn mn mil mio point zero negative below under above
 doubled tripled halved raised pi sqrt ln log sin cos tan exp mod factorial infinity nan theta alpha beta lambda bc bce
-if unless except without between wrong incorrect impossible false is are was should would
+if unless except without between wrong incorrect impossible false is are was should would least most
+tens hundreds thousands millions billions trillions
 """
 _PARTS = (
     "halves thirds fourths fifths sixths sevenths eighths ninths tenths twelfths sixteenths hundredths thousandths "
@@ -153,7 +154,7 @@ _CHANGED_BEHIND = re.compile(
     r"|[(_]\{?[0-9]|[\u0304\u0305\u0307]|\+|\s?[<>≤≥≠](?![/|])|\sor\s(?:more|fewer|less)\b"
     rf"|\s(?:[kKMB]|bn|mn|squared|cubed|factorial|point\s[a-z]+|{_PARTS.replace(' ', '|')})(?![A-Za-z])"
     r"|\s(?:degrees\s)?below\szero|[ -]and[ -](?:an?|one|two|three)[\s-](?:hal[fv]|third|quarter|fourth|fifth|eighth)"
-    r"|\s?[+*/-]\s?[xyzn](?![A-Za-z])|\s?!\s?[+*/=-]"
+    r"|\s?[+*/-]\s?[xyzn](?![A-Za-z])|\s?!\s?[+*/=-]|\W{1,9}(?:(?:is|are|was)\s)?(?:wrong|incorrect|false)\b"
 )
 _MIXED_BEFORE = re.compile(r"[0-9]\s+and\s*$")
 _SPACED_SIGN = re.compile(r"([=:]|####|\b(?:is|are|was|equals)\b)(\s*[-+])\s+(?=[$€£]?\s?\.?[0-9])")

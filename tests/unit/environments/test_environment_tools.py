@@ -159,7 +159,19 @@ RIGHT = [
     ("100", "100 km/h"), (r"5\text{ m/s}", "5 meters per second"), ("60 mph", "60 mi/h"),
     ("5 cm", "5 centimeters"), ("60 mph", "60 miles per hour"), (r"10\text{ cm}^2", "10 square centimeters"),
     ("18", "18 eggs"), ("18 eggs", "18"), ("1/2", r"\frac{1}{2} cup"), (r"2\pi\text{ cm}", r"2\pi"),
+    ("4", r"x \equiv 4"), ("18", r"36/2 \Rightarrow 18"), ("4", "x → 4"), ("4", "x := 4"), (r"\pi", r"x = \pi"),
+    ("[0,1)", r"x \in [0,1)"), (r"\frac{\pi}{3}", r"= \frac{\pi}{3}"), ("(1,2)", "(x,y) = (1,2)"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\vec{v} = \begin{pmatrix}1\\2\end{pmatrix}"), ("3", r"x \equiv 3 \pmod{7}"),
+    (r"\sqrt{2}", r"x = \sqrt{2} \approx 1.414"), ("4", r"\approx 4"), ("x=2", "x = 4/2 = 2"), ("x=2", "2 = x"),
+    ("1, 2", r"1 \mbox{ or } 2"), (r"\frac12, \frac13", r"\frac{1}{2}\text{, or }\frac{1}{3}"),
+    (r"\frac{1}{2}", r"\frac{1}{2} \text{ of the pie}"), (r"5 \text{ or more}", r"5\text{ or  more}"),
+    ("x=2, y=3", r"x = 2 \text{ and } y = 3"), ("5", r"5 \text{ (units)}"), ("5", r"5 \text{ m}/\text{s}"),
     ("7", "7"), (r"60^\circ", "60°"), ("90°", "90"), ("90°", r"90^{\circ}"), (r"20^\circ\text{C}", "20 °C"),
+]  # fmt: skip
+CONNECTORS = [
+    "=", "==", ":=", r"\to", "->", "=>", "→", "⇒", "≡", r"\equiv", r"\implies", r"\Rightarrow", r"\mapsto", r"\sim",
+    r"\cong", r"\propto", r"\mid", r"\\", r"\in", r"\approx", r"\cup", r"\lor", r"\ldots", "&", "|", ":", "#",
+    "?", r"\overset{?}{=}", r"\hbox{or}", r"\) \(", "~",
 ]  # fmt: skip
 WRONG = [
     ("4", "3=4"), ("4", "1=2=3=4"), ("4", "x^2=4"), ("12", "1 2"), ("4", "2x=4"), ("5", "3=5"), ("5", "x=3=5"),
@@ -180,6 +192,13 @@ WRONG = [
     ("2m+1", "3"), ("3, 4", "x=3, y=4"), ("2.5 hours", "2 hours 30 minutes"), ("18 eggs", "18 dogs"),
     (r"4\text{ m/s}", r"4\text{ km/h}"), (r"5\text{ m/s}", r"5\text{ m/s}^2"), ("7 p.m.", "7 a.m."),
     ("5 m", "5 mm"), ("5 g", "5 gallons"), ("50 cents", "50 centimeters"),
+    *(("4", f"3 {sign} 4") for sign in CONNECTORS), *(("x=2", f"x=3 {sign} x=2") for sign in CONNECTORS[::4]),
+    ("4", r"4 \to 3"), ("4", r"x = 3 \to 4"), ("x+1", r"x+2\equivx+1"), ("A", r"B \approx A"), ("A", r"B \in A"),
+    ("4", r"4 \text{ (wrong)}"), ("4", r"4 \text{ is incorrect}"), ("4", r"4 \text{ or more}"),
+    ("4", r"4 \text{ tens}"), ("4", r"4\text{ at most}"), ("4", r"4 \text{ but maybe } \sqrt{2}"),
+    ("4", r"\text{3 } 4"), ("4", r"\cancel{3} 4"), (r"\sqrt{2}", r"\sqrt{2} \mbox{ or } \sqrt{3}"),
+    (r"\sqrt{2}", r"\sqrt{2} \text{, or } \sqrt{3}"), (r"5 \text{ or more}", r"5 \text{ or less}"),
+    (r"2\text{ hours and }30\text{ minutes}", r"2\text{ hours and }45\text{ minutes}"),
     (r"60^\circ", "61°"), (r"60^\circ", "60 °C"), ("90°", "-90°"), (r"20^\circ\text{C}", "21 °C"),
 ]  # fmt: skip
 TOO_LARGE = [

@@ -36,6 +36,7 @@ TEXTS = [
         "$", r"\text{eighteen}", r"18 \text{ or } 19", r"\{18\}", "[18]", "18 i", "18n", r"18 \times 2",
         "x = 18, y = 3", "1,2,3", "1,23", "1,2345", "12,34,567", "1_000", "0x10", "2 + 16", "18 more", "18 km 500 m",
         "5 feet 6 inches", "18 out of 20", "(-2)^2", r"\left(-2\right)^{2}", "{-2}²", "3 twelfths",
+        "18 (wrong)", "18 at least", "18 tens", "18 thousands",
     ]),
     ("1200", [r"1.2 \times 10^{3}", "1.2 \u00d7 10^3", "1.2 x 10^3", "1.2 \u00b7 10³"]),
     ("50", ["50 percent"]),
@@ -85,6 +86,7 @@ REPLIES = [
         "half of 18", "the square root of 18", "100% of 18", "twice 18", "18 divided by 2", "18 mod 5", "18 choose 2",
         "2 to the power of 3", "12'345", "17…18", "18j", "10110_2", "18_{16}", "so 2x = 18",
         "18 point five", "2 thirds of it", "18 degrees below zero", "18 factorial", "3E4kg", "4e-5kg", "18 M", "18 bn",
+        "18 (wrong)", "18 is incorrect", r"$18$ \text{ is false}",
     ]),
     ("-3", ["x=-3"]),
     ("-5", [
